@@ -1,0 +1,78 @@
+"""Find a drop-in by the name in a recipe: one of ours, or a function in any file of a user's."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from mmrl.errors import UserError
+
+Kind = Literal["pipelines", "rewards", "datasets"]
+
+
+class LoadError(UserError, ValueError):
+    """A drop-in cannot be found or imported; the message says which and what to write instead."""
+
+
+def load(kind: Kind, name: str) -> Any:
+    """Return the module or attribute that ``name`` stands for.
+
+    ``shapes`` is the module ``mmrl.<kind>.shapes``, ``shapes:verify`` an attribute of it, ``diffusion/sd3`` a module in
+    a folder, and ``path/to/mine.py:name`` an attribute of a file. Raises ``LoadError``.
+    """
+    target, _, attribute = name.partition(":")
+    module = _from_file(Path(target)) if target.endswith(".py") else _from_package(kind, target)
+    if not attribute:
+        return module
+    if not hasattr(module, attribute):
+        public = [n for n, v in vars(module).items() if not n.startswith("_") and callable(v)]
+        raise LoadError(f"{target} has no {attribute!r}; it has: {', '.join(public) or 'no functions or classes'}")
+    return getattr(module, attribute)
+
+
+def names(kind: Kind) -> list[str]:
+    """The drop-ins of ``kind`` that this installation holds, by the name a recipe calls them."""
+    package = importlib.import_module(f"mmrl.{kind}")
+    found = {
+        path.relative_to(root).with_suffix("").as_posix()
+        for root in map(Path, package.__path__)
+        for path in root.rglob("*.py")
+        if not path.name.startswith("_") and (path.parent != root or (root / "__init__.py") != path)
+    }
+    return sorted(found)
+
+
+def _from_package(kind: Kind, target: str) -> ModuleType:
+    module = f"mmrl.{kind}.{target.replace('/', '.')}"
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and module.startswith(error.name):
+            raise LoadError(
+                f"there is no {kind[:-1]} {target!r}; this installation has {', '.join(names(kind))}, "
+                "and a file of your own is written path/to/file.py:name"
+            ) from None
+        raise LoadError(f"{module} needs the package {error.name!r}: pip install {error.name}") from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise LoadError(f"there is no file {path} (looked from {Path.cwd()})")
+    name = f"mmrl_user_{path.stem}_{abs(hash(path.resolve())):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,101 @@
+"""One denoising step of a flow model as a Gaussian action: Flow-SDE, CPS and DanceGRPO's noise, and the plain ODE.
+
+Notation: ``x_s = (1 - s) x0 + s eps``, the network predicts ``v = eps - x0``, a step goes from ``s`` to ``s' < s`` and
+``dt = s' - s < 0``. Every kind is linear in ``x`` and ``v``, so its coefficients depend on the schedule alone and are
+computed once in float64:
+
+    mean = c_x x + c_v v,     x' = mean + std z
+
+- flow   d = a sqrt(s / (1 - s)), std = d sqrt(-dt)            (Flow-GRPO, arXiv 2505.05470, eq. 9)
+- dance  d = eta, the same drift                               (DanceGRPO, arXiv 2505.07818)
+- cps    std = s' sin(a pi / 2), total noise level stays s'    (arXiv 2509.05952)
+- ode    std = 0
+
+Where ``s = 1`` the flow's ``1 - s`` takes the schedule's second sigma, as the paper's code does. Log-probs are the
+*mean* over the non-batch dimensions; CPS leaves out ``1 / (2 std^2)`` and the constants, as its authors do, so its
+clip range is on another scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["flow", "cps", "dance"]
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Per-step constants of a schedule, each ``[T]`` float32 on the CPU; ``sigmas`` is ``[T + 1]``."""
+
+    kind: Kind
+    sigmas: Tensor
+    c_x: Tensor
+    c_v: Tensor
+    std: Tensor
+    dt: Tensor
+
+    @property
+    def steps(self) -> int:
+        return len(self.std)
+
+
+def coefficients(sigmas: Tensor, kind: Kind, noise_level: float, noisy: Sequence[int]) -> Coefficients:
+    """Constants of every step of ``sigmas`` ``[T + 1]`` (falling to 0): noise at the steps ``noisy``, ODE elsewhere.
+
+    Raises ``ValueError`` where noise is asked of a step that cannot carry it (the final one) or lies outside.
+    """
+    s, s2 = sigmas[:-1].double(), sigmas[1:].double()
+    dt = s2 - s
+    c_x, c_v, std = torch.ones_like(s), dt.clone(), torch.zeros_like(s)
+    outside = [i for i in noisy if not 0 <= i < len(s) or s2[i] <= 0]
+    if outside:
+        raise ValueError(f"steps {outside} of {len(s)} cannot carry noise: the last step ends at sigma 0")
+    i = torch.tensor(sorted(noisy), dtype=torch.long)
+    if kind == "cps":
+        std[i] = s2[i] * math.sin(noise_level * math.pi / 2)
+        kept = (s2[i] ** 2 - std[i] ** 2).clamp(min=0).sqrt()
+        c_x[i] = (1 - s2[i]) + kept
+        c_v[i] = kept * (1 - s[i]) - (1 - s2[i]) * s[i]
+    else:
+        d = noise_level if kind == "dance" else noise_level * (s / (1 - torch.where(s >= 1, s2[0], s))).sqrt()[i]
+        std[i] = d * (-dt[i]).sqrt()
+        c_x[i] = 1 + d**2 / (2 * s[i]) * dt[i]
+        c_v[i] = (1 + d**2 * (1 - s[i]) / (2 * s[i])) * dt[i]
+    return Coefficients(kind, sigmas.float(), c_x.float(), c_v.float(), std.float(), dt.float())
+
+
+def step_mean(x: Tensor, v: Tensor, c: Coefficients, step: int) -> Tensor:
+    """Mean of the next state, float32, the shape of ``x`` ``[B, ...]``."""
+    return c.c_x[step].item() * x.float() + c.c_v[step].item() * v.float()
+
+
+def log_prob(following: Tensor, mean: Tensor, c: Coefficients, step: int) -> Tensor:
+    """Log-probability ``[B]`` of ``following`` given ``mean``, averaged over the non-batch dimensions."""
+    distance = squared_distance(following.detach(), mean)
+    if c.kind == "cps":
+        return -distance
+    std = c.std[step].item()
+    return -distance / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
+
+
+def squared_distance(a: Tensor, b: Tensor) -> Tensor:
+    """Mean squared difference over the non-batch dimensions, ``[B]`` float32."""
+    return (a.float() - b.float()).square().flatten(1).mean(1)
+
+
+def ddim_step(
+    x: Tensor, eps: Tensor, alpha: float, alpha_next: float, eta: float, following: Tensor
+) -> tuple[Tensor, Tensor, float]:
+    """DDPO's action for an epsilon model (arXiv 2305.13301): mean ``[B, ...]``, log-prob ``[B]`` and std of
+    ``following``; ``alpha`` and ``alpha_next`` are cumulative products."""
+    x0 = (x.float() - math.sqrt(1 - alpha) * eps.float()) / math.sqrt(alpha)
+    std = eta * math.sqrt((1 - alpha_next) / (1 - alpha) * (1 - alpha / alpha_next))
+    mean = math.sqrt(alpha_next) * x0 + math.sqrt(1 - alpha_next - std**2) * eps.float()
+    distance = squared_distance(following.detach(), mean)
+    return mean, -distance / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi), std

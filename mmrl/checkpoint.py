@@ -1,0 +1,123 @@
+"""Checkpoints that are whole or absent: written aside, checksummed, renamed into place.
+
+``checkpoints/step_000010/`` holds one safetensors file per part, ``state.json`` and, written last,
+``manifest.json`` with the size and SHA-256 of each. Step ``n`` means: ``n`` training steps are done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mmrl.errors import UserError
+
+_NAME = re.compile(r"step_(\d{6,})$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was saved: ``tensors`` by part and name, ``state`` any JSON, ``step`` the number of finished steps."""
+
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+
+
+def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    """Write ``checkpoint`` into ``folder`` atomically and delete all but the newest ``keep``.
+
+    Raises ``OSError`` where the disk is full or not writable; what was there before is untouched then.
+    """
+    target = folder / f"step_{checkpoint.step:06d}"
+    aside = folder / f".tmp-{target.name}"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        for part, tensors in checkpoint.tensors.items():
+            save_file({k: v.contiguous() for k, v in tensors.items()}, aside / f"{part}.safetensors")
+        (aside / "state.json").write_text(json.dumps(checkpoint.state))
+        manifest = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(aside.iterdir())}
+        _write_synced(aside / "manifest.json", json.dumps({"step": checkpoint.step, "files": manifest}, indent=1))
+        for path in aside.iterdir():
+            _sync(path)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(aside, target)
+        _sync(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    for old in steps(folder)[:-keep]:
+        shutil.rmtree(folder / f"step_{old:06d}", ignore_errors=True)
+    return target
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that have a checkpoint directory, ascending; whole or not."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(m.group(1)) for p in folder.iterdir() if (m := _NAME.match(p.name)) and p.is_dir())
+
+
+def load(folder: Path, step: int) -> Checkpoint:
+    """Read one checkpoint after comparing every file with its manifest. Raises ``UserError`` naming what is torn."""
+    directory = folder / f"step_{step:06d}"
+    fault = _fault(directory)
+    if fault:
+        raise UserError(f"checkpoint {directory.name} is not whole: {fault}")
+    tensors = {p.stem: load_file(p) for p in sorted(directory.glob("*.safetensors"))}
+    return Checkpoint(step, tensors, json.loads((directory / "state.json").read_text()))
+
+
+def load_latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint, if any, and a line for each newer one that was passed over."""
+    skipped = []
+    for step in reversed(steps(folder)):
+        try:
+            return load(folder, step), skipped
+        except UserError as error:
+            skipped.append(str(error))
+    return None, skipped
+
+
+def _fault(directory: Path) -> str | None:
+    """Why the checkpoint must not be loaded, or None."""
+    try:
+        files = json.loads((directory / "manifest.json").read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its manifest.json cannot be read ({type(error).__name__})"
+    for name, expected in files.items():
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, not {expected['bytes']}"
+        if _sha256(path) != expected["sha256"]:
+            return f"{name} does not match its checksum"
+    return None if "state.json" in files else "state.json is missing"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_synced(path: Path, text: str) -> None:
+    path.write_text(text)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

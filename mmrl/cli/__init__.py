@@ -1,0 +1,77 @@
+"""The command line: ``mmrl train plan score eval report export serve ls cp doctor``.
+
+Commands import what they run when they run it, so that ``--help`` answers at once and no mistake in a recipe waits for
+torch. What a user can mend (``UserError``) is printed without a traceback and exits with 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from mmrl.cli import rewards, runs, shelf
+from mmrl.errors import UserError
+
+QUIET = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin between operations starve their neighbours on a shared machine
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+"""Defaults of the environment, set before torch and the model libraries are imported; what the user set stays."""
+
+app = typer.Typer(
+    name="mmrl",
+    help="Reinforcement learning from feedback on text, vision-language and diffusion models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _command in (
+    runs.train,
+    runs.plan,
+    rewards.score,
+    runs.evaluate,
+    runs.report,
+    runs.export,
+    rewards.serve,
+    shelf.ls,
+    shelf.cp,
+):
+    app.command("eval" if _command is runs.evaluate else None)(_command)
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+    if version:
+        import importlib.metadata
+
+        print(f"mmrl {importlib.metadata.version('mmrl')}")
+        raise typer.Exit
+
+
+@app.command()
+def doctor() -> None:
+    """Examine this machine, to paste into an issue; uses no network."""
+    from mmrl.doctor import examine
+
+    examination = examine()
+    print(examination)
+    if examination.problems:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of ``mmrl`` and ``python -m mmrl.cli``."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        app(prog_name="mmrl")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,89 @@
+"""What commands share: reading a recipe and its overrides, ``k=v`` options, threads, the console."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mmrl.config.loader import LoadedRecipe
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
+ChangesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="OVERLAY.yaml|KEY=VALUE",
+        help="Files layered over the recipe, then single settings such as optim.lr=1e-5 or rewards[0].weight=2.",
+    ),
+]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, such as runs/shapes.")]
+CheckpointOption = Annotated[str, typer.Option(metavar="latest|STEP|base", help="Which weights: base has none of RL.")]
+OptionsOption = Annotated[
+    list[str] | None,
+    typer.Option("--options", metavar="KEY=VALUE", help="An option of the reward; may be given several times."),
+]
+
+
+def read_recipe(recipe: str, changes: Sequence[str]) -> LoadedRecipe:
+    """The recipe with its overlays and overrides; sets the threads it asks for. Raises ``RecipeError``."""
+    from mmrl.config.loader import load_recipe
+
+    overlays = [text for text in changes if "=" not in text or os.path.isfile(text)]
+    overrides = [text for text in changes if text not in overlays]
+    for text in overlays:
+        if not os.path.isfile(text):
+            raise UserError(f"{text!r} is neither a file to layer over the recipe nor a setting; write key=value")
+    loaded = load_recipe([recipe, *overlays], overrides)
+    use_threads(loaded.recipe.threads)
+    return loaded
+
+
+def use_threads(threads: int | None) -> None:
+    """Limit the threads of libraries that are not imported yet; what the user's environment says stays."""
+    if threads:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def use_threads_of(run: Path) -> None:
+    """As the recipe of ``run`` asks. Raises ``UserError`` where there is no run."""
+    resolved = run / "resolved.json"
+    try:
+        settings = json.loads(resolved.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{run} is no run directory: it has no resolved.json; name one that mmrl train made") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{resolved} cannot be read: {error}") from None
+    threads = settings.get("threads") if isinstance(settings, dict) else None
+    use_threads(threads if isinstance(threads, int) else None)
+
+
+def reward_options(texts: Sequence[str] | None) -> dict[str, Any]:
+    """``["k=v", ...]`` as keyword arguments, values read as in a recipe. Raises ``UserError``."""
+    from mmrl.config.layers import parse_value
+
+    options: dict[str, Any] = {}
+    for text in texts or ():
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise UserError(f"--options {text!r} is no setting; write --options key=value")
+        try:
+            options[key] = parse_value(value)
+        except ValueError as error:
+            raise UserError(f"--options {key}: {error}") from None
+    return options
+
+
+def console() -> Console:
+    """For results, on stdout."""
+    from rich.console import Console
+
+    return Console(highlight=False)

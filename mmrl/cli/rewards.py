@@ -1,0 +1,73 @@
+"""``score serve``: a reward on its author's bench, and behind HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmrl.cli.arguments import OptionsOption, console, reward_options
+from mmrl.errors import UserError
+
+RewardArgument = Annotated[
+    str, typer.Argument(metavar="FILE.py:NAME", help="A reward in a file, or one of ours (mmrl ls rewards).")
+]
+
+
+def score(
+    reward: RewardArgument,
+    images: Annotated[Path, typer.Option(metavar="DIR", help="A folder of pictures.")],
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="What each picture should show.")] = None,
+    options: OptionsOption = None,
+) -> None:
+    """Try a reward alone: a row per picture, latency and memory.
+
+    Exit code 1 where a picture got no score.
+    """
+    arguments = reward_options(options)
+    _check_reward(reward)
+    from mmrl.rewards.bench import score_folder
+
+    unscored = score_folder(reward, images, prompts, arguments, console())
+    raise typer.Exit(1 if unscored else 0)
+
+
+def serve(
+    reward: RewardArgument,
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8765,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="MMRL_TOKEN", show_envvar=True, help="What clients must send as a bearer token."),
+    ] = None,
+    python: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Run the reward with another environment's Python.")
+    ] = None,
+    requirements: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Make an environment with these packages and run it there.")
+    ] = None,
+    options: OptionsOption = None,
+) -> None:
+    """Put a reward behind HTTP, if need be in its own environment."""
+    arguments = reward_options(options)
+    if python and requirements:
+        raise UserError("--python names an environment and --requirements makes one; give one of them")
+    _check_reward(reward)
+    if python or requirements:
+        from mmrl.rewards.elsewhere import serve_elsewhere
+
+        serve_elsewhere(reward, host, port, token, arguments, python=python, requirements=requirements)
+        return
+    from mmrl.rewards.serve import serve as run
+
+    run(reward, host, port, token, arguments)
+
+
+def _check_reward(name: str) -> None:
+    """Refuse a name that leads nowhere before anything heavy is imported."""
+    from mmrl.config.drop_ins import missing_drop_in
+
+    wrong = missing_drop_in("rewards", name, "looked in the current folder")
+    if wrong:
+        raise UserError(wrong)

@@ -1,0 +1,101 @@
+"""``train plan eval report export``: from a recipe to a run, and from a run to what it is worth."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmrl.cli.arguments import (
+    ChangesArgument,
+    CheckpointOption,
+    RecipeArgument,
+    RunArgument,
+    console,
+    read_recipe,
+    use_threads_of,
+)
+from mmrl.errors import UserError
+
+
+class Exported(StrEnum):
+    """What ``mmrl export`` writes."""
+
+    merged = "merged"
+    lora = "lora"
+
+
+def train(
+    recipe: RecipeArgument,
+    changes: ChangesArgument = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory of the run.", show_default="runs/<name>")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in DIR stopped.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run that is in DIR.")] = False,
+) -> None:
+    """Plan a recipe, then train it."""
+    if resume and overwrite:
+        raise UserError("--resume goes on with a run and --overwrite removes it; give one of them")
+    loaded = read_recipe(recipe, changes or ())
+    from mmrl.placement.plan import plan
+
+    planned = plan(loaded)
+    planned.render(console(), short=True)
+    if planned.problems:
+        raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
+    from mmrl.run import train as run
+
+    run(loaded, out or Path("runs") / loaded.recipe.name, resume, overwrite)
+
+
+def plan(recipe: RecipeArgument, changes: ChangesArgument = None) -> None:
+    """Show what a recipe would hold and do; exit 1 if it cannot fit.
+
+    Loads no model.
+    """
+    loaded = read_recipe(recipe, changes or ())
+    from mmrl.placement.plan import plan as make
+
+    planned = make(loaded)
+    planned.render(console())
+    if planned.problems:
+        raise typer.Exit(1)
+
+
+def evaluate(
+    run: RunArgument,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="How many held-out samples.", show_default="eval.samples of the recipe")
+    ] = None,
+    checkpoint: CheckpointOption = "latest",
+) -> None:
+    """Measure a run on held-out prompts; prints JSON."""
+    use_threads_of(run)
+    from mmrl.run import evaluate as measure
+
+    print(json.dumps(measure(run, samples, checkpoint), indent=2))
+
+
+def report(run: RunArgument) -> None:
+    """Write a run's report, one HTML file; prints its path."""
+    use_threads_of(run)
+    from mmrl.report.html import write_report
+
+    print(write_report(run))
+
+
+def export(
+    run: RunArgument,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write; must not exist yet.")],
+    what: Annotated[Exported, typer.Option(help="The whole model, or the adapter alone.")] = Exported.merged,
+    checkpoint: CheckpointOption = "latest",
+) -> None:
+    """Write a run's weights in the libraries' own format."""
+    use_threads_of(run)
+    from mmrl.export import export as write
+
+    print(write(run, out, what.value, checkpoint))

@@ -1,0 +1,73 @@
+"""``ls cp``: what is on the shelf, and a copy to change."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmrl.cli.arguments import RecipeArgument, console
+from mmrl.errors import UserError
+
+
+class Shelf(StrEnum):
+    """What ``mmrl ls`` can list."""
+
+    recipes = "recipes"
+    pipelines = "pipelines"
+    rewards = "rewards"
+    datasets = "datasets"
+
+
+def ls(what: Annotated[Shelf | None, typer.Argument(help="One shelf only.", show_default="all")] = None) -> None:
+    """List recipes, pipelines, rewards and data sets by name."""
+    from rich.table import Table
+
+    for shelf in [what] if what else list(Shelf):
+        table = Table(title=shelf.value, title_justify="left", title_style="bold", box=None, show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for name, about in _rows(shelf):
+            table.add_row(name, about)
+        console().print(table)
+
+
+def cp(
+    recipe: RecipeArgument,
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="A new file, or a folder.")],
+) -> None:
+    """Copy a recipe to change it; never writes over a file."""
+    from mmrl.config.loader import find_recipe
+
+    source = find_recipe(recipe)
+    target = dest / source.name if dest.is_dir() else dest
+    if not dest.is_dir() and dest.suffix not in (".yaml", ".yml"):
+        raise UserError(f"{dest} is no folder and does not end in .yaml; make the folder, or write {dest}.yaml")
+    try:
+        text = source.read_bytes()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("xb") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"{target} exists and is left as it is; name another file") from None
+    except OSError as error:
+        raise UserError(f"cannot copy to {target}: {error.strerror}") from None
+    print(f"{target}: change it, then run mmrl train {target}")
+
+
+def _rows(shelf: Shelf) -> list[tuple[str, str]]:
+    if shelf is Shelf.recipes:
+        from mmrl.config.loader import shipped_recipes
+
+        return [(name, _first_comment(file)) for name, file in shipped_recipes().items()]
+    from mmrl.config.drop_ins import entries
+
+    return [(entry.name, entry.summary) for entry in entries(shelf.value)]
+
+
+def _first_comment(file: Path) -> str:
+    with file.open(encoding="utf-8") as lines:
+        first = next(lines, "")
+    return first.removeprefix("#").strip() if first.startswith("#") else ""

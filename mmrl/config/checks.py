@@ -1,0 +1,97 @@
+"""What a recipe asks for that cannot work, as ``key: why; the edit that mends it``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmrl.config.schema import Recipe
+
+
+def impossibilities(recipe: Recipe) -> list[str]:
+    """All contradictions between sections, at once; each names the key to change."""
+    return [
+        *_groups(recipe),
+        *_window(recipe),
+        *_batches(recipe),
+        *_levels(recipe),
+        *_pathwise(recipe),
+        *_labels(recipe),
+    ]
+
+
+def label_of(name: str, label: str | None) -> str:
+    """What metrics call a reward: its label, else the attribute it is loaded from, or the file if that is ``score``."""
+    return label or name.removesuffix(":score").rpartition(":")[2].rpartition("/")[2].removesuffix(".py")
+
+
+def _groups(recipe: Recipe) -> Iterator[str]:
+    if recipe.algorithm.type != "draft" and recipe.train.group_size < 2:
+        yield (
+            "train.group_size: a group of 1 has no advantage (its reward minus its own mean is 0); "
+            "set train.group_size to 2 or more"
+        )
+
+
+def _window(recipe: Recipe) -> Iterator[str]:
+    window, steps = recipe.sampling.window, recipe.sampling.steps
+    if window is None:
+        return
+    if recipe.algorithm.type != "flow_grpo":
+        yield (
+            f"sampling.window: {recipe.algorithm.type} records no denoising actions, so there is nothing to window; "
+            "remove sampling.window"
+        )
+    last = steps - 1 if window.last is None else window.last
+    if last > steps - 1:
+        yield f"sampling.window.last: step {steps - 1} is the final one, without noise; set it to {steps - 1} or less"
+    elif window.first + window.size > last:
+        yield (
+            f"sampling.window: {window.size} steps do not fit into [{window.first}, {last}); "
+            "lower sampling.window.size or raise sampling.steps"
+        )
+
+
+def _batches(recipe: Recipe) -> Iterator[str]:
+    train = recipe.train
+    if recipe.algorithm.type != "draft" and train.group_size % train.updates_per_step:
+        yield (
+            f"train.updates_per_step: {train.group_size} samples of a group do not divide into "
+            f"{train.updates_per_step} updates; use a divisor of train.group_size"
+        )
+
+
+def _levels(recipe: Recipe) -> Iterator[str]:
+    algorithm, most = recipe.algorithm, recipe.sampling.steps - 1
+    if algorithm.type == "diffusion_nft" and (algorithm.noise_levels or 0) > most:
+        yield f"algorithm.noise_levels: {most + 1} sampling steps have {most} levels; set it to {most} or less"
+
+
+def _pathwise(recipe: Recipe) -> Iterator[str]:
+    algorithm = recipe.algorithm
+    if algorithm.type != "draft":
+        return
+    if algorithm.last_steps > recipe.sampling.steps:
+        yield (
+            f"algorithm.last_steps: {algorithm.last_steps} of {recipe.sampling.steps} sampling steps; "
+            f"set it to {recipe.sampling.steps} or less"
+        )
+    for i, reward in enumerate(recipe.rewards):
+        if reward.name.partition(":")[0] == "http":
+            yield (
+                f"rewards[{i}].name: {reward.name!r} is remote and returns no gradient, which draft needs; "
+                "use a differentiable reward or algorithm.type=flow_grpo"
+            )
+        if reward.normalize != "none":
+            yield f"rewards[{i}].normalize: draft follows the reward's own gradient; set it to none"
+    if recipe.train.updates_per_step != 1:
+        yield "train.updates_per_step: draft samples inside its one update; set it to 1"
+
+
+def _labels(recipe: Recipe) -> Iterator[str]:
+    counts = Counter(label_of(r.name, r.label) for r in [*recipe.rewards, *recipe.eval.rewards])
+    for label, n in counts.items():
+        if n > 1:
+            yield f"rewards: {n} rewards are called {label!r}; give them different labels (rewards[i].label)"

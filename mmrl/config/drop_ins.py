@@ -1,0 +1,157 @@
+"""The pipelines, rewards and data sets of this installation, read as text: nothing is imported, so nothing can run.
+
+What makes a module a drop-in is what its users call: a pipeline defines ``build(recipe, ...)``, a data set
+``prompts(split, ...)``, a reward is a function that takes ``context`` or a class whose ``score`` does.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmrl._load import Kind
+from mmrl.config.explain import did_you_mean
+from mmrl.config.layers import shown
+
+DEFAULT: dict[Kind, str] = {"pipelines": "build", "rewards": "score", "datasets": "prompts"}
+"""What a name without ``:attribute`` stands for."""
+_FIRST: dict[Kind, str] = {"pipelines": "recipe", "datasets": "split"}
+NOUN: dict[Kind, str] = {"pipelines": "pipeline", "rewards": "reward", "datasets": "data set"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A drop-in by the name a recipe calls it, and the first line of its docstring."""
+
+    name: str
+    file: Path
+    summary: str
+
+
+def entries(kind: Kind) -> list[Entry]:
+    """Every drop-in of ``kind`` in this installation; files that are not valid Python are left out."""
+    found: dict[str, Entry] = {}
+    for root in map(Path, importlib.import_module(f"mmrl.{kind}").__path__):
+        for file in sorted(root.rglob("*.py")):
+            module = file.relative_to(root).with_suffix("").as_posix()
+            if not file.name.startswith("_"):
+                found |= {entry.name: entry for entry in _entries_of(kind, module, file)}
+    return [found[name] for name in sorted(found)]
+
+
+def missing_drop_in(kind: Kind, name: str, looked: str) -> str:
+    """What is wrong with the name of a pipeline, reward or data set; empty where it exists.
+
+    ``looked`` says for a message where a file was looked for.
+    """
+    file_text, attribute = split_file(name)
+    if file_text is not None:
+        file = Path(file_text)
+        if not os.path.isfile(file):
+            return f"there is no file {file_text!r} ({looked}); correct the path"
+        return _missing_attribute(kind, file, attribute)
+    target, _, attribute = name.partition(":")
+    module = _module_file(kind, target)
+    if module is not None:
+        return _missing_attribute(kind, module, attribute)
+    known = [entry.name for entry in entries(kind)]
+    listed = f"there are {', '.join(known)}" if known else "none is installed"
+    meant = did_you_mean(name, known) or did_you_mean(target, known)
+    return f"there is no {NOUN[kind]} {target!r}{meant}  ({listed}; a file of your own is path/to/file.py:name)"
+
+
+def split_file(text: str) -> tuple[str | None, str]:
+    """``my.py:name`` as file and attribute; the file is None where the text names no Python file."""
+    if text.endswith(".py"):
+        return text, ""
+    file, colon, attribute = text.rpartition(":")
+    return (file, attribute) if colon and file.endswith(".py") else (None, "")
+
+
+def _missing_attribute(kind: Kind, file: Path, attribute: str) -> str:
+    try:
+        body = _parse(file).body
+    except SyntaxError as error:
+        return f"{shown(file)}:{error.lineno} is not valid Python: {error.msg}"
+    except (OSError, ValueError) as error:
+        return f"{shown(file)} cannot be read: {error}"
+    defined = _defined(body)
+    wanted = attribute or DEFAULT[kind]
+    if defined is None or wanted in defined:
+        return ""
+    public = [name for name in defined if not name.startswith("_")]
+    write = "" if attribute else f"; name one of its own, as in {file.name}:{public[0]}" if public else ""
+    has = ", ".join(public) or "no functions or classes"
+    return f"{shown(file)} has no {wanted!r}{did_you_mean(wanted, public) or write}  (it has {has})"
+
+
+def _parse(file: Path) -> ast.Module:
+    """Raises ``SyntaxError``, ``OSError``, and ``ValueError`` for null bytes."""
+    return ast.parse(file.read_bytes(), filename=str(file))
+
+
+def _defined(body: list[ast.stmt]) -> list[str] | None:
+    """The names a module defines; None where that cannot be told without importing it (``import *``)."""
+    found: list[str] = []
+    for node in _statements(body):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                found.append(node.name)
+            case ast.Assign():
+                found += [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+            case ast.AnnAssign(target=ast.Name() as target):
+                found.append(target.id)
+            case ast.ImportFrom() if any(alias.name == "*" for alias in node.names):
+                return None
+            case ast.ImportFrom(module=module) if module != "__future__":
+                found += [alias.asname or alias.name for alias in node.names]
+    return None if "__getattr__" in found else list(dict.fromkeys(found))
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Top-level statements, and those inside top-level ``if``, ``try`` and ``with``."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _statements(node.body)
+            yield from _statements(getattr(node, "orelse", []))
+            for handler in getattr(node, "handlers", []):
+                yield from _statements(handler.body)
+
+
+def _module_file(kind: Kind, target: str) -> Path | None:
+    for root in map(Path, importlib.import_module(f"mmrl.{kind}").__path__):
+        for file in (root / f"{target}.py", root / target / "__init__.py"):
+            if target and os.path.isfile(file):
+                return file
+    return None
+
+
+def _entries_of(kind: Kind, module: str, file: Path) -> Iterator[Entry]:
+    try:
+        tree = _parse(file)
+    except (SyntaxError, OSError, ValueError):
+        return
+    about_module = _first_line(tree)
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        is_default = node.name == DEFAULT[kind]
+        if _takes(node, "context") if kind == "rewards" else is_default and _takes(node, _FIRST[kind]):
+            name = module if is_default else f"{module}:{node.name}"
+            yield Entry(name, file, about_module if is_default else _first_line(node) or about_module)
+
+
+def _takes(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, parameter: str) -> bool:
+    if isinstance(node, ast.ClassDef):
+        methods = [m for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef) and m.name == "score"]
+        return any(_takes(method, parameter) for method in methods)
+    return parameter in {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]}
+
+
+def _first_line(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
+    return (ast.get_docstring(node) or "").partition("\n")[0].strip()

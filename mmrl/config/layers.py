@@ -1,0 +1,273 @@
+"""YAML files and ``a.b=c`` overrides become one tree of plain values that remembers where each was written.
+
+Scalars follow YAML 1.2's core schema, so that ``1e-5`` is a number, and ``no``, ``012`` and ``2024-01-01`` are not
+turned into something else. Mappings of later files merge into earlier ones, everything else replaces; an override
+always replaces, a mapping too. Nothing is constructed from tags.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mmrl.config.errors import COMMAND_LINE, Finding, KeyPath, Source, format_key
+
+_MOST_NODES = 100_000
+"""A recipe has hundreds of values; past this, aliases of aliases are blowing one up."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Resolves scalars by YAML 1.2's core schema; used to compose nodes, never to construct objects."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - the attribute PyYAML reads; the parent's YAML 1.1 rules must not leak in
+
+
+def _integer(text: str) -> int:
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
+def _number(text: str) -> float:
+    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_TAG = "tag:yaml.org,2002:"
+_SCALARS: dict[str, tuple[str, list[str], Callable[[str], Any]]] = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""], lambda _: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF"), lambda text: text.lower() == "true"),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789"), _integer),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+        lambda text: _number(text.lower()),
+    ),
+}
+for _name, (_pattern, _first, _) in _SCALARS.items():
+    _Loader.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), _first)
+
+
+@dataclass
+class Tree:
+    """Plain values (mappings, lists, scalars), the source of each key, and what was wrong with the text."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[KeyPath, Source] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def source(self, path: KeyPath) -> Source:
+        """Where ``path`` was written, or the nearest section around it that was."""
+        while path and path not in self.sources:
+            path = path[:-1]
+        return self.sources[path]
+
+
+def read_layers(files: list[Path], overrides: list[str]) -> Tree:
+    """Layer the files left to right, then the overrides. Mistakes are in ``findings``; nothing is raised."""
+    tree = Tree(sources={(): Source(0, 0, shown(files[0]))})
+    for layer, file in enumerate(files):
+        _merge(tree, _read_file(file, layer))
+    for i, text in enumerate(overrides):
+        _override(tree, text, Source(len(files) + i, 0, COMMAND_LINE))
+    return tree
+
+
+def shown(path: Path) -> str:
+    """A path as a person would write it: relative where it lies under the current folder."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def parse_key(text: str) -> KeyPath | None:
+    """``rewards[0].weight`` or ``rewards.0.weight`` as ``("rewards", 0, "weight")``; None where it is no key."""
+    if not re.fullmatch(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[\d+\])*", text):
+        return None
+    return tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", text))
+
+
+def parse_value(text: str) -> Any:
+    """The value of a bare ``key=value``, read as in a recipe. Raises ``ValueError`` with what is wrong."""
+    builder = _Builder(Source(0, 0, COMMAND_LINE))
+    value = builder.parse(text, ())
+    if builder.findings:
+        raise ValueError(builder.findings[0].message)
+    return value
+
+
+class _Builder:
+    """Turns the nodes of one document into values, noting the line of every key."""
+
+    def __init__(self, source: Source) -> None:
+        self.origin = source
+        self.sources: dict[KeyPath, Source] = {}
+        self.findings: list[Finding] = []
+        self.nodes = 0
+
+    def parse(self, text: str, path: KeyPath) -> Any:
+        try:
+            node = yaml.compose(text, Loader=_Loader)
+            return None if node is None else self._build(node, path)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            self._note(path, f"not YAML: {_syntax(error)}", mark.line + 1 if mark else 0)
+        except yaml.YAMLError as error:
+            self._note(path, f"not YAML: {str(error).splitlines()[0]}")
+        except RecursionError:
+            self._note(path, "nested too deeply (an alias inside its own anchor?); write the values out")
+        except OverflowError:
+            self._note(path, f"more than {_MOST_NODES} values (aliases of aliases?); write the values out")
+        return None
+
+    def _note(self, path: KeyPath, message: str, line: int = 0) -> None:
+        self.findings.append(Finding(self._at(line), path, message))
+
+    def _at(self, line: int) -> Source:
+        at_command_line = self.origin.label == COMMAND_LINE
+        return Source(self.origin.layer, 0 if at_command_line else line, self.origin.label)
+
+    def _build(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.nodes += 1
+        if self.nodes > _MOST_NODES:
+            raise OverflowError
+        line = node.start_mark.line + 1
+        self.sources.setdefault(path, self._at(line))
+        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+            return [self._build(child, (*path, i)) for i, child in enumerate(node.value)]
+        name = node.tag.removeprefix(_TAG)
+        if isinstance(node, yaml.ScalarNode) and (name == "str" or name in _SCALARS):
+            try:
+                return node.value if name == "str" else _SCALARS[name][2](node.value)
+            except ValueError:
+                self._note(path, f"{node.value!r} is no {name}", line)
+                return None
+        self._note(path, f"the tag {node.tag!r} is not understood; write a plain value", line)
+        return None
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
+                what = "'<<' (merging)" if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
+                self._note(path, f"{what} is not understood as a key; write the keys out", line)
+                continue
+            key = key_node.value
+            here = (*path, key)
+            if key in values:
+                first = self.sources[here]
+                on = f" (first on line {first.line})" if first.line else ""
+                self._note(here, f"written twice{on}; keep one of them", line)
+                continue
+            self.sources[here] = self._at(line)
+            values[key] = self._build(value_node, here)
+        return values
+
+
+def _syntax(error: yaml.MarkedYAMLError) -> str:
+    said = ", ".join(part for part in (error.context, error.problem) if part)
+    return f"{said}; indent with spaces" if "\\t" in said else said
+
+
+def _read_file(file: Path, layer: int) -> Tree:
+    origin = Source(layer, 0, shown(file))
+    builder = _Builder(origin)
+    values: Any = None
+    try:
+        values = builder.parse(file.read_bytes().decode("utf-8-sig"), ())
+    except UnicodeDecodeError:
+        builder.findings.append(Finding(origin, (), "not text in UTF-8; save it as UTF-8"))
+    except OSError as error:
+        builder.findings.append(Finding(origin, (), f"cannot be read: {error.strerror}"))
+    if values is not None and not isinstance(values, dict):
+        builder.findings.append(Finding(origin, (), f"a recipe is sections of `key: value`, not {kind_of(values)}"))
+    builder.sources[()] = origin
+    return Tree(values if isinstance(values, dict) else {}, builder.sources, builder.findings)
+
+
+def kind_of(value: Any) -> str:
+    """A value in words, short enough for a message."""
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 60 else text[:56] + "...'"
+
+
+def _merge(tree: Tree, layer: Tree) -> None:
+    """Put ``layer`` on top of ``tree``: mappings merge, everything else replaces."""
+
+    def put(base: dict[str, Any], over: dict[str, Any], path: KeyPath) -> None:
+        for key, value in over.items():
+            here = (*path, key)
+            if isinstance(value, dict) and isinstance(base.get(key), dict):
+                put(base[key], value, here)
+                continue
+            base[key] = value
+            _forget(tree, here)
+            tree.sources |= {k: s for k, s in layer.sources.items() if k[: len(here)] == here}
+
+    put(tree.values, layer.values, ())
+    tree.findings += layer.findings
+
+
+def _forget(tree: Tree, path: KeyPath) -> None:
+    for key in [k for k in tree.sources if k[: len(path)] == path]:
+        del tree.sources[key]
+
+
+def _override(tree: Tree, text: str, origin: Source) -> None:
+    key, equals, value_text = text.partition("=")
+    path = parse_key(key.strip())
+    if not equals or path is None:
+        tree.findings.append(Finding(origin, (), f"{text!r} is no override; write key=value, as in optim.lr=1e-5"))
+        return
+    builder = _Builder(origin)
+    value = builder.parse(value_text.strip(), path)
+    tree.findings += builder.findings
+    if builder.findings:
+        return
+    parent, mistake = _descend(tree.values, path)
+    if mistake:
+        tree.findings.append(Finding(origin, path, mistake))
+        return
+    parent[path[-1]] = value
+    _forget(tree, path)
+    for depth in range(1, len(path)):
+        tree.sources.setdefault(path[:depth], origin)
+    tree.sources |= {path: origin, **builder.sources}
+
+
+def _descend(values: dict[str, Any], path: KeyPath) -> tuple[Any, str]:
+    """The container that holds ``path[-1]``, made where a section is absent or null; or what is in the way."""
+    container: Any = values
+    for depth, step in enumerate(path):
+        mistake = _cannot_hold(container, step, format_key(path[:depth]))
+        if mistake or depth == len(path) - 1:
+            return container, mistake
+        if isinstance(container, dict) and container.get(step) is None:
+            if isinstance(path[depth + 1], int):
+                name = format_key(path[: depth + 1])
+                return None, f"there is no {name!r} to index; write {name}=[...] for the whole list"
+            container[step] = {}
+        container = container[step]
+    raise AssertionError("a key has at least one part")
+
+
+def _cannot_hold(container: Any, step: str | int, name: str) -> str:
+    if isinstance(container, list):
+        if isinstance(step, int) and step < len(container):
+            return ""
+        has = f"has items 0 to {len(container) - 1}" if container else "is empty"
+        return f"the list {name!r} {has}; index one of them, or write {name}=[...] for the whole list"
+    if not isinstance(container, dict):
+        return f"{name!r} is {kind_of(container)}, not a section; nothing can be set inside it"
+    return f"{name!r} is a section, not a list; write a key instead of {step}" if isinstance(step, int) else ""

@@ -1,0 +1,84 @@
+"""From files and overrides to a recipe that can run, or to everything that is wrong with it, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mmrl.config.errors import Finding, RecipeError, recipe_error
+from mmrl.config.explain import explain, implicit_booleans
+from mmrl.config.layers import Tree, parse_key, read_layers
+from mmrl.config.names import find_recipe, missing_names, resolve, shipped_recipes
+from mmrl.config.schema import Recipe
+
+__all__ = ["LoadedRecipe", "RecipeError", "find_recipe", "load_recipe", "resolve", "shipped_recipes"]
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe and where it came from.
+
+    ``paths`` are its files and ``overrides`` the ``a.b=c`` on top of them; ``path`` is the first file and ``root`` its
+    folder, where relative paths in the recipe start.
+    """
+
+    recipe: Recipe
+    path: Path
+    root: Path
+    paths: tuple[Path, ...]
+    overrides: tuple[str, ...]
+    tree: Tree = field(repr=False)
+
+    def resolve(self, text: str) -> str:
+        """The absolute path of something named in this recipe, or ``text`` where nothing local is meant."""
+        return resolve(self.root, text)
+
+    def resolved(self) -> dict[str, Any]:
+        """All settings, defaults too, ready for JSON; local names are absolute, so that it loads from any folder."""
+        settings = self.recipe.model_dump(mode="json")
+        places = [(settings["model"], "path"), (settings["data"], "name"), (settings, "pipeline")]
+        places += [(reward, "name") for reward in [*settings["rewards"], *settings["eval"]["rewards"]]]
+        places += [(settings, "architecture")] if settings["architecture"] else []
+        for section, key in places:
+            section[key] = self.resolve(section[key])
+        return settings
+
+    def source(self, key: str) -> str:
+        """Where ``key`` (``rewards[0].weight``) was written: file and line, ``command line``, or ``default``."""
+        path = parse_key(key)
+        return str(self.tree.sources[path]) if path in self.tree.sources else "default"
+
+
+def load_recipe(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read a recipe: YAML files layered left to right, then ``a.b=c`` overrides.
+
+    A first path that is no file may be the name of a shipped recipe. Mappings merge, lists and scalars replace; an
+    override replaces whatever it names, so ``algorithm={type: draft}`` starts that section anew. Raises
+    ``RecipeError`` with every problem found. Loads no model and imports no drop-in.
+    """
+    files = [find_recipe(str(path)) for path in paths]
+    root = files[0].resolve().parent
+    tree = read_layers(files, list(overrides))
+    findings = list(tree.findings)
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(tree.values)
+        findings += implicit_booleans(recipe, tree)
+    except ValidationError as error:
+        findings += _not_yet_known(list(explain(error, tree)), findings)
+    findings += [Finding(tree.source(key), key, message) for key, message in missing_names(tree, root)]
+    if recipe is None or findings:
+        raise recipe_error(findings)
+    return LoadedRecipe(recipe, files[0], root, tuple(files), tuple(overrides), tree)
+
+
+def _not_yet_known(findings: list[Finding], syntax: list[Finding]) -> list[Finding]:
+    """Without what follows from a mistake already found in the text: a file that is not YAML misses every key."""
+    if any(not finding.path for finding in syntax):
+        return [finding for finding in findings if not finding.message.startswith("missing")]
+    known = {finding.path for finding in syntax}
+    return [finding for finding in findings if finding.path not in known]

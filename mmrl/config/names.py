@@ -1,0 +1,138 @@
+"""The names in a recipe: what they stand for on this machine, and whether it exists. Looks at files, imports none."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mmrl._load import Kind
+from mmrl.config.drop_ins import missing_drop_in, split_file
+from mmrl.config.errors import KeyPath, Problem, RecipeError
+from mmrl.config.explain import did_you_mean
+from mmrl.config.layers import Tree, shown
+
+_HUB_LIKE = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_MODEL_FILES = ("model_index.json", "config.json")
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes of this installation by name; one whose name is taken is called ``folder/name``."""
+    import mmrl.pipelines
+
+    found: dict[str, Path] = {}
+    for root in map(Path, mmrl.pipelines.__path__):
+        for file in sorted(root.glob("*/recipes/*.yaml")):
+            name = file.stem
+            found[f"{file.parent.parent.name}/{name}" if name in found else name] = file
+    return found
+
+
+def find_recipe(text: str) -> Path:
+    """The file that ``text`` (a path, or the name of a shipped recipe) stands for. Raises ``RecipeError``."""
+    file = Path(os.path.expanduser(text))
+    if os.path.isfile(file):
+        return file
+    shipped = shipped_recipes()
+    if text in shipped:
+        return shipped[text]
+    for name, path in shipped.items():
+        if text in (f"{path.parent.parent.name}/{name}", f"{name}.yaml"):
+            return path
+    if os.path.isdir(file):
+        message = f"is a folder; name a recipe in it, as in {file / 'recipe.yaml'}"
+    else:
+        listed = f"  (recipes: {', '.join(shipped)})" if shipped else ""
+        message = f"there is no such file or recipe{did_you_mean(text, list(shipped))}{listed}"
+    raise RecipeError([Problem(text, "", message)])
+
+
+def resolve(root: Path, text: str) -> str:
+    """The absolute path that ``text`` stands for, or ``text`` itself where nothing local is meant.
+
+    Looked up in ``root`` (the recipe's folder), the current folder and the folders of the shipped recipes, so that a
+    copied recipe still finds what lay beside the original. ``my.py:name`` keeps its ``:name``. What could as well be
+    a name (``jpeg``, ``org/model``) is a path only where it leads to a model in the library's format, or to a file.
+    """
+    file, attribute = split_file(text)
+    if file is not None:
+        found = _look_up(root, file)
+        return text if found is None else f"{found}:{attribute}" if attribute else str(found)
+    found = _look_up(root, text)
+    if found is None:
+        return text
+    if _HUB_LIKE.fullmatch(text) and found.is_dir() and not any((found / name).is_file() for name in _MODEL_FILES):
+        return text
+    return str(found)
+
+
+def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
+    """Every name in the recipe that leads nowhere, as ``(key, what is wrong and what to write)``."""
+    path = _text(tree.values, ("model", "path"))
+    if path and (wrong := _missing_model(root, path)):
+        yield ("model", "path"), wrong
+    architecture = _text(tree.values, ("architecture",))
+    if architecture and _look_up(root, architecture) is None:
+        yield ("architecture",), f"there is no file {architecture!r} ({_looked(root)}); correct the path"
+    for kind, key in _drop_in_keys(tree.values):
+        name = _text(tree.values, key)
+        if name and (wrong := missing_drop_in(kind, resolve(root, name), _looked(root))):
+            yield key, wrong
+
+
+def _missing_model(root: Path, text: str) -> str:
+    first = Path(text).parts[:1]
+    local = (
+        text.startswith((".", "/", "~", "\\"))
+        or not _HUB_LIKE.fullmatch(text)
+        or bool(first and "/" in text and _look_up(root, first[0]))
+    )
+    if not local or _look_up(root, text) is not None:
+        return ""
+    return f"there is no {text!r} ({_looked(root)}); correct the path, or name a model of the hub (org/name)"
+
+
+def _looked(root: Path) -> str:
+    here = shown(root)
+    return "looked in the current folder" if here == "." else f"looked in {here} and the current folder"
+
+
+def _look_up(root: Path, text: str) -> Path | None:
+    path = os.path.expanduser(text)
+    folders = [root, Path.cwd(), *_shipped_folders()]
+    # os.path answers False where Path raises: names too long, null bytes, an unknown ~user
+    return next((found.resolve() for folder in folders if os.path.exists(found := folder / path)), None)
+
+
+@cache
+def _shipped_folders() -> tuple[Path, ...]:
+    return tuple(dict.fromkeys(path.parent for path in shipped_recipes().values()))
+
+
+def _drop_in_keys(values: dict[str, Any]) -> Iterator[tuple[Kind, KeyPath]]:
+    yield "pipelines", ("pipeline",)
+    yield "datasets", ("data", "name")
+    rewards: tuple[KeyPath, ...] = (("rewards",), ("eval", "rewards"))
+    for path in rewards:
+        listed = _value(values, path)
+        for i in range(len(listed) if isinstance(listed, list) else 0):
+            yield "rewards", (*path, i, "name")
+
+
+def _text(values: Any, path: KeyPath) -> str:
+    found = _value(values, path)
+    return found if isinstance(found, str) else ""
+
+
+def _value(values: Any, path: KeyPath) -> Any:
+    for part in path:
+        if isinstance(values, dict):
+            values = values.get(part)
+        elif isinstance(values, list) and isinstance(part, int):
+            values = values[part]
+        else:
+            return None
+    return values

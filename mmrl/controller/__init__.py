@@ -1,0 +1,43 @@
+"""A controller: its identity among equals, its shard of the slots, and the few numbers it shares with the others.
+
+Every controller runs the same program. This edition runs one; the program is written for many, so that ``total`` and
+``shard`` are its only two words for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmrl.controller.randomness import permutation
+from mmrl.trajectory import Prompt, Slot
+
+
+@dataclass(frozen=True)
+class Controller:
+    """Identity ``rank`` of ``size``. Raises ``NotImplementedError`` for a size above 1: the Ray runtime comes later."""
+
+    seed: int
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size != 1:
+            raise NotImplementedError("this edition of mmrl runs one controller; several need the Ray runtime to come")
+
+    def total(self, value: float) -> float:
+        """The sum of ``value`` over all controllers."""
+        return value
+
+    def slots(self, step: int, prompts: Sequence[Prompt], per_step: int) -> list[Slot]:
+        """This controller's share of the ``per_step`` slots of ``step``.
+
+        Position ``step * per_step + i`` in an endless sequence of epochs, each its own permutation of ``prompts``.
+        """
+        slots = []
+        orders: dict[int, list[int]] = {}
+        for index in range(self.rank, per_step, self.size):
+            epoch, place = divmod(step * per_step + index, len(prompts))
+            order = orders.get(epoch) or orders.setdefault(epoch, permutation(self.seed, epoch, len(prompts)))
+            slots.append(Slot(step, index, 0, prompts[order[place]]))
+        return slots

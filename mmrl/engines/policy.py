@@ -1,0 +1,138 @@
+"""The trained weights on one device: optimizer, and named copies of the weights (reference, old, ema)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.schema import Optim
+from mmrl.errors import UserError
+
+
+class Policy:
+    """Final class. Gradients accumulate over ``backward`` calls until ``apply``.
+
+    Copies hold the trainable weights only: a few megabytes for LoRA. The reference of a LoRA policy is the base model
+    with the adapter switched off; otherwise it is a copy of the weights the run began with.
+    """
+
+    def __init__(self, module: nn.Module, settings: Optim) -> None:
+        self.module, self.settings = module, settings
+        self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.optimizer = torch.optim.AdamW(
+            self.trainable.values(),
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        self.copies: dict[str, dict[str, Tensor]] = {}
+        self.updates = 0
+        if settings.ema_decay is not None:
+            self.keep("ema")
+
+    @property
+    def has_adapter(self) -> bool:
+        return hasattr(self.module, "disable_adapter")
+
+    def keep(self, name: str) -> None:
+        """Begin a copy ``name`` of the weights as they are now."""
+        if name == "reference" and self.has_adapter:
+            return
+        self.copies[name] = {k: p.detach().clone() for k, p in self.trainable.items()}
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Compute under the copy ``name``; ``"current"`` is the weights themselves. Raises ``KeyError``."""
+        if name == "reference" and self.has_adapter:
+            with self.module.disable_adapter():  # type: ignore[operator]
+                yield
+        elif name == "current":
+            yield
+        else:
+            self._swap(name)
+            try:
+                yield
+            finally:
+                self._swap(name)
+
+    def for_evaluation(self) -> Any:
+        """The context of evaluation and export: the moving average where one is kept."""
+        return self.using("ema") if "ema" in self.copies else nullcontext()
+
+    @torch.no_grad()
+    def move(self, name: str, decay: float) -> None:
+        """``copy <- decay * copy + (1 - decay) * weights``."""
+        copy = self.copies[name]
+        torch._foreach_lerp_([copy[k] for k in self.trainable], [p.data for p in self.trainable.values()], 1 - decay)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def apply(self) -> dict[str, float]:
+        """Clip, take the optimizer step, clear the gradients.
+
+        Raises ``UserError`` where the gradient is not finite, before a weight is touched.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.trainable.values(), self.settings.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise UserError(
+                f"the gradient norm of update {self.updates} is {norm.item()}: the loss has left the range of numbers. "
+                "Nothing was updated; lower optim.lr or optim.max_grad_norm, or train in float32 (model.dtype)."
+            )
+        warm = min(1.0, (self.updates + 1) / (self.settings.warmup_steps + 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.lr * warm
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+        if self.settings.ema_decay is not None and self.updates % self.settings.ema_every == 0:
+            # The early average follows the weights: (1 + n) / (10 + n) is the usual ramp.
+            n = self.updates // self.settings.ema_every
+            self.move("ema", min(self.settings.ema_decay, (1 + n) / (10 + n)))
+        return {"optim/grad_norm": norm.item(), "optim/lr": self.settings.lr * warm}
+
+    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """All that a resumed run needs: tensors by part and name, and numbers."""
+        adam = {
+            f"{kind}.{name}": self.optimizer.state[p][kind]
+            for name, p in self.trainable.items()
+            for kind in ("exp_avg", "exp_avg_sq", "step")
+            if p in self.optimizer.state
+        }
+        weights = {name: p.detach() for name, p in self.trainable.items()}
+        copies = {f"copy_{name}": copy for name, copy in self.copies.items()}
+        return {"weights": weights, "optimizer": adam, **copies}, {"updates": self.updates}
+
+    @torch.no_grad()
+    def load_state(self, tensors: dict[str, dict[str, Tensor]], numbers: dict[str, Any]) -> None:
+        """Restore ``state``. Raises ``UserError`` where the checkpoint is of another policy."""
+        saved = tensors["weights"]
+        if {k: v.shape for k, v in saved.items()} != {k: p.shape for k, p in self.trainable.items()}:
+            different = sorted(set(saved) ^ set(self.trainable))[:3] or ["shapes differ"]
+            raise UserError(
+                f"the checkpoint is of another policy ({', '.join(different)}, ...): resume with its own recipe "
+                "(resolved.json in the run directory), or start a new run with --out"
+            )
+        for name, p in self.trainable.items():
+            p.copy_(saved[name])
+            kinds = {k: tensors["optimizer"].get(f"{k}.{name}") for k in ("exp_avg", "exp_avg_sq", "step")}
+            if kinds["step"] is not None:
+                self.optimizer.state[p] = {
+                    k: v.to(p.device if k != "step" else "cpu", copy=True) for k, v in kinds.items() if v is not None
+                }
+        self.copies = {
+            part.removeprefix("copy_"): {k: v.to(self.trainable[k].device, copy=True) for k, v in copy.items()}
+            for part, copy in tensors.items()
+            if part.startswith("copy_")
+        }
+        self.updates = numbers["updates"]
+
+    def _swap(self, name: str) -> None:
+        copy = self.copies[name]
+        for k, p in self.trainable.items():
+            p.data, copy[k] = copy[k], p.data

@@ -1,0 +1,86 @@
+"""Held-out measurement: fixed prompts and fixed noise, no exploration noise, rewards that training may not see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from mmrl.loop import Run, chunks
+from mmrl.report.grids import write_samples
+from mmrl.report.metrics import MetricsLog
+from mmrl.report.progress import Progress
+from mmrl.report.rundir import RunDir
+from mmrl.rewards.scoring import RewardSet
+from mmrl.samples import make_samples, to_pil
+from mmrl.trajectory import Prompt, Sample, SampleId, Slot
+
+SEED = 20_261_121
+"""Of all held-out noise, whatever the run's seed: runs are compared on the same pictures-to-be."""
+
+
+@dataclass
+class Pictures:
+    """What an evaluation made: one entry per sample, scores by ``label`` and ``label/part``."""
+
+    images: list[Image] = field(default_factory=list)
+    prompts: list[Prompt] = field(default_factory=list)
+    scores: list[dict[str, float]] = field(default_factory=list)
+
+
+class Heldout:
+    """The held-out prompts of a run with the rewards measured on them."""
+
+    def __init__(self, run: Run, prompts: Sequence[Prompt], root: Path) -> None:
+        trained = {p.text for p in run.prompts}
+        self.seen = sum(p.text in trained for p in prompts)
+        self.run, self.prompts = run, prompts
+        self.rewards = [run.rewards, RewardSet(run.recipe.eval.rewards, root, run.rewards.device)]
+
+    def score(self, samples: int) -> tuple[dict[str, float], Pictures]:
+        """Means over ``samples`` samples: sample ``i`` is of prompt ``i mod n``, always from the same noise."""
+        run, recipe = self.run, self.run.recipe
+        slots = [Slot(-1, i, 0, self.prompts[i % len(self.prompts)]) for i in range(samples)]
+        made: list[Sample] = []
+        inputs = self.rewards[0].inputs | self.rewards[1].inputs
+        pictures = Pictures(prompts=[s.prompt for s in slots])
+        size = recipe.sampling.batch_size or recipe.train.micro_batch_size
+        run.pipeline.encode(slots)
+        with run.policy.for_evaluation(), torch.no_grad(), Progress(samples, "evaluate", "samples") as progress:
+            for chunk in chunks(slots, size):
+                ids = [SampleId(-1, s.index, 0, 0) for s in chunk]
+                trajectory = run.pipeline.sample(chunk, ids, [], SEED, steps=recipe.eval.steps)
+                images = run.pipeline.images(trajectory)
+                made += make_samples(trajectory, images, inputs)
+                pictures.images += to_pil(images)
+                progress.advance(len(chunk))
+        with torch.no_grad():
+            groups = [[i] for i in range(samples)]
+            parts = {k: v for rewards in self.rewards for k, v in rewards.score(made, groups, step=-1).parts.items()}
+        pictures.scores = [
+            {name: value[i].item() for name, value in parts.items() if math.isfinite(value[i])} for i in range(samples)
+        ]
+        return {"samples": samples, **{f"reward/{name}": finite_mean(value) for name, value in parts.items()}}, pictures
+
+
+def finite_mean(values: Tensor) -> float:
+    return values[values.isfinite()].mean().item()
+
+
+def measure(
+    run: Run, heldout: Heldout, samples: int, directory: RunDir, step: int, log: MetricsLog
+) -> dict[str, float]:
+    """Evaluate after ``step`` steps: a row of heldout.jsonl and the pictures of the grid. Returns the row."""
+    row, pictures = heldout.score(samples)
+    log.write(step, row)
+    shown = slice(0, run.recipe.eval.grid)
+    image = write_samples(
+        directory, step, pictures.images[shown], [p.text for p in pictures.prompts[shown]], pictures.scores[shown]
+    )
+    log.picture(step, "samples", image)
+    return row

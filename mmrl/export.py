@@ -1,0 +1,77 @@
+"""From a run to files that others load: a directory that is whole or absent, with a card that says what it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import cast, get_args
+
+from safetensors import SafetensorError
+
+from mmrl.config.schema import Recipe
+from mmrl.errors import UserError
+from mmrl.loop import Run
+from mmrl.pipelines.protocol import What
+from mmrl.report.card import write_card
+from mmrl.report.rundir import RunDir
+from mmrl.run import open_run, restored
+
+
+def export(run: Path, out: Path, what: str = "merged", checkpoint: str = "latest") -> Path:
+    """Write the policy of the run directory ``run`` to the new directory ``out`` and return it.
+
+    ``what`` is ``merged`` (the whole model in the libraries' format, in ``model.dtype``) or ``lora`` (the adapter
+    alone); ``checkpoint`` is ``latest``, ``base`` or a step. The weights are those that evaluation uses. Raises
+    ``UserError`` where ``run`` is no run, ``out`` is taken, there is no adapter to write, or the disk is full.
+    """
+    recipe, _ = open_run(run)
+    _check(recipe, out, what)
+    restored_run, directory, step = restored(run, checkpoint)
+    aside = out.parent / f".{out.name}.{os.getpid()}.tmp"
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        _write(restored_run, directory, step, aside, out.name, cast(What, what))
+        os.replace(aside, out)
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        raise UserError(_not_written(out, error)) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return out
+
+
+def _check(recipe: Recipe, out: Path, what: str) -> None:
+    """Everything that can be refused before a model is loaded."""
+    if what not in get_args(What):
+        raise UserError(f"--what {what}: there is {' and '.join(get_args(What))}")
+    if what == "lora" and recipe.model.lora is None:
+        raise UserError(
+            "--what lora: this run trained all weights (its recipe has no model.lora), so there is no adapter to "
+            "write; use --what merged"
+        )
+    if out.name in ("", ".."):
+        raise UserError(f"--out {out}: name a new directory, as in {out / 'my-model'}")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise UserError(f"{out} is {'a link' if out.is_symlink() else 'a file'}, and an export needs a new directory")
+    if out.is_dir() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty, and nothing in it is overwritten; name another directory with --out")
+
+
+def _write(run: Run, directory: RunDir, step: int, folder: Path, name: str, what: What) -> None:
+    if True:
+        run.pipeline.write(folder, what)
+    usage = run.pipeline.usage(name, what, run.prompts[0].text)
+    if not write_card(folder, name, run.recipe, directory, step, what, usage):
+        print(f"note: {directory.path} has no held-out evaluation up to step {step} for the card", file=sys.stderr)
+
+
+def _not_written(out: Path, error: Exception) -> str:
+    reason = getattr(error, "strerror", None) or error
+    existing = next(p for p in (out.parent, *out.resolve().parents) if p.exists())
+    free = shutil.disk_usage(existing).free / 2**20
+    return (
+        f"the export could not be written to {out}: {reason}. Nothing is left there. {free:,.0f} MiB are free on that "
+        "disk; free more, or name another place with --out"
+    )

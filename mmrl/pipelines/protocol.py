@@ -1,0 +1,92 @@
+"""What a pipeline is to the loop: it samples prompts into trajectories and recomputes them under the current weights.
+
+A pipeline knows its model family, its latent layout or chat template, and no algorithm. ``build(recipe, ...)`` of its
+module makes one; ``describe(recipe, ...)`` says what it would hold, for ``mmrl plan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+
+from mmrl.algorithms.objective import Kind
+from mmrl.controller.features import FeatureStore
+from mmrl.trajectory import SampleId, Slot, Trajectory
+
+Weights = Callable[[str], AbstractContextManager[None]]
+"""``with weights("reference"):`` computes under that copy of the trained weights (``policy.using``)."""
+
+What = Literal["merged", "lora"]
+"""What an export writes: the whole model with its adapter merged, or the adapter alone."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How others load what ``write`` wrote: for the model card."""
+
+    library: str
+    task: str
+    tags: Sequence[str]
+    code: Mapping[str, str]
+    """Python by heading, each complete in itself; leaves an ``image`` behind."""
+
+
+class Pipeline(Protocol):
+    policy: nn.Module
+    """The module that trains; parameters that do not train have ``requires_grad`` False."""
+    features: FeatureStore
+
+    def encode(self, slots: Sequence[Slot]) -> list[str]:
+        """Encode each prompt once into the feature store; returns the keys, one per slot."""
+        ...
+
+    def noisy_steps(self, step: int) -> list[int]:
+        """Indices of the denoising steps (actions) recorded in training step ``step``."""
+        ...
+
+    def sample(self, slots: Sequence[Slot], ids: Sequence[SampleId], actions: Sequence[int], seed: int) -> Trajectory:
+        """Sample a micro-batch without gradients, recording the steps ``actions`` (none: a plain ODE)."""
+        ...
+
+    def images(self, trajectory: Trajectory) -> Tensor:
+        """Decode clean results to float32 ``[B, 3, H, W]`` in [0, 1]."""
+        ...
+
+    def entries(self, kind: Kind) -> int:
+        """How many entries (actions, noise levels) of a sample an update of this kind may go through."""
+        ...
+
+    def recorded(self, trajectory: Trajectory, entry: int) -> dict[str, Tensor]:
+        """What an objective may compare recorded action ``entry`` with: log_probs ``[B, 1]``, std and dt ``[1]``."""
+        ...
+
+    def replay(self, trajectory: Trajectory, action: int, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+        """Recompute recorded action number ``action`` with a graph: log_probs ``[B, 1]`` and what else is needed."""
+        ...
+
+    def renoise(
+        self, trajectory: Trajectory, level: int, seed: int, needs: frozenset[str], weights: Weights
+    ) -> dict[str, Tensor]:
+        """Noise clean results afresh to the ``level``-th noise level of each sample's own shuffle, predict with a
+        graph: v, v_old, ... ``[B, ...]``, x_s, x0 and sigma ``[B]``."""
+        ...
+
+    def generate(self, slots: Sequence[Slot], ids: Sequence[SampleId], last_steps: int, seed: int) -> Tensor:
+        """Sample with a graph through the last steps and the decoder: images ``[B, 3, H, W]`` in [0, 1]."""
+        ...
+
+    def write(self, out: Path, what: What) -> None:
+        """Write the policy under its present weights into the directory ``out``, in the libraries' own format.
+
+        The policy in memory stays as it is. ``lora`` is asked for only where an adapter was trained.
+        """
+        ...
+
+    def usage(self, folder: str, what: What, prompt: str) -> Usage:
+        """How to load what ``write`` wrote into ``folder``, and draw ``prompt`` with it."""
+        ...

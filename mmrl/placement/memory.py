@@ -1,0 +1,255 @@
+"""What a step needs of a device, measured rather than guessed: the pipeline's own code runs on tensors without data.
+
+Sampling, decoding, a training slice and the optimizer's step run as they do in training, but on fake tensors: shapes,
+dtypes, autocast, gradient checkpointing and the autograd graph are real, the numbers are not there. ``LiveBytes``
+watches every operation and counts the storages alive. The same watcher counts a real step (``tests/test_plan.py``
+compares the two).
+
+Counted: every tensor that an operator returns. Not counted: what a kernel takes and gives back inside itself (matmul
+and convolution workspaces), the allocator's slack, the accelerator's own context. Attention is counted as the flash
+kernel does it, on every device: no [B, heads, S, S] matrix.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mmrl.algorithms.objective import Objective
+from mmrl.config.schema import Recipe
+from mmrl.engines.policy import Policy
+from mmrl.pipelines.protocol import Pipeline
+from mmrl.placement.description import Description
+from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+
+
+class LiveBytes(TorchDispatchMode):
+    """``with LiveBytes() as live:`` counts the bytes of storages made inside it and still alive (``now``), and their
+    maximum (``peak``). What existed before does not count, nor do views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given: set[int] | None = None
+        for tensor in tree_leaves(out):
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._alive:
+                continue
+            if given is None:
+                inputs = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+                given = {x.untyped_storage()._cdata for x in inputs if x.layout == torch.strided}
+            if key not in given:
+                self._count(key, storage)
+        return out
+
+    def _count(self, key: int, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+
+        def freed(_: Any) -> None:
+            del self._alive[key]
+            self.now -= size
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def again(self, working: int) -> None:
+        """Count work that was measured before and takes ``working`` bytes more than what is alive now."""
+        self.peak = max(self.peak, self.now + working)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes. Per prompt: ``features``. Kept of a sample: ``trajectory``, and of its picture ``picture`` (float32).
+
+    ``encode`` (one prompt), ``sample`` and ``decode`` (a micro-batch), ``train`` (a slice: forward and backward) and
+    ``optimizer`` are what each phase works with beyond everything that stays. ``adam`` is the optimizer's state.
+    ``forwards`` and ``graph_forwards`` are calls of the policy in a slice, without and with a graph.
+    """
+
+    features: int
+    trajectory: int
+    picture: int
+    encode: int
+    sample: int
+    decode: int
+    train: int
+    optimizer: int
+    adam: int
+    forwards: int
+    graph_forwards: int
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, each storage counted once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def fake(modules: Iterable[nn.Module]) -> None:
+    """Turn parameters and buffers on the meta device into fake ones that behave as on a CPU, in place.
+
+    On a device that has kernels (a fake CPU) autocast and the choice of attention kernel work as in a real run.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = torch.device("cpu")
+    made: dict[int, Tensor] = {}  # weights that are tied stay so
+    for module in {id(m): m for root in modules for m in root.modules()}.values():
+        for name, p in module._parameters.items():
+            if p is not None and not isinstance(p, FakeTensor):
+                if id(p) not in made:
+                    made[id(p)] = nn.Parameter(FakeTensor(mode, p.data, device), requires_grad=p.requires_grad)
+                module._parameters[name] = made[id(p)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not isinstance(buffer, FakeTensor):
+                module._buffers[name] = made.setdefault(id(buffer), FakeTensor(mode, buffer, device))
+
+
+def measure(
+    description: Description, recipe: Recipe, objective: Objective, batch: int, slice_rows: int, foreach: bool
+) -> Measured:
+    """Run the parts of a step for a micro-batch of ``batch`` samples and a training slice of ``slice_rows``.
+
+    ``foreach``: the optimizer works on all parameters at once, as it does on CUDA, and takes more memory for it. The
+    description's modules are made fake, so that this is the last thing done with them.
+    """
+    fake(component.module for component in description.components)
+    pipeline = description.pipeline
+    policy = Policy(pipeline.policy, recipe.optim)
+    for name in sorted(objective.copies) + ["reference"] * bool(
+        objective.needs & {"reference_distance", "v_reference"}
+    ):
+        policy.keep(name)
+    for group in policy.optimizer.param_groups:
+        group["foreach"] = foreach
+    slots, ids = _rows(max(batch, slice_rows))
+
+    with LiveBytes() as live:
+        keys = pipeline.encode(slots[:1])
+    pipeline.features.hold(keys)
+    features = pipeline.features.bytes // len(pipeline.features)
+    encode = live.peak - pipeline.features.bytes
+
+    trajectory, picture, sample, decode = None, 0, 0, 0
+    if objective.kind != "pathwise":
+        with torch.no_grad(), policy.using(objective.samples_with):
+            actions = pipeline.noisy_steps(0) if "log_probs" in objective.needs else []
+            with LiveBytes() as live, once(pipeline.policy, live):
+                trajectory = pipeline.sample(slots[:batch], ids[:batch], actions, recipe.seed)
+            sample = live.peak - live.now
+            with LiveBytes() as live:
+                images = pipeline.images(trajectory)
+        picture, decode = images.nbytes // batch, live.peak
+        del images
+    else:
+        trajectory = Trajectory(slots[:slice_rows], ids[:slice_rows], torch.empty(slice_rows, 0), keys * slice_rows)
+    kept = nbytes(t for t in vars(trajectory).values() if isinstance(t, Tensor)) // len(trajectory)
+
+    train, forwards, graph_forwards = _slice(pipeline, recipe, objective, policy, trajectory, slice_rows)
+    with LiveBytes() as live:
+        policy.optimizer.step()
+    state = nbytes(t for s in policy.optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
+    optimizer = live.peak - state
+    return Measured(features, kept, picture, encode, sample, decode, train, optimizer, state, forwards, graph_forwards)
+
+
+def _rows(n: int) -> tuple[list[Slot], list[SampleId]]:
+    slot = Slot(0, 0, 0, Prompt("plan", "plan"))
+    return [slot] * n, [SampleId(0, 0, 0, k) for k in range(n)]
+
+
+def _slice(
+    pipeline: Pipeline, recipe: Recipe, objective: Objective, policy: Policy, trajectory: Trajectory, n: int
+) -> tuple[int, int, int]:
+    """One training slice of ``n`` rows, forward and backward, with gradients already there from an earlier one."""
+    for p in policy.trainable.values():
+        p.grad = p.detach().clone()
+    old = {"advantages": torch.zeros(n), "weights": torch.ones(n)}
+    with LiveBytes() as live, counted(pipeline.policy) as calls:
+        rows = trajectory if n == len(trajectory) else trajectory.rows(list(range(n)))
+        match objective.kind:
+            case "policy_gradient":
+                new = pipeline.replay(rows, 0, objective.needs, policy.using)
+                old |= pipeline.recorded(rows, 0)
+            case "forward_process":
+                new = pipeline.renoise(rows, 0, recipe.seed, objective.needs, policy.using)
+            case "pathwise":
+                with once(pipeline.policy, live):
+                    images = pipeline.generate(rows.slots, rows.ids, objective.last_steps, recipe.seed)
+                new = {"rewards": images.flatten(1).mean(1)}
+                del images
+        policy.backward(objective.loss(new, old, float(n)).value)
+    return live.peak, calls[False], calls[True]
+
+
+@contextmanager
+def counted(module: nn.Module) -> Iterator[dict[bool, int]]:
+    """Count the module's forwards inside the block, by whether gradients are on; recomputed ones count again."""
+    calls = {False: 0, True: 0}
+
+    def count(*_: Any) -> None:
+        calls[torch.is_grad_enabled()] += 1
+
+    handle = module.register_forward_pre_hook(count)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def once(module: nn.Module, live: LiveBytes) -> Iterator[None]:
+    """Inside the block, a forward without gradients runs once for each set of shapes.
+
+    The denoising steps of a sample take the same memory; running one of them on fake tensors is enough, and the rest
+    return empty tensors of the right shapes.
+    """
+    original: Callable[..., Any] = module.forward
+    seen: dict[Any, tuple[Any, int]] = {}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+        if key not in seen:
+            before, highest = live.now, live.peak
+            live.peak = before
+            out = original(*args, **kwargs)
+            working = live.peak - before
+            live.peak = max(highest, live.peak)
+            blanks = tree_map(lambda x: Blank(x.new_empty(0), x.shape) if isinstance(x, Tensor) else x, out)
+            seen[key] = blanks, working
+            return out
+        blanks, working = seen[key]
+        live.again(working)
+        return tree_map(lambda x: x.like.new_empty(x.shape) if isinstance(x, Blank) else x, blanks)
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        module.forward = original
+
+
+@dataclass(frozen=True)
+class Blank:
+    """What is remembered of a tensor: ``like`` is empty and has its dtype and device."""
+
+    like: Tensor
+    shape: torch.Size

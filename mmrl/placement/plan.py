@@ -1,0 +1,344 @@
+"""``mmrl plan``: what a recipe would hold and do, resolved before a weight is loaded. ``mmrl train`` begins with it.
+
+One controller on one device: everything is in that device's memory at some phase of the step, and nothing crosses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmrl.config.loader import LoadedRecipe
+from mmrl.config.schema import Recipe
+from mmrl.errors import UserError
+from mmrl.placement.arithmetic import Counts, count
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mmrl.algorithms.objective import Objective
+    from mmrl.placement.description import Component, Description
+    from mmrl.placement.memory import Measured
+
+
+@dataclass(frozen=True)
+class Role:
+    """A line of the roles' table. ``where``: when it is on the device; ``bytes`` while it is."""
+
+    name: str
+    what: str
+    parameters: int
+    bytes: int
+    where: str
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """What is on the device during a phase of the step, by part, at the phase's highest moment."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass
+class Plan:
+    """A resolved recipe. Bytes throughout; ``phases``, ``roles`` and ``counts`` are empty where a problem prevents them.
+
+    ``problems`` are why it cannot run, each with the edit that mends it; ``device_memory`` is None where the device is
+    not on this machine.
+    """
+
+    recipe: Recipe
+    device: str
+    device_memory: int | None
+    source: str = ""
+    counts: Counts | None = None
+    measured: Measured | None = None
+    roles: list[Role] = field(default_factory=list)
+    phases: list[PhaseMemory] = field(default_factory=list)
+    host: int = 0
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def peak(self) -> PhaseMemory | None:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total, default=None)
+
+    def render(self, console: Console, short: bool = False) -> None:
+        """Print it; ``short`` is three lines, without the problems (for a caller who raises them)."""
+        from mmrl.placement.tables import render, render_short
+
+        (render_short if short else render)(self, console)
+
+
+def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
+    """Resolve a recipe on the meta device. Loads no weight; what is wrong becomes ``problems``, all of it at once.
+
+    ``device_memory`` in bytes stands for the device's own, to plan for a machine that is not this one.
+    """
+    import mmrl
+    from mmrl.run import load_objective
+
+    recipe = loaded.recipe
+    device, memory = _device(recipe.device)
+    made = Plan(recipe, device, device_memory or memory)
+    objective = load_objective(recipe)
+    prompts = _prompts(loaded, made)
+    inputs = _rewards(loaded, objective, made)
+    name = loaded.resolve(recipe.pipeline)
+    try:
+        module = mmrl.load("pipelines", name)
+        if not hasattr(module, "describe"):
+            made.notes.append(f"{name} has no describe(recipe, path, architecture), so its memory is not known")
+            return made
+        architecture = Path(loaded.resolve(recipe.architecture)) if recipe.architecture else None
+        description = module.describe(recipe, loaded.resolve(recipe.model.path), architecture)
+    except UserError as error:
+        made.problems.append(str(error))
+        return made
+    _account(made, description, objective, prompts, inputs)
+    if made.device_memory and made.peak and made.peak.total > made.device_memory:
+        made.problems.append(_too_big(made, made.peak))
+    return made
+
+
+def _device(name: str) -> tuple[str, int | None]:
+    """The device as ``mmrl.run`` will choose it, and its memory where it is on this machine."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and torch.cuda.is_available():
+        return name, torch.cuda.get_device_properties(torch.device(name)).total_memory
+    return name, _main_memory() if name == "cpu" else None
+
+
+def _main_memory() -> int:
+    import psutil
+
+    total = psutil.virtual_memory().total
+    try:  # of the container, where it has less than its machine
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        return total
+
+
+def _prompts(loaded: LoadedRecipe, made: Plan) -> int | None:
+    """How many different prompts the run may encode, at most; None where the data set cannot be read."""
+    from mmrl.run import load_prompts
+
+    texts: set[str] = set()
+    for split in ("train", "heldout"):
+        try:
+            texts |= {prompt.text for prompt in load_prompts(loaded.recipe, loaded.root, split)}
+        except UserError as error:
+            made.problems.append(str(error))
+            return None
+    return len(texts) + 1  # the empty prompt of guidance
+
+
+def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozenset[str]:
+    """What the rewards read of a sample."""
+    import inspect
+
+    from mmrl.rewards.scoring import check
+
+    try:
+        found = check(loaded.recipe.rewards, loaded.root)
+        check(loaded.recipe.eval.rewards, loaded.root)
+    except UserError as error:
+        made.problems.extend(str(error).splitlines())
+        return frozenset()
+    if objective.kind == "pathwise":
+        made.problems += [
+            f"rewards: {loaded.recipe.algorithm.type} follows the reward's gradient, and {one.name} declares none "
+            "(@mmrl.reward(differentiable=True)); use colour:target, or algorithm.type=flow_grpo"
+            for one in found
+            if not inspect.isclass(one.target) and not one.declaration.differentiable
+        ]
+    return frozenset(name for one in found for name in one.declaration.inputs)
+
+
+def _account(
+    made: Plan, description: Description, objective: Objective, prompts: int | None, inputs: frozenset[str]
+) -> None:
+    """Fill in counts, measured sizes, roles and phases."""
+    from mmrl.placement.memory import measure
+
+    recipe, made.source = made.recipe, description.source
+    pathwise = objective.kind == "pathwise"
+    entries = objective.entries or description.pipeline.entries(objective.kind)
+    made.counts = counts = count(recipe, entries, pathwise)
+    store = description.pipeline.features
+    sizes = _sizes(description)
+    try:
+        measured = measure(
+            description, recipe, objective, counts.batch, counts.slice_rows, made.device.startswith("cuda")
+        )
+    except (RuntimeError, ValueError, TypeError) as error:  # a pipeline of the user's that fake tensors cannot run
+        made.notes.append(f"memory is not known: the step cannot be run without data ({type(error).__name__}: {error})")
+        return
+    made.measured = measured
+    kept = min(prompts or store.budget_bytes, max(counts.prompts + 1, store.budget_bytes // max(1, measured.features)))
+    features = measured.features * kept
+    made.roles = list(_roles(made, description.components, sizes, objective, features))
+    made.phases = list(_phases(made, description.components, sizes, objective, features, inputs, pathwise))
+    if _offloads(made):
+        moved = (c for c in description.components if len(c.needed) < len(PHASES))
+        made.host = sum(sizes[id(c)].total for c in moved)
+
+
+PHASES = ("encode", "sample", "decode", "train", "optimizer")
+
+
+@dataclass(frozen=True)
+class Size:
+    parameters: int
+    trained_parameters: int
+    total: int
+    trained: int
+    dtypes: str
+
+
+def _sizes(description: Description) -> dict[int, Size]:
+    """Of each component, by ``id``."""
+    from mmrl.placement.memory import nbytes
+
+    sizes = {}
+    for component in description.components:
+        parameters = list(component.module.parameters())
+        trained = [p for p in parameters if p.requires_grad]
+        frozen = [p for p in parameters if not p.requires_grad]
+        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in frozen or trained})
+        sizes[id(component)] = Size(
+            sum(p.numel() for p in parameters),
+            sum(p.numel() for p in trained),
+            nbytes([*parameters, *component.module.buffers()]),
+            nbytes(trained),
+            ", ".join(dtypes),
+        )
+    return sizes
+
+
+def _offloads(made: Plan) -> bool:
+    return made.recipe.model.offload and made.device != "cpu"
+
+
+def _copies(recipe: Recipe, objective: Objective) -> list[str]:
+    """Copies of the trained weights that the run keeps; LoRA's reference is the base with the adapter off."""
+    reference = bool(objective.needs & {"reference_distance", "v_reference"}) and recipe.model.lora is None
+    return [*objective.copies, *(["reference"] if reference else []), *(["ema"] if recipe.optim.ema_decay else [])]
+
+
+def _roles(
+    made: Plan, components: list[Component], sizes: dict[int, Size], objective: Objective, features: int
+) -> Iterator[Role]:
+    measured, counts, recipe = made.measured, made.counts, made.recipe
+    assert measured is not None and counts is not None
+    for component in components:
+        size = sizes[id(component)]
+        always = len(component.needed) == len(PHASES) or not _offloads(made)
+        where = "always" if always else " and ".join(sorted(component.needed)) + ", else in host memory"
+        what = f"{component.name}, {size.dtypes}"
+        if size.trained and size.trained < size.total:
+            frozen = size.parameters - size.trained_parameters
+            yield Role(f"{component.role}, frozen", what, frozen, size.total - size.trained, where)
+        elif not size.trained:
+            yield Role(component.role, what, size.parameters, size.total, where)
+        if size.trained:
+            kind = f"LoRA of rank {recipe.model.lora.rank}" if recipe.model.lora else component.name
+            yield Role(f"{component.role}, trained", f"{kind}, float32", size.trained_parameters, size.trained, where)
+            yield Role("gradients", "float32", size.trained_parameters, size.trained, "train")
+            yield Role("optimizer", "Adam's two moments, float32", size.trained_parameters * 2, measured.adam, "always")
+            for name in _copies(recipe, objective):
+                yield Role(f"copy: {name}", "float32", size.trained_parameters, size.trained, "always")
+            if recipe.model.lora and objective.needs & {"reference_distance", "v_reference"}:
+                yield Role("reference", "the policy with its adapter switched off", 0, 0, "train")
+    yield Role("prompt features", f"{_mib(measured.features)} a prompt", 0, features, "always")
+    if measured.trajectory:
+        total = measured.trajectory * counts.samples
+        yield Role("trajectories", f"{_mib(measured.trajectory)} a sample, float32", 0, total, "sample to optimizer")
+
+
+def _mib(n: int) -> str:
+    return f"{n / 2**20:.2g} MiB"
+
+
+def _phases(
+    made: Plan,
+    components: list[Component],
+    sizes: dict[int, Size],
+    objective: Objective,
+    features: int,
+    inputs: frozenset[str],
+    pathwise: bool,
+) -> Iterator[PhaseMemory]:
+    measured, counts = made.measured, made.counts
+    assert measured is not None and counts is not None
+    trained = sum(size.trained for size in sizes.values())
+    always = {
+        "optimizer state": measured.adam,
+        "copies of the trained weights": trained * len(_copies(made.recipe, objective)),
+        "prompt features": features,
+    }
+    pictures = measured.picture * counts.samples if "tensor" in inputs else 0
+    if "image" in inputs and made.device == "cpu":
+        pictures += measured.picture * counts.samples // 4  # as bytes, where the host is the device
+    trajectories = {"trajectories": measured.trajectory * counts.samples}
+    own: dict[str, dict[str, int]] = {
+        "encode": {"working memory": measured.encode},
+        "sample": {**trajectories, "pictures for the rewards": pictures, "working memory": measured.sample},
+        "decode": {**trajectories, "pictures for the rewards": pictures, "working memory": measured.decode},
+        "train": {**trajectories, "gradients": trained, "working memory": measured.train},
+        "optimizer": {**trajectories, "gradients": trained, "working memory": measured.optimizer},
+    }
+    for phase in PHASES:
+        if pathwise and phase in ("sample", "decode"):
+            continue
+        inside = {"train", "sample", "decode", "optimizer"} if pathwise and phase != "encode" else {phase}
+        weights: dict[str, int] = {}
+        for component in components:
+            if not _offloads(made) or component.needed & inside:
+                weights[component.role] = weights.get(component.role, 0) + sizes[id(component)].total
+        parts = {**weights, **always, **own[phase]}
+        yield PhaseMemory(phase, {name: size for name, size in parts.items() if size})
+
+
+def _too_big(made: Plan, peak: PhaseMemory) -> str:
+    from mmrl.placement.tables import size
+
+    assert made.device_memory is not None
+    largest = sorted(peak.parts.items(), key=lambda item: -item[1])[:3]
+    listed = ", ".join(f"{name} {size(n)}" for name, n in largest)
+    return (
+        f"the phase {peak.name} needs {size(peak.total)} and {made.device} has {size(made.device_memory)} "
+        f"(most of it: {listed}). Try: {'; '.join(_edits(made, peak))}"
+    )
+
+
+def _edits(made: Plan, peak: PhaseMemory) -> Iterator[str]:
+    """Edits that lower the peak, the cheapest first."""
+    recipe = made.recipe
+    train, sampling = recipe.train, recipe.sampling
+    if not recipe.model.offload and made.device != "cpu":
+        yield "model.offload=true"
+    if peak.name == "train" and not recipe.model.gradient_checkpointing:
+        yield "model.gradient_checkpointing=true"
+    if peak.name in ("sample", "decode") and sampling.batch_size and sampling.batch_size > 1:
+        yield f"sampling.batch_size={sampling.batch_size // 2}"
+    elif peak.name in ("sample", "decode", "train") and train.micro_batch_size > 1:
+        yield f"train.micro_batch_size={train.micro_batch_size // 2}"
+    if recipe.model.lora is None:
+        yield "model.lora={rank: 32} (its gradients and optimizer state take megabytes)"
+    if recipe.model.dtype == "float32":
+        yield "model.dtype=bfloat16"
+    if train.prompts_per_step > 1 and peak.parts.get("trajectories", 0) > peak.total // 10:
+        yield f"train.prompts_per_step={train.prompts_per_step // 2}"
+    yield "a device with more memory, or a smaller model.path"

@@ -1,0 +1,138 @@
+"""A plan as text: tables on a console."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mmrl.placement.plan import Plan
+
+NOT_COUNTED = (
+    "Every tensor is counted, attention as the flash kernel does it. Not counted: kernels' own workspaces, the "
+    "allocator's slack, the device's context, and the rewards' models."
+)
+
+
+def size(n: int) -> str:
+    """``1.20 GiB``, ``35 MiB``, ``512 KiB``."""
+    for unit, name, digits in ((2**30, "GiB", 2), (2**20, "MiB", 0), (2**10, "KiB", 0)):
+        if n >= unit:
+            return f"{n / unit:,.{digits}f} {name}"
+    return f"{n} B"
+
+
+def render_short(plan: Plan, console: Console) -> None:
+    """What a run says before it begins."""
+    for line in (_step(plan), _peak(plan), *plan.notes):
+        if line:
+            console.print(line, markup=False, highlight=False)
+
+
+def render(plan: Plan, console: Console) -> None:
+    """Everything, problems last."""
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(f"{plan.recipe.name} on {plan.device}, one controller")
+    if plan.source:
+        say(f"sizes from {plan.source}")
+    if plan.counts and plan.measured:
+        say("")
+        for line in _arithmetic(plan):
+            say(line)
+    if plan.phases:
+        console.print(_roles(plan))
+        console.print(_phases(plan))
+        say(_peak(plan))
+        if plan.host:
+            say(f"in host memory while off the device: {size(plan.host)}")
+        say(_crossing(plan))
+        say(NOT_COUNTED)
+    for note in plan.notes:
+        say(f"note: {note}")
+    for problem in plan.problems:
+        say(f"problem: {problem}")
+
+
+def _step(plan: Plan) -> str:
+    c = plan.counts
+    if c is None:
+        return ""
+    train = plan.recipe.train
+    return (
+        f"a step: {c.prompts} prompts x {train.group_size} = {c.samples:,} samples, {c.slices:,} training slices, "
+        f"{c.optimizer_steps} optimizer step{'s' * (c.optimizer_steps > 1)}; {train.steps:,} steps"
+    )
+
+
+def _arithmetic(plan: Plan) -> list[str]:
+    c, m, recipe = plan.counts, plan.measured, plan.recipe
+    assert c is not None and m is not None
+    guided = recipe.sampling.guidance_scale > 1
+    twice = " (twice that with guidance)" if guided else ""
+    lines = [_step(plan)]
+    if c.micro_batches:
+        lines.append(
+            f"  sampling: {c.micro_batches:,} micro-batches of {c.batch} samples{twice} x {recipe.sampling.steps} "
+            f"denoising steps = {c.sampling_forwards:,} forwards"
+        )
+    without = f" and {m.forwards} without" if m.forwards else ""
+    plural = "s" * (m.graph_forwards > 1)
+    checkpointed = ", recomputed in it (gradient checkpointing)" if recipe.model.gradient_checkpointing else ""
+    lines.append(
+        f"  training: {c.slices:,} slices of up to {c.slice_rows} samples{twice}, {c.entries} of each sample's entries; "
+        f"a slice is {m.graph_forwards} forward{plural} with a graph{without}, and a backward{checkpointed}"
+    )
+    steps = recipe.train.steps
+    forwards = c.sampling_forwards + c.slices * (m.forwards + m.graph_forwards)
+    lines.append(
+        f"  the run: {steps:,} steps = {steps * c.samples:,} samples, {steps * forwards:,} forwards, "
+        f"{steps * c.slices:,} backwards, {steps * c.optimizer_steps:,} optimizer steps (evaluation not counted)"
+    )
+    return lines
+
+
+def _roles(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="what there is", title_justify="left", title_style="bold")
+    for name in ("role", "what", "parameters", "memory", "on the device"):
+        table.add_column(name, justify="right" if name in ("parameters", "memory") else "left", overflow="fold")
+    for role in plan.roles:
+        number = f"{role.parameters:,}" if role.parameters else ""
+        table.add_row(escape(role.name), escape(role.what), number, size(role.bytes) if role.bytes else "-", role.where)
+    return table
+
+
+def _phases(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=f"{plan.device} by phase of a step", title_justify="left", title_style="bold")
+    table.add_column("")
+    for phase in plan.phases:
+        table.add_column(phase.name, justify="right", no_wrap=True)
+    for part in dict.fromkeys(name for phase in plan.phases for name in phase.parts):
+        table.add_row(escape(part), *(size(p.parts[part]) if part in p.parts else "" for p in plan.phases))
+    table.add_section()
+    table.add_row("in all", *(size(p.total) for p in plan.phases), style="bold")
+    return table
+
+
+def _peak(plan: Plan) -> str:
+    peak = plan.peak
+    if peak is None:
+        return ""
+    if plan.device_memory is None:
+        return f"peak: {size(peak.total)} in {peak.name} ({plan.device} is not on this machine, so its memory is not known)"
+    share = peak.total / plan.device_memory
+    return f"peak: {size(peak.total)} in {peak.name}, {share:.0%} of {plan.device}'s {size(plan.device_memory)}"
+
+
+def _crossing(plan: Plan) -> str:
+    c, m = plan.counts, plan.measured
+    assert c is not None and m is not None
+    pictures = f"; the rewards get {c.samples:,} pictures a step, {size(c.samples * m.picture // 4)} as bytes"
+    return f"between controllers: 0 bytes, there is one{pictures if m.picture else ''}"

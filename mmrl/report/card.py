@@ -1,0 +1,182 @@
+"""The model card of an export: what was trained on what, what it changed, how to load it. Holds no local path."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from mmrl.config.schema import Recipe
+from mmrl.report.metrics import read
+from mmrl.report.rundir import RunDir
+
+if TYPE_CHECKING:
+    from mmrl.pipelines.protocol import Usage, What
+
+PAIRS = 12
+"""Pictures before and after, evenly from the run's held-out grid: chosen by place, never by score."""
+_SECRET = re.compile(r"(^|_)(token|secret|password|key|apikey|authorization|credentials?)$", re.IGNORECASE)
+_FOLDERS = re.compile(r"(?<![\w:/.~-])~?/(?:[^\s/:]+/)+")
+
+
+def public(text: str) -> str:
+    """``text`` without folders of this machine or passwords in it: a local model is called by its last folder."""
+    if Path(text).is_absolute():
+        return Path(text).name
+    return _FOLDERS.sub("", re.sub(r"://[^/\s@]+@", "://", text))
+
+
+def write_card(folder: Path, name: str, recipe: Recipe, directory: RunDir, step: int, what: What, usage: Usage) -> bool:
+    """Write README.md, and before_after.png where the run has pictures, into ``folder``.
+
+    The figures are those of ``heldout.jsonl`` and ``samples/`` up to ``step``, the checkpoint's. Returns whether there
+    were any.
+    """
+    rows = [row for row in read(directory.heldout) if row["step"] <= step]
+    parts = [
+        _front_matter(recipe, what, usage),
+        f"# {name}",
+        _summary(recipe, directory, step, what),
+        _picture(folder, directory, step),
+        _table(rows, step),
+        "## Use",
+        *(f"{title}:\n\n```python\n{code}```" for title, code in usage.code.items()),
+        _place(recipe, what, name),
+        "## Training",
+        _rewards(recipe),
+        _details("Recipe, every setting", _yaml(_published(recipe.model_dump(mode="json")))),
+        _details("Environment", _yaml(_environment(directory))),
+    ]
+    (folder / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+    return bool(rows)
+
+
+def _front_matter(recipe: Recipe, what: What, usage: Usage) -> str:
+    head = {
+        "base_model": public(recipe.model.path),
+        "base_model_relation": "adapter" if what == "lora" else "finetune",
+        "library_name": usage.library,
+        "pipeline_tag": usage.task,
+        "tags": [*usage.tags, "mmrl", "reinforcement-learning", recipe.algorithm.type],
+    }
+    return f"---\n{_yaml(head)}---"
+
+
+def _summary(recipe: Recipe, directory: RunDir, step: int, what: What) -> str:
+    train, lora = recipe.train, recipe.model.lora
+    weights = "all weights" if lora is None else f"LoRA of rank {lora.rank} and alpha {lora.alpha:g}"
+    merged = "" if lora is None else ", merged" if what == "merged" else ", the adapter alone"
+    spent = [
+        row["perf/cpu_seconds"] for row in read(directory.metrics) if row["step"] <= step and "perf/cpu_seconds" in row
+    ]
+    seconds = f", {spent[-1]:,.0f} CPU-seconds of training" if spent else ""
+    average = " The weights are the moving average over the updates." if recipe.optim.ema_decay is not None else ""
+    return (
+        f"`{public(recipe.model.path)}` after {step} step{'' if step == 1 else 's'} of reinforcement learning with "
+        f"`{recipe.algorithm.type}` ({weights}{merged}), by the recipe `{recipe.name}` of mmrl: "
+        f"{train.prompts_per_step} prompts x {train.group_size} samples a step{seconds}.{average}"
+    )
+
+
+def _picture(folder: Path, directory: RunDir, step: int) -> str:
+    """Draw the first and the last evaluation's pictures of the same prompts and noise side by side."""
+    from PIL import Image
+
+    from mmrl.report.grids import before_after
+    from mmrl.report.pictures import read_evaluations, score_text
+
+    evaluations = [e for e in read_evaluations(directory.samples) if e.step <= step]
+    if len(evaluations) < 2:
+        return ""
+    first, last = evaluations[0].samples, evaluations[-1].samples
+    keys = [key for key in first if key in last]
+    count = min(PAIRS, len(keys))
+    keys = [keys[i * len(keys) // count] for i in range(count)]
+    if not keys:
+        return ""
+    pairs = [(first[key], last[key]) for key in keys]
+    images = []
+    for before, after in pairs:
+        with Image.open(before.path) as a, Image.open(after.path) as b:
+            images.append((a.copy(), b.copy()))
+    notes = [(score_text(before.scores), score_text(after.scores)) for before, after in pairs]
+    sheet = before_after([a for a, _ in images], [b for _, b in images], [prompt for prompt, _ in keys], notes)
+    sheet.save(folder / "before_after.png")
+    caption = f"Held-out prompts, before (step {evaluations[0].step}) and after (step {evaluations[-1].step})"
+    return f"![{caption}](before_after.png)\n\n{caption}: the same noise left and right, not chosen by score."
+
+
+def _table(rows: list[dict[str, Any]], step: int) -> str:
+    """Held-out rewards of the first and last evaluation; one column where there was only one."""
+    if not rows:
+        return ""
+    first, last = rows[0], rows[-1]
+    keys = [key for key in last if key.startswith("reward/")]
+    if first is last:
+        lines = [f"| held-out reward | step {last['step']} |", "|---|---:|"]
+        lines += [f"| {_label(k)} | {_number(last[k])} |" for k in keys]
+    else:
+        lines = [f"| held-out reward | before (step {first['step']}) | after (step {last['step']}) | change |"]
+        lines.append("|---|---:|---:|---:|")
+        for k in keys:
+            before, after = first.get(k), last[k]
+            change = "" if before is None or after is None else f"{after - before:+.3f}"
+            lines.append(f"| {_label(k)} | {_number(before)} | {_number(after)} | {change} |")
+    later = "" if last["step"] == step else f" The weights are those of step {step}."
+    counted = f"Means over {last['samples']} samples of held-out prompts, each time from the same noise."
+    return "\n".join(["## Before and after", "", *lines, "", f"{counted}{later}"])
+
+
+def _label(key: str) -> str:
+    return key.removeprefix("reward/").replace("|", "\\|")
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3f}"
+
+
+def _place(recipe: Recipe, what: What, name: str) -> str:
+    local = Path(recipe.model.path).is_absolute()
+    base = f", and `{public(recipe.model.path)}` that of the base model," if what == "lora" and local else ""
+    return (
+        f"`{name}` is this folder{base} as seen from the folder you start in; on a hub, its name there. "
+        "The base model's licence holds for these weights too."
+    )
+
+
+def _rewards(recipe: Recipe) -> str:
+    trained = [f"- `{public(r.name)}`, weight {r.weight:g}, normalised by: {r.normalize}" for r in recipe.rewards]
+    watched = [f"- `{public(r.name)}`, measured on held-out samples only" for r in recipe.eval.rewards]
+    return "\n".join(["Rewards:", "", *trained, *watched])
+
+
+def _published(value: Any, key: str = "") -> Any:
+    """A setting as the card may show it: no folders of this machine, no keys to anything."""
+    if isinstance(value, Mapping):
+        return {k: _published(v, str(k)) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_published(v, key) for v in value]
+    if not isinstance(value, str):
+        return value
+    return "(withheld)" if _SECRET.search(key) else public(value)
+
+
+def _environment(directory: RunDir) -> dict[str, Any]:
+    """Versions and devices of the run (of the machine that trained, not of the one that exports)."""
+    try:
+        recorded = json.loads(directory.env.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {key: recorded[key] for key in ("python", "versions", "devices", "cpu", "git") if recorded.get(key)}
+
+
+def _details(title: str, content: str) -> str:
+    return f"<details><summary>{title}</summary>\n\n```yaml\n{content}```\n\n</details>" if content else ""
+
+
+def _yaml(value: dict[str, Any]) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120) if value else ""

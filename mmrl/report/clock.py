@@ -1,0 +1,35 @@
+"""Wall time of a step by phase."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Clock:
+    """``with clock("sample"):`` adds to that phase; an accelerator's queue is waited for, so that times are true."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        started = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += self._now() - started
+
+    def row(self) -> dict[str, float]:
+        """``time/<phase>`` in seconds."""
+        return {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

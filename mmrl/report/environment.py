@@ -1,0 +1,90 @@
+"""The machine and versions a run was made with: enough to repeat it, nothing that names its owner."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "mmrl",
+    "torch",
+    "transformers",
+    "diffusers",
+    "accelerate",
+    "peft",
+    "safetensors",
+    "numpy",
+    "pillow",
+    "pydantic",
+)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, platform, processors, devices and the commit of this checkout. Imports torch; holds no paths."""
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()} {platform.release()}",
+        "cpu": {
+            "name": _cpu_name(),
+            "count": os.cpu_count(),
+            "usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "memory_gib": _memory_gib(),
+        },
+        "devices": _devices(),
+        "versions": {name: v for name in PACKAGES if (v := _version(name)) is not None},
+        "threads": {name: os.environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in os.environ},
+        "git": _commit(Path(__file__).resolve().parents[2]),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _memory_gib() -> float:
+    import psutil
+
+    return round(psutil.virtual_memory().total / 2**30, 1)
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    if torch.cuda.is_available():
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        return [{"name": p.name, "memory_gib": round(p.total_memory / 2**30, 1)} for p in found]
+    if sys.platform == "darwin" and torch.backends.mps.is_available():
+        return [{"name": "Apple GPU (mps)"}]
+    return []
+
+
+def _commit(root: Path) -> dict[str, Any] | None:
+    """The commit of the checkout that mmrl runs from. None in a wheel, whatever repository it may lie inside."""
+    if not (root / ".git").exists():
+        return None
+    commit = _git(root, "rev-parse", "HEAD")
+    return {"commit": commit, "dirty": bool(_git(root, "status", "--porcelain"))} if commit else None
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

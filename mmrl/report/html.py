@@ -1,0 +1,349 @@
+"""One self-contained HTML file that shows a run: while it goes on, when it ended, and with parts missing.
+
+It loads nothing from anywhere (a content policy in the page says so too) and trusts nothing it shows: prompts, metric
+names and error messages are anybody's text and are escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.report.charts import Series, line_chart, short, stacked_chart
+from mmrl.report.curve import curve_png
+from mmrl.report.metrics import describe, read
+from mmrl.report.pictures import Evaluation, extremes, pairs, read_evaluations
+from mmrl.report.progress import duration
+from mmrl.report.rundir import RunDir, looks_like_run, write_atomic
+
+__all__ = ["curve_png", "write_report"]
+
+PHASES = ("encode", "sample", "decode", "reward", "train", "save")
+_RESERVED = ("mean", "std", "dropped")
+"""Metrics of the sum of all rewards; anything else after ``reward/`` is a label."""
+_RECENT = 10
+"""Steps averaged for a "now" of the training columns."""
+Row = dict[str, Any]
+
+
+@dataclass
+class _Run:
+    """What a run directory holds, read once; whatever is missing is empty."""
+
+    path: Path
+    metrics: list[Row]
+    heldout: list[Row]
+    failures: list[Row]
+    resolved: dict[str, Any]
+    given: set[str]
+    overridden: set[str]
+    overrides: list[str]
+    env: dict[str, Any]
+    owner: dict[str, Any] | None
+    evaluations: list[Evaluation]
+
+    @property
+    def trained(self) -> dict[str, float]:
+        """Weight by label of the rewards that are trained on."""
+        found = self.resolved.get("rewards")
+        rewards = found if isinstance(found, list) else []
+        return {_label(r): float(r.get("weight", 1.0)) for r in rewards if isinstance(r, dict)}
+
+    @property
+    def labels(self) -> list[str]:
+        """Every reward seen, those trained on first."""
+        seen = [
+            k.split("/")[1] for row in [*self.heldout[-1:], *self.metrics[-1:]] for k in row if k.startswith("reward/")
+        ]
+        known = [label for label in [*self.trained, *seen] if label in seen]
+        return [label for label in dict.fromkeys(known) if label not in _RESERVED]
+
+    def column(self, key: str) -> list[tuple[float, float | None]]:
+        """(step, value) of a metric in training."""
+        return [(row["step"], row.get(key)) for row in self.metrics]
+
+
+def write_report(run: Path | str) -> Path:
+    """Write ``report.html`` into the run directory and return its path.
+
+    Raises ``UserError`` where the directory is no run or a file in it cannot be read.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    found = _read(Path(run))
+    source = Path(__file__).with_name("template.html").read_text(encoding="utf-8")
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters["short"] = short
+    before_after = pairs(found.evaluations)
+    html = page.from_string(source).render(
+        name=found.resolved.get("name") or found.path.resolve().name,
+        head=_head(found),
+        remarks=_remarks(found),
+        heldout_charts=_heldout_charts(found),
+        training_charts=_training_charts(found),
+        pairs=before_after,
+        table=_reward_table(found),
+        extremes=extremes(found.evaluations, found.trained),
+        failures=_failures(found),
+        config=_config(found),
+        overrides=found.overrides,
+        env=_flat(found.env),
+        metrics=_last_values(found),
+    )
+    target = RunDir(run).report
+    write_atomic(target, html)
+    return target
+
+
+def _read(path: Path) -> _Run:
+    run = RunDir(path)
+    if not (looks_like_run(path) or run.metrics.is_file() or run.heldout.is_file()):
+        raise UserError(f"there is no run in {path}; name a directory that mmrl train made (it holds metrics.jsonl)")
+    overrides = run.overrides()
+    return _Run(
+        path=path,
+        metrics=_rows(run.metrics),
+        heldout=_rows(run.heldout),
+        failures=read(run.failures),
+        resolved=_json(run.resolved),
+        given=_given(run.recipe),
+        overridden={text.partition("=")[0].strip() for text in overrides},
+        overrides=overrides,
+        env=_json(run.env),
+        owner=run.owner(),
+        evaluations=read_evaluations(run.samples),
+    )
+
+
+def _rows(path: Path) -> list[Row]:
+    """The rows by step, the last one of each step, numbers only (others and non-finite ones are None)."""
+    by_step = {}
+    for row in read(path):
+        if isinstance(row.get("step"), int):
+            by_step[row["step"]] = {k: v if k == "nonfinite" else _finite(v) for k, v in row.items()}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _finite(value: object) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}); mend or remove it") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _given(recipe: Path) -> set[str]:
+    """The keys that the recipe itself sets, dotted."""
+    import yaml
+
+    try:
+        documents = list(yaml.safe_load_all(recipe.read_text(encoding="utf-8")))
+    except (OSError, ValueError, yaml.YAMLError):
+        return set()
+    return {key for document in documents if isinstance(document, dict) for key, _ in _flat(document)}
+
+
+def _flat(tree: object, prefix: str = "") -> list[tuple[str, Any]]:
+    """Leaves of nested mappings and lists of mappings as (``a.b[0].c``, value)."""
+    if isinstance(tree, Mapping) and tree:
+        return [leaf for key, value in tree.items() for leaf in _flat(value, f"{prefix}.{key}" if prefix else str(key))]
+    if isinstance(tree, list) and any(isinstance(item, Mapping) for item in tree):
+        return [leaf for i, value in enumerate(tree) for leaf in _flat(value, f"{prefix}[{i}]")]
+    return [(prefix, tree)]
+
+
+def _label(reward: Mapping[str, Any]) -> str:
+    from mmrl.config.checks import label_of
+
+    return label_of(str(reward.get("name", "")), reward.get("label"))
+
+
+def _head(run: _Run) -> dict[str, Any]:
+    """Status and the few numbers that stand on top."""
+    train = run.resolved.get("train")
+    train = train if isinstance(train, dict) else {}
+    total, budget = train.get("steps"), train.get("max_cpu_seconds")
+    last = run.metrics[-1] if run.metrics else {}
+    step, cpu = last.get("step", 0), last.get("perf/cpu_seconds")
+    times = [value for _, value in run.column("time/step") if value is not None]
+    if total and step >= total:  # also while the run still holds its lock, to write this
+        status = "finished"
+    elif budget and cpu and cpu >= budget:
+        status = "finished (CPU budget spent)"
+    elif run.owner:
+        status = "running"
+    else:
+        status = "stopped" if run.metrics else "not started"
+    tiles = [("steps", f"{step}/{total}" if total else str(step), "")]
+    if cpu is not None:
+        tiles.append(("CPU seconds of training", f"{cpu:,.0f}", f"of {budget:,.0f}" if budget else ""))
+    if times:
+        tiles.append(("wall time of training", duration(sum(times)), f"{short(sum(times) / len(times))} s a step"))
+    if run.heldout:
+        first, now = run.heldout[0], run.heldout[-1]
+        for label in run.labels:
+            a, b = first.get(f"reward/{label}"), now.get(f"reward/{label}")
+            if a is not None and b is not None:
+                kept = "" if label in run.trained else " (not trained on)"
+                detail = f"from {short(round(a, 4))} ({_signed(b - a)})"
+                tiles.append((f"held-out {label}{kept}", short(round(b, 4)), detail))
+    written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    return {"status": status, "tiles": tiles, "written": written, "samples": _samples(run)}
+
+
+def _samples(run: _Run) -> int | None:
+    return run.heldout[-1].get("samples") if run.heldout else None
+
+
+def _remarks(run: _Run) -> list[str]:
+    """What a reader must not overlook."""
+    bad: dict[str, list[int]] = {}
+    for row in run.metrics:
+        for key in row.get("nonfinite") or []:
+            bad.setdefault(str(key), []).append(row["step"])
+    found = [f"{key} was not finite in {_steps(steps)}." for key, steps in bad.items()]
+    if run.failures:
+        count = len(run.failures)
+        found.append(f"{count} {'thing was' if count == 1 else 'things were'} left out; see Failures.")
+    if not run.heldout:
+        found.append("No held-out evaluation yet.")
+    return found
+
+
+def _heldout_charts(run: _Run) -> list[Any]:
+    charts = []
+    for label in run.labels:
+        key = f"reward/{label}"
+        held = Series("held-out", [(row["step"], row.get(key)) for row in run.heldout], "dots")
+        training = Series("training samples", run.column(key), "faint")
+        note = "" if label in run.trained or not run.trained else "not trained on"
+        charts.append(line_chart(label, [held, training], note=note))
+        parts = sorted({k for row in run.heldout for k in row if k.startswith(f"{key}/")})
+        lines = [Series(k.removeprefix(f"{key}/"), [(r["step"], r.get(k)) for r in run.heldout], "dots") for k in parts]
+        charts.append(line_chart(f"{label}: parts", lines, note="held-out"))
+    return [chart for chart in charts if chart is not None]
+
+
+def _training_charts(run: _Run) -> list[Any]:
+    def one(title: str, key: str, note: str = "") -> Any:
+        return line_chart(title, [Series(title, run.column(key))], note=note)
+
+    spread = [value for _, value in run.column("reward/std")]
+    phases = [*PHASES, *sorted(_phases(run.metrics) - set(PHASES))]
+    charts = [
+        line_chart("reward", [Series("mean", run.column("reward/mean"), spread=spread)], note="weighted, mean ± std"),
+        line_chart(
+            "ratio deviation",
+            [
+                Series("all updates", run.column("policy/ratio_max_dev"), "faint"),
+                Series("before the first", run.column("policy/first_ratio_max_dev")),
+            ],
+            log=True,
+            note="max |ratio - 1|",
+        ),
+        one("clip fraction", "policy/clip_fraction"),
+        one("KL to the reference", "policy/kl"),
+        one("gradient norm", "optim/grad_norm", note="before clipping"),
+        one("learning rate", "optim/lr"),
+        one("groups without spread", "advantage/zero_std_groups", note="fraction, no advantage"),
+        stacked_chart("time per phase", [Series(p, run.column(f"time/{p}")) for p in phases], note="seconds a step"),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def _phases(rows: Iterable[Row]) -> set[str]:
+    return {key.removeprefix("time/") for row in rows for key in row if key.startswith("time/")} - {"step"}
+
+
+def _reward_table(run: _Run) -> list[dict[str, Any]]:
+    """A row per reward and part: training and held-out, at first and now."""
+    keys = {k for row in [*run.metrics[-1:], *run.heldout[-1:]] for k in row if k.startswith("reward/")}
+    table = []
+    for label in run.labels:
+        own = f"reward/{label}"
+        for key in sorted(k for k in keys if k == own or k.startswith(f"{own}/")):
+            training = [value for _, value in run.column(key) if value is not None]
+            held = [row[key] for row in run.heldout if row.get(key) is not None]
+            table.append(
+                {
+                    "name": label if key == own else key.removeprefix(f"{own}/"),
+                    "part": key != own,
+                    "weight": run.trained.get(label) if key == own else None,
+                    "training": (_mean(training[:_RECENT]), _mean(training[-_RECENT:])) if training else None,
+                    "heldout": (held[0], held[-1], _signed(held[-1] - held[0])) if held else None,
+                }
+            )
+    return table
+
+
+def _failures(run: _Run) -> list[dict[str, Any]]:
+    """Failures counted by kind, name and first line of the error, most frequent first."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in run.failures:
+        error = str(row.get("error") or row.get("reason") or "").strip()
+        key = (str(row.get("kind", "")), str(row.get("reward") or row.get("name") or ""), error.split("\n")[0][:300])
+        groups.setdefault(key, []).append(row)
+    named = [
+        {
+            "kind": kind,
+            "name": name,
+            "error": error,
+            "count": len(rows),
+            "steps": _steps([row["step"] for row in rows if isinstance(row.get("step"), int)]),
+            "examples": list(dict.fromkeys(_example(row) for row in rows if _example(row)))[:3],
+        }
+        for (kind, name, error), rows in groups.items()
+    ]
+    return sorted(named, key=lambda group: -group["count"])
+
+
+def _example(row: Row) -> str:
+    """The prompt of a failed sample (its name, where the reward is told beside it)."""
+    return str(row.get("prompt") or (row.get("name", "") if "reward" in row else ""))[:200]
+
+
+def _config(run: _Run) -> list[dict[str, Any]]:
+    """Every setting with where it came from: the command line, the recipe, or a default."""
+
+    def source(key: str) -> str:
+        if any(key == k or key.startswith((f"{k}.", f"{k}[")) for k in run.overridden):
+            return "command line"
+        return "recipe" if key in run.given else "default"
+
+    return [{"key": k, "value": json.dumps(v, ensure_ascii=False), "source": source(k)} for k, v in _flat(run.resolved)]
+
+
+def _last_values(run: _Run) -> list[dict[str, Any]]:
+    last = run.metrics[-1] if run.metrics else {}
+    names = [key for key in sorted(last) if key not in ("step", "nonfinite")]
+    return [{"key": key, "value": short(last[key]), "about": describe(key) or ""} for key in names]
+
+
+def _steps(steps: list[int]) -> str:
+    if len(steps) <= 1:
+        return f"step {steps[0]}" if steps else "no step"
+    return (
+        f"{len(steps)} steps ({min(steps)} to {max(steps)})"
+        if len(set(steps)) > 3
+        else ("steps " + ", ".join(map(str, sorted(set(steps)))))
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _signed(value: float) -> str:
+    return f"{'+' if value >= 0 else '-'}{short(round(abs(value), 4))}"

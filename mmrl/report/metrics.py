@@ -1,0 +1,174 @@
+"""Scalars of a run: one JSON line per step, the same to every tracker the recipe names.
+
+    {"step": 12, "reward/mean": 0.41, "policy/kl": null, "nonfinite": ["policy/kl"]}
+
+A number that is not finite stands as null with its key in ``nonfinite``, so that the file is JSON for every reader.
+A line a crash tore off at the end of the file is dropped. The names and their meaning are in ``METRICS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from mmrl.report.trackers import Tracker
+
+METRICS: dict[str, str] = {
+    "reward/mean": "Weighted sum of the rewards (after normalisation), mean over the step's samples.",
+    "reward/std": "Its standard deviation over the step's samples.",
+    "reward/dropped": "Samples left out because a reward could not score them.",
+    "reward/<label>": "One reward as its author returned it (before weight and normalisation), mean.",
+    "reward/<label>/<part>": "A named part of that reward, mean.",
+    "advantage/zero_std_groups": "Fraction of groups whose samples all got the same reward: they teach nothing.",
+    "policy/first_ratio_max_dev": "Largest |ratio - 1| before the step's first update; above 1e-5 a float32 run stops.",
+    "policy/ratio_max_dev": "Largest |ratio - 1| over all updates of the step.",
+    "policy/ratio": "Probability ratio of the current policy to the one that sampled, mean.",
+    "policy/clip_fraction": "Fraction of ratios outside the clip range.",
+    "policy/approx_kl": "KL divergence from the policy that sampled, as half the squared log-ratio, mean.",
+    "policy/kl": "KL divergence from the reference, mean per action; diffusion_nft: squared distance of velocities.",
+    "policy/loss": "The objective's loss without its KL term.",
+    "policy/optimality": "diffusion_nft: optimality probability from the advantage, mean (0.5 is an average sample).",
+    "policy/v_change": "diffusion_nft: squared distance of velocities between the policy and the old policy.",
+    "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
+    "optim/lr": "Learning rate, mean over the step's updates.",
+    "time/<phase>": "Wall seconds in a phase: encode, sample, decode, reward, train, save.",
+    "time/step": "Wall seconds of the whole step.",
+    "perf/cpu_seconds": "CPU seconds of all training steps so far, evaluation left out.",
+    "perf/peak_memory_mib": "Peak memory so far, MiB: of the accelerator where there is one, else of the process.",
+}
+"""Every metric of metrics.jsonl; heldout.jsonl has ``samples`` and the ``reward/<label>`` keys. docs/metrics.md is
+made from this table (a test compares them)."""
+
+
+def describe(key: str) -> str | None:
+    """What a metric is, by its name or the pattern it follows; None for a name the table lacks."""
+    if key in METRICS:
+        return METRICS[key]
+    for pattern, text in METRICS.items():
+        if "<" in pattern and re.fullmatch(re.sub(r"<\w+>", "[^/]+", pattern), key):
+            return text
+    return None
+
+
+class MetricsLog:
+    """Appends rows to a JSONL file and hands them to trackers, under ``prefix`` there (``heldout/``).
+
+    A line reaches the operating system before ``write`` returns, so that a killed process loses none.
+    """
+
+    def __init__(self, path: Path | str, trackers: Sequence[Tracker] = (), prefix: str = "") -> None:
+        self.path = Path(path)
+        self.trackers = list(trackers)
+        self.prefix = prefix
+        _mend(self.path)
+        self._file = self.path.open("ab", buffering=0)
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Append ``{"step": step, **row}``. Raises ``ValueError`` for a reserved key, ``UserError`` on a full disk."""
+        if reserved := {"step", "nonfinite"} & row.keys():
+            raise ValueError(f"{sorted(reserved)} are the log's own keys; give the metric another name")
+        values = {key: value if isinstance(value, int) else float(value) for key, value in row.items()}
+        finite = {key: value for key, value in values.items() if math.isfinite(value)}
+        line: dict[str, Any] = {"step": step, **{key: finite.get(key) for key in values}}
+        if len(finite) < len(values):
+            line["nonfinite"] = [key for key in values if key not in finite]
+        self._append(json.dumps(line, allow_nan=False).encode() + b"\n")
+        for tracker in self.trackers:
+            tracker.scalars(step, {self.prefix + key: value for key, value in finite.items()})
+
+    def picture(self, step: int, name: str, image: Image) -> None:
+        """Hand a sample grid to the trackers (the run directory has its own copy in samples/)."""
+        for tracker in self.trackers:
+            tracker.picture(step, self.prefix + name, image)
+
+    def truncate_after(self, step: int) -> None:
+        """Cut the rows of steps past ``step``, which a resumed run writes again."""
+        self._file.close()
+        truncate_after(self.path, step)
+        self._file = self.path.open("ab", buffering=0)
+
+    def close(self) -> None:
+        """Close the file; the trackers belong to whoever opened them."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _append(self, line: bytes) -> None:
+        before = self._file.seek(0, 2)
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError("the disk is full")
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(before)
+            raise UserError(
+                f"cannot write {self.path}: {error.strerror or error}; free space there and continue with --resume"
+            ) from error
+
+
+def read(path: Path | str) -> list[dict[str, Any]]:
+    """The rows of a JSONL file, in its order; none where there is no file. A torn last line is left out.
+
+    Raises ``UserError`` for a broken line that is not the last: a crash does not make one.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = []
+    for place, (number, line) in enumerate(lines):
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+        elif place < len(lines) - 1:
+            raise UserError(f"{path} line {number} is not a JSON object; delete that line")
+    return rows
+
+
+def truncate_after(path: Path, step: int) -> None:
+    """Keep the rows of a JSONL file up to and with ``step`` (rows without a step stay); drop a torn last line."""
+    from mmrl.report.rundir import write_atomic
+
+    if path.exists():
+        kept = [row for row in read(path) if row.get("step", step) <= step]
+        write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # also bytes that are no text
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _mend(path: Path) -> None:
+    """Make the file end with a whole line, so that the next row does not grow onto a torn one."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    if not content or content.endswith(b"\n"):
+        return
+    start = content.rfind(b"\n") + 1
+    with path.open("r+b") as file:
+        if _parse(content[start:]) is None:
+            file.truncate(start)
+        else:
+            file.seek(0, 2)
+            file.write(b"\n")

@@ -1,0 +1,156 @@
+"""Progress on stderr: a live bar with the time left on a terminal, plain lines elsewhere (a log file, CI)."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
+PLAIN_EVERY = 5.0
+"""Seconds between plain lines, at least."""
+
+_live: RichProgress | None = None
+"""The bar on screen: a bar inside another (evaluation inside training) becomes a second line of it."""
+
+
+class Progress:
+    """``with Progress(120, "train", "steps") as p: p.advance(1, text="reward 0.41")``.
+
+    ``done`` is what an earlier process did already (it does not count for the speed). ``file`` is stderr unless given;
+    whether it is a terminal decides between the bar and plain lines.
+    """
+
+    def __init__(self, total: int, label: str, unit: str = "", done: int = 0, file: TextIO | None = None) -> None:
+        self.total, self.label, self.unit = total, label, unit
+        self.done = self._first = done
+        self.text = ""
+        self._file = file if file is not None else sys.stderr
+        self._bar: RichProgress | None = None
+        self._owns_bar = False
+
+    def __enter__(self) -> Progress:
+        self._start = self._shown = time.monotonic()
+        self._printed = -1
+        if self._file.isatty():
+            self._open_bar()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._bar is not None:
+            self._close_bar()
+        elif self._printed != self.done:
+            self._print("" if kind is None else "stopped ")
+
+    def advance(self, n: int = 1, text: str | None = None) -> None:
+        """``n`` more units are done; ``text`` (kept until the next one) stands beside them."""
+        self.done += n
+        self.text = self.text if text is None else text
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done, text=self.text)
+        elif time.monotonic() - self._shown >= PLAIN_EVERY:
+            self._print()
+
+    def line(self, text: str) -> None:
+        """Print a line that stays, above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._file, flush=True)
+
+    def _print(self, prefix: str = "") -> None:
+        self._shown, self._printed = time.monotonic(), self.done
+        seconds = self._shown - self._start
+        new = self.done - self._first
+        parts = [f"{self.label}: {prefix}{self.done}/{self.total} {self.unit}".rstrip()]
+        if self.done < self.total:
+            parts.append(f"{duration(seconds / new * (self.total - self.done))} left" if new else "")
+        else:
+            parts.append(f"in {duration(seconds)}")
+        print("  ".join(p for p in [*parts, self.text] if p), file=self._file, flush=True)
+
+    def _open_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        global _live
+        if _live is None:
+            _live = RichProgress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[unit]}", markup=False),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(elapsed_when_finished=False),
+                TextColumn("{task.fields[text]}", markup=False),
+                console=Console(file=self._file),
+            )
+            _live.start()
+            self._owns_bar = True
+        self._bar = _live
+        self._task = _live.add_task(self.label, total=self.total, completed=self.done, unit=self.unit, text="")
+
+    def _close_bar(self) -> None:
+        global _live
+        assert self._bar is not None
+        if self._owns_bar:
+            self._bar.stop()
+            _live = None
+        else:
+            self._bar.remove_task(self._task)
+
+
+def status_line(
+    step: int,
+    total: int,
+    row: Mapping[str, float],
+    heldout: Mapping[str, float] | None = None,
+    eta: float | None = None,
+) -> str:
+    """One training step on one line; what ``row`` (of metrics.jsonl) lacks is left out.
+
+    ``heldout`` is the row of an evaluation at this step. ``eta`` is the seconds left where the caller knows better than
+    this step's time times the steps to come.
+    """
+    parts = [f"step {step:>{len(str(total))}}/{total}"]
+    if "reward/mean" in row:
+        spread = f" ±{row['reward/std']:.2g}" if "reward/std" in row else ""
+        parts.append(f"reward {_number(row['reward/mean'])}{spread}")
+    for key, value in (heldout or {}).items():
+        if key.startswith("reward/") and key.count("/") == 1:
+            parts.append(f"held-out {key.partition('/')[2]} {_number(value)}")
+    if "policy/ratio_max_dev" in row:
+        parts.append(f"ratio dev {row['policy/ratio_max_dev']:.1e}")
+    if "policy/kl" in row:
+        parts.append(f"kl {_number(row['policy/kl'])}")
+    if "time/step" in row:
+        parts.append(f"{row['time/step']:.3g} s/step")
+        eta = row["time/step"] * (total - step) if eta is None else eta
+    if eta is not None and step < total:
+        parts.append(f"{duration(eta)} left")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _number(value: float) -> str:
+    """Four significant digits or so, without an exponent where a plain number is readable."""
+    if not math.isfinite(value) or value == 0:
+        return str(value)
+    return f"{value:.3f}" if 0.01 <= abs(value) < 1000 else f"{value:.3g}"

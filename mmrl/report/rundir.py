@@ -1,0 +1,239 @@
+"""The directory of a run: what lies where, who may write it, and what may be removed from it.
+
+recipe.yaml        the recipe as given, the command line's overrides as comments
+resolved.json      every setting of the run, defaults included
+env.json           versions and machine
+metrics.jsonl      a row per training step          heldout.jsonl    a row per evaluation
+failures.jsonl     every sample or record left out, by name
+samples/           step_000000.png (a grid), .json (prompts and scores) and the pictures themselves
+checkpoints/       report.html        run.lock (held by the process that writes here)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from mmrl.errors import UserError
+
+FILES = (
+    "recipe.yaml",
+    "resolved.json",
+    "env.json",
+    "metrics.jsonl",
+    "heldout.jsonl",
+    "failures.jsonl",
+    "report.html",
+)
+FOLDERS = ("samples", "checkpoints", "tensorboard", "wandb", "trackio")
+LOCK = "run.lock"
+_OVERRIDE = "# override: "
+_LOCK_PATIENCE = 0.5
+"""Seconds to wait for the lock: a report that asks whether a run is alive holds it for an instant."""
+
+
+class RunDir:
+    """Paths inside a run directory, and its lock once ``create`` made or took it over. Reading needs no lock."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.recipe = self.path / "recipe.yaml"
+        self.resolved = self.path / "resolved.json"
+        self.env = self.path / "env.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.heldout = self.path / "heldout.jsonl"
+        self.failures = self.path / "failures.jsonl"
+        self.samples = self.path / "samples"
+        self.checkpoints = self.path / "checkpoints"
+        self.report = self.path / "report.html"
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def create(cls, path: Path | str, overwrite: bool = False, resume: bool = False) -> RunDir:
+        """Make the directory, or take over an existing one, and lock it until ``close``.
+
+        ``overwrite`` removes what a run made there, ``resume`` keeps it. Raises ``UserError`` where a run exists and
+        neither is given, where there is none to resume, where the directory holds something other than a run, and
+        where another process is writing it.
+        """
+        run = cls(path)
+        try:
+            _refuse(run.path, overwrite, resume)
+            run.path.mkdir(parents=True, exist_ok=True)
+            run._acquire()
+            if overwrite:
+                run._clear()
+            run.samples.mkdir(exist_ok=True)
+            run.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            run.close()
+            reason = error.strerror or error
+            raise UserError(f"cannot write the run directory {path}: {reason}; use --out other") from error
+        return run
+
+    def close(self) -> None:
+        """Give the lock back. The lock file stays: it also marks the directory as a run."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write_recipe(self, recipes: Sequence[Path], overrides: Sequence[str], resolved: Mapping[str, Any]) -> None:
+        """Keep the recipe files as given (overlays as further YAML documents), the overrides and the whole outcome."""
+        head = [f"{_OVERRIDE}{_one_line(text)}" for text in overrides]
+        parts = [f"# {_one_line(p.name)}\n{p.read_text(encoding='utf-8').rstrip()}" for p in map(Path, recipes)]
+        write_atomic(self.recipe, "\n".join([*head, "\n---\n".join(parts), ""]))
+        write_atomic(self.resolved, json.dumps(resolved, indent=2, ensure_ascii=False) + "\n")
+
+    def overrides(self) -> list[str]:
+        """The ``a.b=c`` of the command line that started the run, from recipe.yaml."""
+        try:
+            lines = self.recipe.read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return []
+        head = itertools.takewhile(lambda line: line.startswith(_OVERRIDE), lines)
+        return [line.removeprefix(_OVERRIDE) for line in head]
+
+    def write_environment(self) -> None:
+        """Write env.json (imports torch)."""
+        from mmrl.report.environment import environment
+
+        write_atomic(self.env, json.dumps(environment(), indent=2) + "\n")
+
+    def failure(self, step: int, kind: str, name: str, error: str, **more: Any) -> None:
+        """Name one thing that was left out: ``kind`` is reward, record, ...; ``more`` holds JSON values."""
+        row = {"step": step, "kind": kind, "name": name, "error": error, **more}
+        with self.failures.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def truncate_after(self, step: int) -> None:
+        """Forget what was recorded after ``step``: rows, failures and samples of steps that resuming will repeat."""
+        from mmrl.report.metrics import truncate_after
+
+        for file in (self.metrics, self.heldout, self.failures):
+            truncate_after(file, step)
+        for entry in self.samples.glob("step_*"):
+            if (found := re.match(r"step_(\d+)", entry.name)) and int(found[1]) > step:
+                remove(entry)
+
+    def owner(self) -> dict[str, Any] | None:
+        """``{"pid", "started"}`` of the process that is writing this run now, or None."""
+        try:
+            with (self.path / LOCK).open("r", encoding="utf-8") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return _owner(file)
+                except OSError:  # a file system without locks: nobody can be seen to hold one
+                    return None
+        except OSError:
+            return None
+        return None
+
+    def _acquire(self) -> None:
+        file = (self.path / LOCK).open("a+", encoding="utf-8")
+        deadline = time.monotonic() + _LOCK_PATIENCE
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.02)
+                    continue
+                owner = _owner(file)
+                file.close()
+                raise UserError(
+                    f"{self.path} is being written by another process (pid {owner.get('pid', 'unknown')}, "
+                    f"started {owner.get('started', 'at an unknown time')}); wait for it, stop it, or use --out other"
+                ) from None
+            except OSError as error:
+                warnings.warn(f"{self.path} cannot be locked ({error}): start no second run there", stacklevel=3)
+                break
+        file.truncate(0)
+        started = datetime.now().astimezone().isoformat(timespec="seconds")
+        file.write(json.dumps({"pid": os.getpid(), "started": started}) + "\n")
+        file.flush()
+        self._lock = file
+
+    def _clear(self) -> None:
+        for name in (*FILES, *FOLDERS):
+            remove(self.path / name)
+
+
+def looks_like_run(path: Path) -> bool:
+    """Whether a run made this directory (its lock file, or the recipe and its outcome, as in a copy)."""
+    return (path / LOCK).is_file() or all((path / name).is_file() for name in ("recipe.yaml", "resolved.json"))
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file so that whoever reads it, at any moment, finds the old content or the new, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link (never what it points to) or a folder; nothing where there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _refuse(path: Path, overwrite: bool, resume: bool) -> None:
+    if overwrite and resume:
+        raise UserError("--resume continues the run and --overwrite removes it; give one of them")
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file, and a run needs a directory; use --out other")
+    contents = [p for p in path.iterdir() if p.name != LOCK] if path.is_dir() else []
+    if resume:
+        if not contents or not looks_like_run(path):
+            raise UserError(f"there is no run in {path} to resume; leave out --resume, or name the run with --out")
+    elif not contents:
+        return
+    elif not looks_like_run(path):
+        raise UserError(f"{path} holds files that no run made, so nothing is written or removed there; use --out other")
+    elif not overwrite:
+        raise UserError(
+            f"{path} already holds a run; continue it with --resume, replace it with --overwrite, "
+            "or keep it and use --out other"
+        )
+
+
+def _owner(file: IO[str]) -> dict[str, Any]:
+    try:
+        file.seek(0)
+        found = json.loads(file.read())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _one_line(text: str) -> str:
+    """``text`` so that it stays inside its comment, whatever line breaks it holds."""
+    return re.sub(r"[\x00-\x1f\x7f\x85\u2028\u2029]", lambda m: json.dumps(m[0])[1:-1], text)

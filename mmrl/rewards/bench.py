@@ -1,0 +1,249 @@
+"""Run one reward on a folder of pictures (``mmrl score``): its author's bench.
+
+A row per picture, then mean, spread, time per picture and memory. Pictures that cannot be read are skipped, counted and
+named. Off a terminal the rows are tab-separated. Imports no torch unless the reward does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+from mmrl.errors import UserError
+from mmrl.rewards.calling import Caller
+from mmrl.rewards.contract import Context
+from mmrl.rewards.images import BadImageError, read_rgb, to_tensor
+from mmrl.rewards.loading import build, find
+from mmrl.trajectory import Prompt, Sample, SampleId
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif")
+_TIMEOUT_S = 600.0
+_SAMPLING_S = 0.005
+
+
+@dataclass(frozen=True)
+class Row:
+    """One picture: its score (None where there is none), named parts, what to note, and seconds of its call."""
+
+    file: str
+    score: float | None
+    parts: dict[str, float]
+    note: str
+    seconds: float | None = None
+
+
+def score_folder(
+    name: str,
+    images: Path,
+    prompts: Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    console: Console | None = None,
+    *,
+    device: str = "cpu",
+) -> int:
+    """Score the pictures in ``images`` and print the table. Returns how many have no score.
+
+    ``prompts``: a text file (a line per picture, in the order of their names), or JSON or JSONL records
+    ``{"file", "prompt", "meta"}``. Raises ``UserError`` when the reward, the folder or the prompts cannot be used.
+    """
+    console = console or Console()
+    files = _files(images)
+    told = _prompts(prompts, files)
+    with _PeakMemory() as memory:
+        caller = Caller(build(find(name), dict(options or {})), _TIMEOUT_S)
+        rows = list(track(_rows(caller, files, told, device), "scoring", len(files), console=_bar(console)))
+        caller.close()
+    _print(console, rows)
+    _summary(console, rows, memory, device)
+    return sum(row.score is None for row in rows)
+
+
+def _rows(caller: Caller, files: list[Path], told: dict[str, Prompt], device: str) -> Iterator[Row]:
+    """Rows in the files' order; a reward per group gets the pictures of equal prompts together."""
+    if caller.reward.declaration.per == "sample":
+        for i, file in enumerate(files):
+            yield from _score_together(caller, [(i, file)], told, device)
+        return
+    numbered = sorted(enumerate(files), key=lambda item: told[item[1].name].text if item[1].name in told else "")
+    groups = itertools.groupby(numbered, key=lambda item: told[item[1].name].text if item[1].name in told else "")
+    rows = [row for _, group in groups for row in _score_together(caller, list(group), told, device)]
+    yield from sorted(rows, key=lambda row: row.file)
+
+
+def _score_together(
+    caller: Caller, batch: list[tuple[int, Path]], told: dict[str, Prompt], device: str
+) -> Iterator[Row]:
+    wants_tensor = "tensor" in caller.reward.declaration.inputs
+    samples: list[Sample] = []
+    notes: list[str | None] = []
+    for i, file in batch:
+        prompt = told.get(file.name)
+        if prompt is None:
+            yield Row(file.name, None, {}, "skipped: no prompt for it in the prompts file")
+            continue
+        try:
+            image, note = read_rgb(file)
+        except BadImageError as error:
+            yield Row(file.name, None, {}, f"skipped: {error}")
+            continue
+        tensor = to_tensor(image) if wants_tensor else None
+        samples.append(Sample(prompt, SampleId(-1, i, 0, 0), image=image, tensor=tensor))
+        notes.append(note)
+    if not samples:
+        return
+    began = time.perf_counter()
+    answer = caller.one(samples, Context(-1, device))
+    seconds = (time.perf_counter() - began) / len(samples)
+    for j, sample in enumerate(samples):
+        reason = answer.reasons[j]
+        parts = {key: values[j] for key, values in answer.parts.items()}
+        score = None if math.isnan(answer.total[j]) else answer.total[j]
+        note = f"failed: {reason}" if reason else notes[j] or ""
+        file = next(f.name for i, f in batch if i == sample.id.slot)
+        yield Row(file, score, parts, note, seconds)
+
+
+def _files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; give --images a folder of pictures")
+    found = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
+    if not found:
+        raise UserError(f"{folder} holds no pictures ({', '.join(SUFFIXES)}); give --images another folder")
+    return found
+
+
+def _prompts(path: Path | None, files: list[Path]) -> dict[str, Prompt]:
+    """The prompt of each file; with no prompts file, the empty one for all."""
+    if path is None:
+        return {file.name: Prompt(file.name, "") for file in files}
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the prompts file {path}: {error}") from error
+    if path.suffix.lower() in (".json", ".jsonl"):
+        return _records(path, text)
+    lines = text.rstrip().splitlines()
+    if len(lines) != len(files):
+        raise UserError(
+            f"{path} has {len(lines)} lines for {len(files)} pictures (the first is {files[0].name}); write a line for "
+            'each in the order of their names, or JSONL records {"file", "prompt", "meta"}'
+        )
+    return {file.name: Prompt(file.name, line.strip()) for file, line in zip(files, lines, strict=True)}
+
+
+def _records(path: Path, text: str) -> dict[str, Prompt]:
+    try:
+        if path.suffix.lower() == ".jsonl":
+            records = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            records = json.loads(text)
+        return {
+            r["file"]: Prompt(r["file"], str(r.get("prompt", "")), dict(r.get("meta") or {}))
+            for r in records
+            if isinstance(r["file"], str)
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f'{path}: {type(error).__name__}: {error}; write a list of records {{"file", "prompt", "meta"}}'
+        ) from error
+
+
+def _bar(console: Console) -> Console:
+    """Progress goes to the terminal beside the table, and nowhere else."""
+    return Console(stderr=True, quiet=not console.is_terminal)
+
+
+def _print(console: Console, rows: list[Row]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row.parts))
+    noted = any(row.note for row in rows)
+    header = ["file", "score", *names, *(["note"] if noted else [])]
+    cells = [
+        [row.file, _text(row.score), *(_text(row.parts.get(n)) for n in names), *([row.note] if noted else [])]
+        for row in rows
+    ]
+    if not console.is_terminal:
+        for line in [header, *cells]:
+            print("\t".join(" ".join(cell.split()) for cell in line), file=console.file)  # console would expand tabs
+        return
+    table = Table()
+    for i, column in enumerate(header):
+        table.add_column(escape(column), justify="left" if i == 0 or column == "note" else "right")
+    for line in cells:
+        table.add_row(*map(escape, line))
+    console.print(table)
+
+
+def _summary(console: Console, rows: list[Row], memory: _PeakMemory, device: str) -> None:
+    scores = [row.score for row in rows if row.score is not None]
+    if scores:
+        console.out(
+            f"{len(scores)} scored: mean {_text(statistics.fmean(scores))}, "
+            f"min {_text(min(scores))}, max {_text(max(scores))}",
+            highlight=False,
+        )
+    times = [row.seconds for row in rows if row.seconds is not None]
+    if times:
+        console.out(
+            f"{1000 * statistics.median(times):.3g} ms per picture (median; the first {1000 * times[0]:.3g} ms), "
+            f"memory up by {memory.growth_mib:.0f} MiB at its peak{_device_memory(device)}",
+            highlight=False,
+        )
+    for what in ("skipped", "failed"):
+        named = [row.file for row in rows if row.note.startswith(what)]
+        if named:
+            console.out(f"{len(named)} {what}: {', '.join(named)}", highlight=False)
+
+
+def _device_memory(device: str) -> str:
+    if not device.startswith("cuda"):
+        return ""
+    import torch
+
+    return f", {torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB on {device}"
+
+
+def _text(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.5g}"
+
+
+class _PeakMemory:
+    """Growth of this process's resident memory at its highest, sampled every few milliseconds."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        self._process = psutil.Process()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._start = self._peak = 0
+
+    @property
+    def growth_mib(self) -> float:
+        return (self._peak - self._start) / 2**20
+
+    def __enter__(self) -> _PeakMemory:
+        self._start = self._peak = self._process.memory_info().rss
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._peak = max(self._peak, self._process.memory_info().rss)
+
+    def _watch(self) -> None:
+        while not self._over.wait(_SAMPLING_S):
+            self._peak = max(self._peak, self._process.memory_info().rss)

@@ -1,0 +1,84 @@
+"""Pictures from outside (a folder, the network) to the RGB that a reward is promised. Imports no torch."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from PIL import Image, ImageOps
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_PIXELS = 4096 * 4096
+_SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
+_ALPHA = ("RGBA", "LA", "PA", "La", "RGBa")
+
+
+class BadImageError(ValueError):
+    """A picture that cannot be read or has no single meaning in RGB; the message says why."""
+
+
+def read_rgb(
+    source: Path | IO[bytes], *, formats: tuple[str, ...] | None = None, max_pixels: int = MAX_PIXELS
+) -> tuple[Image.Image, str | None]:
+    """Read a picture as RGB, and say what had to be changed for that (None: nothing).
+
+    ``formats`` are the decoders allowed (None: all). The size is checked before a pixel is decoded. Raises
+    ``BadImageError``.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's own warnings on size and metadata: both are judged here
+            with Image.open(source, formats=formats) as image:
+                pixels = image.width * image.height
+                if pixels > max_pixels:
+                    raise BadImageError(f"{image.width} x {image.height} pixels; at most {max_pixels:,} are read")
+                frames = getattr(image, "n_frames", 1)
+                image.load()
+                rgb, note = _to_rgb(image)
+                turned = ImageOps.exif_transpose(rgb)
+    except BadImageError:
+        raise
+    except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, ValueError, KeyError
+        raise BadImageError(f"not a readable picture: {str(error).replace(str(source), 'the file')}") from error
+    notes = [note] if note else []
+    if frames > 1:
+        notes.append(f"first of {frames} frames")
+    if turned.size != rgb.size or turned.getexif() != rgb.getexif():
+        notes.append("turned as its EXIF says")
+    return turned, ", ".join(notes) or None
+
+
+def to_tensor(image: Image.Image) -> torch.Tensor:
+    """An RGB picture as float32 ``[3, H, W]`` in [0, 1]."""
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.asarray(image, dtype=np.float32) / 255.0).permute(2, 0, 1).contiguous()
+
+
+def _to_rgb(image: Image.Image) -> tuple[Image.Image, str | None]:
+    mode = image.mode
+    if mode == "RGB" and "transparency" not in image.info:
+        return image.copy(), None
+    if mode in _SIXTEEN_BIT or mode == "I":
+        return _from_wide(image)
+    if mode == "F":
+        raise BadImageError("floating-point pixels have no fixed range; save it as 8-bit RGB")
+    if mode in _ALPHA or "transparency" in image.info:
+        over = image.convert("RGBA")
+        white = Image.new("RGBA", over.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, over).convert("RGB"), f"{mode} laid on white"
+    return image.convert("RGB"), f"converted from {mode}"
+
+
+def _from_wide(image: Image.Image) -> tuple[Image.Image, str]:
+    """16-bit grey (which Pillow's own conversion would clip at 255) by its high byte."""
+    import numpy as np
+
+    values = np.asarray(image).astype(np.int64)
+    if values.min() < 0 or values.max() > 0xFFFF:
+        raise BadImageError("32-bit integer pixels have no fixed range; save it as 8-bit RGB")
+    return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB"), "converted from 16-bit grey"

@@ -1,0 +1,187 @@
+"""From the name in a recipe to a reward that can be called, its signature and options checked before anything is built.
+
+Imports no torch: ``mmrl serve`` and ``mmrl score`` run rewards in environments that have none.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mmrl import _load
+from mmrl.errors import UserError
+from mmrl.rewards.contract import Declaration, declaration_of
+
+_FORM = "def score(samples, *, context)"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A reward as its file defines it: a function, or a class not yet built."""
+
+    name: str
+    target: Any
+    file: str | None
+
+    @property
+    def declaration(self) -> Declaration:
+        """What it declares of itself, before its options are known."""
+        return declaration_of(self.target)
+
+    @property
+    def place(self) -> str:
+        """``file:line`` of its definition, for messages."""
+        try:
+            return f"{short_path(self.file or '')}:{inspect.getsourcelines(self.target)[1]}"
+        except (OSError, TypeError):
+            return self.name
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A reward ready to be called as ``call(samples, context=...)``."""
+
+    name: str
+    call: Callable[..., Any]
+    declaration: Declaration
+    is_async: bool
+    file: str | None
+    place: str
+
+
+def find(name: str, root: Path | None = None) -> Found:
+    """Import what ``name`` stands for; a file is looked up from ``root`` (a recipe's folder), then from the current.
+
+    ``shapes`` and ``my.py`` stand for ``shapes:score`` and ``my.py:score``. Raises ``UserError``.
+    """
+    module_name, _, attribute = name.partition(":")
+    module = _module(module_name, root)
+    attribute = attribute or "score"
+    if not hasattr(module, attribute):
+        public = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        offered = [n for n in public if not n.startswith("_")]
+        raise UserError(
+            f"{module_name} has no {attribute!r}; it has: {', '.join(offered) or 'no functions or classes'}"
+        )
+    return Found(name, getattr(module, attribute), getattr(module, "__file__", None))
+
+
+def problems(found: Found, options: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the reward's signature or with its ``options``; empty when it can be called."""
+    target = found.target
+    if not callable(target):
+        return [f"{found.place}: {found.name} is a {type(target).__name__}; a reward is a function or class: {_FORM}"]
+    if not inspect.isclass(target):
+        return _call_problems(found, target, options)
+    method = getattr(target, "score", None)
+    if method is None:
+        return [f"{found.place}: the class {target.__name__} has no method score; add {_FORM[:10]}self, {_FORM[10:]}"]
+    return _call_problems(found, functools.partial(method, None), {}) + _option_problems(found, target, options, set())
+
+
+def build(found: Found, options: Mapping[str, Any]) -> Loaded:
+    """Bind a function's options, or build a class with them. Raises ``UserError`` when either cannot work."""
+    wrong = problems(found, options)
+    if wrong:
+        raise UserError("\n".join(wrong))
+    holder: Any = found.target
+    if inspect.isclass(holder):
+        try:
+            holder = holder(**options)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"building the reward {found.name} raised {describe(error)} at {place_of(error, found.file)}; "
+                "mend that line or the reward's options"
+            ) from error
+        call = holder.score
+    else:
+        call = functools.partial(holder, **options)
+    declaration = declaration_of(holder)
+    is_async = inspect.iscoroutinefunction(call)
+    if is_async and declaration.differentiable:
+        raise UserError(f"{found.place}: a differentiable reward runs inside the update; make it def, not async def")
+    return Loaded(found.name, call, declaration, is_async, found.file, found.place)
+
+
+def describe(error: BaseException) -> str:
+    """``ValueError: what it says``."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def place_of(error: BaseException, file: str | None) -> str:
+    """``file:line`` where ``error`` was raised: the innermost line of ``file`` on the way, else of any file."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{short_path(error.filename)}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file] or list(frames)
+    return f"{short_path(own[-1].filename)}:{own[-1].lineno}" if own else "an unknown line"
+
+
+def short_path(path: str) -> str:
+    """``path`` from the current folder where it lies below it."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path
+
+
+def _module(name: str, root: Path | None) -> ModuleType:
+    file = None
+    if name.endswith(".py"):
+        bases = [b for b in (root, Path.cwd()) if b is not None]
+        file = next((b / Path(name).expanduser() for b in bases if (b / Path(name).expanduser()).is_file()), None)
+        if file is None:
+            looked = " and ".join(dict.fromkeys(str(b.resolve()) for b in bases))
+            raise UserError(f"there is no file {name}; looked from {looked}")
+        file = file.resolve()
+    try:
+        return _load.load("rewards", str(file) if file else name)
+    except _load.LoadError as error:
+        raise UserError(str(error)) from None
+    except Exception as error:
+        place = place_of(error, str(file) if file else None)
+        raise UserError(f"importing the reward {name} raised {describe(error)} at {place}; mend that line") from error
+
+
+def _call_problems(found: Found, function: Callable[..., Any], options: Mapping[str, Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return [f"{found.place}: the signature of {found.name} cannot be read; wrap it: {_FORM}"]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    wide = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    first = positional[0].name if positional else ""
+    if not positional or first == "context":
+        return [f"{found.place}: {found.name} takes no samples; write {_FORM}"]
+    if "context" not in by_name and not wide:
+        return [f"{found.place}: {found.name} takes no 'context'; write {_FORM}"]
+    return _option_problems(found, function, options, {first, "context"})
+
+
+def _option_problems(
+    found: Found, function: Callable[..., Any], options: Mapping[str, Any], reserved: set[str]
+) -> list[str]:
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in reserved]
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    wide = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    wrong = []
+    for key in options:
+        if key in reserved or (key not in known and not wide):
+            close = difflib.get_close_matches(key, known, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            wrong.append(f"options.{key}: {found.name} has no such option{hint} (it has: {', '.join(known) or 'none'})")
+    for p in parameters:
+        if p.name in known and p.default is p.empty and p.name not in options:
+            wrong.append(f"options.{p.name}: {found.name} needs it; add options: {{{p.name}: ...}}")
+    return wrong

@@ -1,0 +1,280 @@
+"""Put any reward behind HTTP (``mmrl serve``), with the standard library's server. Imports no torch.
+
+What comes in may be hostile: sizes are bounded before anything is read or decoded, pictures are PNG only, nothing is
+unpickled. Without a token the server stays on the loopback interface. The format is in ``mmrl/rewards/wire.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import json
+import math
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.rewards import wire
+from mmrl.rewards.calling import NAN, Answer, Caller
+from mmrl.rewards.contract import Context
+from mmrl.rewards.images import MAX_PIXELS
+from mmrl.rewards.loading import build, find
+
+MAX_BYTES = 128 * 2**20
+"""Of one request. About 60 pictures of 1024 x 1024."""
+MAX_REQUESTS = 8
+"""Under way at once; more are told to come again (503)."""
+_READ_S = 120.0
+_LINGER_S = 2.0
+
+
+class RewardServer(ThreadingHTTPServer):
+    """Serves one reward until ``shutdown()``. ``url`` is where. Raises ``UserError`` when it cannot be set up.
+
+    ``timeout_s``: seconds after which a call of the reward is given up. ``token`` is asked for as
+    ``Authorization: Bearer``, and must be given for any host that is not loopback.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(
+        self,
+        name: str,
+        host: str = "127.0.0.1",
+        port: int = 8765,
+        token: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        device: str = "cpu",
+        timeout_s: float = 600.0,
+        max_bytes: int = MAX_BYTES,
+        max_pixels: int = MAX_PIXELS,
+    ) -> None:
+        if not token and not is_loopback(host):
+            raise UserError(
+                f"{host or 'all interfaces'} can be reached from other machines; give a token (--token), "
+                "or serve on 127.0.0.1"
+            )
+        self.token, self.max_bytes, self.max_pixels = token, max_bytes, max_pixels
+        self.reward = build(find(name), dict(options or {}))
+        self.device = device
+        self.caller = Caller(self.reward, timeout_s)
+        self.slots = threading.BoundedSemaphore(MAX_REQUESTS)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise UserError(f"cannot serve on {host}:{port}: {error}; choose another --port or --host") from error
+
+    def server_bind(self) -> None:
+        """Bind without the name look-up of the standard library, which can hang for seconds."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no error of ours."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+    @property
+    def url(self) -> str:
+        """The address clients use, with the port that was taken when 0 was asked for."""
+        host = f"[{self.server_name}]" if ":" in self.server_name else self.server_name
+        return f"http://{host}:{self.server_port}"
+
+    def health(self) -> dict[str, Any]:
+        """What ``GET /health`` says."""
+        declared = self.reward.declaration
+        return {
+            "mmrl": wire.VERSION,
+            "reward": self.reward.name,
+            "inputs": list(declared.inputs),
+            "per": declared.per,
+            "max_bytes": self.max_bytes,
+        }
+
+    def score(self, request: wire.Request) -> wire.Reply:
+        """Ask the reward. Raises ``RuntimeError`` with the reason when it failed for the request as a whole."""
+        context = Context(request.step, self.device)
+        errors = list(request.errors)
+        batches = self._batches(request, errors)
+        scores: list[float | None] = [None] * len(request.samples)
+        parts: dict[str, list[float | None]] = {}
+        given = [[s for i in batch if (s := request.samples[i]) is not None] for batch in batches]
+        answers = list(self.caller.many(given, context))
+        if answers and all(answer.error for answer in answers) and not any(request.errors):
+            raise RuntimeError(f"the reward {self.reward.name} {answers[0].reasons[0]}")
+        for batch, answer in zip(batches, answers, strict=True):
+            _spread(batch, answer, scores, errors, parts)
+        return wire.Reply(scores, parts, errors)
+
+    def _batches(self, request: wire.Request, errors: list[str | None]) -> list[list[int]]:
+        """Indices to score together; a group with a sample that cannot be read fails as one."""
+        declared = self.reward.declaration
+        for i, sample in enumerate(request.samples):
+            lacks = [name for name in declared.inputs if sample is not None and getattr(sample, name) is None]
+            if lacks:
+                errors[i] = f"the sample has no {lacks[0]}, which {self.reward.name} reads"
+        if declared.per == "sample":
+            whole = [i for i, error in enumerate(errors) if error is None]
+            return [whole] if whole else []
+        kept = []
+        for group in request.groups:
+            bad = next((i for i in group if errors[i] is not None), None)
+            if bad is None:
+                kept.append(group)
+                continue
+            for i in group:
+                errors[i] = errors[i] or f"sample {bad} of its group cannot be scored: {errors[bad]}"
+        grouped = {i for group in request.groups for i in group}
+        for i in range(len(errors)):
+            if i not in grouped:
+                errors[i] = errors[i] or f"{self.reward.name} scores groups, and the sample stands in none"
+        return [group for group in kept if group]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: RewardServer  # type: ignore[assignment]
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+    """Seconds for which a client may say nothing."""
+
+    def do_GET(self) -> None:
+        if self.path != "/health":
+            self._refuse(404, f"there is no {self.path}; this server has GET /health and POST /score")
+        else:
+            self._answer(200, json.dumps(self.server.health()).encode())
+
+    def do_POST(self) -> None:
+        if self.path != "/score":
+            return self._refuse(404, f"there is no {self.path}; this server has GET /health and POST /score")
+        if not self._authorised():
+            return self._refuse(401, "wrong or missing token; send Authorization: Bearer TOKEN")
+        if self.headers.get_content_type() != "application/json":
+            # also keeps web pages off a loopback server: a browser may not send this type across sites
+            return self._refuse(415, "send Content-Type: application/json")
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit()) or "Transfer-Encoding" in self.headers:
+            return self._refuse(411, "send the body with a Content-Length")
+        if len(length) > 18 or int(length) > self.server.max_bytes:
+            return self._refuse(413, f"{length[:18]} bytes; at most {self.server.max_bytes}: lower batch_size")
+        if not self.server.slots.acquire(timeout=self.timeout):
+            return self._refuse(503, f"{MAX_REQUESTS} requests are under way; try again")
+        try:
+            self._score(self._body(int(length)), int(length))
+        finally:
+            self.server.slots.release()
+
+    def _body(self, length: int) -> bytes:
+        body, until = bytearray(), time.monotonic() + _READ_S
+        while len(body) < length and time.monotonic() < until:
+            chunk = self.rfile.read1(min(length - len(body), 2**20))  # type: ignore[attr-defined]
+            if not chunk:
+                break
+            body += chunk
+        return bytes(body)
+
+    def _score(self, body: bytes, length: int) -> None:
+        if len(body) != length:
+            return self._refuse(400, f"the body ended, or took too long, after {len(body)} of {length} bytes")
+        try:
+            wants_tensor = "tensor" in self.server.reward.declaration.inputs
+            request = wire.decode_request(body, max_pixels=self.server.max_pixels, tensor=wants_tensor)
+        except wire.WireError as error:
+            return self._answer(400, _error(str(error)))
+        try:
+            self._answer(200, wire.encode_reply(self.server.score(request)))
+        except RuntimeError as error:
+            self._answer(500, _error(str(error)))
+
+    def _authorised(self) -> bool:
+        if not self.server.token:
+            return True
+        given = self.headers.get("Authorization", "")
+        return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {self.server.token}".encode())
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _refuse(self, status: int, why: str) -> None:
+        """Answer without having read the body, then read on a little, so that the client sees the answer."""
+        self.close_connection = True
+        self._answer(status, _error(why))
+        self.wfile.flush()
+        until = time.monotonic() + _LINGER_S
+        try:
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(_LINGER_S)
+            while time.monotonic() < until and self.connection.recv(65536):
+                pass
+        except OSError:
+            pass
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet: the client reports what went wrong with its own request."""
+
+
+def serve(
+    name: str,
+    host: str = "127.0.0.1",
+    port: int = 8765,
+    token: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    device: str = "cpu",
+    ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve the reward ``name`` until interrupted; prints the address once it answers, or tells ``ready``.
+
+    Raises ``UserError``.
+    """
+    with RewardServer(name, host, port, token, options, device=device) as server:
+        declared = server.reward.declaration
+        line = f"{name} at {server.url} (reads {', '.join(declared.inputs)}; per {declared.per})"
+        if ready is None:
+            print(line, flush=True)
+        else:
+            ready(line)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever(poll_interval=0.1)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` can be reached from this machine only."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _spread(
+    batch: list[int],
+    answer: Answer,
+    scores: list[float | None],
+    errors: list[str | None],
+    parts: dict[str, list[float | None]],
+) -> None:
+    for j, i in enumerate(batch):
+        scores[i] = None if math.isnan(answer.total[j]) else answer.total[j]
+        errors[i] = answer.reasons[j]
+        for name, values in answer.parts.items():
+            parts.setdefault(name, [NAN] * len(scores))[i] = values[j]
+
+
+def _error(why: str) -> bytes:
+    return json.dumps({"error": why}).encode()

@@ -1,0 +1,191 @@
+"""How a reward is asked over HTTP: JSON with PNG bytes in base64, versioned; nothing in it is ever executed.
+
+``GET /health``   -> ``{"mmrl": 1, "reward": name, "inputs": [...], "per": "sample", "max_bytes": n}``
+``POST /score``   ``{"version": 1, "step": 7, "groups": [[0, 1]],``
+                  `` "samples": [{"id": "", "prompt": "", "meta": {}, "image": PNG, "text": null}]}``
+                  -> ``{"version": 1, "scores": [0.5, null], "parts": {"name": [...]}, "errors": [null, "why"]}``
+An error of the whole request is a status of 400 or more with ``{"error": "why"}``. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmrl.rewards.contract import Failed, Value
+from mmrl.rewards.images import MAX_PIXELS, BadImageError, read_rgb, to_tensor
+from mmrl.trajectory import Prompt, Sample, SampleId
+
+VERSION = 1
+MAX_SAMPLES = 4096
+MAX_TOTAL_PIXELS = 8 * MAX_PIXELS
+"""Decoded for one request (128 pictures of 1024 x 1024): a few kB of PNG can hold any number of equal pixels."""
+
+
+class WireError(ValueError):
+    """A message that does not follow the format; the text says where."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for scores. ``samples[i]`` is None where ``errors[i]`` says what is wrong with it."""
+
+    samples: list[Sample | None]
+    errors: list[str | None]
+    groups: list[list[int]]
+    step: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Scores of ``n`` samples: None where ``errors`` says why; and named parts, None where one says nothing."""
+
+    scores: list[float | None]
+    parts: dict[str, list[float | None]] = field(default_factory=dict)
+    errors: list[str | None] = field(default_factory=list)
+
+
+def encode_request(samples: Sequence[Sample], groups: Sequence[Sequence[int]], step: int) -> bytes:
+    """The body of ``POST /score``. Raises ``WireError`` where a prompt's meta is not JSON."""
+    items = []
+    for sample in samples:
+        item: dict[str, Any] = {"id": sample.prompt.id, "prompt": sample.prompt.text, "meta": dict(sample.prompt.meta)}
+        if sample.image is not None:
+            buffer = io.BytesIO()
+            sample.image.save(buffer, "PNG", compress_level=1)
+            item["image"] = base64.b64encode(buffer.getvalue()).decode("ascii")
+        if sample.text is not None:
+            item["text"] = sample.text
+        items.append(item)
+    try:
+        return _dump({"version": VERSION, "step": step, "groups": [list(g) for g in groups], "samples": items})
+    except (TypeError, ValueError) as error:
+        raise WireError(f"a prompt's meta cannot be written as JSON: {error}; keep JSON values in it") from None
+
+
+def decode_request(body: bytes, *, max_pixels: int = MAX_PIXELS, tensor: bool = False) -> Request:
+    """Read a body that may be hostile; ``tensor`` also makes ``sample.tensor``. Raises ``WireError``."""
+    message = _versioned(body)
+    items = _typed(message.get("samples"), list, "samples")
+    if len(items) > MAX_SAMPLES:
+        raise WireError(f"samples: {len(items)} in one request; send at most {MAX_SAMPLES}")
+    groups = [
+        [_index(i, len(items)) for i in _typed(group, list, "groups[]")]
+        for group in _typed(message.get("groups", []), list, "groups")
+    ]
+    if len({i for group in groups for i in group}) != sum(map(len, groups)):
+        raise WireError("groups: a sample stands in more than one place")
+    samples: list[Sample | None] = []
+    errors: list[str | None] = []
+    decoded = 0
+    for i, item in enumerate(items):
+        try:
+            sample = _sample(_typed(item, dict, f"samples[{i}]"), i, max_pixels, tensor)
+            decoded += 0 if sample.image is None else sample.image.width * sample.image.height
+            samples.append(sample)
+            errors.append(None)
+        except BadImageError as error:
+            samples.append(None)
+            errors.append(f"image: {error}")
+        if decoded > MAX_TOTAL_PIXELS:
+            raise WireError(f"samples: more than {MAX_TOTAL_PIXELS:,} pixels in one request; lower batch_size")
+    return Request(samples, errors, groups, _typed(message.get("step", -1), int, "step"))
+
+
+def encode_reply(reply: Reply) -> bytes:
+    """The answer to ``POST /score``; numbers that are not finite become null."""
+    parts = {name: [_finite(v) for v in values] for name, values in reply.parts.items()}
+    scores = [_finite(v) for v in reply.scores]
+    return _dump({"version": VERSION, "scores": scores, "parts": parts, "errors": reply.errors})
+
+
+def decode_reply(body: bytes, n: int) -> dict[str, list[Value]]:
+    """The named parts of a reward's answer for ``n`` samples, ``score`` among them. Raises ``WireError``."""
+    message = _versioned(body)
+    errors = _typed(message.get("errors", [None] * n), list, "errors")
+    if len(errors) != n:
+        raise WireError(f"errors: {len(errors)} for {n} samples")
+    found = {**_typed(message.get("parts", {}), dict, "parts"), "score": message.get("scores")}
+    answer = {str(name): _values(values, n, str(name)) for name, values in found.items()}
+    answer["score"] = [
+        Failed(str(errors[i] or "the server gave no score")) if value is None else value
+        for i, value in enumerate(answer["score"])
+    ]
+    return answer
+
+
+def _dump(message: Any) -> bytes:
+    return json.dumps(message, allow_nan=False, separators=(",", ":")).encode("utf-8")
+
+
+def _versioned(body: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not JSON: {error}") from None
+    message = _typed(message, dict, "the message")
+    if message.get("version") != VERSION:
+        raise WireError(f"version: {message.get('version')!r}; this side speaks version {VERSION}")
+    return message
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _typed(value: Any, kind: type, where: str) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise WireError(f"{where}: expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _index(value: Any, n: int) -> int:
+    if not 0 <= _typed(value, int, "groups[][]") < n:
+        raise WireError(f"groups: {value} is no index of {n} samples")
+    return value
+
+
+def _sample(item: dict[str, Any], index: int, max_pixels: int, tensor: bool) -> Sample:
+    text = item.get("text")
+    if text is not None:
+        _typed(text, str, f"samples[{index}].text")
+    where = f"samples[{index}]"
+    prompt = Prompt(
+        id=_typed(item.get("id", str(index)), str, f"{where}.id"),
+        text=_typed(item.get("prompt", ""), str, f"{where}.prompt"),
+        meta=_typed(item.get("meta", {}), dict, f"{where}.meta"),
+    )
+    encoded = item.get("image")
+    if encoded is None:
+        return Sample(prompt, SampleId(-1, 0, 0, index), text=text)
+    try:
+        data = base64.b64decode(_typed(encoded, str, f"{where}.image"), validate=True)
+    except (binascii.Error, ValueError) as error:
+        if isinstance(error, WireError):
+            raise
+        raise BadImageError(f"not base64: {error}") from None
+    image, _ = read_rgb(io.BytesIO(data), formats=("PNG",), max_pixels=max_pixels)
+    pixels = to_tensor(image) if tensor else None
+    return Sample(prompt, SampleId(-1, 0, 0, index), image=image, tensor=pixels, text=text)
+
+
+def _values(values: Any, n: int, name: str) -> list[Value]:
+    numbers = _typed(values, list, name)
+    if len(numbers) != n:
+        raise WireError(f"{name}: {len(numbers)} values for {n} samples")
+    if any(v is not None and (isinstance(v, bool) or not isinstance(v, int | float)) for v in numbers):
+        raise WireError(f"{name}: expected numbers and null")
+    try:
+        return [None if v is None else float(v) for v in numbers]
+    except OverflowError:
+        raise WireError(f"{name}: a number too large for a float") from None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

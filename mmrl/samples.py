@@ -1,0 +1,31 @@
+"""From decoded pictures to what rewards see."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mmrl.trajectory import Sample, Trajectory
+
+
+def make_samples(trajectory: Trajectory, images: Tensor, inputs: Collection[str]) -> list[Sample]:
+    """One sample per row of ``images`` ``[B, 3, H, W]`` in [0, 1], with the inputs its rewards declared, no others."""
+    pictures = to_pil(images.detach()) if "image" in inputs else [None] * len(trajectory)
+    return [
+        Sample(
+            prompt=slot.prompt,
+            id=sample_id,
+            image=picture,
+            tensor=images[i] if "tensor" in inputs else None,
+        )
+        for i, (slot, sample_id, picture) in enumerate(zip(trajectory.slots, trajectory.ids, pictures, strict=True))
+    ]
+
+
+def to_pil(images: Tensor) -> list[Image.Image]:
+    """RGB pictures of ``[B, 3, H, W]`` in [0, 1]."""
+    pixels = (images.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    return [Image.fromarray(p) for p in pixels]

@@ -1,0 +1,67 @@
+"""Metrics of one step, gathered slice by slice."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from mmrl.algorithms.objective import Loss
+from mmrl.errors import UserError
+
+FIRST_RATIO_TOLERANCE = {"float32": 1e-5, "half": 5e-3}
+"""Largest |ratio - 1| before the first update of a step (DESIGN 9). In half precision the same code on the same shapes
+is still exact, but an accelerator may choose its kernels anew."""
+
+
+class Tally:
+    """Sums become means over an update's entries, maxima stay maxima; values set several times are averaged."""
+
+    def __init__(self) -> None:
+        self._means: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self._updates = 0
+        self._maxima: dict[str, float] = {}
+        self._first: float | None = None
+        self._values: defaultdict[str, list[float]] = defaultdict(list)
+
+    def add(self, loss: Loss, total: float, *, first_update: bool) -> None:
+        """Count a slice's sums, and remember its ratio where no weight has moved yet."""
+        for name, value in loss.sums.items():
+            self._means[name].append(value / total)
+        for name, value in loss.maxima.items():
+            self._maxima[name] = max(self._maxima.get(name, 0.0), value.item())
+        if first_update and "policy/ratio_max_dev" in loss.maxima:
+            self._first = max(self._first or 0.0, loss.maxima["policy/ratio_max_dev"].item())
+
+    def set(self, values: Mapping[str, float]) -> None:
+        """Values of the step; of several updates' (gradient norms) the mean is shown."""
+        for name, value in values.items():
+            self._values[name].append(value)
+
+    def extend(self, name: str, values: Tensor) -> None:
+        """Rewards that were met inside the update."""
+        self._values[f"{name}/mean"].extend(values.double().tolist())
+
+    def end_update(self) -> None:
+        self._updates += 1
+
+    def check_first_ratio(self, *, exact: bool) -> None:
+        """Raise ``UserError`` where sampling and replay disagree before any weight has moved."""
+        if self._first is None:
+            return
+        tolerance = FIRST_RATIO_TOLERANCE["float32" if exact else "half"]
+        if not self._first <= tolerance:
+            raise UserError(
+                f"before the first update the largest |ratio - 1| is {self._first:.3g}, above {tolerance:g}: sampling "
+                "and replay do not compute the same thing, and clipping at such differences trains on noise. Use the same "
+                "batch shapes (leave sampling.batch_size out), the same attention, no dropout, and torch.compile on "
+                "both sides or neither."
+            )
+
+    def means(self) -> dict[str, float]:
+        out = {name: sum(v.item() for v in values) / max(1, self._updates) for name, values in self._means.items()}
+        out |= {name: sum(values) / len(values) for name, values in self._values.items()}
+        if self._first is not None:
+            out["policy/first_ratio_max_dev"] = self._first
+        return out | self._maxima

@@ -1,0 +1,131 @@
+"""Stable Diffusion 3 from its numbers alone: every component the real class, on the meta device, no weight read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mmrl.errors import UserError
+
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+FILES = {name: f"{name}/config.json" for name in ("transformer", "vae", *TEXT_ENCODERS)} | {
+    "scheduler": "scheduler/scheduler_config.json"
+}
+
+
+def empty_pipeline(path: str, architecture: Path | None, dtypes: Mapping[str, torch.dtype]) -> tuple[Any, str]:
+    """A ``StableDiffusion3Pipeline`` without weights, and a sentence on where its sizes come from.
+
+    ``path`` is a directory or a hub name; where its configuration files cannot be read, the ``architecture`` file is.
+    ``dtypes`` by component, with a ``default``. Raises ``UserError``.
+    """
+    configs, source = _configurations(path, architecture)
+    try:
+        return _assemble(configs, dtypes), source
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"model.path: {source} does not describe a Stable Diffusion 3 ({type(error).__name__}: {error})\n"
+            "  Give a checkpoint of StableDiffusion3Pipeline, or another pipeline."
+        ) from error
+
+
+def _assemble(configs: dict[str, dict[str, Any]], dtypes: Mapping[str, torch.dtype]) -> Any:
+    import diffusers
+    from accelerate import init_empty_weights
+    from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    def dtype(name: str) -> torch.dtype:
+        return dtypes.get(name, dtypes["default"])
+
+    with init_empty_weights(include_buffers=True):
+        transformer = SD3Transformer2DModel.from_config(configs["transformer"])
+        vae = AutoencoderKL.from_config(configs["vae"])
+        encoders = {name: _text_encoder(configs[name]) for name in TEXT_ENCODERS if name in configs}
+    for name, encoder in encoders.items():
+        encoder.to(dtype(name))
+        if dtype(name) == torch.float16:  # what transformers keeps in float32 where half precision overflows
+            for part, parameter in encoder.named_parameters():
+                if any(f".{kept}." in part for kept in encoder._keep_in_fp32_modules or ()):
+                    parameter.data = parameter.data.float()
+    scheduler = configs["scheduler"]
+    lengths = {name: e.config.max_position_embeddings for name, e in encoders.items() if name != "text_encoder_3"}
+    return StableDiffusion3Pipeline(
+        transformer=_cast(transformer, dtype("transformer")),
+        vae=_cast(vae, dtype("vae")),
+        scheduler=getattr(diffusers, scheduler["_class_name"]).from_config(scheduler),
+        text_encoder=encoders["text_encoder"],
+        text_encoder_2=encoders["text_encoder_2"],
+        text_encoder_3=encoders.get("text_encoder_3"),
+        tokenizer=TokenShapes(lengths["text_encoder"]),
+        tokenizer_2=TokenShapes(lengths["text_encoder_2"]),
+        tokenizer_3=TokenShapes(lengths["text_encoder"]),
+    )
+
+
+def _cast(module: Any, dtype: torch.dtype) -> Any:
+    return torch.nn.Module.to(module, dtype)  # diffusers' own ``to`` warns of half precision, which is wanted here
+
+
+def _text_encoder(config: dict[str, Any]) -> Any:
+    import transformers
+
+    config = {
+        k: v for k, v in config.items() if k not in ("architectures", "transformers_version", "dtype", "torch_dtype")
+    }
+    if config["model_type"] == "t5":
+        return transformers.T5EncoderModel(transformers.T5Config(**config))
+    return transformers.CLIPTextModelWithProjection(transformers.CLIPTextConfig(**config))
+
+
+class TokenShapes:
+    """Stands where a tokenizer does when only the shape of its output matters: token ids are all 0."""
+
+    def __init__(self, length: int) -> None:
+        self.model_max_length = length
+
+    def __call__(self, text: list[str], max_length: int | None = None, **_: Any) -> Any:
+        return SimpleNamespace(input_ids=torch.zeros(len(text), max_length or self.model_max_length, dtype=torch.long))
+
+
+def _configurations(path: str, architecture: Path | None) -> tuple[dict[str, dict[str, Any]], str]:
+    """Configurations by component: the checkpoint's, else the recorded ones."""
+    try:
+        return _of_checkpoint(path), f"the configuration files of {path}"
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        if architecture is None:
+            what = "is no directory with model_index.json" if Path(path).exists() else "cannot be read here"
+            raise UserError(
+                f"model.path: {path} {what} ({reason})\n  Correct the path, go online for a hub name, or record the "
+                "checkpoint's component configurations in a JSON file and name it in the recipe (architecture: FILE)"
+            ) from error
+    try:
+        recorded = json.loads(architecture.read_text(encoding="utf-8"))
+        return recorded["components"], (
+            f"the architecture recorded in {architecture.name}, because {path} cannot be read here"
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"architecture: {architecture} cannot be read as component configurations ({type(error).__name__}: {error}); "
+            'it is a JSON object {"components": {"transformer": {...}, "vae": {...}, "scheduler": {...}, ...}}'
+        ) from error
+
+
+def _of_checkpoint(path: str) -> dict[str, dict[str, Any]]:
+    """Raises ``OSError`` or ``ValueError`` where a configuration is not to be had."""
+    index = _read(path, "model_index.json")
+    absent = {name for name in FILES if name in index and index[name][0] is None}
+    return {name: _read(path, file) for name, file in FILES.items() if name not in absent}
+
+
+def _read(path: str, file: str) -> dict[str, Any]:
+    if Path(path).exists():
+        return json.loads((Path(path) / file).read_text(encoding="utf-8"))
+    from huggingface_hub import hf_hub_download
+
+    return json.loads(Path(hf_hub_download(path, file, etag_timeout=3)).read_text(encoding="utf-8"))

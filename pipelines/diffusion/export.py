@@ -1,0 +1,113 @@
+"""What others load of a trained diffusion model: a whole diffusers directory, or LoRA for diffusers and for peft.
+
+Nothing here changes the policy in memory. LoRA traps that these files avoid (measured with diffusers 0.42, peft 0.21):
+``load_lora_weights`` on peft's own files loads nothing and raises nothing; without the adapter's metadata it takes
+``alpha = rank``; without the ``transformer.`` prefix it applies nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.schema import Recipe
+from mmrl.pipelines.protocol import Usage, What
+from mmrl.report.card import public
+
+
+def write_merged(pipe: Any, dtype: torch.dtype, out: Path) -> None:
+    """Write ``pipe`` as a diffusers directory in ``dtype``, with the adapters of its transformer merged in float32."""
+    plain = {
+        name: _copy(module, merged_weights(module), dtype) if name in ("transformer", "vae") else module
+        for name, module in pipe.components.items()
+    }
+    type(pipe)(**plain).save_pretrained(out)
+    for path in out.rglob("*.json"):
+        _forget_origin(path)
+
+
+def write_lora(pipe: Any, policy: Any, base: str, out: Path) -> None:
+    """Write the adapter of ``policy`` (a ``PeftModel``) for ``PeftModel.from_pretrained`` and ``load_lora_weights``."""
+    from peft.utils import get_peft_model_state_dict
+
+    config = policy.peft_config["default"]
+    config.base_model_name_or_path = base
+    # save_embedding_layers: peft would ask the hub for the base model's vocabulary, which a transformer has not
+    policy.save_pretrained(out, save_embedding_layers=False)
+    (out / "README.md").unlink(missing_ok=True)  # peft's empty template
+    state = get_peft_model_state_dict(policy, save_embedding_layers=False)
+    layers = {key.removeprefix("base_model.model."): value.cpu() for key, value in state.items()}
+    type(pipe).save_lora_weights(
+        out, transformer_lora_layers=layers, transformer_lora_adapter_metadata=config.to_dict()
+    )
+
+
+def usage(pipe: Any, recipe: Recipe, what: What, folder: str, prompt: str) -> Usage:
+    """Code that draws ``prompt`` with what was written to ``folder``, as the recipe's evaluation draws it."""
+    kind, dtype, sampling = type(pipe).__name__, recipe.model.dtype, recipe.sampling
+    absent = [f"{n}=None" for n in ("text_encoder_3", "tokenizer_3") if pipe.components.get(n, "") is None]
+    options = ", ".join([f"torch_dtype=torch.{dtype}", *absent])
+    head = "import torch\nfrom diffusers import DiffusionPipeline\n"
+    draw = (
+        'pipe.to("cuda" if torch.cuda.is_available() else "cpu")\n'
+        f"image = pipe(\n    {_quoted(prompt)},\n    num_inference_steps={recipe.eval.steps or sampling.steps},\n"
+        f"    guidance_scale={sampling.guidance_scale},\n    height={sampling.height},\n    width={sampling.width},\n"
+        f"    max_sequence_length={sampling.max_sequence_length},\n    generator=torch.Generator().manual_seed(0),\n"
+        ").images[0]\n"
+    )
+    source = folder if what == "merged" else public(recipe.model.path)
+    start = f"pipe = DiffusionPipeline.from_pretrained({_quoted(source)}, {options})\n"
+    if what == "merged":
+        code = {"With diffusers": f"{head}\n{start}{draw}"}
+    else:
+        code = {
+            "With diffusers": f"{head}\n{start}pipe.load_lora_weights({_quoted(folder)})\n{draw}",
+            "With peft": (
+                f"{head}from peft import PeftModel\n\n{start}"
+                f"pipe.transformer = PeftModel.from_pretrained(pipe.transformer, {_quoted(folder)})\n{draw}"
+            ),
+        }
+    tags = [kind, "lora"] if what == "lora" else [kind]
+    return Usage("diffusers", "text-to-image", tags, code)
+
+
+def merged_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The weights of ``module`` under the names of its plain class; adapters are added in float32, on copies."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    state = module.state_dict()
+    for name, layer in module.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            for key in [k for k in state if k.startswith(f"{name}.")]:
+                del state[key]
+            for key, value in layer.get_base_layer().state_dict().items():
+                state[f"{name}.{key}"] = value
+            for adapter in layer.active_adapters:
+                delta: Tensor = layer.get_delta_weight(adapter)  # type: ignore[operator]
+                state[f"{name}.weight"] = state[f"{name}.weight"].float() + delta.float()
+    return state
+
+
+def _copy(module: Any, state: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    """A module of the same class and configuration over ``state``, whose tensors are shared where nothing is cast."""
+    with torch.device("meta"):
+        copy = type(module).from_config(module.config)
+    cast = {k: v.detach().to(dtype) if v.is_floating_point() else v for k, v in state.items()}
+    copy.load_state_dict(cast, assign=True)
+    return copy.eval()
+
+
+def _quoted(text: str) -> str:
+    """A Python literal in double quotes (JSON's strings are Python's)."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _forget_origin(path: Path) -> None:
+    """Take the place the base model was loaded from out of a configuration: it is a path of this machine."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(content, dict) and content.pop("_name_or_path", None) is not None:
+        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

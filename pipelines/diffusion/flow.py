@@ -1,0 +1,274 @@
+"""Flow-matching diffusion models: sampling, replay, re-noising and back-propagation, for any family's adapter.
+
+States and step maths are float32 whatever the weights' dtype. Sampling and replay call the same ``_velocity`` with the
+same shapes, so that the first ratio is 1 to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmrl.algorithms import sde
+from mmrl.algorithms.objective import Kind
+from mmrl.config.schema import Recipe
+from mmrl.controller.features import FeatureStore
+from mmrl.controller.randomness import generator, noise
+from mmrl.pipelines.protocol import Usage, Weights, What
+from mmrl.report.card import public
+from mmrl.trajectory import SampleId, Slot, Trajectory
+
+from . import export
+
+
+class Adapter(Protocol):
+    """What differs between families of flow-matching models; one small file each."""
+
+    pipe: Any
+    """The loaded diffusers pipeline."""
+    transformer: nn.Module
+    text_encoders: list[nn.Module]
+    vae: nn.Module
+
+    def encode(self, text: str) -> dict[str, Tensor]:
+        """Features of one prompt, each without a batch dimension."""
+        ...
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]: ...
+
+    def schedule(self, steps: int) -> tuple[Tensor, Tensor]:
+        """Sigmas ``[steps + 1]`` from 1 to 0 and the model's timesteps ``[steps]``."""
+        ...
+
+    def timestep(self, sigma: Tensor) -> Tensor:
+        """The model's timestep at any sigma, both ``[B]``."""
+        ...
+
+    def predict(self, transformer: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+        """Velocity for latents ``[B, ...]`` under batched features."""
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pictures ``[B, 3, H, W]`` in [-1, 1]."""
+        ...
+
+
+class FlowPipeline:
+    """Final class; see ``mmrl.pipelines.protocol.Pipeline``. ``policy`` is the transformer, with LoRA or not."""
+
+    def __init__(self, adapter: Adapter, policy: nn.Module, recipe: Recipe, device: torch.device) -> None:
+        self.adapter, self.policy, self.recipe, self.device = adapter, policy, recipe, device
+        self.features = FeatureStore()
+        self.shape = adapter.latent_shape(recipe.sampling.height, recipe.sampling.width)
+        self.guided = recipe.sampling.guidance_scale > 1
+        half = recipe.model.dtype != "float32" and recipe.model.lora is None
+        self.autocast = getattr(torch, recipe.model.dtype) if half else None
+        self.steps = recipe.sampling.steps
+
+    # -- conditioning ------------------------------------------------------------------------------------------------
+
+    def encode(self, slots: Sequence[Slot]) -> list[str]:
+        # One prompt at a time: text encoders are not bit-equal across batch shapes, and after a resume the missing
+        # prompts are not the ones that were missing before.
+        keys = [slot.prompt.text for slot in slots]
+        missing = [k for k in dict.fromkeys([*keys, ""] if self.guided else keys) if k not in self.features]
+        if missing:
+            with self._awake(self.adapter.text_encoders), torch.no_grad():
+                for text in missing:
+                    self.features.put(text, self.adapter.encode(text))
+        return keys
+
+    def _batch_features(self, keys: Sequence[str]) -> dict[str, Tensor]:
+        rows = [self.features.get(k) for k in keys]
+        if self.guided:
+            rows = [self.features.get("")] * len(keys) + rows
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _velocity(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+        """Velocity ``[B, ...]`` float32 at ``timestep`` ``[B]``, guided where the recipe says so."""
+        if self.guided:
+            x, timestep = torch.cat([x, x]), torch.cat([timestep, timestep])
+        with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
+            v = self.adapter.predict(self.policy, x, timestep, features).float()
+        if self.guided:
+            unconditional, conditional = v.chunk(2)
+            v = unconditional + self.recipe.sampling.guidance_scale * (conditional - unconditional)
+        return v
+
+    # -- sampling ----------------------------------------------------------------------------------------------------
+
+    def noisy_steps(self, step: int) -> list[int]:
+        window = self.recipe.sampling.window
+        if window is None:
+            return list(range(self.steps - 1))
+        last = self.steps - 1 if window.last is None else window.last
+        places = last - window.size - window.first + 1
+        if window.strategy == "progressive":
+            start = window.first + (step // window.every) % places
+        else:
+            drawn = torch.randint(places, (), generator=generator(self.recipe.seed, step, "window"))
+            start = window.first + int(drawn)
+        return list(range(start, start + window.size))
+
+    @torch.no_grad()
+    def sample(
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        actions: Sequence[int],
+        seed: int,
+        steps: int | None = None,
+    ) -> Trajectory:
+        steps = steps or self.steps
+        keys = [slot.prompt.text for slot in slots]
+        features = self._batch_features(keys)
+        sigmas, timesteps = self.adapter.schedule(steps)
+        c = self._coefficients(sigmas, actions)
+        x = self._initial(ids, seed)
+        states, log_probs, means = [], [], []
+        for i in range(steps):
+            v = self._velocity(x, timesteps[i].to(self.device).expand(len(ids)), features)
+            mean = sde.step_mean(x, v, c, i)
+            if i not in actions:
+                x = mean
+                continue
+            if not states:
+                states.append(x)
+            z = noise(seed, ids, f"step{i}", self.shape).to(self.device)
+            x = mean + c.std[i].item() * z
+            states.append(x)
+            means.append(mean)
+            log_probs.append(sde.log_prob(x, mean, c, i))
+        recorded = bool(states)
+        return Trajectory(
+            slots=list(slots),
+            ids=list(ids),
+            clean=x,
+            features=keys,
+            states=torch.stack(states, 1) if recorded else None,
+            actions=torch.tensor(list(actions)) if recorded else None,
+            log_probs=torch.stack(log_probs, 1) if recorded else None,
+            means=torch.stack(means, 1) if recorded else None,
+        )
+
+    @torch.no_grad()
+    def images(self, trajectory: Trajectory) -> Tensor:
+        with self._awake([self.adapter.vae]):
+            return (self.adapter.decode(trajectory.clean) / 2 + 0.5).clamp(0, 1).float()
+
+    def _initial(self, ids: Sequence[SampleId], seed: int) -> Tensor:
+        if self.recipe.sampling.same_initial_noise:
+            ids = [SampleId(i.step, i.slot, i.attempt, 0) for i in ids]
+        return noise(seed, ids, "initial", self.shape).to(self.device)
+
+    def _coefficients(self, sigmas: Tensor, actions: Sequence[int]) -> sde.Coefficients:
+        settings = self.recipe.sampling.sde
+        return sde.coefficients(sigmas, settings.kind, settings.noise_level, actions)
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+
+    def entries(self, kind: Kind) -> int:
+        if kind == "pathwise":
+            return 1
+        window = self.recipe.sampling.window
+        return window.size if kind == "policy_gradient" and window else self.steps - 1
+
+    def recorded(self, trajectory: Trajectory, entry: int) -> dict[str, Tensor]:
+        if trajectory.log_probs is None or trajectory.actions is None:
+            return {}
+        c = self._coefficients(self.adapter.schedule(self.steps)[0], trajectory.actions.tolist())
+        step = trajectory.actions[entry : entry + 1]
+        return {
+            "log_probs": trajectory.log_probs[:, entry : entry + 1],
+            "std": c.std[step].to(self.device),
+            "dt": c.dt[step].to(self.device),
+        }
+
+    def replay(self, trajectory: Trajectory, action: int, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+        assert trajectory.states is not None
+        assert trajectory.actions is not None
+        step = int(trajectory.actions[action])
+        sigmas, timesteps = self.adapter.schedule(self.steps)
+        c = self._coefficients(sigmas, trajectory.actions.tolist())
+        features = self._batch_features(trajectory.features)
+        x, following = trajectory.states[:, action], trajectory.states[:, action + 1]
+        timestep = timesteps[step].to(self.device).expand(len(x))
+        mean = sde.step_mean(x, self._velocity(x, timestep, features), c, step)
+        out = {"log_probs": sde.log_prob(following, mean, c, step).unsqueeze(1)}
+        if "reference_distance" in needs:
+            with torch.no_grad(), weights("reference"):
+                reference = sde.step_mean(x, self._velocity(x, timestep, features), c, step)
+            out["reference_distance"] = sde.squared_distance(mean, reference).unsqueeze(1)
+        return out
+
+    def renoise(
+        self, trajectory: Trajectory, level: int, seed: int, needs: frozenset[str], weights: Weights
+    ) -> dict[str, Tensor]:
+        sigmas = self.adapter.schedule(self.steps)[0][:-2]  # every rollout level but the last, as the authors train
+        levels = [
+            int(
+                torch.randperm(len(sigmas), generator=generator(seed, i.step, i.slot, i.attempt, i.sample, "levels"))[
+                    level
+                ]
+            )
+            for i in trajectory.ids
+        ]
+        sigma = sigmas[levels].to(self.device)
+        eps = noise(seed, trajectory.ids, f"forward{level}", self.shape).to(self.device)
+        x0 = trajectory.clean
+        s = sigma.view(-1, *[1] * (x0.ndim - 1))
+        x_s = (1 - s) * x0 + s * eps
+        features = self._batch_features(trajectory.features)
+        timestep = self.adapter.timestep(sigma)
+        out = {"x0": x0, "x_s": x_s, "sigma": sigma}
+        for name, copy in (("v_old", "old"), ("v_reference", "reference")):
+            if name in needs:
+                with torch.no_grad(), weights(copy):
+                    out[name] = self._velocity(x_s, timestep, features)
+        out["v"] = self._velocity(x_s, timestep, features)
+        return out
+
+    def generate(self, slots: Sequence[Slot], ids: Sequence[SampleId], last_steps: int, seed: int) -> Tensor:
+        features = self._batch_features([slot.prompt.text for slot in slots])
+        sigmas, timesteps = self.adapter.schedule(self.steps)
+        c = self._coefficients(sigmas, [])
+        x = self._initial(ids, seed)
+        for i in range(self.steps):
+            timestep = timesteps[i].to(self.device).expand(len(ids))
+            if i < self.steps - last_steps:
+                with torch.no_grad():
+                    x = sde.step_mean(x, self._velocity(x, timestep, features), c, i)
+            else:
+                v = checkpoint(self._velocity, x, timestep, features, use_reentrant=False)
+                x = sde.step_mean(x, v, c, i)  # type: ignore[arg-type]
+        with self._awake([self.adapter.vae]):
+            return (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()
+
+    # -- export ------------------------------------------------------------------------------------------------------
+
+    def write(self, out: Path, what: What) -> None:
+        if what == "lora":
+            export.write_lora(self.adapter.pipe, self.policy, public(self.recipe.model.path), out)
+        else:
+            export.write_merged(self.adapter.pipe, getattr(torch, self.recipe.model.dtype), out)
+
+    def usage(self, folder: str, what: What, prompt: str) -> Usage:
+        return export.usage(self.adapter.pipe, self.recipe, what, folder, prompt)
+
+    @contextmanager
+    def _awake(self, modules: list[nn.Module]) -> Iterator[None]:
+        """Have frozen modules on the device for a phase, and off it again where the recipe offloads."""
+        moves = self.recipe.model.offload and self.device.type != "cpu"
+        for module in modules:
+            if moves:
+                module.to(self.device)
+        yield
+        for module in modules:
+            if moves:
+                module.to("cpu")

@@ -1,0 +1,95 @@
+"""CLIP similarity of picture and prompt, through transformers.
+
+``score`` is CLIPScore (Hessel et al. 2021, arXiv 2104.08718): 2.5 * max(cosine, 0). ``pathwise`` is the same without
+the clamp, on tensors and with a gradient. ``path`` is a directory or a hub name; only safetensors weights are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import mmrl
+from mmrl.errors import UserError
+from mmrl.rewards.contract import Context
+from mmrl.trajectory import Sample
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT = "openai/clip-vit-large-patch14"
+WEIGHT = 2.5
+
+
+class ClipScore:
+    """CLIPScore of each picture with its prompt, 0 to 2.5. Prompts are cut at the text encoder's length."""
+
+    def __init__(self, path: str = DEFAULT) -> None:
+        self.model, self.processor = load_clip(path, path)
+
+    def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
+        """``[B]``."""
+        pixels = self.processor.image_processor([s.image for s in samples], return_tensors="pt")["pixel_values"]
+        return WEIGHT * cosine(self.model, self.processor, samples, pixels, context).clamp(min=0)
+
+
+@mmrl.reward(inputs=("tensor",), differentiable=True)
+class PathwiseClip:
+    """2.5 * cosine, with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
+
+    def __init__(self, path: str = DEFAULT) -> None:
+        self.model, self.processor = load_clip(path, path)
+
+    def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
+        """``[B]``, with a graph."""
+        import torch
+
+        size, images = self.model.config.vision_config.image_size, self.processor.image_processor
+        pictures = torch.stack([sample.tensor for sample in samples if sample.tensor is not None])
+        scale = size / min(pictures.shape[-2:])
+        height, width = (max(size, round(n * scale)) for n in pictures.shape[-2:])
+        pictures = torch.nn.functional.interpolate(pictures, (height, width), mode="bicubic", antialias=True)
+        top, left = (height - size) // 2, (width - size) // 2
+        pictures = pictures[:, :, top : top + size, left : left + size].clamp(0, 1)
+        mean, std = (
+            torch.tensor(v, device=pictures.device)[:, None, None] for v in (images.image_mean, images.image_std)
+        )
+        return WEIGHT * cosine(self.model, self.processor, samples, (pictures - mean) / std, context)
+
+
+score = ClipScore
+pathwise = PathwiseClip
+
+
+def load_clip(path: str, processor: str) -> tuple[Any, Any]:
+    """A CLIP model (frozen, float32, on the CPU) and its processor. Raises ``UserError``."""
+    from transformers import CLIPModel, CLIPProcessor
+
+    try:
+        model = CLIPModel.from_pretrained(path, use_safetensors=True)
+        return model.eval().requires_grad_(False), CLIPProcessor.from_pretrained(processor)
+    except (OSError, ValueError, ImportError) as error:
+        where = path if path == processor else f"{path} (processor {processor})"
+        raise UserError(
+            f"cannot load a CLIP model from {where}: {str(error).splitlines()[0]}; "
+            "set the reward's options.path to a directory that save_pretrained wrote, or to a hub name while online"
+        ) from error
+
+
+def cosine(
+    model: Any, processor: Any, samples: Sequence[Sample], pixels: torch.Tensor, context: Context
+) -> torch.Tensor:
+    """Cosine ``[B]`` of each picture (normalised ``pixels`` ``[B, 3, H, W]``) with its prompt.
+
+    The prompts of a group are equal, so each different one is encoded once.
+    """
+    import torch
+
+    model.to(context.device)
+    texts = list(dict.fromkeys(sample.prompt.text for sample in samples))
+    tokens = processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(context.device)
+    found = model(
+        input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"], pixel_values=pixels.to(context.device)
+    )
+    rows = torch.tensor([texts.index(sample.prompt.text) for sample in samples], device=context.device)
+    return (found.image_embeds * found.text_embeds[rows]).sum(-1)

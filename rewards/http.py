@@ -1,0 +1,142 @@
+"""A reward behind HTTP: JSON with PNG bytes, as ``mmrl serve`` speaks it (format: ``mmrl/rewards/wire.py``).
+
+    - name: http:score
+      options: {url: "http://10.0.0.7:8765", token: $MMRL_REWARD_TOKEN}
+
+A token that starts with ``$`` names an environment variable, so that the secret stays out of recipes and run folders.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from mmrl.errors import UserError
+from mmrl.rewards import wire
+from mmrl.rewards.contract import Context, Declaration, Input, Value
+from mmrl.trajectory import Sample
+
+
+class Http:
+    """Scores by a remote reward.
+
+    ``reward``: the name the server must serve (None: any). ``per`` and ``inputs``: as the remote reward declares them.
+    ``timeout``: seconds for one request. The server is asked what it is at the first call, not before.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        timeout: float = 60.0,
+        reward: str | None = None,
+        per: str = "sample",
+        inputs: Sequence[Input] = ("image",),
+    ) -> None:
+        try:
+            parts = urlsplit(url)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            parts, valid = None, False
+        if parts is None or not valid:
+            raise UserError(f"options.url: {url!r} is no address; write it as http://host:8765")
+        if per not in ("sample", "group"):
+            raise UserError(f"options.per: {per!r}; write sample or group")
+        self.url, self.reward, self.per = url.rstrip("/"), reward, per
+        self.__mmrl_reward__ = Declaration(tuple(inputs), "group" if per == "group" else "sample")
+        secret = _secret(token)
+        self._client = httpx.Client(
+            timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
+            headers={"Authorization": f"Bearer {secret}"} if secret else {},
+            trust_env=parts.hostname not in ("localhost", "127.0.0.1", "::1"),  # a proxy cannot reach our loopback
+        )
+        self._max_bytes: int | None = None
+
+    def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[Value]]:
+        """Named parts, ``score`` among them; a sample the server could not score is ``Failed`` with its reason."""
+        if self._max_bytes is None:
+            self._max_bytes = self._check_health()
+        groups = [list(range(len(samples)))] if self.per == "group" else []
+        try:
+            body = wire.encode_request(samples, groups, context.step)
+            if len(body) > self._max_bytes:
+                raise UserError(
+                    f"{len(samples)} samples are {len(body):,} bytes, and {self.url} takes {self._max_bytes:,}; "
+                    "lower this reward's batch_size"
+                )
+            answer = self._ask("POST", "/score", content=body, headers={"Content-Type": "application/json"})
+            return wire.decode_reply(answer, len(samples))
+        except wire.WireError as error:
+            raise UserError(f"{self.url}: {error}") from error
+
+    def _check_health(self) -> int:
+        body = self._ask("GET", "/health")
+        try:
+            health = json.loads(body)
+            version, name, per = health["mmrl"], health["reward"], health["per"]
+            reads, limit = health["inputs"], int(health["max_bytes"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{self.url}/health is not an mmrl reward server's; check options.url") from None
+        if version != wire.VERSION:
+            raise UserError(
+                f"{self.url} speaks version {version!r}, this side {wire.VERSION}; install the same mmrl at both ends"
+            )
+        if self.reward is not None and name != self.reward:
+            raise UserError(f"{self.url} serves {name!r}, not {self.reward!r}; correct options.url or options.reward")
+        if per != self.per:
+            raise UserError(f"{self.url} serves {name!r}, which scores per {per}; set options.per to {per}")
+        lacks = set(reads) - {"tensor"} - set(self.__mmrl_reward__.inputs)
+        if lacks:
+            raise UserError(f"{self.url} serves {name!r}, which reads {sorted(reads)}; set options.inputs to that")
+        return limit
+
+    def _ask(self, method: str, path: str, **content: Any) -> bytes:
+        address = self.url + path
+        try:
+            reply = self._client.request(method, address, **content)
+        except httpx.TimeoutException as error:
+            raise UserError(
+                f"{address} did not answer in time ({type(error).__name__}); raise options.timeout or lower batch_size"
+            ) from error
+        except httpx.HTTPError as error:
+            raise UserError(
+                f"cannot reach {address}: {error}; start the server (mmrl serve NAME) or correct options.url"
+            ) from error
+        kind = reply.headers.get("content-type", "").partition(";")[0].strip()
+        if kind != "application/json":
+            raise UserError(
+                f"{address} answered {reply.status_code} with {kind or 'no content type'}, not JSON: "
+                f"{_first_words(reply.text)!r}; another service or a proxy answers there, check options.url"
+            )
+        if reply.status_code != 200:
+            raise UserError(f"{address} answered {reply.status_code}: {_refusal(reply)}")
+        return reply.content
+
+
+score = Http
+
+
+def _secret(token: str | None) -> str | None:
+    if token is None or not token.startswith("$"):
+        return token
+    found = os.environ.get(token[1:])
+    if not found:
+        raise UserError(f"options.token: the environment variable {token[1:]} is not set; export it before the run")
+    return found
+
+
+def _refusal(reply: httpx.Response) -> str:
+    try:
+        said = str(reply.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        said = _first_words(reply.text)
+    return said + ("; set options.token" if reply.status_code == 401 else "")
+
+
+def _first_words(text: str) -> str:
+    return " ".join(text.split())[:120]

@@ -1,0 +1,37 @@
+"""PickScore (Kirstain et al. 2023, arXiv 2305.01569): CLIP-H tuned on people's choices between pictures.
+
+The score is exp(logit_scale) * cosine / 26, which lies near 0.8 to 1 for good pictures; the division is Flow-GRPO's,
+and only a scale. PickScore_v1 holds no processor, so that of its base model is read. Both may be directories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mmrl.rewards.contract import Context
+from mmrl.trajectory import Sample
+
+from .clip import cosine, load_clip
+
+if TYPE_CHECKING:
+    import torch
+
+SCALE = 26.0
+
+
+class PickScore:
+    """PickScore of each picture with its prompt."""
+
+    def __init__(
+        self, path: str = "yuvalkirstain/PickScore_v1", processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    ) -> None:
+        self.model, self.processor = load_clip(path, processor)
+
+    def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
+        """``[B]``."""
+        pixels = self.processor.image_processor([s.image for s in samples], return_tensors="pt")["pixel_values"]
+        return self.model.logit_scale.exp() * cosine(self.model, self.processor, samples, pixels, context) / SCALE
+
+
+score = PickScore

@@ -1,0 +1,91 @@
+"""The drop-in folders merge into the package, shadow nothing, and keep to the import rules."""
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DROP_INS = ("pipelines", "rewards", "datasets")
+
+
+def imports(path: Path) -> set[str]:
+    """Every module name that a file imports, relative imports left out."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("folder", DROP_INS)
+def test_drop_in_folder_is_not_a_package(folder):
+    assert not (ROOT / folder / "__init__.py").exists(), f"{folder}/__init__.py would shadow a top-level module"
+
+
+def test_no_test_package_shadows_datasets():
+    assert not (ROOT / "tests" / "datasets" / "__init__.py").exists()
+
+
+def test_hugging_face_datasets_wins_from_the_repo_root():
+    code = "import datasets, mmrl.datasets; assert hasattr(datasets, 'load_dataset'), datasets.__path__"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("folder", DROP_INS)
+def test_no_file_exists_on_both_sides_of_the_merge(folder):
+    ours = {p.name for p in (ROOT / "mmrl" / folder).iterdir()} - {"__init__.py", "__pycache__"}
+    assert not ours & {p.name for p in (ROOT / folder).iterdir()} - {"__pycache__"}
+
+
+def test_core_never_imports_a_drop_in():
+    names = {
+        ".".join(["mmrl", *p.relative_to(ROOT).with_suffix("").parts])
+        for f in DROP_INS
+        for p in (ROOT / f).rglob("*.py")
+    }
+    for path in (ROOT / "mmrl").rglob("*.py"):
+        assert not imports(path) & names, f"{path} imports a drop-in; load it by name instead"
+
+
+@pytest.mark.parametrize("folder", DROP_INS)
+def test_drop_ins_import_the_core_and_not_each_others_folder(folder):
+    others = tuple(f"mmrl.{other}." for other in DROP_INS if other != folder)
+    core = {f"mmrl.{f}.{p.stem}" for f in DROP_INS for p in (ROOT / "mmrl" / f).glob("*.py")}
+    for path in (ROOT / folder).rglob("*.py"):
+        wrong = {n for n in imports(path) if n.startswith(others) and not any(n.startswith(c) for c in core)}
+        assert not wrong, f"{path} imports {wrong}"
+
+
+def test_config_imports_no_torch():
+    code = "import sys, mmrl.config.loader, mmrl.cli; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_algorithms_are_pure():
+    allowed = ("torch", "math", "typing", "dataclasses", "collections", "__future__", "mmrl.algorithms", "mmrl.config")
+    for path in (ROOT / "mmrl" / "algorithms").glob("*.py"):
+        assert all(name.startswith(allowed) for name in imports(path)), f"{path} imports {imports(path)}"
+
+
+@pytest.mark.slow
+def test_wheel_holds_one_top_level_package_with_its_data(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT],
+        check=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"mmrl"}
+    for needed in (
+        "mmrl/rewards/shapes.py",
+        "mmrl/pipelines/diffusion/recipes/shapes-lora.yaml",
+        "mmrl/pipelines/diffusion/models/shapes-sd3/transformer/diffusion_pytorch_model.safetensors",
+        "mmrl/report/template.html",
+    ):
+        assert needed in names

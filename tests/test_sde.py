@@ -1,0 +1,136 @@
+"""Golden numbers and properties of the step kernels (float64 references, the peers' published values)."""
+
+import math
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+
+from mmrl.algorithms import sde
+
+
+def one_step(kind: str, a: float, s: float = 0.8, s2: float = 0.6):
+    """Mean, std and log-prob of the golden case x=1, v=.5, x'=.9 (a third sigma keeps the step from being last)."""
+    c = sde.coefficients(torch.tensor([1.0, s, s2, 0.0], dtype=torch.float64), kind, a, [1])
+    x, v, following = torch.ones(1, 1), torch.full((1, 1), 0.5), torch.full((1, 1), 0.9)
+    mean = sde.step_mean(x, v, c, 1)
+    return mean.item(), c.std[1].item(), sde.log_prob(following, mean, c, 1).item()
+
+
+@pytest.mark.parametrize(
+    ("kind", "a", "mean", "std", "log_prob"),
+    [
+        ("flow", 0.7, 0.630500, 0.626099, -0.543332),
+        ("dance", 0.3, 0.887625, 0.134164, 1.085499),
+        ("cps", 0.8, 0.443951, 0.570634, -0.207980),
+    ],
+)
+def test_golden_numbers(kind, a, mean, std, log_prob):
+    assert one_step(kind, a) == pytest.approx((mean, std, log_prob), abs=2e-6)
+
+
+def test_golden_ddim():
+    x, eps, following = torch.ones(1, 1), torch.full((1, 1), 0.3), torch.full((1, 1), 0.9)
+    mean, log_prob, std = sde.ddim_step(x, eps, 0.5, 0.6, 1.0, following)
+    assert (std, mean.item(), log_prob.item()) == pytest.approx((0.365148, 1.017985, 0.036311), abs=2e-6)
+
+
+SIGMAS = torch.linspace(1, 0, 11, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
+def test_replay_returns_the_same_log_prob_to_the_bit(kind):
+    c = sde.coefficients(SIGMAS, kind, 0.7, range(9))
+    torch.manual_seed(0)
+    x, v = torch.randn(4, 3, 8, 8), torch.randn(4, 3, 8, 8)
+    for i in range(9):
+        mean = sde.step_mean(x, v, c, i)
+        following = mean + c.std[i] * torch.randn_like(x)
+        assert torch.equal(
+            sde.log_prob(following, mean, c, i), sde.log_prob(following, sde.step_mean(x, v, c, i), c, i)
+        )
+
+
+def test_without_noise_it_is_the_schedulers_euler_step():
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(10)
+    c = sde.coefficients(scheduler.sigmas, "flow", 0.7, [])
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 4, 4)
+    for i, t in enumerate(scheduler.timesteps):
+        v = torch.randn_like(x)
+        stock = scheduler.step(v, t, x).prev_sample
+        assert torch.allclose(sde.step_mean(x, v, c, i), stock, atol=1e-6)
+        x = stock
+
+
+def test_ddim_without_noise_is_the_schedulers_step():
+    scheduler = DDIMScheduler(clip_sample=False)
+    scheduler.set_timesteps(10)
+    torch.manual_seed(0)
+    x, eps = torch.randn(2, 4, 4, 4), torch.randn(2, 4, 4, 4)
+    t = int(scheduler.timesteps[3])
+    alphas = scheduler.alphas_cumprod
+    mean = sde.ddim_step(x, eps, float(alphas[t]), float(alphas[t - 100]), 1e-12, x)[0]
+    assert torch.allclose(mean, scheduler.step(eps, t, x, eta=0.0).prev_sample, atol=1e-5)
+
+
+def test_dance_is_the_flow_form_with_constant_d():
+    """eta taken as the flow's own d at a step gives the same coefficients there."""
+    flow = sde.coefficients(SIGMAS, "flow", 0.7, range(1, 9))
+    for i in range(1, 9):
+        s = SIGMAS[i].item()
+        dance = sde.coefficients(SIGMAS, "dance", 0.7 * math.sqrt(s / (1 - s)), [i])
+        for name in ("c_x", "c_v", "std"):
+            assert getattr(flow, name)[i].item() == pytest.approx(getattr(dance, name)[i].item(), rel=1e-6)
+
+
+def test_first_step_takes_the_second_sigma_for_the_denominator():
+    c = sde.coefficients(SIGMAS, "flow", 0.7, [0])
+    d = 0.7 * math.sqrt(1 / (1 - 0.9))
+    assert c.std[0].item() == pytest.approx(d * math.sqrt(0.1), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "a", "steps", "expected"),
+    [
+        ("flow", 1e-9, 10, 0.358),
+        ("flow", 0.7, 10, 0.420),
+        ("flow", 0.7, 40, 0.479),
+        ("flow", 0.7, 1000, 0.499),
+        ("dance", 0.3, 10, 0.375),
+        ("dance", 0.3, 1000, 0.500),
+        ("cps", 0.8, 10, 0.308),
+        ("cps", 0.8, 1000, 0.400),
+    ],
+)
+def test_gaussian_toy_reaches_the_marginal_but_for_cps(kind, a, steps, expected):
+    """Data N(0, .5^2) has a closed-form velocity; Flow-SDE and Dance reach std .5, CPS contracts by design."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(steps)
+    sigmas = scheduler.sigmas.double()
+    c = sde.coefficients(sigmas, kind, a, range(steps - 1))
+    variance = torch.tensor(1.0, dtype=torch.float64)
+    for i in range(steps):
+        s = sigmas[i]
+        # E[eps - x0 | x_s] = x_s (s - (1 - s) .25) / ((1 - s)^2 .25 + s^2)
+        slope = (s - (1 - s) * 0.25) / ((1 - s) ** 2 * 0.25 + s**2)
+        variance = (c.c_x[i].double() + c.c_v[i].double() * slope) ** 2 * variance + c.std[i].double() ** 2
+    assert variance.sqrt().item() == pytest.approx(expected, abs=0.0025)
+
+
+def test_the_last_step_carries_no_noise():
+    with pytest.raises(ValueError, match=r"steps \[9\] of 10 cannot carry noise"):
+        sde.coefficients(SIGMAS, "flow", 0.7, [3, 9])
+
+
+def test_rounding_the_stored_latent_to_bfloat16_shows_in_the_ratio():
+    """Guards the guard: with half-precision trajectories the first ratio leaves 1 by more than the clip range."""
+    c = sde.coefficients(SIGMAS, "flow", 0.7, range(9))
+    torch.manual_seed(0)
+    x, v = torch.randn(8, 16, 16, 16), torch.randn(8, 16, 16, 16)
+    mean = sde.step_mean(x, v, c, 4)
+    following = mean + c.std[4] * torch.randn_like(x)
+    rounded = following.bfloat16().float()
+    deviation = (sde.log_prob(rounded, mean, c, 4) - sde.log_prob(following, mean, c, 4)).abs().max()
+    assert deviation > 1e-5
