@@ -75,7 +75,9 @@ def choose_device(name: str) -> torch.device:
 def load_prompts(recipe: Recipe, root: Path, split: str) -> list[Any]:
     """The prompts of ``train`` or ``heldout``. Raises ``UserError`` for an empty or unusable data set."""
     name = recipe.data.name if ":" in recipe.data.name else f"{recipe.data.name}:prompts"
-    options = getattr(recipe.data, split)
+    options = dict(getattr(recipe.data, split))
+    if isinstance(options.get("path"), str):
+        options["path"] = resolve(root, options["path"])
     try:
         prompts = list(mmrl.load("datasets", resolve(root, name))(split, **options))
     except (TypeError, ValueError) as error:

@@ -54,9 +54,9 @@ class Tally:
         if not self._first <= tolerance:
             raise UserError(
                 f"before the first update the largest |ratio - 1| is {self._first:.3g}, above {tolerance:g}: sampling "
-                "and replay do not compute the same thing, and clipping at such differences trains on noise. Use the same "
-                "batch shapes (leave sampling.batch_size out), the same attention, no dropout, and torch.compile on "
-                "both sides or neither."
+                "and replay do not compute the same thing, and clipping at such differences trains on noise. Use the "
+                "same batch shapes (leave sampling.batch_size out), the same attention, no dropout, and torch.compile "
+                "on both sides or neither."
             )
 
     def means(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -84,9 +84,10 @@ def remote(url, on_failure="drop", **options):
 def post(server, body, path="/score", token=None, **headers):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
     sent = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {}), **headers}
-    connection.request("POST", path, body, sent)
-    reply = connection.getresponse()
-    return reply.status, json.loads(reply.read())
+    with closing(connection):
+        connection.request("POST", path, body, sent)
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
 
 
 def png(image, **save):

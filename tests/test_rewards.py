@@ -119,6 +119,24 @@ def test_after_a_hang_the_next_batch_is_scored_by_a_fresh_thread(reward_file):
     assert torch.isnan(scores.total).tolist() == [True, False, False]
 
 
+@pytest.mark.parametrize("form", ["def", "async def"])
+def test_a_reward_that_was_given_up_or_closed_leaves_no_thread_and_scoring_tracks_no_gradient(form, reward_file):
+    root = reward_file(
+        f"import torch, time\n{form} score(samples, *, context):\n    assert not torch.is_grad_enabled()\n"
+        "    if context.step == 1: time.sleep(1.5)\n    return [1.0]\n"
+    )
+    before = set(threading.enumerate())
+    rewards = make(root, timeout=0.1, on_failure="drop")
+    assert not score(rewards, samples(1), step=0).failures
+    assert score(rewards, samples(1), step=1).failures
+    assert not score(rewards, samples(1), step=2).failures
+    rewards.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert torch.is_grad_enabled()
+
+
 def test_an_async_reward_that_blocks_its_loop_is_given_up(reward_file):
     root = reward_file("import time\nasync def score(samples, *, context):\n    time.sleep(5)\n    return [1.0]\n")
     began = time.perf_counter()

@@ -43,6 +43,8 @@ class LoadedRecipe:
         places = [(settings["model"], "path"), (settings["data"], "name"), (settings, "pipeline")]
         places += [(reward, "name") for reward in [*settings["rewards"], *settings["eval"]["rewards"]]]
         places += [(settings, "architecture")] if settings["architecture"] else []
+        splits = (settings["data"]["train"], settings["data"]["heldout"])
+        places += [(options, "path") for options in splits if isinstance(options.get("path"), str)]
         for section, key in places:
             section[key] = self.resolve(section[key])
         return settings

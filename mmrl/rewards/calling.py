@@ -200,7 +200,8 @@ class _LoopLane:
         left = asyncio.all_tasks(self._loop)
         for task in left:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        if left:
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self._loop.close()
 
     def start(self, reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Future[Any]:

@@ -44,8 +44,8 @@ def serve_elsewhere(
     With ``requirements`` an environment holding them is made first (once, in the cache folder). Raises ``UserError``.
     """
     with started_elsewhere(name, host, port, token, options, python, requirements) as (process, line):
-        print(line, flush=True)
         try:
+            print(line, flush=True)
             status = process.wait()
         except KeyboardInterrupt:
             return
@@ -92,7 +92,7 @@ def child() -> int:
     from mmrl.rewards.serve import serve
 
     asked = json.loads(sys.argv[1])
-    pass
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         serve(**asked, token=os.environ.pop(_TOKEN, None), ready=lambda line: print(_READY + line, flush=True))
     except UserError as error:
@@ -118,6 +118,7 @@ def _until_ready(process: subprocess.Popen[str], name: str, interpreter: Path) -
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with direct.open(f"{url.replace('//0.0.0.0', '//127.0.0.1').replace('//[::]', '//[::1]')}/health", timeout=30):
             return said
+    process.stdout.close()
     raise UserError(
         f"{interpreter} did not serve {name} (status {process.wait()}); its own message stands above. "
         "It needs Python 3.11 or later, Pillow, and what the reward imports; --requirements FILE makes an environment"
@@ -126,8 +127,9 @@ def _until_ready(process: subprocess.Popen[str], name: str, interpreter: Path) -
 
 def _forward(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        print(line, end="", flush=True)
+    with process.stdout:
+        for line in process.stdout:
+            print(line, end="", flush=True)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

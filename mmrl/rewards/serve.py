@@ -246,11 +246,11 @@ def serve(
     with RewardServer(name, host, port, token, options, device=device) as server:
         declared = server.reward.declaration
         line = f"{name} at {server.url} (reads {', '.join(declared.inputs)}; per {declared.per})"
-        if ready is None:
-            print(line, flush=True)
-        else:
-            ready(line)
         with contextlib.suppress(KeyboardInterrupt):
+            if ready is None:
+                print(line, flush=True)
+            else:
+                ready(line)
             server.serve_forever(poll_interval=0.1)
 
 

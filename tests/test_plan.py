@@ -1,0 +1,438 @@
+"""The plan against the run: what it says a step takes is what a step takes."""
+
+import gc
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+import mmrl
+from mmrl.config.loader import load_recipe, shipped_recipes
+from mmrl.loop import Batch, slices, train_step
+from mmrl.placement.arithmetic import count
+from mmrl.placement.memory import LiveBytes, nbytes
+from mmrl.placement.plan import plan
+from mmrl.report.clock import Clock
+from mmrl.run import build, load_objective
+from mmrl.trajectory import SampleId, Trajectory
+
+RECIPES = Path(__file__).resolve().parents[1] / "pipelines" / "diffusion" / "recipes"
+ARCHITECTURE = RECIPES / "sd35-medium.architecture.json"
+SMALL = [
+    "device=cpu",
+    "train.prompts_per_step=2",
+    "train.group_size=4",
+    "train.micro_batch_size=4",
+    "sampling.steps=3",
+    "sampling.window=null",
+    "rewards=[{name: 'jpeg:incompressibility'}]",
+]
+
+
+def planned(*overrides, name="shapes-lora", **more):
+    return plan(load_recipe([name], overrides), **more)
+
+
+def rendered(made, short=False, width=100):
+    console = Console(file=io.StringIO(), width=width)
+    made.render(console, short=short)
+    return console.file.getvalue()
+
+
+# -- what a step takes ---------------------------------------------------------------------------------------------------
+
+
+def run_steps(loaded, steps=1):
+    """Bytes of the weights and copies, and the highest bytes of everything else while ``steps`` real steps run."""
+    run = build(loaded.recipe, loaded.root)
+    adapter = run.pipeline.adapter
+    modules = [run.policy.module, adapter.vae, *adapter.text_encoders]
+    held = nbytes(t for m in modules for t in [*m.parameters(), *m.buffers()])
+    held += nbytes(t for copy in run.policy.copies.values() for t in copy.values())
+    gc.collect()
+    with LiveBytes() as live, PeakRss() as rss:
+        for step in range(steps):
+            train_step(run, step, Clock(torch.device("cpu")))
+    return {"held": held, "peak": live.peak, "features": run.pipeline.features.bytes, "rss": rss.peak}
+
+
+class PeakRss:
+    """The largest resident memory of this process inside the block, in bytes, looked at every 5 ms."""
+
+    def __enter__(self):
+        import psutil
+
+        self.peak, self._process, self._done = 0, psutil.Process(), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self):
+        while not self._done.wait(0.005):
+            self.peak = max(self.peak, self._process.memory_info().rss)
+
+
+FULL = ["model.lora=null", "model.dtype=bfloat16", "model.gradient_checkpointing=true", "optim.ema_decay=0.9"]
+DRAFT = [
+    "algorithm={type: draft, last_steps: 2}",
+    "rewards=[{name: 'colour:target', options: {rgb: [255, 0, 0]}}]",
+    "train.group_size=1",
+]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(["sampling.guidance_scale=4", "algorithm.kl_coef=0.01", "train.updates_per_step=2"], id="guided"),
+        pytest.param([*FULL, "sampling.batch_size=8"], id="full", marks=pytest.mark.slow),
+        pytest.param(["algorithm={type: diffusion_nft}"], id="nft", marks=pytest.mark.slow),
+        pytest.param(["algorithm={type: diffusion_nft}", "model.lora=null"], id="nft-full", marks=pytest.mark.slow),
+        pytest.param(DRAFT, id="draft", marks=pytest.mark.slow),
+    ],
+)
+def test_a_real_step_takes_what_the_plan_says(changes):
+    loaded = load_recipe(["shapes-lora"], [*SMALL, *changes])
+    made = plan(loaded)
+    assert made.problems == []
+    real = run_steps(loaded, steps=2)
+    said = made.peak.total - made.peak.parts["prompt features"] + real["features"]  # these grow over a whole run
+    assert said == pytest.approx(real["held"] + real["peak"], rel=0.05)
+    assert sum(made.peak.parts[p] for p in ("policy", "text encoders", "VAE")) == pytest.approx(
+        real["held"] - made.peak.parts.get("copies of the trained weights", 0), abs=64
+    )
+
+
+def test_live_bytes_of_a_case_worked_out_by_hand():
+    weight, x = torch.zeros(8, 8, requires_grad=True), torch.zeros(4, 8)
+    with LiveBytes() as live:
+        x.view(32).t()  # a view of what was there takes nothing
+        x.add_(1)
+        assert (live.now, live.peak) == (0, 0)
+        y = torch.empty(100)
+        z = y[:10].reshape(2, 5)
+        assert live.now == 400
+        del y
+        assert live.now == 400, "a view keeps its storage"
+        del z
+        assert (live.now, live.peak) == (0, 400)
+        h = x @ weight  # [4, 8]
+        out = torch.relu(h)  # [4, 8], kept for the backward
+        assert live.now == 2 * 128
+        del h
+        assert live.now == 128
+        out.sum().backward()
+        del out
+        assert live.now == weight.grad.nbytes == 256
+
+
+def test_the_roles_of_a_small_recipe_worked_out_by_hand():
+    made = planned(*SMALL, "model.lora={rank: 2}", "sampling.steps=4", "optim.ema_decay=0.9")
+    roles = {role.name: role for role in made.roles}
+    # 4 blocks of width 128: 8 linear layers each, but the last has no to_add_out; a rank of 2 has 2 x (in + out) weights.
+    lora = (4 * 8 - 1) * 2 * (128 + 128)
+    assert roles["policy, trained"].parameters == lora
+    assert roles["policy, trained"].bytes == roles["gradients"].bytes == roles["copy: ema"].bytes == 4 * lora
+    steps = 4 * 2 * (4 * 8 - 1)  # a counter for each of the 62 matrices
+    assert roles["optimizer"].bytes == 8 * lora + steps
+    latent = 4 * 8 * 8 * 8  # float32
+    recorded = 3
+    kept = latent * (1 + (recorded + 1)) + 4 * recorded  # the result, the states and the log-probs
+    assert kept <= roles["trajectories"].bytes / 8 <= kept + latent * recorded + 8 * recorded
+    tokens = 12 + 12  # of CLIP and of T5, 128 wide, and the pooled 128
+    prompts = made.phases[0].parts["prompt features"] / (4 * 128 * (tokens + 1))
+    data = mmrl.load("datasets", "shapes").prompts
+    assert prompts == len({p.text for split in ("train", "heldout") for p in data(split)}) + 1
+
+
+# -- exact arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def batch_of(recipe):
+    """A batch as ``rollout`` leaves it, without tensors that matter."""
+    size = recipe.sampling.batch_size or recipe.train.micro_batch_size
+    ids = [SampleId(0, p, 0, k) for p in range(recipe.train.prompts_per_step) for k in range(recipe.train.group_size)]
+    chunks = [ids[i : i + size] for i in range(0, len(ids), size)]
+    rows = [Trajectory([None] * len(c), c, torch.zeros(len(c), 1), [""] * len(c)) for c in chunks]
+    return Batch(rows, torch.zeros(len(ids)), torch.ones(len(ids)))
+
+
+class Counting:
+    """What ``slices`` asks of a run."""
+
+    class pipeline:
+        @staticmethod
+        def entries(kind):
+            return 3
+
+        @staticmethod
+        def recorded(rows, entry):
+            return {}
+
+    def __init__(self, recipe):
+        self.recipe, self.objective = recipe, load_objective(recipe)
+
+
+@given(
+    prompts=st.integers(1, 7),
+    group=st.integers(1, 6),
+    updates=st.integers(1, 3),
+    micro=st.integers(1, 9),
+    batch=st.one_of(st.none(), st.integers(1, 50)),
+)
+@settings(deadline=None, max_examples=80)
+def test_the_counts_are_those_of_the_loop(prompts, group, updates, micro, batch):
+    group = max(2, group * updates)
+    train = {"prompts_per_step": prompts, "group_size": group, "micro_batch_size": micro, "updates_per_step": updates}
+    base = load_recipe(["shapes-lora"]).recipe
+    recipe = base.model_copy(
+        update={
+            "train": base.train.model_copy(update=train),
+            "sampling": base.sampling.model_copy(update={"batch_size": batch}),
+        }
+    )
+    made = batch_of(recipe)
+    pieces = [len(piece.rows) for update in range(updates) for piece in slices(Counting(recipe), made, update)]
+    counts = count(recipe, entries=3, pathwise=False)
+    assert counts.samples == prompts * group
+    assert counts.micro_batches == len(made.micro_batches)
+    assert counts.batch == max(len(m) for m in made.micro_batches)
+    assert (counts.slices, counts.slice_rows) == (len(pieces), max(pieces))
+    assert counts.sampling_forwards == counts.micro_batches * recipe.sampling.steps
+
+
+# -- real models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def medium():
+    """The plan of the real-GPU recipe, from the recorded architecture: tests are offline."""
+    began = time.process_time()
+    made = planned(name="sd35-medium")
+    return made, time.process_time() - began
+
+
+def test_stable_diffusion_35_medium_has_its_published_size(medium):
+    made, seconds = medium
+    assert seconds < 20
+    assert made.problems == []
+    sizes = {(role.name, role.what.partition(",")[0]): role.parameters for role in made.roles}
+    assert sizes["policy, frozen", "SD3Transformer2DModel"] == 2_243_171_520
+    assert sizes["text encoders", "T5EncoderModel"] == 4_762_310_656
+    assert sizes["VAE", "AutoencoderKL"] == 83_819_683
+    # 24 blocks of width 1536 with 8 linear layers that take an adapter, but the last has no to_add_out.
+    assert sizes["policy, trained", "LoRA of rank 32"] == (24 * 8 - 1) * 32 * (1536 + 1536) == 18_776_064
+    position_table = 384 * 384 * 1536
+    bytes_of = {role.name: role.bytes for role in made.roles}
+    assert bytes_of["policy, frozen"] == 2 * (2_243_171_520 + position_table)
+    assert bytes_of["VAE"] == 4 * 83_819_683, "the VAE stays float32"
+
+
+def test_the_real_recipe_counts_its_step_and_offloads_what_is_idle(medium):
+    made, _ = medium
+    c = made.counts
+    assert (c.samples, c.micro_batches, c.sampling_forwards) == (48 * 24, 72, 720)
+    assert (c.entries, c.slices, c.slice_rows, c.optimizer_steps) == (9, 2 * 72 * 9, 8, 2)
+    assert (made.measured.graph_forwards, made.measured.forwards) == (1, 1)  # the policy, and its reference for the KL
+    phases = {phase.name: phase.parts for phase in made.phases}
+    assert [name for name, parts in phases.items() if "text encoders" in parts] == ["encode"]
+    assert [name for name, parts in phases.items() if "VAE" in parts] == ["decode"]
+    assert made.host == phases["encode"]["text encoders"] + phases["decode"]["VAE"]
+    assert 20 * 2**30 < made.peak.total < 40 * 2**30
+
+
+def test_the_output_says_where_the_sizes_come_from(medium):
+    made, _ = medium
+    text = rendered(made)
+    assert "recorded in sd35-medium.architecture.json, because stabilityai/stable-diffusion-3.5-medium cannot be" in text
+    assert "48 prompts x 24 = 1,152 samples" in text
+    assert "2,243,171,520" in text
+    assert "cuda is not on this machine" in text or torch.cuda.is_available()
+    assert "between controllers: 0 bytes" in text
+    for width in (60, 80, 200):
+        assert "peak: " in rendered(made, width=width)
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_resolves(name, medium):
+    made = medium[0] if name == "sd35-medium" else planned(name=name)
+    assert made.problems == []
+    assert made.peak is not None
+    assert not [note for note in made.notes if "not known" in note]
+
+
+# -- what is wrong -------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_a_problem_with_edits():
+    changes = ["model.gradient_checkpointing=false", "train.micro_batch_size=8"]
+    whole = planned(*SMALL, *changes)
+    assert whole.problems == []
+    made = planned(*SMALL, *changes, device_memory=whole.peak.total - 1)
+    (problem,) = made.problems
+    assert f"the phase {whole.peak.name} needs " in problem
+    assert "cpu has" in problem
+    assert planned(*SMALL, *changes, device_memory=whole.peak.total).problems == []
+    edits = problem.partition("Try: ")[2].split("; ")
+    assert edits[:2] == ["model.gradient_checkpointing=true", "train.micro_batch_size=4"]
+    assert planned(*SMALL, *changes, *edits[:2]).peak.total < whole.peak.total, "the edits help"
+
+
+def test_full_training_that_does_not_fit_is_told_of_lora():
+    made = planned(*SMALL, "model.lora=null", device_memory=2**20)
+    assert "model.lora={rank: 32}" in made.problems[0]
+    lora = planned(*SMALL, "model.lora={rank: 32}")
+    assert lora.peak.total < made.peak.total
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["sampling.height=500"], "sampling.height and sampling.width: 500 x 512 is no multiple of 16"),
+        (["sampling.width=8192"], "512 x 8192 is more than the 6144 pixels a side"),
+        (["model.lora={targets: [nothing]}"], "model.lora.targets: "),
+        (["architecture=null"], "record the checkpoint's component configurations in a JSON file"),
+        (["data.train={path: gone.txt}"], "put your prompts there"),
+        (["rewards=[{name: pickscore, options: {pth: x}}]"], "'pth'"),
+        (["algorithm={type: draft}", "train.updates_per_step=1", "rewards=[{name: 'jpeg:compressibility'}]"], "gradient"),
+    ],
+)
+def test_what_cannot_run_is_a_problem(changes, message):
+    made = planned(*changes, name="sd35-medium")
+    assert any(message in problem for problem in made.problems), made.problems
+    assert message in rendered(made, width=500)
+    assert message not in rendered(made, short=True, width=500), "who raises the problems prints them"
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    changes = ["sampling.height=500", "data.train={path: gone.txt}", "rewards=[{name: pickscore, options: {pth: x}}]"]
+    assert len(planned(*changes, name="sd35-medium").problems) == 3
+
+
+def test_an_architecture_that_is_none_is_said(tmp_path):
+    for text in ("no json", "[]", '{"components": {"transformer": {}}}', '{"components": {"transformer": []}}'):
+        (tmp_path / "a.json").write_text(text)
+        (problem,) = planned(f"architecture={tmp_path / 'a.json'}", name="sd35-medium").problems
+        assert "a.json" in problem
+
+
+def test_no_weight_is_read(tmp_path):
+    """The configuration files are enough: a checkpoint that is still being downloaded can be planned."""
+    source = RECIPES.parent / "models" / "shapes-sd3"
+    shutil.copytree(source, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors", "*.jsonl"))
+    bare, whole = planned(*SMALL, f"model.path={tmp_path / 'm'}"), planned(*SMALL)
+    assert bare.problems == []
+    assert [p.parts for p in bare.phases] == [p.parts for p in whole.phases]
+
+
+# -- true width ----------------------------------------------------------------------------------------------------------
+
+WIDE = [
+    "device=cpu",
+    "threads=1",
+    "model.path=model",
+    "architecture=null",
+    "sampling={steps: 2, guidance_scale: 1, height: 128, width: 128, max_sequence_length: 64, batch_size: 8}",
+    "rewards=[{name: 'jpeg:incompressibility'}]",
+    "train={steps: 1, prompts_per_step: 2, group_size: 4, micro_batch_size: 8}",
+]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Stable Diffusion 3.5 Medium at true width with two layers of each kind, saved as diffusers saves it."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+
+    folder = tmp_path_factory.mktemp("wide")
+    configs = json.loads(ARCHITECTURE.read_text())["components"]
+    configs["transformer"] |= {"num_layers": 2, "dual_attention_layers": [0]}
+    for name in ("text_encoder", "text_encoder_2"):
+        configs[name]["num_hidden_layers"] = 2
+    configs["text_encoder_3"] |= {"num_layers": 2, "num_decoder_layers": 2}
+    recorded = folder / "cut.json"
+    recorded.write_text(json.dumps({"components": configs}))
+    describe = mmrl.load("pipelines", "diffusion/describe")
+    empty, _ = describe.empty_pipeline("no/model", recorded, {"default": torch.bfloat16})
+    small = mmrl.load("pipelines", "diffusion/pretrain").build(["a red circle"])
+    tokenizers = {name: getattr(small, name) for name in ("tokenizer", "tokenizer_2", "tokenizer_3")}
+    for name in ("tokenizer", "tokenizer_2"):
+        tokenizers[name].model_max_length = 77
+    parts = {name: _random(getattr(empty, name)) for name in ("transformer", "vae", "text_encoder", "text_encoder_2")}
+    StableDiffusion3Pipeline(
+        **parts,
+        **tokenizers,
+        text_encoder_3=_random(empty.text_encoder_3),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    ).save_pretrained(folder / "model")
+    shutil.copy(RECIPES / "prompts-example.txt", folder)
+    shutil.copy(RECIPES / "sd35-medium.yaml", folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def _random(module):
+    """Real, small random weights in the place of those on the meta device."""
+    module.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point():
+                tensor.normal_(std=0.02)
+    return module
+
+
+@pytest.mark.slow
+def test_a_real_step_at_true_width_takes_what_the_plan_says_within_20_percent(wide):
+    """In a process of its own, so that its resident memory is the step's: compared with the plan in two ways."""
+    loaded = load_recipe([wide / "sd35-medium.yaml"], WIDE)
+    made = plan(loaded)
+    assert made.problems == []
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, __file__, str(wide / "sd35-medium.yaml"), *WIDE],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    real = json.loads(done.stdout.splitlines()[-1])
+    fixed = sum(made.peak.parts.get(p, 0) for p in ("policy", "text encoders", "VAE", "copies of the trained weights"))
+    print(f"plan {made.peak.total / 2**20:.0f} MiB in {made.peak.name}, of which weights {fixed / 2**20:.0f}; real: {real}")
+    assert fixed == pytest.approx(real["held"], rel=0.01)
+    assert made.peak.total == pytest.approx(real["held"] + real["peak"], rel=0.2)
+    assert made.peak.total - fixed == pytest.approx(real["peak"], rel=0.2), "without the weights, too"
+    assert made.peak.total == pytest.approx(real["rss"] - real["baseline"], rel=0.2)
+
+
+def step_in_own_process(recipe, *overrides):
+    """Print, as JSON, what one real step takes; ``baseline`` is the process with all imports done."""
+    import diffusers
+    import peft
+    import psutil
+
+    assert diffusers.StableDiffusion3Pipeline
+    assert peft.get_peft_model
+    with torch.no_grad():
+        torch.nn.functional.linear(torch.zeros(64, 64), torch.zeros(64, 64))
+    baseline = psutil.Process().memory_info().rss
+    print(json.dumps(run_steps(load_recipe([recipe], overrides)) | {"baseline": baseline}))
+
+
+if __name__ == "__main__":
+    step_in_own_process(*sys.argv[1:])
