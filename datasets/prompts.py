@@ -1,8 +1,8 @@
 """Prompts from a file: one a line (``.txt``), or one JSON object a line (``.jsonl``).
 
-A line of JSON is ``{"prompt": "...", "id": "...", "meta": {...}}``; ``text`` is taken for ``prompt`` too, and ``id`` and
-``meta`` (what a reward may know) may be left out. A line that cannot be read is skipped, counted and named in a warning;
-where more than a tenth cannot be read, the file is not what it seems and that is an error.
+A line of JSON is ``{"prompt": "...", "id": "...", "meta": {...}}``; ``text`` is taken for ``prompt`` too, and ``id``
+and ``meta`` (what a reward may know) may be left out. A line that cannot be read is skipped, counted and named in a
+warning; where more than a tenth cannot be read, the file is not what it seems and that is an error.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _held_out(heldout: float, total: int, path: str) -> int:
     n = int(heldout) if heldout >= 1 else math.ceil(heldout * total)
     if n >= total:
         raise UserError(
-            f"heldout is {heldout} and {path} has {total} prompts, which leaves none to train on; lower heldout in data.train "
-            "and data.heldout, or add prompts"
+            f"heldout is {heldout} and {path} has {total} prompts, which leaves none to train on; lower heldout in "
+            "data.train and data.heldout, or add prompts"
         )
     return n
 
@@ -59,13 +59,15 @@ def _held_out(heldout: float, total: int, path: str) -> int:
 def _read(path: Path) -> list[Prompt]:
     read = {".txt": _line_of_text, ".jsonl": _line_of_json}.get(path.suffix.lower())
     if read is None:
-        raise UserError(f"path: {path} is neither .txt (a prompt a line) nor .jsonl (an object a line); rename or convert it")
+        raise UserError(
+            f"path: {path} is neither .txt (a prompt a line) nor .jsonl (an object a line); rename or convert it"
+        )
     try:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
         raise UserError(
-            f"path: {path} cannot be read ({error.strerror}); put your prompts there, one a line, or correct data.train.path "
-            "and data.heldout.path"
+            f"path: {path} cannot be read ({error.strerror}); put your prompts there, one a line, or correct "
+            "data.train.path and data.heldout.path"
         ) from error
     found: dict[str, Prompt] = {}
     ids: set[str] = set()
@@ -135,12 +137,15 @@ def _report(path: Path, good: int, bad: list[str], repeated: list[int]) -> None:
         raise UserError(f"path: {path} has no prompts; write one a line")
     if len(bad) > MAX_BAD * total:
         raise UserError(
-            f"path: {len(bad)} of {total} lines of {path} cannot be read, more than {MAX_BAD:.0%} ({named}); mend or remove them"
+            f"path: {len(bad)} of {total} lines of {path} cannot be read, more than {MAX_BAD:.0%} ({named}); mend or "
+            "remove them"
         )
     if bad:
         warnings.warn(f"{path}: skipped {len(bad)} of {total} lines ({named})", SkippedLines, stacklevel=4)
     if repeated:
         first = ", ".join(map(str, repeated[:_NAMED])) + (", ..." if len(repeated) > _NAMED else "")
         warnings.warn(
-            f"{path}: {len(repeated)} prompts came before and are taken once (lines {first})", SkippedLines, stacklevel=4
+            f"{path}: {len(repeated)} prompts came before and are taken once (lines {first})",
+            SkippedLines,
+            stacklevel=4,
         )

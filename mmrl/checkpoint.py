@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -52,8 +53,10 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
         shutil.rmtree(target, ignore_errors=True)
         os.replace(aside, target)
         _sync(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # how safetensors reports a full disk
+            raise OSError(str(error)) from error
         raise
     for old in steps(folder)[:-keep]:
         shutil.rmtree(folder / f"step_{old:06d}", ignore_errors=True)

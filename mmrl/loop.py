@@ -165,6 +165,6 @@ def reward_metrics(scores: Scores) -> dict[str, float]:
     valid = scores.total[scores.total.isfinite()]
     out = {f"reward/{name}": value[value.isfinite()].mean().item() for name, value in scores.parts.items()}
     out["reward/mean"] = valid.mean().item()
-    out["reward/std"] = valid.std(correction=0).item()
+    out["reward/std"] = (valid - valid.mean()).square().mean().sqrt().item()
     out["reward/dropped"] = float(len(scores.total) - len(valid))
     return out

@@ -1,6 +1,8 @@
 """Checkpoints are whole or absent."""
 
 import json
+import resource
+import signal
 
 import pytest
 import torch
@@ -75,16 +77,18 @@ def test_a_torn_checkpoint_is_passed_over_by_name(tmp_path, damage, says):
         checkpoint.load(tmp_path, 2)
 
 
-def test_a_save_that_fails_leaves_the_last_one_alone(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_last_one_alone(tmp_path):
+    """A limit on file sizes stands for the full disk: the kernel refuses the write in the middle of the weights."""
     checkpoint.save(tmp_path, make(1), keep=1)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "_sync", full)
-    with pytest.raises(OSError, match="No space left"):
-        checkpoint.save(tmp_path, make(2), keep=1)
-    monkeypatch.undo()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"."):
+            checkpoint.save(tmp_path, make(2), keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000001"]
     found, _ = checkpoint.load_latest(tmp_path)
     assert found is not None

@@ -16,6 +16,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_groups(recipe),
         *_window(recipe),
         *_batches(recipe),
+        *_noise(recipe),
         *_levels(recipe),
         *_pathwise(recipe),
         *_labels(recipe),
@@ -60,6 +61,14 @@ def _batches(recipe: Recipe) -> Iterator[str]:
         yield (
             f"train.updates_per_step: {train.group_size} samples of a group do not divide into "
             f"{train.updates_per_step} updates; use a divisor of train.group_size"
+        )
+
+
+def _noise(recipe: Recipe) -> Iterator[str]:
+    if recipe.algorithm.type == "diffusion_nft" and recipe.sampling.same_initial_noise:
+        yield (
+            "sampling.same_initial_noise: diffusion_nft adds no noise between steps, so a group would be one "
+            "picture many times; set it to false"
         )
 
 

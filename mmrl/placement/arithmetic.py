@@ -24,7 +24,7 @@ class Counts:
 
 
 def count(recipe: Recipe, entries: int, pathwise: bool) -> Counts:
-    """``entries``: how many entries (actions, noise levels) of a sample an update goes through. As ``mmrl.loop`` cuts."""
+    """As ``mmrl.loop`` cuts; ``entries``: how many actions or noise levels of a sample an update goes through."""
     train = recipe.train
     samples = train.prompts_per_step * train.group_size
     batch = samples if pathwise else recipe.sampling.batch_size or train.micro_batch_size

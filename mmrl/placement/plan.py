@@ -48,7 +48,7 @@ class PhaseMemory:
 
 @dataclass
 class Plan:
-    """A resolved recipe. Bytes throughout; ``phases``, ``roles`` and ``counts`` are empty where a problem prevents them.
+    """A resolved recipe. Bytes throughout; ``phases`` and ``roles`` are empty where a problem prevents them.
 
     ``problems`` are why it cannot run, each with the edit that mends it; ``device_memory`` is None where the device is
     not on this machine.
@@ -182,7 +182,10 @@ def _account(
         measured = measure(
             description, recipe, objective, counts.batch, counts.slice_rows, made.device.startswith("cuda")
         )
-    except (RuntimeError, ValueError, TypeError) as error:  # a pipeline of the user's that fake tensors cannot run
+    except UserError as error:
+        made.problems.append(str(error))
+        return
+    except Exception as error:  # a pipeline that fake tensors cannot run may still train: an estimate must not stop it
         made.notes.append(f"memory is not known: the step cannot be run without data ({type(error).__name__}: {error})")
         return
     made.measured = measured
@@ -241,7 +244,8 @@ def _roles(
     made: Plan, components: list[Component], sizes: dict[int, Size], objective: Objective, features: int
 ) -> Iterator[Role]:
     measured, counts, recipe = made.measured, made.counts, made.recipe
-    assert measured is not None and counts is not None
+    assert measured is not None
+    assert counts is not None
     for component in components:
         size = sizes[id(component)]
         always = len(component.needed) == len(PHASES) or not _offloads(made)
@@ -281,7 +285,8 @@ def _phases(
     pathwise: bool,
 ) -> Iterator[PhaseMemory]:
     measured, counts = made.measured, made.counts
-    assert measured is not None and counts is not None
+    assert measured is not None
+    assert counts is not None
     trained = sum(size.trained for size in sizes.values())
     always = {
         "optimizer state": measured.adam,
@@ -302,7 +307,9 @@ def _phases(
     for phase in PHASES:
         if pathwise and phase in ("sample", "decode"):
             continue
-        inside = {"train", "sample", "decode", "optimizer"} if pathwise and phase != "encode" else {phase}
+        inside = (
+            {phase, "sample", "decode"} if pathwise else {phase}
+        )  # what its update samples with stays between updates
         weights: dict[str, int] = {}
         for component in components:
             if not _offloads(made) or component.needed & inside:

@@ -74,7 +74,8 @@ def _step(plan: Plan) -> str:
 
 def _arithmetic(plan: Plan) -> list[str]:
     c, m, recipe = plan.counts, plan.measured, plan.recipe
-    assert c is not None and m is not None
+    assert c is not None
+    assert m is not None
     guided = recipe.sampling.guidance_scale > 1
     twice = " (twice that with guidance)" if guided else ""
     lines = [_step(plan)]
@@ -87,7 +88,7 @@ def _arithmetic(plan: Plan) -> list[str]:
     plural = "s" * (m.graph_forwards > 1)
     checkpointed = ", recomputed in it (gradient checkpointing)" if recipe.model.gradient_checkpointing else ""
     lines.append(
-        f"  training: {c.slices:,} slices of up to {c.slice_rows} samples{twice}, {c.entries} of each sample's entries; "
+        f"  training: {c.slices:,} slices of up to {c.slice_rows} samples{twice}, {c.entries} entries of each sample; "
         f"a slice is {m.graph_forwards} forward{plural} with a graph{without}, and a backward{checkpointed}"
     )
     steps = recipe.train.steps
@@ -110,7 +111,9 @@ def _roles(plan: Plan) -> Table:
 
 
 def _phases(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=f"{plan.device} by phase of a step", title_justify="left", title_style="bold")
+    table = Table(
+        box=box.SIMPLE_HEAD, title=f"{plan.device} by phase of a step", title_justify="left", title_style="bold"
+    )
     table.add_column("")
     for phase in plan.phases:
         table.add_column(phase.name, justify="right", no_wrap=True)
@@ -126,13 +129,16 @@ def _peak(plan: Plan) -> str:
     if peak is None:
         return ""
     if plan.device_memory is None:
-        return f"peak: {size(peak.total)} in {peak.name} ({plan.device} is not on this machine, so its memory is not known)"
+        return (
+            f"peak: {size(peak.total)} in {peak.name} ({plan.device} is not on this machine: its memory is not known)"
+        )
     share = peak.total / plan.device_memory
     return f"peak: {size(peak.total)} in {peak.name}, {share:.0%} of {plan.device}'s {size(plan.device_memory)}"
 
 
 def _crossing(plan: Plan) -> str:
     c, m = plan.counts, plan.measured
-    assert c is not None and m is not None
+    assert c is not None
+    assert m is not None
     pictures = f"; the rewards get {c.samples:,} pictures a step, {size(c.samples * m.picture // 4)} as bytes"
     return f"between controllers: 0 bytes, there is one{pictures if m.picture else ''}"

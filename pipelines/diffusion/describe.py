@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,16 +36,16 @@ def empty_pipeline(path: str, architecture: Path | None, dtypes: Mapping[str, to
 
 
 def _assemble(configs: dict[str, dict[str, Any]], dtypes: Mapping[str, torch.dtype]) -> Any:
-    import diffusers
     from accelerate import init_empty_weights
-    from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    diffusers: Any = import_module("diffusers")  # its lazy names, and a tokenizer's stand-in, mean nothing to a checker
 
     def dtype(name: str) -> torch.dtype:
         return dtypes.get(name, dtypes["default"])
 
     with init_empty_weights(include_buffers=True):
-        transformer = SD3Transformer2DModel.from_config(configs["transformer"])
-        vae = AutoencoderKL.from_config(configs["vae"])
+        transformer = diffusers.SD3Transformer2DModel.from_config(configs["transformer"])
+        vae = diffusers.AutoencoderKL.from_config(configs["vae"])
         encoders = {name: _text_encoder(configs[name]) for name in TEXT_ENCODERS if name in configs}
     for name, encoder in encoders.items():
         encoder.to(dtype(name))
@@ -54,7 +55,7 @@ def _assemble(configs: dict[str, dict[str, Any]], dtypes: Mapping[str, torch.dty
                     parameter.data = parameter.data.float()
     scheduler = configs["scheduler"]
     lengths = {name: e.config.max_position_embeddings for name, e in encoders.items() if name != "text_encoder_3"}
-    return StableDiffusion3Pipeline(
+    return diffusers.StableDiffusion3Pipeline(
         transformer=_cast(transformer, dtype("transformer")),
         vae=_cast(vae, dtype("vae")),
         scheduler=getattr(diffusers, scheduler["_class_name"]).from_config(scheduler),
@@ -88,8 +89,9 @@ class TokenShapes:
     def __init__(self, length: int) -> None:
         self.model_max_length = length
 
-    def __call__(self, text: list[str], max_length: int | None = None, **_: Any) -> Any:
-        return SimpleNamespace(input_ids=torch.zeros(len(text), max_length or self.model_max_length, dtype=torch.long))
+    def __call__(self, text: list[str], padding: str, max_length: int | None = None, **_: Any) -> Any:
+        length = 1 if padding == "longest" else max_length or self.model_max_length  # so that nothing is cut off
+        return SimpleNamespace(input_ids=torch.zeros(len(text), length, dtype=torch.long))
 
 
 def _configurations(path: str, architecture: Path | None) -> tuple[dict[str, dict[str, Any]], str]:
@@ -105,13 +107,15 @@ def _configurations(path: str, architecture: Path | None) -> tuple[dict[str, dic
                 "checkpoint's component configurations in a JSON file and name it in the recipe (architecture: FILE)"
             ) from error
     try:
-        recorded = json.loads(architecture.read_text(encoding="utf-8"))
-        return recorded["components"], (
-            f"the architecture recorded in {architecture.name}, because {path} cannot be read here"
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        components = json.loads(architecture.read_text(encoding="utf-8"))["components"]
+        lacking = [name for name in FILES if name != "text_encoder_3" and not isinstance(components.get(name), dict)]
+        if lacking:
+            raise ValueError(f"no object under {', '.join(lacking)}")
+        return components, f"the architecture recorded in {architecture.name}, because {path} cannot be read here"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"architecture: {architecture} cannot be read as component configurations ({type(error).__name__}: {error}); "
+            f"architecture: {architecture} cannot be read as component configurations ({type(error).__name__}: "
+            f"{error}); "
             'it is a JSON object {"components": {"transformer": {...}, "vae": {...}, "scheduler": {...}, ...}}'
         ) from error
 
@@ -119,13 +123,28 @@ def _configurations(path: str, architecture: Path | None) -> tuple[dict[str, dic
 def _of_checkpoint(path: str) -> dict[str, dict[str, Any]]:
     """Raises ``OSError`` or ``ValueError`` where a configuration is not to be had."""
     index = _read(path, "model_index.json")
-    absent = {name for name in FILES if name in index and index[name][0] is None}
+    absent = {name for name in FILES if index.get(name, [None])[0] is None}
     return {name: _read(path, file) for name, file in FILES.items() if name not in absent}
 
 
 def _read(path: str, file: str) -> dict[str, Any]:
     if Path(path).exists():
         return json.loads((Path(path) / file).read_text(encoding="utf-8"))
-    from huggingface_hub import hf_hub_download
+    return json.loads(Path(_from_hub(path, file)).read_text(encoding="utf-8"))
 
-    return json.loads(Path(hf_hub_download(path, file, etag_timeout=3)).read_text(encoding="utf-8"))
+
+def _from_hub(name: str, file: str) -> str:
+    """The path of a file of the hub, from the cache first. Raises ``OSError``, within seconds where there is no net."""
+    import httpx
+    from huggingface_hub import constants, hf_hub_download
+
+    try:
+        return hf_hub_download(name, file, local_files_only=True)
+    except OSError:
+        if constants.HF_HUB_OFFLINE:
+            raise
+    try:
+        httpx.head(constants.ENDPOINT, timeout=3)
+    except httpx.HTTPError as error:  # else the hub's client tries for half a minute
+        raise OSError(f"{constants.ENDPOINT} cannot be reached: {error}") from error
+    return hf_hub_download(name, file, etag_timeout=3)

@@ -247,8 +247,8 @@ class FlowPipeline:
             else:
                 v = checkpoint(self._velocity, x, timestep, features, use_reentrant=False)
                 x = sde.step_mean(x, v, c, i)  # type: ignore[arg-type]
-        with self._awake([self.adapter.vae]):
-            return (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()
+        self.adapter.vae.to(self.device)  # not only while it decodes: the backward comes after this returns
+        return (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()
 
     # -- export ------------------------------------------------------------------------------------------------------
 

@@ -61,8 +61,8 @@ class SD3Adapter:
         largest = self.pipe.transformer.config.pos_embed_max_size * multiple
         if max(height, width) > largest:
             raise UserError(
-                f"sampling.height and sampling.width: {height} x {width} is more than the {largest} pixels a side that this "
-                f"checkpoint has positions for; use {min(height, largest)} x {min(width, largest)} or less"
+                f"sampling.height and sampling.width: {height} x {width} is more than the {largest} pixels a side that "
+                f"this checkpoint has positions for; use {min(height, largest)} x {min(width, largest)} or less"
             )
         return (channels, height // factor, width // factor)
 
@@ -154,7 +154,7 @@ def _load(recipe: Recipe, path: str) -> Any:
         missing = {
             name: None
             for name in ("text_encoder_3", "tokenizer_3", "image_encoder", "feature_extractor")
-            if name in index and index[name][0] is None
+            if (index[name][0] is None if name in index else name.endswith("_3"))
         }
         return StableDiffusion3Pipeline.from_pretrained(path, dtype=_dtypes(recipe), **missing)
     except (OSError, ValueError, TypeError) as error:

@@ -1,0 +1,183 @@
+"""The step program on the shipped model, in this process: what must hold whatever the numbers in the recipe."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl import loop
+from mmrl.config.loader import load_recipe
+from mmrl.errors import UserError
+from mmrl.report.clock import Clock
+from mmrl.report.metrics import describe
+from mmrl.run import build
+from mmrl.tally import Tally
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = [
+    "train.prompts_per_step=2",
+    "train.group_size=4",
+    "train.micro_batch_size=4",
+    "sampling.steps=4",
+    "sampling.window={size: 2}",
+]
+
+
+def make(*overrides, recipe="shapes-lora"):
+    loaded = load_recipe([recipe], [*SMALL, *overrides])
+    return build(loaded.recipe, loaded.root)
+
+
+def step(run, n=0):
+    return loop.train_step(run, n, Clock(torch.device("cpu")))
+
+
+def update_gradient(run):
+    """The gradient of the first update of step 0, before the optimizer."""
+    kept = {}
+    apply = run.policy.apply
+
+    def keep():
+        kept.update({k: p.grad.clone() for k, p in run.policy.trainable.items() if p.grad is not None})
+        return apply()
+
+    run.policy.apply = keep
+    row, _ = step(run)
+    return torch.cat([g.flatten() for g in kept.values()]), row
+
+
+def test_any_micro_batch_gives_the_same_gradient():
+    # A reward with small differences between samples would hide nothing: JPEG size differs for every picture.
+    reward = 'rewards=[{name: "jpeg:compressibility"}]'
+    whole, _ = update_gradient(make(reward, "train.micro_batch_size=8"))
+    for size in (4, 8):
+        # sampled at one shape, so that the pictures (and rewards) are the same to the bit
+        other, _ = update_gradient(make(reward, f"train.micro_batch_size={size}", "sampling.batch_size=8"))
+        assert (other - whole).norm() <= 1e-5 * whole.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("flow_grpo", ["algorithm.kl_coef=0.01", "train.updates_per_step=2"]),
+        ("flow_grpo_full", ["model.lora=null", "algorithm.kl_coef=0.01", "sampling.guidance_scale=2.0"]),
+        ("diffusion_nft", ["algorithm={type: diffusion_nft, noise_levels: 2}", "sampling.window=null"]),
+        (
+            "draft",
+            [
+                "algorithm={type: draft, last_steps: 2}",
+                "sampling.window=null",
+                "train.group_size=1",
+                'rewards=[{name: "colour:target", options: {rgb: [60, 95, 235]}}]',
+            ],
+        ),
+    ],
+)
+def test_every_kind_of_objective_runs_in_the_one_loop(name, overrides):
+    run = make(*overrides, "optim.ema_decay=0.9")
+    before = {k: p.detach().clone() for k, p in run.policy.trainable.items()}
+    rows = [step(run, n)[0] for n in range(2)]
+    assert any(not torch.equal(before[k], p) for k, p in run.policy.trainable.items())
+    for row in rows:
+        assert all(torch.isfinite(torch.tensor(v)) for v in row.values())
+        assert all(describe(key) for key in row), [key for key in row if not describe(key)]
+        if "flow_grpo" in name:
+            assert row["policy/first_ratio_max_dev"] <= 1e-5
+    assert any(not torch.equal(before[k], v) for k, v in run.policy.copies["ema"].items())
+
+
+def test_a_step_is_a_function_of_the_weights_and_its_number():
+    a, b = make(), make()
+    step(b, 5)  # what was sampled before must not matter, but for the weights
+    b.policy.load_state(*a.policy.state())
+    row_a, row_b = step(a, 1)[0], step(b, 1)[0]
+    assert row_a == row_b
+
+
+def test_sampling_and_replay_that_disagree_stop_the_run():
+    run = make()
+    velocity = run.pipeline._velocity
+    run.pipeline._velocity = lambda *a: velocity(*a) * (1 + 1e-3 * torch.is_grad_enabled())
+    with pytest.raises(UserError, match="before the first update the largest"):
+        step(run)
+
+
+BAD = """
+import math
+
+def nan(samples, *, context):
+    return [math.nan if s.id.sample == 1 else float(s.id.sample) for s in samples]
+
+def raises(samples, *, context):
+    raise RuntimeError("the model fell over")
+
+def short(samples, *, context):
+    return [1.0]
+"""
+
+
+def bad(tmp_path, name, policy):
+    (tmp_path / "bad.py").write_text(BAD)
+    return f"rewards=[{{name: '{tmp_path}/bad.py:{name}', on_failure: {policy}, weight: 1}}]"
+
+
+def test_a_dropped_sample_is_named_and_left_out(tmp_path):
+    run = make(bad(tmp_path, "nan", "drop"))
+    row, failures = step(run)
+    assert row["reward/dropped"] == 2
+    assert [(f.sample.slot, f.sample.sample) for f in failures] == [(0, 1), (1, 1)]
+    assert row["reward/mean"] == pytest.approx((0 + 2 + 3) / 3)
+
+
+def test_a_step_whose_samples_were_all_dropped_changes_nothing(tmp_path):
+    run = make(bad(tmp_path, "raises", "drop"))
+    before = {k: p.detach().clone() for k, p in run.policy.trainable.items()}
+    row, failures = step(run)
+    assert row["reward/dropped"] == 8
+    assert len(failures) == 8
+    assert all(torch.equal(before[k], p) for k, p in run.policy.trainable.items())
+
+
+@pytest.mark.parametrize(("name", "says"), [("raises", "the model fell over"), ("short", "1"), ("nan", "nan")])
+def test_a_reward_that_fails_stops_the_run_by_name(tmp_path, name, says):
+    with pytest.raises(UserError, match=name) as error:
+        step(make(bad(tmp_path, name, "fail")))
+    assert says in str(error.value)
+
+
+def test_no_reward_means_no_gradient():
+    run = make('rewards=[{name: "colour:brightness", weight: 0.0}]')
+    gradient, row = update_gradient(run)
+    assert row["advantage/zero_std_groups"] == 1
+    assert gradient.abs().max() == 0
+
+
+def test_a_reward_without_gradient_is_refused_before_a_model_is_loaded():
+    with pytest.raises(UserError, match="differentiable"):
+        make(
+            "algorithm={type: draft}",
+            "sampling.window=null",
+            "train.group_size=1",
+        )
+
+
+def test_pathwise_learning_moves_the_reward():
+    """Twelve DRaFT steps on the colour of the picture: a rise no seed shows by accident."""
+    run = make(
+        "algorithm={type: draft, last_steps: 2}",
+        "sampling.window=null",
+        "train.group_size=1",
+        "train.prompts_per_step=8",
+        "train.micro_batch_size=8",
+        "optim.lr=3e-3",
+        'rewards=[{name: "colour:target", options: {rgb: [60, 95, 235]}}]',
+    )
+    rewards = [step(run, n)[0]["reward/mean"] for n in range(12)]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.02, rewards
+
+
+def test_tally_averages_over_updates():
+    tally = Tally()
+    tally.set({"optim/grad_norm": 1.0})
+    tally.set({"optim/grad_norm": 3.0})
+    assert tally.means() == {"optim/grad_norm": 2.0}
