@@ -182,7 +182,7 @@ def table(name: str, result: Mapping[str, Any]) -> str:
             lines.append(f"- {a} / {b}: **{found['median']:.3f}** [{found['q1']:.3f}, {found['q3']:.3f}], {meaning}")
     for arm, work in result["work"].items():
         counts = ", ".join(f"{call} {n['calls']} ({n['rows']} rows)" for call, n in work.items())
-        lines.append(f"- model calls of {arm}: {counts}")
+        lines.append(f"- calls of {arm}: {counts}")
     if result["parity"]:
         found = ", ".join(f"{what} {value:.1e}" for what, value in result["parity"].items())
         lines.append(f"- largest differences between flow_grpo and mmrl: {found}")
@@ -285,21 +285,20 @@ def main(given: Sequence[str] | None = None) -> None:
         "peer": peer_flow_grpo.version(arguments.peer) if arguments.peer else None,
         "sizes": {},
     }
+    cpu, versions = result["environment"]["cpu"], result["environment"]["versions"]
+    print(f"{result['date']}, `{result['command']}`, one thread of {cpu['name']} ({cpu['usable']} usable cores)")
+    print(", ".join(f"{package} {version}" for package, version in versions.items()))
+    if arguments.peer:
+        print(f"flow_grpo: sha256 of the files used {result['peer']}")
     with tempfile.TemporaryDirectory() as scratch:
         for name in arguments.sizes:
             if arguments.profile:
                 profile(name, arguments, Path(scratch))
                 continue
             result["sizes"][name] = benchmark(name, arguments, Path(scratch))
-    if arguments.profile:
-        return
-    cpu, versions = result["environment"]["cpu"], result["environment"]["versions"]
-    print(f"{result['date']}, `{result['command']}`, one thread of {cpu['name']} ({cpu['usable']} usable cores)")
-    print(", ".join(f"{package} {version}" for package, version in versions.items()))
-    print(f"flow_grpo: sha256 of the files used {result['peer']}\n" if arguments.peer else "")
-    print("\n\n".join(table(name, found) for name, found in result["sizes"].items()))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1))
+            print(f"\n{table(name, result['sizes'][name])}", flush=True)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

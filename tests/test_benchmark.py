@@ -69,7 +69,7 @@ def test_bare_repeats_the_calls_of_our_iteration(modules, run):
     assert work["mmrl"]["encode text_encoder_0"] == {"calls": 2, "rows": 2}
     assert work["bare"] == work["mmrl"]
     assert any((p != before[name]).any() for name, p in run.policy.trainable.items()), "our iteration trained nothing"
-    with pytest.raises(ValueError, match="do not do the same work; only in mmrl: .*train transformer"):
+    with pytest.raises(ValueError, match=r"do not do the same work; only in mmrl: .*train transformer"):
         arms.same_work({"mmrl": calls, "bare": calls[:-1]})
 
 

@@ -286,6 +286,16 @@ def test_every_shipped_recipe_resolves(name, medium):
     assert not [note for note in made.notes if "not known" in note]
 
 
+def test_on_an_accelerator_a_pathwise_update_keeps_the_decoder_and_nothing_else_moves_in_without_offload():
+    phases = {p.name: p.parts for p in planned(*SMALL, *DRAFT, "device=cuda").phases}
+    assert list(phases) == ["encode", "train", "optimizer"]
+    assert ["VAE" in parts for parts in phases.values()] == [True, True, True]
+    assert ["text encoders" in parts for parts in phases.values()] == [True, False, False]
+    made = planned(*SMALL, "device=cuda", "model.offload=false")
+    assert all({"VAE", "text encoders"} <= set(phase.parts) for phase in made.phases)
+    assert made.host == 0
+
+
 # -- what is wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +337,25 @@ def test_what_cannot_run_is_a_problem(changes, message):
     assert any(message in problem for problem in made.problems), made.problems
     assert message in rendered(made, width=500)
     assert message not in rendered(made, short=True, width=500), "who raises the problems prints them"
+
+
+@pytest.mark.parametrize(
+    ("describe", "note"),
+    [
+        ("", "has no describe(recipe, path, architecture)"),
+        (
+            "from mmrl.pipelines.diffusion import sd3\n"
+            "def describe(*a):\n    d = sd3.describe(*a)\n    del d.pipeline.adapter.vae\n    return d\n",
+            "the step cannot be run without data (AttributeError: ",
+        ),
+    ],
+)
+def test_a_pipeline_that_cannot_be_measured_may_still_train(tmp_path, describe, note):
+    (tmp_path / "mine.py").write_text("def build(recipe, path, device): ...\n" + describe)
+    made = planned(*SMALL, f"pipeline={tmp_path / 'mine.py'}")
+    assert made.problems == []
+    assert any(note in n for n in made.notes)
+    assert note in rendered(made, short=True, width=500)
 
 
 def test_all_that_is_wrong_is_said_at_once():
