@@ -39,8 +39,8 @@ def measure(out: Path) -> dict[str, float]:
     kept = out / "proof.json"
     if kept.exists():
         return json.loads(kept.read_text())
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import proof_shapes as p; p.measure_here({str(out)!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [sys.executable, __file__, "--measure", str(out)]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return json.loads(kept.read_text())
 
 
@@ -130,8 +130,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, default=Path("runs/proof"))
+    parser.add_argument("--measure", type=Path, help="only evaluate this run (used by the command itself)")
     parser.add_argument("overrides", nargs="*", help="a.b=c")
     arguments = parser.parse_args()
+    if arguments.measure:
+        measure_here(str(arguments.measure))
+        return
     arguments.out.mkdir(parents=True, exist_ok=True)
 
     def one(seed: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import group_advantages
 from mmrl.algorithms.objective import Objective
-from mmrl.config.schema import Recipe
+from mmrl.config.schema import Recipe, Train
 from mmrl.controller import Controller
 from mmrl.engines.policy import Policy
 from mmrl.pipelines.protocol import Pipeline
@@ -137,16 +137,26 @@ class Piece:
 def slices(run: Run, batch: Batch, update: int) -> Iterator[Piece]:
     """The slices of one optimizer step: of every group, the samples whose turn it is."""
     train, device = run.recipe.train, batch.micro_batches[0].clean.device
-    start = 0
-    for sampled in batch.micro_batches:
-        mine = [i for i, row in enumerate(sampled.ids) if row.sample % train.updates_per_step == update]
-        for index in chunks(mine, train.micro_batch_size):
-            rows = sampled if len(index) == len(sampled) else sampled.rows(index)
-            at = torch.tensor(index) + start
-            old = {"advantages": batch.advantages[at].to(device), "weights": batch.weights[at].to(device)}
-            for entry in range(run.objective.entries or run.pipeline.entries(run.objective.kind)):
-                yield Piece(rows, entry, old | run.pipeline.recorded(rows, entry))
-        start += len(sampled)
+    places = [(m, i) for m, sampled in enumerate(batch.micro_batches) for i in range(len(sampled))]
+    mine = [n for n, (m, i) in enumerate(places) if _turn(batch.micro_batches[m].ids[i], train) == update]
+    for index in chunks(mine, train.micro_batch_size):
+        rows = gather(batch.micro_batches, [places[n] for n in index])
+        old = {"advantages": batch.advantages[index].to(device), "weights": batch.weights[index].to(device)}
+        for entry in range(run.objective.entries or run.pipeline.entries(run.objective.kind)):
+            yield Piece(rows, entry, old | run.pipeline.recorded(rows, entry))
+
+
+def _turn(sample: SampleId, train: Train) -> int:
+    return sample.sample % train.updates_per_step
+
+
+def gather(micro_batches: list[Trajectory], places: list[tuple[int, int]]) -> Trajectory:
+    """The rows at ``(micro-batch, row)``; a whole micro-batch is itself, so that its replay has its very shape."""
+    first = micro_batches[places[0][0]]
+    if len(places) == len(first) and all(m == places[0][0] for m, _ in places):
+        return first
+    parts = [micro_batches[m].rows([i for n, i in places if n == m]) for m in dict.fromkeys(m for m, _ in places)]
+    return Trajectory.join(parts)
 
 
 def samples_of(slots: list[Slot], size: int) -> list[tuple[Slot, SampleId]]:

@@ -6,7 +6,7 @@ tokens). Log-probs, masks and ratios are ``[B, T]`` whatever the modality.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -76,10 +76,30 @@ class Trajectory:
     states: torch.Tensor | None = None
     actions: torch.Tensor | None = None
     log_probs: torch.Tensor | None = None
-    means: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @staticmethod
+    def join(parts: Sequence[Trajectory]) -> Trajectory:
+        """The rows of several trajectories, which recorded the same actions, one after another."""
+
+        def cat(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+            import torch
+
+            return None if tensors[0] is None else torch.cat([t for t in tensors if t is not None])
+
+        clean = cat([p.clean for p in parts])
+        assert clean is not None
+        return replace(
+            parts[0],
+            slots=[s for p in parts for s in p.slots],
+            ids=[i for p in parts for i in p.ids],
+            features=[f for p in parts for f in p.features],
+            clean=clean,
+            states=cat([p.states for p in parts]),
+            log_probs=cat([p.log_probs for p in parts]),
+        )
 
     def rows(self, index: list[int]) -> Trajectory:
         """The trajectory of the rows ``index`` alone."""
@@ -91,5 +111,4 @@ class Trajectory:
             clean=self.clean[index],
             states=None if self.states is None else self.states[index],
             log_probs=None if self.log_probs is None else self.log_probs[index],
-            means=None if self.means is None else self.means[index],
         )

@@ -76,7 +76,9 @@ class Found:
     overlaps: dict[str, float]
 
 
-def score(samples: Sequence[Sample], *, context: Context | None = None) -> dict[str, list[float]]:
+def score(
+    samples: Sequence[Sample], *, context: Context | None = None, success_weight: float = 0.5
+) -> dict[str, list[float]]:
     """Judge each sample's picture by the truth in its prompt's ``meta``. All parts are in [0, 1].
 
     ``meta`` has ``objects`` (``[{"colour", "kind", "count"}]``), ``palette`` (``{name: [r, g, b]}``), ``background``
@@ -87,15 +89,18 @@ def score(samples: Sequence[Sample], *, context: Context | None = None) -> dict[
     - ``colour``, ``kind``: mean over matched objects, missing and superfluous ones counting 0.
     - ``position``: nearness to where the objects should be, scaled by how well the matched objects are the wanted
       ones, so that a misplaced attribute earns no place; 1 where the prompt asks for none.
-    - ``score``: half the mean of the graded parts that apply, and half ``success``: 1 only for a success, else < 0.5.
+    - ``score``: ``success_weight * success`` and the rest the mean of the graded parts that apply: 1 only for a success,
+      else below ``1 - success_weight``. Strict success alone is too rare a signal for RL on a weak model.
 
     Raises ``ValueError`` for a sample without such ``meta``, or without an RGB image of at least 24 pixels a side.
     """
-    rows = [judge(_checked_image(s), _checked_meta(s.prompt)) for s in samples]
+    if not 0 <= success_weight <= 1:
+        raise ValueError(f"success_weight is {success_weight}; it must be in [0, 1]")
+    rows = [judge(_checked_image(s), _checked_meta(s.prompt), success_weight) for s in samples]
     return {part: [row[part] for row in rows] for part in PARTS}
 
 
-def judge(image: Image.Image, meta: Mapping[str, Any]) -> dict[str, float]:
+def judge(image: Image.Image, meta: Mapping[str, Any], success_weight: float = 0.5) -> dict[str, float]:
     """The parts of ``score`` for one RGB picture."""
     found, stray, centre = objects_in(image, meta["palette"], meta["background"])
     wanted = [(i, o["colour"], o["kind"]) for i, o in enumerate(meta["objects"]) for _ in range(o["count"])]
@@ -118,7 +123,12 @@ def judge(image: Image.Image, meta: Mapping[str, Any]) -> dict[str, float]:
         parts["position"] = _position_grade(meta, places, centre) * (parts["colour"] + parts["kind"]) / 2
     success = float(all(value > 1 - 1e-9 for value in parts.values()))
     graded = sum(parts.values()) / len(parts)
-    return {"position": 1.0, **parts, "success": success, "score": 0.5 * graded + 0.5 * success}
+    return {
+        "position": 1.0,
+        **parts,
+        "success": success,
+        "score": (1 - success_weight) * graded + success_weight * success,
+    }
 
 
 def objects_in(

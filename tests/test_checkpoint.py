@@ -13,7 +13,8 @@ from mmrl.errors import UserError
 
 
 def make(step, value=1.0):
-    return Checkpoint(step, {"weights": {"a": torch.full((64, 8), value)}, "optimizer": {}}, {"policy": {"updates": step}})
+    tensors = {"weights": {"a": torch.full((64, 8), value)}, "optimizer": {}}
+    return Checkpoint(step, tensors, {"policy": {"updates": step}})
 
 
 def test_what_was_saved_comes_back(tmp_path):

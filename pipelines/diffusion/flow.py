@@ -131,7 +131,7 @@ class FlowPipeline:
         sigmas, timesteps = self.adapter.schedule(steps)
         c = self._coefficients(sigmas, actions)
         x = self._initial(ids, seed)
-        states, log_probs, means = [], [], []
+        states, log_probs = [], []
         for i in range(steps):
             v = self._velocity(x, timesteps[i].to(self.device).expand(len(ids)), features)
             mean = sde.step_mean(x, v, c, i)
@@ -143,7 +143,6 @@ class FlowPipeline:
             z = noise(seed, ids, f"step{i}", self.shape).to(self.device)
             x = mean + c.std[i].item() * z
             states.append(x)
-            means.append(mean)
             log_probs.append(sde.log_prob(x, mean, c, i))
         recorded = bool(states)
         return Trajectory(
@@ -154,7 +153,6 @@ class FlowPipeline:
             states=torch.stack(states, 1) if recorded else None,
             actions=torch.tensor(list(actions)) if recorded else None,
             log_probs=torch.stack(log_probs, 1) if recorded else None,
-            means=torch.stack(means, 1) if recorded else None,
         )
 
     @torch.no_grad()
