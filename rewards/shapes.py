@@ -89,7 +89,7 @@ def score(
     - ``colour``, ``kind``: mean over matched objects, missing and superfluous ones counting 0.
     - ``position``: nearness to where the objects should be, scaled by how well the matched objects are the wanted
       ones, so that a misplaced attribute earns no place; 1 where the prompt asks for none.
-    - ``score``: ``success_weight * success`` and the rest the mean of the graded parts that apply: 1 only for a success,
+    - ``score``: ``success_weight * success``, the rest the mean of the graded parts that apply: 1 only for a success,
       else below ``1 - success_weight``. Strict success alone is too rare a signal for RL on a weak model.
 
     Raises ``ValueError`` for a sample without such ``meta``, or without an RGB image of at least 24 pixels a side.
