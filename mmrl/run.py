@@ -218,8 +218,7 @@ class Session:
                 self.done += 1
                 row |= clock.row() | {"time/step": time.perf_counter() - wall, "perf/cpu_seconds": self.cpu_seconds}
                 metrics.write(self.done, row | memory(device))
-                line = status_line(self.done, recipe.train.steps, row)
-                progress.advance(1, line.split("  ", 1)[-1])
+                progress.advance(1, status_line(self.done, recipe.train.steps, row, brief=True))
                 last = self.done == recipe.train.steps or self._out_of_time()
                 if every and (self.done % every == 0 or last):
                     progress.line(f"step {self.done}  {self._measure(heldout)}")

@@ -61,7 +61,14 @@ def test_any_micro_batch_gives_the_same_gradient():
     [
         ("flow_grpo", ["algorithm.kl_coef=0.01", "train.updates_per_step=2"]),
         ("flow_grpo_full", ["model.lora=null", "algorithm.kl_coef=0.01", "sampling.guidance_scale=2.0"]),
-        ("diffusion_nft", ["algorithm={type: diffusion_nft, noise_levels: 2}", "sampling.window=null"]),
+        (
+            "diffusion_nft",
+            [
+                "algorithm={type: diffusion_nft, noise_levels: 2}",
+                "sampling.window=null",
+                "sampling.same_initial_noise=false",
+            ],
+        ),
         (
             "draft",
             [

@@ -112,13 +112,14 @@ def status_line(
     row: Mapping[str, float],
     heldout: Mapping[str, float] | None = None,
     eta: float | None = None,
+    brief: bool = False,
 ) -> str:
     """One training step on one line; what ``row`` (of metrics.jsonl) lacks is left out.
 
     ``heldout`` is the row of an evaluation at this step. ``eta`` is the seconds left where the caller knows better than
-    this step's time times the steps to come.
+    this step's time times the steps to come. ``brief`` leaves out the step and the time left, which a bar shows.
     """
-    parts = [f"step {step:>{len(str(total))}}/{total}"]
+    parts = [] if brief else [f"step {step:>{len(str(total))}}/{total}"]
     if "reward/mean" in row:
         spread = f" ±{row['reward/std']:.2g}" if "reward/std" in row else ""
         parts.append(f"reward {_number(row['reward/mean'])}{spread}")
@@ -132,7 +133,7 @@ def status_line(
     if "time/step" in row:
         parts.append(f"{row['time/step']:.3g} s/step")
         eta = row["time/step"] * (total - step) if eta is None else eta
-    if eta is not None and step < total:
+    if eta is not None and step < total and not brief:
         parts.append(f"{duration(eta)} left")
     return "  ".join(parts)
 
