@@ -52,7 +52,7 @@ def build(recipe: Recipe, root: Path) -> Run:
     pipeline = mmrl.load("pipelines", resolve(root, recipe.pipeline)).build(
         recipe, resolve(root, recipe.model.path), device
     )
-    policy = Policy(pipeline.policy, recipe.optim)
+    policy = Policy(pipeline.policy, recipe.optim, recipe.train.steps * recipe.train.updates_per_step)
     for copy in objective.copies:
         policy.keep(copy)
     if objective.needs & {"reference_distance", "v_reference"}:

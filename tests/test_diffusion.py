@@ -35,7 +35,7 @@ def make(lora=LORA, **sampling):
         }
     )
     pipeline = mmrl.load("pipelines", "diffusion/sd3").build(recipe, str(MODEL), torch.device("cpu"))
-    return pipeline, Policy(pipeline.policy, recipe.optim)
+    return pipeline, Policy(pipeline.policy, recipe.optim, total_updates=1)
 
 
 def rows(n=8):

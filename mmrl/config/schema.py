@@ -155,6 +155,8 @@ class Optim(Section):
     weight_decay: NonNegative = 1e-4
     max_grad_norm: PositiveFloat = 1.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    schedule: Literal["constant", "linear"] = "constant"
+    """``linear`` falls to 0 over train.steps, after the warm-up."""
     ema_decay: Fraction | None = None
     """Keep an exponential moving average of the weights and evaluate and export that; None evaluates the weights."""
     ema_every: PositiveInt = 1

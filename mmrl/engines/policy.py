@@ -20,8 +20,8 @@ class Policy:
     with the adapter switched off; otherwise it is a copy of the weights the run began with.
     """
 
-    def __init__(self, module: nn.Module, settings: Optim) -> None:
-        self.module, self.settings = module, settings
+    def __init__(self, module: nn.Module, settings: Optim, total_updates: int) -> None:
+        self.module, self.settings, self.total_updates = module, settings, total_updates
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
             self.trainable.values(),
@@ -84,9 +84,9 @@ class Policy:
                 f"the gradient norm of update {self.updates} is {norm.item()}: the loss has left the range of numbers. "
                 "Nothing was updated; lower optim.lr or optim.max_grad_norm, or train in float32 (model.dtype)."
             )
-        warm = min(1.0, (self.updates + 1) / (self.settings.warmup_steps + 1))
+        lr = self.learning_rate()
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr * warm
+            group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
@@ -94,7 +94,13 @@ class Policy:
             # The early average follows the weights: (1 + n) / (10 + n) is the usual ramp.
             n = self.updates // self.settings.ema_every
             self.move("ema", min(self.settings.ema_decay, (1 + n) / (10 + n)))
-        return {"optim/grad_norm": norm.item(), "optim/lr": self.settings.lr * warm}
+        return {"optim/grad_norm": norm.item(), "optim/lr": lr}
+
+    def learning_rate(self) -> float:
+        """Of the next update: a function of the number of updates done, so that a resumed run has the same."""
+        warm = min(1.0, (self.updates + 1) / (self.settings.warmup_steps + 1))
+        falling = self.settings.schedule == "linear"
+        return self.settings.lr * warm * (max(0.0, 1 - self.updates / self.total_updates) if falling else 1.0)
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """All that a resumed run needs: tensors by part and name, and numbers."""

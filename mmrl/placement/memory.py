@@ -130,7 +130,7 @@ def measure(
     """
     fake(component.module for component in description.components)
     pipeline = description.pipeline
-    policy = Policy(pipeline.policy, recipe.optim)
+    policy = Policy(pipeline.policy, recipe.optim, recipe.train.steps * recipe.train.updates_per_step)
     for name in sorted(objective.copies) + ["reference"] * bool(
         objective.needs & {"reference_distance", "v_reference"}
     ):
