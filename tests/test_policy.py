@@ -69,9 +69,14 @@ def test_copies_come_back_after_an_error():
     before = policy.module.weight.detach().clone()
     update(policy)
     after = policy.module.weight.detach().clone()
-    with pytest.raises(RuntimeError), policy.using("old"):
-        assert torch.equal(policy.module.weight, before)
-        raise RuntimeError
+
+    def fail():
+        with policy.using("old"):
+            assert torch.equal(policy.module.weight, before)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert torch.equal(policy.module.weight, after)
 
 

@@ -49,8 +49,18 @@ class Pipeline(Protocol):
         """Indices of the denoising steps (actions) recorded in training step ``step``."""
         ...
 
-    def sample(self, slots: Sequence[Slot], ids: Sequence[SampleId], actions: Sequence[int], seed: int) -> Trajectory:
-        """Sample a micro-batch without gradients, recording the steps ``actions`` (none: a plain ODE)."""
+    def sample(
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        actions: Sequence[int],
+        seed: int,
+        steps: int | None = None,
+    ) -> Trajectory:
+        """Sample a micro-batch without gradients, recording the steps ``actions`` (none: a plain ODE).
+
+        ``steps`` None takes the recipe's.
+        """
         ...
 
     def images(self, trajectory: Trajectory) -> Tensor:

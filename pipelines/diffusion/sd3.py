@@ -150,7 +150,7 @@ def _load(recipe: Recipe, path: str) -> Any:
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.disable_progress_bar()  # one for each of nine components
     try:
-        index = StableDiffusion3Pipeline.load_config(path)
+        index: Any = StableDiffusion3Pipeline.load_config(path)
         missing = {
             name: None
             for name in ("text_encoder_3", "tokenizer_3", "image_encoder", "feature_extractor")
