@@ -60,7 +60,7 @@ def measure_here(path: str) -> None:
         run, _, _ = restored(out, which)
         heldout = Heldout(run, load_prompts(run.recipe, out, "heldout"), out)
         assert heldout.seen == 0, "a held-out composition is among the training prompts"
-        row, pictures = heldout.score(SAMPLES)
+        row, pictures, _ = heldout.score(SAMPLES)
         vae = run.pipeline.adapter.vae  # type: ignore[attr-defined]
         features = latent_features(vae, pictures.images)
         drawn = [
@@ -74,7 +74,7 @@ def measure_here(path: str) -> None:
         }
         # Two-object captions are not in the recipe's training prompts at all: what becomes of them is shown beside.
         others = [p for p in shapes.prompts("heldout") if p.meta["task"] == "relation"]
-        _, more = Heldout(run, others, out).score(OTHER_SAMPLES)
+        _, more, _ = Heldout(run, others, out).score(OTHER_SAMPLES)
         for task in ("count", "side", "relation"):
             scored = more if task == "relation" else pictures
             result[f"{name}/success/{task}"] = mean(

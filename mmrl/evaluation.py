@@ -16,7 +16,7 @@ from mmrl.report.grids import write_samples
 from mmrl.report.metrics import MetricsLog
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
-from mmrl.rewards.scoring import RewardSet
+from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.samples import make_samples, to_pil
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 
@@ -42,30 +42,41 @@ class Heldout:
         self.run, self.prompts = run, prompts
         self.rewards = [run.rewards, RewardSet(run.recipe.eval.rewards, root, run.rewards.device)]
 
-    def score(self, samples: int) -> tuple[dict[str, float], Pictures]:
-        """Means over ``samples`` samples: sample ``i`` is of prompt ``i mod n``, always from the same noise."""
-        run, recipe = self.run, self.run.recipe
+    def score(self, samples: int) -> tuple[dict[str, float], Pictures, list[Failure]]:
+        """Means over ``samples`` samples, what was made, and what could not be scored.
+
+        Sample ``i`` is of prompt ``i mod n``, always from the same noise.
+        """
         slots = [Slot(-1, i, 0, self.prompts[i % len(self.prompts)]) for i in range(samples)]
-        made: list[Sample] = []
+        made, images = self._make(slots)
+        n = len(self.prompts)
+        groups = [list(range(p, samples, n)) for p in range(min(n, samples))]
+        with torch.no_grad():
+            scores = [rewards.score(made, groups, step=-1) for rewards in self.rewards]
+        parts = {name: values for s in scores for name, values in s.parts.items()}
+        failures = [f for s in scores for f in s.failures]
+        rows = [{k: v[i].item() for k, v in parts.items() if math.isfinite(v[i])} for i in range(samples)]
+        row = {f"reward/{name}": finite_mean(value) for name, value in parts.items()}
+        row |= {"samples": samples, "dropped": len({f.sample.slot for f in failures})}
+        return row, Pictures(images, [s.prompt for s in slots], rows), failures
+
+    def _make(self, slots: list[Slot]) -> tuple[list[Sample], list[Image]]:
+        """Sample without exploration noise under the weights of evaluation."""
+        run, recipe = self.run, self.run.recipe
         inputs = self.rewards[0].inputs | self.rewards[1].inputs
-        pictures = Pictures(prompts=[s.prompt for s in slots])
-        size = recipe.sampling.batch_size or recipe.train.micro_batch_size
-        run.pipeline.encode(slots)
-        with run.policy.for_evaluation(), torch.no_grad(), Progress(samples, "evaluate", "samples") as progress:
-            for chunk in chunks(slots, size):
+        made: list[Sample] = []
+        pictures: list[Image] = []
+        with run.policy.for_evaluation(), torch.no_grad(), Progress(len(slots), "evaluate", "samples") as progress:
+            for chunk in chunks(slots, recipe.sampling.batch_size or recipe.train.micro_batch_size):
+                keys = run.pipeline.encode(chunk)
                 ids = [SampleId(-1, s.index, 0, 0) for s in chunk]
                 trajectory = run.pipeline.sample(chunk, ids, [], SEED, steps=recipe.eval.steps)
                 images = run.pipeline.images(trajectory)
+                run.pipeline.features.release(keys)
                 made += make_samples(trajectory, images, inputs)
-                pictures.images += to_pil(images)
+                pictures += to_pil(images)
                 progress.advance(len(chunk))
-        with torch.no_grad():
-            groups = [[i] for i in range(samples)]
-            parts = {k: v for rewards in self.rewards for k, v in rewards.score(made, groups, step=-1).parts.items()}
-        pictures.scores = [
-            {name: value[i].item() for name, value in parts.items() if math.isfinite(value[i])} for i in range(samples)
-        ]
-        return {"samples": samples, **{f"reward/{name}": finite_mean(value) for name, value in parts.items()}}, pictures
+        return made, pictures
 
 
 def finite_mean(values: Tensor) -> float:
@@ -76,7 +87,9 @@ def measure(
     run: Run, heldout: Heldout, samples: int, directory: RunDir, step: int, log: MetricsLog
 ) -> dict[str, float]:
     """Evaluate after ``step`` steps: a row of heldout.jsonl and the pictures of the grid. Returns the row."""
-    row, pictures = heldout.score(samples)
+    row, pictures, failures = heldout.score(samples)
+    for f in failures:
+        directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
     log.write(step, row)
     shown = slice(0, run.recipe.eval.grid)
     image = write_samples(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import group_advantages
 from mmrl.algorithms.objective import Objective
-from mmrl.config.schema import Recipe, Train
+from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.engines.policy import Policy
 from mmrl.pipelines.protocol import Pipeline
@@ -50,6 +50,10 @@ class Batch:
     weights: Tensor
     failures: list[Failure] = field(default_factory=list)
 
+    @property
+    def ids(self) -> list[SampleId]:
+        return [sample for trajectory in self.micro_batches for sample in trajectory.ids]
+
 
 def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], list[Failure]]:
     """One step of training; returns its metrics and the samples left out."""
@@ -58,13 +62,12 @@ def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], lis
     slots = run.controller.slots(step, run.prompts, train.prompts_per_step)
     with clock("encode"):
         keys = run.pipeline.encode(slots)
-        run.pipeline.features.hold(keys)
     batch = unsampled(run, slots) if run.objective.kind == "pathwise" else rollout(run, slots, step, clock, tally)
     for update in range(train.updates_per_step):
-        pieces = list(slices(run, batch, update))
-        total = run.controller.total(sum(float(piece.old["weights"].sum()) for piece in pieces))
+        rows = [n for n, sample in enumerate(batch.ids) if sample.sample % train.updates_per_step == update]
+        total = run.controller.total(float(batch.weights[rows].sum()) * entries(run))
         with clock("train"):
-            for piece in pieces if total else ():
+            for piece in slices(run, batch, rows) if total else ():
                 match run.objective.kind:
                     case "policy_gradient":
                         new = run.pipeline.replay(piece.rows, piece.entry, run.objective.needs, run.policy.using)
@@ -118,11 +121,13 @@ def unsampled(run: Run, slots: list[Slot]) -> Batch:
 
 
 def rewards_of(run: Run, rows: Trajectory, step: int, tally: Tally) -> Tensor:
-    """Sample ``rows`` with a graph and score them with differentiable rewards, ``[B]``."""
+    """Sample ``rows`` with a graph and score them with differentiable rewards: their weighted sum ``[B]``."""
     images = run.pipeline.generate(rows.slots, rows.ids, run.objective.last_steps, run.recipe.seed)
-    rewards = run.rewards.gradient(make_samples(rows, images, run.rewards.inputs), step=step)
-    tally.extend("reward", rewards.detach())
-    return rewards
+    parts = run.rewards.gradient_parts(make_samples(rows, images, run.rewards.inputs), step=step)
+    total = run.rewards.weighted(parts)
+    for name, values in {**parts, "mean": total}.items():
+        tally.extend(f"reward/{name}", values.detach())
+    return total
 
 
 @dataclass(frozen=True)
@@ -134,20 +139,20 @@ class Piece:
     old: dict[str, Tensor]
 
 
-def slices(run: Run, batch: Batch, update: int) -> Iterator[Piece]:
-    """The slices of one optimizer step: of every group, the samples whose turn it is."""
-    train, device = run.recipe.train, batch.micro_batches[0].clean.device
+def entries(run: Run) -> int:
+    """How many entries (actions, noise levels) of each sample an update goes through."""
+    return run.objective.entries or run.pipeline.entries(run.objective.kind)
+
+
+def slices(run: Run, batch: Batch, mine: list[int]) -> Iterator[Piece]:
+    """The slices of one optimizer step over the rows ``mine``: micro-batches of them, entry by entry."""
+    device = batch.micro_batches[0].clean.device
     places = [(m, i) for m, sampled in enumerate(batch.micro_batches) for i in range(len(sampled))]
-    mine = [n for n, (m, i) in enumerate(places) if _turn(batch.micro_batches[m].ids[i], train) == update]
-    for index in chunks(mine, train.micro_batch_size):
+    for index in chunks(mine, run.recipe.train.micro_batch_size):
         rows = gather(batch.micro_batches, [places[n] for n in index])
         old = {"advantages": batch.advantages[index].to(device), "weights": batch.weights[index].to(device)}
-        for entry in range(run.objective.entries or run.pipeline.entries(run.objective.kind)):
+        for entry in range(entries(run)):
             yield Piece(rows, entry, old | run.pipeline.recorded(rows, entry))
-
-
-def _turn(sample: SampleId, train: Train) -> int:
-    return sample.sample % train.updates_per_step
 
 
 def gather(micro_batches: list[Trajectory], places: list[tuple[int, int]]) -> Trajectory:

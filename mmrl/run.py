@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import signal
 import sys
@@ -26,7 +27,7 @@ from mmrl.errors import UserError
 from mmrl.evaluation import Heldout, measure
 from mmrl.loop import Run, train_step
 from mmrl.report.clock import Clock
-from mmrl.report.metrics import MetricsLog
+from mmrl.report.metrics import MetricsLog, read
 from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Tracker, check_trackers, open_trackers
@@ -81,9 +82,11 @@ def load_prompts(recipe: Recipe, root: Path, split: str) -> list[Any]:
     try:
         prompts = list(mmrl.load("datasets", resolve(root, name))(split, **options))
     except (TypeError, ValueError) as error:
-        raise UserError(f"data.{split}: {name} cannot be called with {options}: {error}") from error
+        raise UserError(
+            f"data.{split}: {name} cannot be called with {options}: {error}; change data.{split}"
+        ) from error
     if not prompts:
-        raise UserError(f"data.{split}: {name} gave no prompts for {options or 'its defaults'}")
+        raise UserError(f"data.{split}: {name} gave no prompts for {options or 'its defaults'}; change data.{split}")
     return prompts
 
 
@@ -99,15 +102,18 @@ def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool
     recipe = loaded.recipe
     check_trackers(recipe.log)
     with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:
-        if resume:
+        if resume and directory.resolved.exists():  # a run killed in its first second has none yet
             same_run(directory, loaded)
-        else:
-            directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
-            directory.write_environment()
+        directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
+        directory.write_environment()
         session = Session(loaded, directory)
         if resume:
             session.restore()
-        finished = session.train(stop)
+        try:
+            finished = session.train(stop)
+        except UserError as error:
+            saved = f"steps up to {session.saved} are saved; mend it, then: {command(loaded, out)} --resume"
+            raise UserError(f"{error}\n{saved}") from error
         if finished:
             session.finish()
         else:
@@ -151,6 +157,8 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     Raises ``UserError`` naming the keys that differ.
     """
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "log", "threads", "architecture"}
+    if loaded.recipe.optim.schedule == "linear":
+        free.discard("train.steps")  # the learning rate of every step depends on it
     before, now = (flatten(d) for d in (json.loads(directory.resolved.read_text()), loaded.resolved()))
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     changed = [k for k in changed if k not in free and k.split(".")[0] not in free]
@@ -179,6 +187,8 @@ class Session:
             progress.advance()
         self.done = 0
         self.cpu_seconds = 0.0
+        self.saved = 0
+        self.updates = 0
         self.last_save_failed: str | None = None
         self.trackers: list[Tracker] = []
 
@@ -190,41 +200,70 @@ class Session:
         if found is not None:
             self.run.policy.load_state(found.tensors, found.state["policy"])
             self.done, self.cpu_seconds = found.step, found.state["cpu_seconds"]
+            self.saved, self.updates = self.done, self.run.policy.updates
         print(
             f"resuming after step {self.done}" if found else "no checkpoint yet: starting from step 0", file=sys.stderr
         )
         self.directory.truncate_after(self.done if found else -1)
 
     def train(self, stop: Stop) -> bool:
-        """Train to the end, or to a stop that was asked for; returns whether the end was reached."""
-        recipe, every = self.recipe, self.recipe.eval.every
-        device = choose_device(recipe.device)
+        """Train to the end, or to a stop that was asked for; returns whether the end was reached.
+
+        What fails in between (a reward, a full disk) saves the finished steps first and then goes up.
+        """
+        recipe = self.recipe
         self.trackers = open_trackers(recipe.log, self.directory, recipe.name)
-        with (
-            MetricsLog(self.directory.metrics, self.trackers) as metrics,
-            MetricsLog(self.directory.heldout, self.trackers, prefix="heldout/") as heldout,
-            Progress(recipe.train.steps, recipe.name, "steps", done=self.done) as progress,
-        ):
-            if self.done == 0 and every:
-                progress.line(self._measure(heldout))
-            while self.done < recipe.train.steps and not self._out_of_time() and not stop.asked:
-                clock, cpu, wall = Clock(device), time.process_time(), time.perf_counter()
-                row, failures = train_step(self.run, self.done, clock)
-                self.cpu_seconds += time.process_time() - cpu
-                for f in failures:
-                    self.directory.failure(
-                        self.done + 1, "reward", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample)
-                    )
-                self.done += 1
-                row |= clock.row() | {"time/step": time.perf_counter() - wall, "perf/cpu_seconds": self.cpu_seconds}
-                metrics.write(self.done, row | memory(device))
-                progress.advance(1, status_line(self.done, recipe.train.steps, row, brief=True))
-                last = self.done == recipe.train.steps or self._out_of_time()
-                if every and (self.done % every == 0 or last):
-                    progress.line(f"step {self.done}  {self._measure(heldout)}")
-                if self.done % recipe.checkpoint.every == 0 or last or stop.asked:
-                    self._save()
-        return self.done == recipe.train.steps or self._out_of_time()
+        try:
+            with (
+                MetricsLog(self.directory.metrics, self.trackers) as metrics,
+                MetricsLog(self.directory.heldout, self.trackers, prefix="heldout/") as heldout,
+                Progress(recipe.train.steps, recipe.name, "steps", done=self.done) as progress,
+            ):
+                measured = {row["step"] for row in read(self.directory.heldout)}
+                if self._due() and self.done not in measured and not stop.asked:
+                    progress.line(self._measure(heldout))
+                while not self.finished and not stop.asked:
+                    self._step(metrics, progress)
+                    if self._due():
+                        progress.line(f"step {self.done}  {self._measure(heldout)}")
+                    if self.done % recipe.checkpoint.every == 0:
+                        self._save()
+            if self.done > self.saved:
+                self._save()
+        except (UserError, OSError):
+            if self.done > self.saved and self.run.policy.updates == self.updates:
+                self._save()
+            raise
+        finally:
+            for tracker in self.trackers:
+                tracker.close()
+            for rewards in self.heldout.rewards:
+                rewards.close()
+        return self.finished
+
+    @property
+    def finished(self) -> bool:
+        limit = self.recipe.train.max_cpu_seconds
+        return self.done >= self.recipe.train.steps or (limit is not None and self.cpu_seconds >= limit)
+
+    def _due(self) -> bool:
+        """Whether this step is one to evaluate after: every ``eval.every``, the first and the last."""
+        every = self.recipe.eval.every
+        return every is not None and (self.done % every == 0 or self.finished)
+
+    def _step(self, metrics: MetricsLog, progress: Progress) -> None:
+        """One training step and its row."""
+        device = choose_device(self.recipe.device)
+        clock, cpu, wall = Clock(device), time.process_time(), time.perf_counter()
+        row, failures = train_step(self.run, self.done, clock)
+        self.cpu_seconds += time.process_time() - cpu
+        self.done += 1
+        self.updates = self.run.policy.updates
+        for f in failures:
+            self.directory.failure(self.done, "reward", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
+        row |= clock.row() | {"time/step": time.perf_counter() - wall, "perf/cpu_seconds": self.cpu_seconds}
+        metrics.write(self.done, row | memory(device))
+        progress.advance(1, status_line(self.done, self.recipe.train.steps, row, brief=True))
 
     def finish(self) -> None:
         """Write the report; raise ``UserError`` where the last checkpoint could not be saved."""
@@ -235,14 +274,8 @@ class Session:
             f"done: {self.done} steps, {self.cpu_seconds:.0f} CPU-seconds of training; report: {report}",
             file=sys.stderr,
         )
-        for tracker in self.trackers:
-            tracker.close()
         if self.last_save_failed:
             raise UserError(self.last_save_failed)
-
-    def _out_of_time(self) -> bool:
-        limit = self.recipe.train.max_cpu_seconds
-        return limit is not None and self.cpu_seconds >= limit
 
     def _measure(self, log: MetricsLog) -> str:
         """Evaluate on the held-out prompts: a row, a grid, and a line for the terminal."""
@@ -258,7 +291,7 @@ class Session:
             checkpoint.save(
                 self.directory.checkpoints, Checkpoint(self.done, tensors, state), self.recipe.checkpoint.keep
             )
-            self.last_save_failed = None
+            self.saved, self.last_save_failed = self.done, None
         except OSError as error:
             kept = checkpoint.steps(self.directory.checkpoints)
             self.last_save_failed = (
@@ -285,7 +318,10 @@ def open_run(path: Path) -> tuple[Recipe, RunDir]:
     try:
         return Recipe.model_validate_json(directory.resolved.read_text()), directory
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is no run directory: its resolved.json cannot be read ({error})") from error
+        raise UserError(
+            f"{path} is no run directory: its resolved.json cannot be read ({error}); "
+            "name a directory that mmrl train of this version made"
+        ) from error
 
 
 def restored(path: Path, which: str) -> tuple[Run, RunDir, int]:
@@ -294,11 +330,15 @@ def restored(path: Path, which: str) -> tuple[Run, RunDir, int]:
     The weights are those that evaluation and export use (the moving average where the recipe keeps one).
     """
     recipe, directory = open_run(path)
+    if recipe.device != "cpu":
+        recipe = recipe.model_copy(update={"device": "auto"})  # a GPU's run may be looked at without one
     run = build(recipe, path)
     step = 0
     if which != "base":
         if which == "latest":
-            found, _ = checkpoint.load_latest(directory.checkpoints)
+            found, skipped = checkpoint.load_latest(directory.checkpoints)
+            for line in skipped:
+                print(f"warning: {line}; an older one is taken", file=sys.stderr)
         elif which.isdigit():
             found = checkpoint.load(directory.checkpoints, int(which))
         else:
@@ -310,9 +350,9 @@ def restored(path: Path, which: str) -> tuple[Run, RunDir, int]:
     return run, directory, step
 
 
-def evaluate(path: Path, samples: int | None = None, checkpoint: str = "latest") -> dict[str, float]:
+def evaluate(path: Path, samples: int | None = None, which: str = "latest") -> dict[str, float | None]:
     """Held-out rewards of a run's checkpoint over ``samples`` samples (None: as many as the recipe says)."""
-    run, _, step = restored(path, checkpoint)
+    run, _, step = restored(path, which)
     heldout = Heldout(run, load_prompts(run.recipe, path, "heldout"), path)
-    row, _ = heldout.score(samples or run.recipe.eval.samples)
-    return {"step": step, **row}
+    row, _, _ = heldout.score(samples or run.recipe.eval.samples)
+    return {"step": step} | {k: v if math.isfinite(v) else None for k, v in row.items()}

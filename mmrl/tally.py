@@ -30,9 +30,9 @@ class Tally:
         for name, value in loss.sums.items():
             self._means[name].append(value / total)
         for name, value in loss.maxima.items():
-            self._maxima[name] = max(self._maxima.get(name, 0.0), value.item())
+            self._maxima[name] = _larger(self._maxima.get(name, 0.0), value.item())
         if first_update and "policy/ratio_max_dev" in loss.maxima:
-            self._first = max(self._first or 0.0, loss.maxima["policy/ratio_max_dev"].item())
+            self._first = _larger(self._first or 0.0, loss.maxima["policy/ratio_max_dev"].item())
 
     def set(self, values: Mapping[str, float]) -> None:
         """Values of the step; of several updates' (gradient norms) the mean is shown."""
@@ -40,8 +40,8 @@ class Tally:
             self._values[name].append(value)
 
     def extend(self, name: str, values: Tensor) -> None:
-        """Rewards that were met inside the update."""
-        self._values[f"{name}/mean"].extend(values.double().tolist())
+        """Values per sample that were met inside the update; their mean is shown."""
+        self._values[name].extend(values.double().tolist())
 
     def end_update(self) -> None:
         self._updates += 1
@@ -65,3 +65,8 @@ class Tally:
         if self._first is not None:
             out["policy/first_ratio_max_dev"] = self._first
         return out | self._maxima
+
+
+def _larger(a: float, b: float) -> float:
+    """The maximum, where NaN is larger than any number: a ratio that is no number must not pass for a small one."""
+    return b if not b <= a else a

@@ -6,6 +6,7 @@ torch. What a user can mend (``UserError``) is printed without a traceback and e
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -74,4 +75,9 @@ def main() -> None:
         app(prog_name="mmrl")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"error: {error.filename or 'the disk'} is full; free space there, then --resume", file=sys.stderr)
         sys.exit(2)

@@ -17,6 +17,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_window(recipe),
         *_batches(recipe),
         *_noise(recipe),
+        *_half(recipe),
         *_levels(recipe),
         *_pathwise(recipe),
         *_labels(recipe),
@@ -72,6 +73,14 @@ def _noise(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _half(recipe: Recipe) -> Iterator[str]:
+    if recipe.model.dtype == "float16":
+        yield (
+            "model.dtype: the gradients of float16 underflow without loss scaling, which is not built; "
+            "use bfloat16, or float32"
+        )
+
+
 def _levels(recipe: Recipe) -> Iterator[str]:
     algorithm, most = recipe.algorithm, recipe.sampling.steps - 1
     if algorithm.type == "diffusion_nft" and (algorithm.noise_levels or 0) > most:
@@ -95,6 +104,13 @@ def _pathwise(recipe: Recipe) -> Iterator[str]:
             )
         if reward.normalize != "none":
             yield f"rewards[{i}].normalize: draft follows the reward's own gradient; set it to none"
+        if reward.on_failure == "drop":
+            yield f"rewards[{i}].on_failure: draft has no sample to drop once its gradient is taken; set it to fail"
+    if recipe.sampling.same_initial_noise and recipe.train.group_size > 1:
+        yield (
+            "sampling.same_initial_noise: draft adds no noise between steps, so a group would be one picture many "
+            "times; set it to false, or train.group_size to 1"
+        )
     if recipe.train.updates_per_step != 1:
         yield "train.updates_per_step: draft samples inside its one update; set it to 1"
 
@@ -104,3 +120,5 @@ def _labels(recipe: Recipe) -> Iterator[str]:
     for label, n in counts.items():
         if n > 1:
             yield f"rewards: {n} rewards are called {label!r}; give them different labels (rewards[i].label)"
+        if label in ("mean", "std", "dropped"):
+            yield f"rewards: the label {label!r} is the log's own; set rewards[i].label to another"

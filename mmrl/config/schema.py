@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 Dtype = Literal["float32", "bfloat16", "float16"]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -150,14 +151,14 @@ class Train(Section):
 
 class Optim(Section):
     lr: PositiveFloat = 3e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegative = 1e-4
     max_grad_norm: PositiveFloat = 1.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "linear"] = "constant"
-    """``linear`` falls to 0 over train.steps, after the warm-up."""
-    ema_decay: Fraction | None = None
+    """``linear`` falls from the first update to 0 at train.steps; the warm-up multiplies it."""
+    ema_decay: Decay | None = None
     """Keep an exponential moving average of the weights and evaluate and export that; None evaluates the weights."""
     ema_every: PositiveInt = 1
 

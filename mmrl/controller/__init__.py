@@ -1,7 +1,7 @@
 """A controller: its identity among equals, its shard of the slots, and the few numbers it shares with the others.
 
 Every controller runs the same program. This edition runs one; the program is written for many, so that ``total`` and
-``shard`` are its only two words for the others.
+``slots`` are its only two words for the others.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Pipeline(Protocol):
     features: FeatureStore
 
     def encode(self, slots: Sequence[Slot]) -> list[str]:
-        """Encode each prompt once into the feature store; returns the keys, one per slot."""
+        """Have each prompt's features in the store, encoded once, and held; returns the keys to release."""
         ...
 
     def noisy_steps(self, step: int) -> list[int]:

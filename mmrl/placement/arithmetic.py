@@ -29,11 +29,10 @@ def count(recipe: Recipe, entries: int, pathwise: bool) -> Counts:
     samples = train.prompts_per_step * train.group_size
     batch = samples if pathwise else recipe.sampling.batch_size or train.micro_batch_size
     chunks = [range(start, min(start + batch, samples)) for start in range(0, samples, batch)]
-    rows = [
-        sum(row % train.group_size % train.updates_per_step == update for row in chunk)
-        for update in range(train.updates_per_step)
-        for chunk in chunks
+    turns = [
+        sum(k % train.updates_per_step == u for k in range(train.group_size)) for u in range(train.updates_per_step)
     ]
+    rows = [samples] if pathwise else [n * train.prompts_per_step for n in turns]
     return Counts(
         prompts=train.prompts_per_step,
         samples=samples,

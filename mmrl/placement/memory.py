@@ -141,7 +141,7 @@ def measure(
 
     with LiveBytes() as live:
         keys = pipeline.encode(slots[:1])
-    pipeline.features.hold(keys)
+    keys = [slots[0].prompt.text]
     features = pipeline.features.bytes // len(pipeline.features)
     encode = live.peak - pipeline.features.bytes
 

@@ -24,7 +24,7 @@ from mmrl.report.rundir import RunDir, looks_like_run, write_atomic
 
 __all__ = ["curve_png", "write_report"]
 
-PHASES = ("encode", "sample", "decode", "reward", "train", "save")
+PHASES = ("encode", "sample", "decode", "reward", "train")
 _RESERVED = ("mean", "std", "dropped")
 """Metrics of the sum of all rewards; anything else after ``reward/`` is a label."""
 _RECENT = 10

@@ -42,7 +42,7 @@ METRICS: dict[str, str] = {
     "policy/v_change": "diffusion_nft: squared distance of velocities between the policy and the old policy.",
     "optim/grad_norm": "Norm of the gradient before clipping, mean over the step's updates.",
     "optim/lr": "Learning rate, mean over the step's updates.",
-    "time/<phase>": "Wall seconds in a phase: encode, sample, decode, reward, train, save.",
+    "time/<phase>": "Wall seconds in a phase: encode, sample, decode, reward, train.",
     "time/step": "Wall seconds of the whole step.",
     "perf/cpu_seconds": "CPU seconds of all training steps so far, evaluation left out.",
     "perf/peak_memory_mib": "Peak memory so far, MiB: of the accelerator where there is one, else of the process.",

@@ -7,7 +7,7 @@ in the total, never 0, and has a ``Failure`` that says why; or the run stops, as
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,7 +143,10 @@ class RewardSet:
 
     def gradient(self, samples: Sequence[Sample], *, step: int = -1) -> torch.Tensor:
         """The weighted sum ``[B]`` of the rewards, with the graph to ``sample.tensor``. Raises ``RewardError``."""
-        parts = self.gradient_parts(samples, step=step)
+        return self.weighted(self.gradient_parts(samples, step=step))
+
+    def weighted(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The weighted sum ``[B]`` of every reward's values by label."""
         return torch.stack([entry.config.weight * parts[entry.label] for entry in self._entries]).sum(0)
 
     def gradient_parts(self, samples: Sequence[Sample], *, step: int = -1) -> dict[str, torch.Tensor]:

@@ -76,8 +76,10 @@ class FlowPipeline:
     def encode(self, slots: Sequence[Slot]) -> list[str]:
         # One prompt at a time: text encoders are not bit-equal across batch shapes, and after a resume the missing
         # prompts are not the ones that were missing before.
-        keys = [slot.prompt.text for slot in slots]
-        missing = [k for k in dict.fromkeys([*keys, ""] if self.guided else keys) if k not in self.features]
+        texts = [slot.prompt.text for slot in slots]
+        keys = list(dict.fromkeys([*texts, ""] if self.guided else texts))
+        self.features.hold(keys)  # before the first put, which drops what nobody holds
+        missing = [k for k in keys if k not in self.features]
         if missing:
             with self._awake(self.adapter.text_encoders), torch.no_grad():
                 for text in missing:
