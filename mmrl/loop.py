@@ -64,7 +64,7 @@ def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], lis
         keys = run.pipeline.encode(slots)
     batch = unsampled(run, slots) if run.objective.kind == "pathwise" else rollout(run, slots, step, clock, tally)
     for update in range(train.updates_per_step):
-        rows = [n for n, sample in enumerate(batch.ids) if sample.sample % train.updates_per_step == update]
+        rows = rows_of_update(batch, update, train.updates_per_step)
         total = run.controller.total(float(batch.weights[rows].sum()) * entries(run))
         with clock("train"):
             for piece in slices(run, batch, rows) if total else ():
@@ -137,6 +137,11 @@ class Piece:
     rows: Trajectory
     entry: int
     old: dict[str, Tensor]
+
+
+def rows_of_update(batch: Batch, update: int, updates: int) -> list[int]:
+    """Of every group, the samples whose turn it is: each update sees all prompts."""
+    return [n for n, sample in enumerate(batch.ids) if sample.sample % updates == update]
 
 
 def entries(run: Run) -> int:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 import mmrl
 from mmrl.config.loader import load_recipe, shipped_recipes
-from mmrl.loop import Batch, slices, train_step
+from mmrl.loop import Batch, rows_of_update, slices, train_step
 from mmrl.placement.arithmetic import count
 from mmrl.placement.memory import LiveBytes, nbytes
 from mmrl.placement.plan import plan
@@ -217,7 +217,9 @@ def test_the_counts_are_those_of_the_loop(prompts, group, updates, micro, batch)
         }
     )
     made = batch_of(recipe)
-    pieces = [len(piece.rows) for update in range(updates) for piece in slices(Counting(recipe), made, update)]
+    run = Counting(recipe)
+    rows = [rows_of_update(made, update, updates) for update in range(updates)]
+    pieces = [len(piece.rows) for mine in rows for piece in slices(run, made, mine)]
     counts = count(recipe, entries=3, pathwise=False)
     assert counts.samples == prompts * group
     assert counts.micro_batches == len(made.micro_batches)
@@ -256,7 +258,7 @@ def test_stable_diffusion_35_medium_has_its_published_size(medium):
 def test_the_real_recipe_counts_its_step_and_offloads_what_is_idle(medium):
     made, _ = medium
     c = made.counts
-    assert (c.samples, c.micro_batches, c.sampling_forwards) == (48 * 24, 72, 720)
+    assert (c.samples, c.micro_batches, c.sampling_forwards) == (48 * 24, 144, 1440)
     assert (c.entries, c.slices, c.slice_rows, c.optimizer_steps) == (9, 2 * 72 * 9, 8, 2)
     assert (made.measured.graph_forwards, made.measured.forwards) == (1, 1)  # the policy, and its reference for the KL
     phases = {phase.name: phase.parts for phase in made.phases}
