@@ -53,7 +53,7 @@ def lines_of(error: RecipeError) -> list[str]:
     return [str(problem) for problem in error.problems]
 
 
-OPTIM = "lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, ema_decay, ema_every"
+OPTIM = "lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, schedule, ema_decay, ema_every"
 REWARD_KEYS = "name, label, weight, normalize, batch_size, timeout, retries, on_failure, options"
 TOP = (
     "name, seed, pipeline, model, data, sampling, rewards, algorithm, train, optim, eval, checkpoint, device, threads, "
@@ -111,7 +111,12 @@ IN_FILE = [
         "recipe.yaml:7  sampling.window.strategy: expected one of random, progressive, got 'progresive'; "
         "did you mean 'progressive'?",
     ),
-    ("pair", "lr: 1e-4", "betas: [0.9, 2]", "recipe.yaml:16  optim.betas[1]: expected a number from 0 to 1, got 2"),
+    (
+        "pair",
+        "lr: 1e-4",
+        "betas: [0.9, 2]",
+        "recipe.yaml:16  optim.betas[1]: expected a number from 0 to below 1, got 2",
+    ),
     (
         "empty section",
         "optim:\n  lr: 1e-4",

@@ -166,8 +166,8 @@ def test_the_roles_of_a_small_recipe_worked_out_by_hand():
     assert kept <= roles["trajectories"].bytes / 8 <= kept + latent * recorded + 8 * recorded
     tokens = 12 + 12  # of CLIP and of T5, 128 wide, and the pooled 128
     prompts = made.phases[0].parts["prompt features"] / (4 * 128 * (tokens + 1))
-    data = mmrl.load("datasets", "shapes").prompts
-    assert prompts == len({p.text for split in ("train", "heldout") for p in data(split)}) + 1
+    every = mmrl.load("datasets", "shapes").prompts("all")
+    assert prompts == len([p for p in every if p.meta["task"] != "relation"]) + 1
 
 
 # -- exact arithmetic ------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_the_real_recipe_counts_its_step_and_offloads_what_is_idle(medium):
     assert [name for name, parts in phases.items() if "text encoders" in parts] == ["encode"]
     assert [name for name, parts in phases.items() if "VAE" in parts] == ["decode"]
     assert made.host == phases["encode"]["text encoders"] + phases["decode"]["VAE"]
-    assert 20 * 2**30 < made.peak.total < 40 * 2**30
+    assert 12 * 2**30 < made.peak.total < 40 * 2**30
 
 
 def test_the_output_says_where_the_sizes_come_from(medium):
@@ -331,7 +331,10 @@ def test_full_training_that_does_not_fit_is_told_of_lora():
         (["architecture=null"], "record the checkpoint's component configurations in a JSON file"),
         ([*SMALL, "data={name: prompts, train: {path: gone.txt}}"], "put your prompts there"),
         ([*SMALL, "rewards=[{name: 'jpeg:compressibility', options: {qualty: 1}}]"], "qualty"),
-        ([*SMALL, "algorithm={type: draft}"], "the reward's gradient, and jpeg:incompressibility declares none"),
+        (
+            [*SMALL, "algorithm={type: draft}", "sampling.same_initial_noise=false"],
+            "the reward's gradient, and jpeg:incompressibility declares none",
+        ),
     ],
 )
 def test_what_cannot_run_is_a_problem(changes, message):

@@ -271,6 +271,8 @@ def _number(kind: type, bounds: dict[str, Any]) -> str:
         return f"a positive {noun}"
     if low is not None and high is not None:
         return f"a {noun} from {low} to {high}"
+    if low is not None and "lt" in bounds:
+        return f"a {noun} from {low} to below {bounds['lt']}"
     return f"a {noun}" if low is None else f"a {noun} of {low} or more"
 
 
@@ -282,7 +284,7 @@ def _bounds(metadata: Sequence[Any]) -> dict[str, Any]:
             continue
         found |= {
             name: getattr(item, name)
-            for name in ("gt", "ge", "le", "min_length", "pattern")
+            for name in ("gt", "ge", "lt", "le", "min_length", "pattern")
             if getattr(item, name, None) is not None
         }
     return found
