@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from mmrl.errors import UserError
 
 Kind = Literal["pipelines", "rewards", "datasets"]
+_LOCK = threading.RLock()
 
 
 class LoadError(UserError, ValueError):
@@ -25,7 +27,8 @@ def load(kind: Kind, name: str) -> Any:
     a folder, and ``path/to/mine.py:name`` an attribute of a file. Raises ``LoadError``.
     """
     target, _, attribute = name.partition(":")
-    module = _from_file(Path(target)) if target.endswith(".py") else _from_package(kind, target)
+    with _LOCK:  # a thread must not see a module that another is still executing
+        module = _from_file(Path(target)) if target.endswith(".py") else _from_package(kind, target)
     if not attribute:
         return module
     if not hasattr(module, attribute):
