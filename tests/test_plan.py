@@ -111,8 +111,14 @@ DRAFT = [
     [
         pytest.param(["sampling.guidance_scale=4", "algorithm.kl_coef=0.01", "train.updates_per_step=2"], id="guided"),
         pytest.param([*FULL, "sampling.batch_size=8"], id="full", marks=pytest.mark.slow),
-        pytest.param(["algorithm={type: diffusion_nft}"], id="nft", marks=pytest.mark.slow),
-        pytest.param(["algorithm={type: diffusion_nft}", "model.lora=null"], id="nft-full", marks=pytest.mark.slow),
+        pytest.param(
+            ["algorithm={type: diffusion_nft}", "sampling.same_initial_noise=false"], id="nft", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["algorithm={type: diffusion_nft}", "sampling.same_initial_noise=false", "model.lora=null"],
+            id="nft-full",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(DRAFT, id="draft", marks=pytest.mark.slow),
     ],
 )
