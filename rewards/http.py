@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +21,9 @@ from mmrl.errors import UserError
 from mmrl.rewards import wire
 from mmrl.rewards.contract import Context, Declaration, Input, Value
 from mmrl.trajectory import Sample
+
+_PAUSES_S = (0.1, 0.5)
+"""Before a request whose connection broke is sent again."""
 
 
 class Http:
@@ -98,7 +102,7 @@ class Http:
     def _ask(self, method: str, path: str, **content: Any) -> bytes:
         address = self.url + path
         try:
-            reply = self._client.request(method, address, **content)
+            reply = self._send(method, address, **content)
         except httpx.TimeoutException as error:
             raise UserError(
                 f"{address} did not answer in time ({type(error).__name__}); raise options.timeout or lower batch_size"
@@ -116,6 +120,17 @@ class Http:
         if reply.status_code != 200:
             raise UserError(f"{address} answered {reply.status_code}: {_refusal(reply)}")
         return reply.content
+
+    def _send(self, method: str, address: str, **content: Any) -> httpx.Response:
+        """Ask again when the connection broke: scoring twice is harmless, and a run should outlive a lost packet."""
+        for pause in _PAUSES_S:
+            try:
+                return self._client.request(method, address, **content)
+            except httpx.TimeoutException:
+                raise
+            except httpx.TransportError:
+                time.sleep(pause)
+        return self._client.request(method, address, **content)
 
 
 score = Http

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -133,16 +134,13 @@ def test_group_text_and_tensor_rewards_are_served_too(file):
 
 
 def test_many_clients_at_once_get_their_own_answers(file):
-    with serving(file) as server:
-        got = {}
+    with serving(file) as server, ThreadPoolExecutor(20) as pool:
 
         def ask(i):
-            got[i] = remote(server.url).score(samples([i + 1]), [[0]], step=0).total.tolist()
+            return remote(server.url).score(samples([i + 1]), [[0]], step=0).total.tolist()
 
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(20)]
-        [t.start() for t in threads]
-        [t.join() for t in threads]
-    assert got == {i: [i + 1.5] for i in range(20)}
+        got = list(pool.map(ask, range(20)))
+    assert got == [[i + 1.5] for i in range(20)]
 
 
 def test_a_reward_that_raises_is_an_error_of_the_request_and_the_server_lives_on(file):

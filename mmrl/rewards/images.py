@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 4096 * 4096
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
+# Pillow's own warnings on size and metadata: both are judged here. Set once, since catch_warnings is not thread-safe.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+warnings.filterwarnings("ignore", module=r"PIL\.")
 _ALPHA = ("RGBA", "LA", "PA", "La", "RGBa")
 
 
@@ -29,16 +32,14 @@ def read_rgb(
     ``BadImageError``.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's own warnings on size and metadata: both are judged here
-            with Image.open(source, formats=formats) as image:
-                pixels = image.width * image.height
-                if pixels > max_pixels:
-                    raise BadImageError(f"{image.width} x {image.height} pixels; at most {max_pixels:,} are read")
-                frames = getattr(image, "n_frames", 1)
-                image.load()
-                rgb, note = _to_rgb(image)
-                turned = ImageOps.exif_transpose(rgb)
+        with Image.open(source, formats=formats) as image:
+            pixels = image.width * image.height
+            if pixels > max_pixels:
+                raise BadImageError(f"{image.width} x {image.height} pixels; at most {max_pixels:,} are read")
+            frames = getattr(image, "n_frames", 1)
+            image.load()
+            rgb, note = _to_rgb(image)
+            turned = ImageOps.exif_transpose(rgb)
     except BadImageError:
         raise
     except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, ValueError, KeyError
