@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mmrl.algorithms import diffusion_nft, draft, flow_grpo
 from mmrl.algorithms.advantages import group_advantages
+from mmrl.algorithms.objective import Scored
 from mmrl.config.schema import DiffusionNFT, DRaFT, FlowGRPO
 
 GOLDEN = torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 1.0, 1.0])
@@ -195,3 +196,19 @@ def test_draft_follows_the_rewards_gradient():
     draft.Objective(DRaFT()).loss({"rewards": rewards}, {}, 2.0).value.backward()
     assert rewards.grad is not None
     assert rewards.grad.tolist() == [-0.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("objective", "std"),
+    [
+        (flow_grpo.Objective(FlowGRPO(advantage_std="group")), "group"),
+        (diffusion_nft.Objective(DiffusionNFT()), "batch"),
+        (draft.Objective(DRaFT()), "none"),
+    ],
+)
+def test_an_objective_knows_its_advantages_and_its_share_of_the_denominator(objective, std):
+    rewards = GOLDEN.double()
+    own = objective.advantages(Scored(rewards, GROUPS))
+    assert torch.equal(own.values, group_advantages(rewards, GROUPS, std).values)
+    assert objective.amount(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([9.0, 9.0, 9.0])) == 18
+    assert objective.prepares == frozenset()

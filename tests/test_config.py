@@ -5,12 +5,14 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from mmrl.config.algorithms import Algorithm
 from mmrl.config.drop_ins import entries
 from mmrl.config.layers import parse_key, parse_value
 from mmrl.config.loader import LoadedRecipe, RecipeError, find_recipe, load_recipe, resolve, shipped_recipes
@@ -55,8 +57,9 @@ def lines_of(error: RecipeError) -> list[str]:
 
 OPTIM = "lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, schedule, ema_decay, ema_every"
 REWARD_KEYS = "name, label, weight, normalize, batch_size, timeout, retries, on_failure, options"
+TYPES = ", ".join(s.model_fields["type"].default for s in get_args(get_args(Algorithm)[0]))
 TOP = (
-    "name, seed, pipeline, model, data, sampling, rewards, algorithm, train, optim, eval, checkpoint, device, threads, "
+    "name, seed, pipeline, model, data, sampling, rollout, rewards, algorithm, train, optim, eval, checkpoint, device, threads, "
     "log, architecture"
 )
 
@@ -141,14 +144,13 @@ IN_FILE = [
         "missing type",
         "  type: flow_grpo\n",
         "",
-        "recipe.yaml:11  algorithm.type: missing; write one of flow_grpo, diffusion_nft, draft",
+        f"recipe.yaml:11  algorithm.type: missing; write one of {TYPES}",
     ),
     (
         "unknown type",
         "type: flow_grpo",
         "type: flow_grop",
-        "recipe.yaml:12  algorithm.type: unknown type 'flow_grop'; did you mean 'flow_grpo'?  "
-        "(types: flow_grpo, diffusion_nft, draft)",
+        f"recipe.yaml:12  algorithm.type: unknown type 'flow_grop'; did you mean 'flow_grpo'?  (types: {TYPES})",
     ),
     (
         "key of another type",

@@ -68,7 +68,17 @@ def test_config_imports_no_torch():
 
 
 def test_algorithms_are_pure():
-    allowed = ("torch", "math", "typing", "dataclasses", "collections", "__future__", "mmrl.algorithms", "mmrl.config")
+    allowed = (
+        "abc",
+        "torch",
+        "math",
+        "typing",
+        "dataclasses",
+        "collections",
+        "__future__",
+        "mmrl.algorithms",
+        "mmrl.config",
+    )
     for path in (ROOT / "mmrl" / "algorithms").glob("*.py"):
         assert all(name.startswith(allowed) for name in imports(path)), f"{path} imports {imports(path)}"
 

@@ -2,26 +2,74 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from mmrl.config.algorithms import Spread
 
 _EPSILON = 1e-4
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """``values`` ``[B]`` float32 (0 where the reward is missing); ``valid`` ``[B]``; counts over the batch's groups."""
+    """``values`` ``[B]``, or ``[B, T]`` of tokens, float32 (0 where the reward is missing); ``valid`` ``[B]``.
+
+    Counts are over the batch's groups. ``returns`` ``[B, T]`` float32 is what a critic is fitted to; ``metrics`` are
+    means for the log.
+    """
 
     values: Tensor
     valid: Tensor
     groups: int
     zero_std_groups: int
+    returns: Tensor | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def group_advantages(rewards: Tensor, groups: Tensor, std: Literal["group", "batch", "none"]) -> Advantages:
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Of every group, ``[G]`` float64 over its valid samples: mean, population variance and their number."""
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    @property
+    def flat(self) -> Tensor:
+        """``[G]`` bool: fewer than two values, or all equal.
+
+        Equal rewards can differ from their mean in the last digit; that is no signal.
+        """
+        return (self.variance.sqrt() <= 1e-9 * self.mean.abs().clamp(min=1.0)) | (self.count < 2)
+
+
+def group_statistics(values: Tensor, weights: Tensor, groups: Tensor) -> GroupStatistics:
+    """Statistics of ``values`` ``[N]`` with ``weights`` ``[N]`` (0 leaves a value out) in ``groups`` ``[N]`` integers.
+
+    Groups are numbered from 0; a value that is left out may be anything, NaN too.
+    """
+    n_groups = int(groups.max()) + 1 if len(groups) else 0
+    empty = torch.zeros(n_groups, dtype=torch.double, device=values.device)
+    w = weights.double()
+    v = torch.where(w > 0, values.double(), 0.0)
+    count = empty.index_add(0, groups, w)
+    mean = empty.index_add(0, groups, v * w) / count.clamp(min=1)
+    variance = empty.index_add(0, groups, (v - mean[groups]).square() * w) / count.clamp(min=1)
+    return GroupStatistics(mean, variance, count)
+
+
+def flat_groups(rewards: Tensor, groups: Tensor) -> Tensor:
+    """``[G]`` bool: groups that teach nothing, as their valid rewards ``[B]`` are all equal or fewer than two.
+
+    What dynamic sampling replaces (DAPO, arXiv 2503.14476, sec. 3.2).
+    """
+    return group_statistics(rewards, torch.isfinite(rewards), groups).flat
+
+
+def group_advantages(rewards: Tensor, groups: Tensor, std: Spread) -> Advantages:
     """``(r - mean of its group) / (std + 1e-4)`` (GRPO, arXiv 2402.03300, sec. 4.1.2).
 
     ``rewards`` ``[B]``, NaN where a sample was dropped; ``groups`` ``[B]`` integers. ``std``: of the group, of the
@@ -29,20 +77,38 @@ def group_advantages(rewards: Tensor, groups: Tensor, std: Literal["group", "bat
     are all equal, or with fewer than two valid samples, has advantage 0 and is counted.
     """
     valid = torch.isfinite(rewards)
+    stats = group_statistics(rewards, valid, groups)
     r = torch.where(valid, rewards.double(), 0.0)
-    n_groups = int(groups.max()) + 1 if len(groups) else 0
-    count = torch.zeros(n_groups, dtype=torch.double).index_add_(0, groups, valid.double())
-    mean = torch.zeros(n_groups, dtype=torch.double).index_add_(0, groups, r) / count.clamp(min=1)
-    centred = torch.where(valid, r - mean[groups], 0.0)
-    variance = torch.zeros(n_groups, dtype=torch.double).index_add_(0, groups, centred.square()) / count.clamp(min=1)
-    # Equal rewards can differ from their mean in the last digit; that is no signal.
-    flat = variance.sqrt() <= 1e-9 * mean.abs().clamp(min=1.0)
-    flat |= count < 2
+    centred = torch.where(valid, r - stats.mean[groups], 0.0)
     if std == "group":
-        scale = variance.sqrt()[groups] + _EPSILON
+        scale = stats.variance.sqrt()[groups] + _EPSILON
     elif std == "batch":
         scale = (r[valid].std(correction=0) if valid.any() else torch.tensor(0.0)) + _EPSILON
     else:
         scale = torch.tensor(1.0, dtype=torch.double)
-    values = torch.where(flat[groups], 0.0, centred / scale)
-    return Advantages(values.float(), valid, n_groups, int(flat.sum()))
+    values = torch.where(stats.flat[groups], 0.0, centred / scale)
+    return Advantages(values.float(), valid, len(stats.flat), int(stats.flat.sum()))
+
+
+def leave_one_out(rewards: Tensor, groups: Tensor) -> Advantages:
+    """``r - mean of the others of its group`` (RLOO, arXiv 2402.14740, eq. 8): ``(r - mean) n / (n - 1)``."""
+    plain = group_advantages(rewards, groups, "none")
+    count = group_statistics(rewards, plain.valid, groups).count[groups]
+    values = plain.values.double() * count / (count - 1).clamp(min=1)
+    return Advantages(values.float(), plain.valid, plain.groups, plain.zero_std_groups)
+
+
+def token_group_advantages(rewards: Tensor, mask: Tensor, groups: Tensor) -> tuple[Tensor, int, int]:
+    """``(R - mean) / (std + 1e-4)`` over all tokens of all responses of a group (CAPO, arXiv 2508.02298).
+
+    ``rewards`` ``[B, T]``, ``mask`` ``[B, T]``, 0 on padding and on rows left out, where ``rewards`` may be NaN.
+    Returns ``[B, T]`` float32, the number of groups and how many of them are flat (their advantages are 0).
+    """
+    index = groups.unsqueeze(1).expand_as(rewards).flatten()
+    stats = group_statistics(rewards.flatten(), mask.flatten(), index)
+    scaled = (rewards.double() - stats.mean[groups].unsqueeze(1)) / (
+        stats.variance.sqrt()[groups].unsqueeze(1) + _EPSILON
+    )
+    flat = stats.flat
+    values = torch.where((mask > 0) & ~flat[groups].unsqueeze(1), scaled, 0.0)
+    return values.float(), len(flat), int(flat.sum())

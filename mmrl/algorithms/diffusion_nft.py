@@ -16,9 +16,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mmrl.algorithms.objective import Kind, Loss
+from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.objective import Kind, Loss, Scored
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.schema import DiffusionNFT
+from mmrl.config.algorithms import DiffusionNFT, Spread
 
 
 class Objective:
@@ -26,16 +27,24 @@ class Objective:
 
     kind: Kind = "forward_process"
     last_steps = 0
+    prepares: frozenset[str] = frozenset()
     samples_with = "old"
 
     def __init__(self, settings: DiffusionNFT) -> None:
         self.beta = settings.beta
         self.advantage_clip = settings.advantage_clip
-        self.advantage_std = settings.advantage_std
+        self.advantage_std: Spread = settings.advantage_std
         self.kl_coef = settings.kl_coef
         self.entries = settings.noise_levels
         self.copies = {"old": lambda n: min(settings.old_decay_rate * n, settings.old_decay_max)}
         self.needs = frozenset({"v", "v_old"} | ({"v_reference"} if settings.kl_coef else set()))
+
+    def advantages(self, scored: Scored) -> Advantages:
+        return group_advantages(scored.rewards, scored.groups, self.advantage_std)
+
+    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+        """Every entry (denoising step, noise level) of every sample counts the same."""
+        return float((weights.double() * lengths).sum())
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
         """``new``: v, v_old, v_reference, x_s and x0 ``[B, ...]``, sigma ``[B]``; ``old``: advantages and weights

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from mmrl.algorithms.objective import Kind, Loss
-from mmrl.config.schema import FlowGRPO
+from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.objective import Kind, Loss, Scored
+from mmrl.algorithms.policy_gradient import clipped_surrogate
+from mmrl.config.algorithms import FlowGRPO, Spread
 
 
 class Objective:
@@ -22,6 +23,7 @@ class Objective:
 
     kind: Kind = "policy_gradient"
     last_steps = 0
+    prepares: frozenset[str] = frozenset()
     samples_with = "current"
     copies: ClassVar[dict[str, Callable[[int], float]]] = {}
     entries = None
@@ -29,24 +31,30 @@ class Objective:
     def __init__(self, settings: FlowGRPO) -> None:
         self.clip_range = settings.clip_range
         self.advantage_clip = settings.advantage_clip
-        self.advantage_std = settings.advantage_std
+        self.advantage_std: Spread = settings.advantage_std
         self.kl_coef = settings.kl_coef
         self.needs = frozenset({"log_probs"} | ({"reference_distance"} if settings.kl_coef else set()))
+
+    def advantages(self, scored: Scored) -> Advantages:
+        return group_advantages(scored.rewards, scored.groups, self.advantage_std)
+
+    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+        """Every entry (denoising step, noise level) of every sample counts the same."""
+        return float((weights.double() * lengths).sum())
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
         """``new``: log_probs ``[B, T]``, optionally reference_distance ``[B, T]``; ``old``: log_probs ``[B, T]``,
         advantages ``[B]``, weights ``[B]`` (0 leaves a sample out), std ``[T]``, dt ``[T]``."""
         weights = old["weights"].unsqueeze(1)
         advantages = old["advantages"].clamp(-self.advantage_clip, self.advantage_clip).unsqueeze(1)
-        policy, log_ratio, ratio = clipped_policy_gradient(
-            new["log_probs"], old["log_probs"], advantages, self.clip_range, self.clip_range
-        )
-        loss = policy
+        log_ratio = new["log_probs"] - old["log_probs"]
+        clipped = clipped_surrogate(log_ratio, advantages, self.clip_range, self.clip_range)
+        loss, ratio = clipped.loss, clipped.ratio
         sums = {
             "policy/ratio": ratio,
             "policy/clip_fraction": ((ratio - 1).abs() > self.clip_range).float(),
             "policy/approx_kl": 0.5 * log_ratio.square(),
-            "policy/loss": policy,
+            "policy/loss": loss,
         }
         if "reference_distance" in self.needs:
             kl = new["reference_distance"] * (-old["dt"]) / (2 * old["std"].square())
@@ -57,13 +65,3 @@ class Objective:
             sums={name: (value.detach() * weights).sum() for name, value in sums.items()},
             maxima={"policy/ratio_max_dev": ((ratio.detach() - 1).abs() * weights).max()},
         )
-
-
-def clipped_policy_gradient(
-    new: Tensor, old: Tensor, advantages: Tensor, low: float, high: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), as a loss: loss, log-ratio and ratio, each ``[B, T]``."""
-    log_ratio = new - old
-    ratio = log_ratio.exp()
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
-    return loss, log_ratio.detach(), ratio

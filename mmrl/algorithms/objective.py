@@ -8,8 +8,11 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-Kind = Literal["policy_gradient", "forward_process", "pathwise"]
-"""What an update is made of (DESIGN 2): recorded actions, clean results noised afresh, or a differentiable reward."""
+from mmrl.algorithms.advantages import Advantages
+
+Kind = Literal["policy_gradient", "forward_process", "pathwise", "offline"]
+"""What an update is made of (DESIGN 2): recorded actions, clean results noised afresh, a differentiable reward, or
+given pairs."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,38 @@ class Loss:
     maxima: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Scored:
+    """A whole batch as advantages see it: ``B`` samples of up to ``T`` response tokens (diffusion: no token fields).
+
+    What the objective ``prepares`` is there; positions outside ``mask`` may hold anything finite.
+    """
+
+    rewards: Tensor
+    """``[B]`` float64, NaN where the sample was dropped."""
+    groups: Tensor
+    """``[B]`` int64, the group of each row."""
+    mask: Tensor | None = None
+    """``[B, T]`` float32, 1 on response tokens."""
+    token_rewards: Tensor | None = None
+    """``[B, T]`` float64, rewards of single tokens (CAPO: -1 in a wrong step); None: nothing was said of them."""
+    log_probs: Tensor | None = None
+    """``[B, T]`` of the policy before this step's updates."""
+    reference_log_probs: Tensor | None = None
+    """``[B, T]`` of the reference."""
+    values: Tensor | None = None
+    """``[B, T]`` of the critic before this step's updates."""
+
+
 class Objective(Protocol):
     """A pure function from recomputed tensors to a loss, with what the loop must know to feed it."""
 
     kind: Kind
     needs: frozenset[str]
     """Names of the tensors that recomputation must return."""
-    advantage_std: Literal["group", "batch", "none"]
-    """What group advantages are divided by."""
+    prepares: frozenset[str]
+    """Of ``log_probs``, ``reference_log_probs`` and ``values``: what ``advantages`` reads of the whole batch,
+    recomputed before the updates."""
     samples_with: str
     """The copy of the weights that samples: ``"current"``, or one of ``copies``."""
     copies: Mapping[str, Callable[[int], float]]
@@ -42,7 +69,19 @@ class Objective(Protocol):
     last_steps: int
     """Sampling steps that carry a graph (pathwise objectives)."""
 
+    def advantages(self, scored: Scored) -> Advantages:
+        """What each sample, or each of its tokens, is worth. Pathwise and offline objectives are not asked."""
+        ...
+
+    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+        """This controller's share of an update's global denominator.
+
+        ``weights`` ``[B]``, 1 for rows that count and 0 for those left out; ``lengths`` ``[B]``, the entries of each
+        row (actions, noise levels or response tokens). The sum over controllers is the ``total`` of ``loss``.
+        """
+        ...
+
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
-        """``new``: recomputed under the current weights; ``old``: what sampling recorded; ``total``: the number of
-        entries of the whole optimizer step over all controllers."""
+        """``new``: recomputed under the current weights; ``old``: what sampling recorded; ``total``: the sum of
+        ``amount`` of the whole optimizer step over all controllers. A slice's losses add up to the step's."""
         ...

@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 def impossibilities(recipe: Recipe) -> list[str]:
     """All contradictions between sections, at once; each names the key to change."""
+    if recipe.sampling.type == "text":
+        return [*_groups(recipe), *_batches(recipe), *_half(recipe), *_text(recipe), *_labels(recipe)]
     return [
         *_groups(recipe),
+        *_diffusion(recipe),
         *_window(recipe),
         *_batches(recipe),
         *_noise(recipe),
@@ -30,15 +33,42 @@ def label_of(name: str, label: str | None) -> str:
 
 
 def _groups(recipe: Recipe) -> Iterator[str]:
-    if recipe.algorithm.type != "draft" and recipe.train.group_size < 2:
+    if recipe.algorithm.compares_group and recipe.train.group_size < 2:
         yield (
             "train.group_size: a group of 1 has no advantage (its reward minus its own mean is 0); "
             "set train.group_size to 2 or more"
         )
 
 
+def _text(recipe: Recipe) -> Iterator[str]:
+    if recipe.algorithm.trains_on == "denoising":
+        yield (
+            f"algorithm.type: {recipe.algorithm.type} trains denoising steps, and this recipe samples text "
+            "(sampling.max_new_tokens); use grpo, or a diffusion pipeline and its sampling section"
+        )
+    if recipe.train.micro_batch_tokens is not None:
+        needed = recipe.decoding.max_new_tokens
+        if recipe.train.micro_batch_tokens < needed:
+            yield (
+                f"train.micro_batch_tokens: one response may have {needed} tokens (sampling.max_new_tokens), which do "
+                f"not fit; set it to {needed} plus the longest prompt, or more"
+            )
+
+
+def _diffusion(recipe: Recipe) -> Iterator[str]:
+    if recipe.algorithm.trains_on != "denoising":
+        yield (
+            f"algorithm.type: {recipe.algorithm.type} trains tokens, and this recipe samples pictures "
+            "(sampling.height, sampling.width); use flow_grpo, or a text pipeline and sampling.max_new_tokens"
+        )
+    if recipe.train.micro_batch_tokens is not None:
+        yield "train.micro_batch_tokens: pictures have no tokens to count; set train.micro_batch_size and remove it"
+    if recipe.rollout.engine != "transformers":
+        yield f"rollout.engine: {recipe.rollout.engine} samples text; remove rollout"
+
+
 def _window(recipe: Recipe) -> Iterator[str]:
-    window, steps = recipe.sampling.window, recipe.sampling.steps
+    window, steps = recipe.denoising.window, recipe.denoising.steps
     if window is None:
         return
     if recipe.algorithm.type != "flow_grpo":
@@ -66,7 +96,7 @@ def _batches(recipe: Recipe) -> Iterator[str]:
 
 
 def _noise(recipe: Recipe) -> Iterator[str]:
-    if recipe.algorithm.type == "diffusion_nft" and recipe.sampling.same_initial_noise:
+    if recipe.algorithm.type == "diffusion_nft" and recipe.denoising.same_initial_noise:
         yield (
             "sampling.same_initial_noise: diffusion_nft adds no noise between steps, so a group would be one "
             "picture many times; set it to false"
@@ -82,7 +112,7 @@ def _half(recipe: Recipe) -> Iterator[str]:
 
 
 def _levels(recipe: Recipe) -> Iterator[str]:
-    algorithm, most = recipe.algorithm, recipe.sampling.steps - 1
+    algorithm, most = recipe.algorithm, recipe.denoising.steps - 1
     if algorithm.type == "diffusion_nft" and (algorithm.noise_levels or 0) > most:
         yield f"algorithm.noise_levels: {most + 1} sampling steps have {most} levels; set it to {most} or less"
 
@@ -91,10 +121,10 @@ def _pathwise(recipe: Recipe) -> Iterator[str]:
     algorithm = recipe.algorithm
     if algorithm.type != "draft":
         return
-    if algorithm.last_steps > recipe.sampling.steps:
+    if algorithm.last_steps > recipe.denoising.steps:
         yield (
-            f"algorithm.last_steps: {algorithm.last_steps} of {recipe.sampling.steps} sampling steps; "
-            f"set it to {recipe.sampling.steps} or less"
+            f"algorithm.last_steps: {algorithm.last_steps} of {recipe.denoising.steps} sampling steps; "
+            f"set it to {recipe.denoising.steps} or less"
         )
     for i, reward in enumerate(recipe.rewards):
         if reward.name.partition(":")[0] == "http":
@@ -106,7 +136,7 @@ def _pathwise(recipe: Recipe) -> Iterator[str]:
             yield f"rewards[{i}].normalize: draft follows the reward's own gradient; set it to none"
         if reward.on_failure == "drop":
             yield f"rewards[{i}].on_failure: draft has no sample to drop once its gradient is taken; set it to fail"
-    if recipe.sampling.same_initial_noise and recipe.train.group_size > 1:
+    if recipe.denoising.same_initial_noise and recipe.train.group_size > 1:
         yield (
             "sampling.same_initial_noise: draft adds no noise between steps, so a group would be one picture many "
             "times; set it to false, or train.group_size to 1"

@@ -14,6 +14,8 @@ from pydantic_core import ErrorDetails
 
 from mmrl.config.errors import Finding, KeyPath
 from mmrl.config.layers import Tree, kind_of, parse_key
+from mmrl.config.sampling import TextSampling
+from mmrl.config.sampling import kind_of as sampling_kind
 from mmrl.config.schema import Recipe
 
 
@@ -165,6 +167,8 @@ def _chosen(annotation: Any, written: Any) -> type[BaseModel] | None:
     kinds = _sections(annotation)
     if len(kinds) > 1:
         tag = written.get("type") if isinstance(written, dict) else None
+        if TextSampling in kinds:
+            tag = sampling_kind(written)
         return next((kind for kind in kinds if _tag(kind) == tag), None)
     return kinds[0] if kinds else None
 

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
+
+from mmrl.config.algorithms import Algorithm, DiffusionNFT, DRaFT, FlowGRPO
+from mmrl.config.sampling import Sampling, Sde, TextSampling, Window, kind_of
+from mmrl.config.section import Decay, Fraction, NonNegative, Section
+
+__all__ = ["DRaFT", "DiffusionNFT", "FlowGRPO", "Sampling", "Sde", "Section", "TextSampling", "Window"]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """A part of a recipe: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Lora(Section):
@@ -39,6 +36,8 @@ class Model(Section):
     lora: Lora | None = None
     """None trains all weights of the policy."""
     gradient_checkpointing: bool = False
+    freeze: list[str] = Field(default_factory=list)
+    """Names of modules (``visual``) whose weights do not train; with LoRA only adapters train anyway."""
     offload: bool = True
     """Move text encoders and VAE off the accelerator while they are idle (no effect on a CPU)."""
 
@@ -49,40 +48,8 @@ class Data(Section):
     name: str
     train: dict[str, Any] = Field(default_factory=dict)
     heldout: dict[str, Any] = Field(default_factory=dict)
-
-
-class Sde(Section):
-    kind: Literal["flow", "cps", "dance"] = "flow"
-    noise_level: PositiveFloat = 0.7
-    """``a`` of Flow-SDE and CPS, ``eta`` of DanceGRPO."""
-
-
-class Window(Section):
-    """Train a few consecutive steps and sample the rest without noise (Flow-GRPO-Fast, MixGRPO)."""
-
-    size: PositiveInt = 3
-    first: Annotated[int, Field(ge=0)] = 0
-    last: PositiveInt | None = None
-    """The window stays inside steps [first, last); None ends before the final step, which never carries noise."""
-    strategy: Literal["random", "progressive"] = "random"
-    """``random`` draws the start anew each step; ``progressive`` moves it by one every ``every`` steps (MixGRPO)."""
-    every: PositiveInt = 25
-
-
-class Sampling(Section):
-    steps: Annotated[int, Field(ge=2)] = 10
-    guidance_scale: NonNegative = 1.0
-    """1 (or less) samples and trains without classifier-free guidance, at half the cost."""
-    height: PositiveInt
-    width: PositiveInt
-    max_sequence_length: PositiveInt = 256
-    sde: Sde = Sde()
-    window: Window | None = None
-    """None records every step but the last."""
-    batch_size: PositiveInt | None = None
-    """None takes train.micro_batch_size: equal shapes make the first ratio exactly 1."""
-    same_initial_noise: bool = False
-    """Start the samples of a group from one noise (DanceGRPO)."""
+    max_bad_fraction: Fraction = 0.01
+    """Records that cannot be used are left out, counted and named in failures.jsonl; past this share the run stops."""
 
 
 class Reward(Section):
@@ -102,41 +69,16 @@ class Reward(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class FlowGRPO(Section):
-    """Clipped policy gradient over denoising steps (Liu et al. 2025, arXiv 2505.05470)."""
+class Rollout(Section):
+    """What samples text: the training process itself, or an engine with weights of its own."""
 
-    type: Literal["flow_grpo"] = "flow_grpo"
-    clip_range: PositiveFloat = 1e-4
-    advantage_clip: PositiveFloat = 5.0
-    advantage_std: Literal["group", "batch", "none"] = "batch"
-    """Divide the centred reward by the group's standard deviation or by the batch's (Flow-GRPO's default)."""
-    kl_coef: NonNegative = 0.04
-
-
-class DiffusionNFT(Section):
-    """Forward-process optimisation (Zheng et al. 2025, arXiv 2509.16117)."""
-
-    type: Literal["diffusion_nft"] = "diffusion_nft"
-    beta: PositiveFloat = 1.0
-    advantage_clip: PositiveFloat = 5.0
-    advantage_std: Literal["group", "batch", "none"] = "batch"
-    kl_coef: NonNegative = 1e-4
-    """Weight of the squared distance to the reference's velocity."""
-    old_decay_rate: NonNegative = 0.001
-    old_decay_max: Fraction = 0.5
-    """After step n the old policy becomes d * old + (1 - d) * policy, d = min(rate * n, max)."""
-    noise_levels: PositiveInt | None = None
-    """Noise levels trained per sample; None takes every rollout step but the last."""
-
-
-class DRaFT(Section):
-    """Reward back-propagation through the last K steps (Clark et al. 2023, arXiv 2309.17400)."""
-
-    type: Literal["draft"] = "draft"
-    last_steps: PositiveInt = 1
-
-
-Algorithm = Annotated[FlowGRPO | DiffusionNFT | DRaFT, Field(discriminator="type")]
+    engine: Literal["transformers", "vllm", "vllm_server", "sglang"] = "transformers"
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the engine."""
+    importance: Literal["auto", "token", "sequence", "none"] = "auto"
+    """Truncated importance sampling against the gap between engine and trainer; ``auto`` is ``token`` for an engine
+    with weights of its own, and ``none`` in process."""
+    importance_cap: PositiveFloat = 2.0
 
 
 class Train(Section):
@@ -144,6 +86,9 @@ class Train(Section):
     prompts_per_step: PositiveInt
     group_size: PositiveInt
     micro_batch_size: PositiveInt
+    """Samples of a slice of the update; of text at most, where ``micro_batch_tokens`` bounds it too."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Text: longest prompt and response of a slice times its rows, padding included, stay within this."""
     updates_per_step: PositiveInt = 1
     max_cpu_seconds: PositiveFloat | None = None
     """Stop after the step in which the CPU time spent in training steps (not in evaluation) passes this."""
@@ -170,6 +115,8 @@ class Eval(Section):
     samples: PositiveInt = 64
     steps: PositiveInt | None = None
     """Denoising steps of evaluation; None takes sampling.steps. Always without noise."""
+    temperature: NonNegative | None = None
+    """Of text; 0 is greedy, None takes sampling.temperature."""
     grid: PositiveInt = 24
     """Pictures in a sample grid."""
     rewards: list[Reward] = Field(default_factory=list)
@@ -188,7 +135,10 @@ class Recipe(Section):
     """``diffusion/sd3``, or path/to/file.py."""
     model: Model
     data: Data
-    sampling: Sampling
+    sampling: Annotated[
+        Annotated[Sampling, Tag("diffusion")] | Annotated[TextSampling, Tag("text")], Discriminator(kind_of)
+    ]
+    rollout: Rollout = Rollout()
     rewards: Annotated[list[Reward], Field(min_length=1)]
     algorithm: Algorithm
     train: Train
@@ -203,6 +153,20 @@ class Recipe(Section):
     """Trackers beside metrics.jsonl; each needs its extra (pip install mmrl[wandb])."""
     architecture: str | None = None
     """A JSON file with the checkpoint's component configurations, read by ``plan`` where the checkpoint cannot be."""
+
+    @property
+    def denoising(self) -> Sampling:
+        """The sampling section of a diffusion recipe. Raises ``TypeError`` for another."""
+        if not isinstance(self.sampling, Sampling):
+            raise TypeError(f"{self.name} samples text")
+        return self.sampling
+
+    @property
+    def decoding(self) -> TextSampling:
+        """The sampling section of a text recipe. Raises ``TypeError`` for another."""
+        if not isinstance(self.sampling, TextSampling):
+            raise TypeError(f"{self.name} samples pictures")
+        return self.sampling
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:

@@ -1,0 +1,48 @@
+"""How the losses of tokens become one number, over denominators that are global to an optimizer step.
+
+A token's weight depends on its own response alone and the denominator is a sum over all controllers, so that any split
+of the work into micro-batches and controllers has the same gradient. The names are those of verl:
+
+- token_mean               sum over tokens / number of tokens              (DAPO)
+- seq_mean_token_mean      mean over responses of the mean of their tokens (GRPO)
+- seq_mean_token_sum       mean over responses of the sum of their tokens
+- seq_mean_token_sum_norm  the same, divided by a constant                 (Dr.GRPO)
+
+A response without a token counts nowhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mmrl.config.algorithms import AggregationMode
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """``norm`` divides sums under ``seq_mean_token_sum_norm`` and is read nowhere else."""
+
+    mode: AggregationMode
+    norm: float = 1.0
+
+    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+        """Share of the denominator of rows with ``weights`` ``[B]`` (0 or 1) and ``lengths`` ``[B]`` tokens."""
+        counted = weights.double() * (lengths > 0)
+        return float((counted * lengths).sum() if self.mode == "token_mean" else counted.sum())
+
+    def loss_weights(self, weights: Tensor, mask: Tensor) -> Tensor:
+        """What each token's loss is multiplied by, ``[B, T]``: 0 outside ``mask`` ``[B, T]``."""
+        rows = weights.unsqueeze(1) * mask
+        if self.mode == "seq_mean_token_mean":
+            return rows / mask.sum(1, keepdim=True).clamp(min=1)
+        return rows / self.norm if self.mode == "seq_mean_token_sum_norm" else rows
+
+    def mean_weights(self, weights: Tensor, mask: Tensor) -> Tensor:
+        """Weights ``[B, T]`` under which a sum over tokens, divided by the same denominator, is a mean.
+
+        Of tokens, or of responses. What the log's ratios and fractions are weighted with.
+        """
+        rows = weights.unsqueeze(1) * mask
+        return rows if self.mode == "token_mean" else rows / mask.sum(1, keepdim=True).clamp(min=1)

@@ -1,0 +1,42 @@
+"""CAPO: a judge finds wrong steps, and only their tokens lose reward (Xie et al. 2025, arXiv 2508.02298).
+
+    R_t = outcome_weight r + step_weight s_t,   A_t = (R_t - mean) / std over all tokens of the group
+
+``r`` is the response's reward (1 where a verifier accepts it); ``s_t`` is the reward of the single token, -1 in a step
+that the vote over critiques (``mmrl.algorithms.voting``) finds wrong, so that with the paper's weights a token
+earns 2, 1, 0 or -1. The loss is GRPO's. The sources at hand give the mean; the division by the standard deviation is
+GRPO's, and the loss is a mean over all tokens, so that a group's tokens pull with a sum of 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmrl.algorithms.advantages import Advantages, token_group_advantages
+from mmrl.algorithms.objective import Scored
+from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
+from mmrl.config.algorithms import CAPO
+
+
+class Objective(TokenObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+
+    def __init__(self, settings: CAPO) -> None:
+        super().__init__(settings, settings.aggregation)
+        self.clip = (settings.clip_low, settings.clip_high)
+        self.outcome_weight, self.step_weight = settings.outcome_weight, settings.step_weight
+
+    def advantages(self, scored: Scored) -> Advantages:
+        """Without rewards of tokens in the batch, every step passes for right."""
+        assert scored.mask is not None
+        valid = torch.isfinite(scored.rewards)
+        steps = torch.zeros_like(scored.mask) if scored.token_rewards is None else scored.token_rewards
+        rewards = self.outcome_weight * scored.rewards.double().unsqueeze(1) + self.step_weight * steps.double()
+        counted = scored.mask * valid.unsqueeze(1)
+        values, groups, flat = token_group_advantages(rewards, counted, scored.groups)
+        wrong = (counted * (steps < 0)).sum() / counted.sum().clamp(min=1)
+        return Advantages(values, valid, groups, flat, metrics={"advantage/wrong_step_fraction": wrong.item()})
+
+    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
+        return clipped_surrogate(log_ratio, advantages, *self.clip)

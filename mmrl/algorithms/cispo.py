@@ -1,0 +1,34 @@
+"""CISPO: the ratio is a clipped, detached weight, so no token loses its gradient (arXiv 2506.13585, eq. 4).
+
+    L = -min(ratio, ratio_max) A log policy,   no gradient through the ratio
+
+Without a lower bound, as in the paper. ``policy/clip_fraction`` counts weights that were cut, whatever the advantage.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.objective import Scored
+from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective
+from mmrl.config.algorithms import CISPO, Spread
+
+
+class Objective(TokenObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+
+    def __init__(self, settings: CISPO) -> None:
+        super().__init__(settings, settings.aggregation)
+        self.ratio_max = settings.ratio_max
+        self.advantage_std: Spread = settings.advantage_std
+
+    def advantages(self, scored: Scored) -> Advantages:
+        return group_advantages(scored.rewards, scored.groups, self.advantage_std)
+
+    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
+        ratio = log_ratio.detach().exp()
+        cut = ratio > self.ratio_max
+        loss = -ratio.clamp(max=self.ratio_max) * advantages * log_probs
+        return Surrogate(loss, ratio, torch.zeros_like(cut), cut)

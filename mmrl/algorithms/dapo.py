@@ -1,0 +1,48 @@
+"""DAPO: GRPO with a higher upper clip, a mean over all tokens, and overlong responses punished (arXiv 2503.14476).
+
+Dynamic sampling (``dynamic_sampling`` of the section) is the loop's: it redraws the groups that ``flat_groups`` names,
+by their rewards before the punishment of length. ``advantage/overlong_fraction`` is the share of responses punished.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.objective import Scored
+from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
+from mmrl.config.algorithms import DAPO, Spread, length_limit
+
+
+class Objective(TokenObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+
+    def __init__(self, settings: DAPO) -> None:
+        super().__init__(settings, settings.aggregation)
+        self.clip = (settings.clip_low, settings.clip_high)
+        self.advantage_std: Spread = settings.advantage_std
+        self.overlong_penalty = settings.overlong_penalty
+        self.limit = length_limit(settings) if settings.overlong_buffer and settings.overlong_penalty else 0
+        self.buffer = round(settings.overlong_buffer * self.limit)
+
+    def advantages(self, scored: Scored) -> Advantages:
+        rewards, metrics = scored.rewards, {}
+        if self.buffer:
+            assert scored.mask is not None
+            punishment = overlong_punishment(scored.mask.sum(1), self.limit, self.buffer)
+            rewards = rewards + self.overlong_penalty * punishment
+            metrics = {"advantage/overlong_fraction": (punishment < 0).double().mean().item()}
+        return replace(group_advantages(rewards, scored.groups, self.advantage_std), metrics=metrics)
+
+    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
+        return clipped_surrogate(log_ratio, advantages, *self.clip)
+
+
+def overlong_punishment(lengths: Tensor, limit: int, buffer: int) -> Tensor:
+    """Soft overlong punishment of ``lengths`` ``[B]`` in tokens (DAPO, eq. 13), float64 in [-1, 0].
+
+    0 up to ``limit - buffer``, then falling in a line to -1 at ``limit`` and beyond it.
+    """
+    return ((limit - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0)

@@ -1,0 +1,28 @@
+"""Dr.GRPO: GRPO without the division by the group's spread and by the response's length (arXiv 2503.20783, sec. 3).
+
+A response's tokens are summed and divided by the length limit, the same for all: the constant that the paper leaves
+open, and TRL's choice.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.objective import Scored
+from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
+from mmrl.config.algorithms import DrGRPO
+
+
+class Objective(TokenObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+
+    def __init__(self, settings: DrGRPO) -> None:
+        super().__init__(settings, settings.aggregation)
+        self.clip = (settings.clip_low, settings.clip_high)
+
+    def advantages(self, scored: Scored) -> Advantages:
+        return group_advantages(scored.rewards, scored.groups, "none")
+
+    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
+        return clipped_surrogate(log_ratio, advantages, *self.clip)

@@ -1,0 +1,28 @@
+"""GRPO: group advantages and a clipped ratio per token (Shao et al. 2024, arXiv 2402.03300, eq. 3).
+
+Standard deviations are the population's and 1e-4 is added, as everywhere here; TRL and verl take the sample's.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.objective import Scored
+from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
+from mmrl.config.algorithms import GRPO, Spread
+
+
+class Objective(TokenObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+
+    def __init__(self, settings: GRPO) -> None:
+        super().__init__(settings, settings.aggregation)
+        self.clip = (settings.clip_low, settings.clip_high)
+        self.advantage_std: Spread = settings.advantage_std
+
+    def advantages(self, scored: Scored) -> Advantages:
+        return group_advantages(scored.rewards, scored.groups, self.advantage_std)
+
+    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
+        return clipped_surrogate(log_ratio, advantages, *self.clip)

@@ -1,0 +1,32 @@
+"""GSPO: one ratio a response, the geometric mean over its tokens, clipped as a whole (arXiv 2507.18071, eq. 5 and 7).
+
+    s = exp(mean_t log ratio_t),   L = mean over responses of max(-A s, -A clip(s, 1 - low, 1 + high))
+
+The clip ranges are on the scale of a mean and so a thousandth of a token's. ``policy/ratio`` is ``s``;
+``policy/ratio_max_dev`` stays the tokens', as a check of replay.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.objective import Scored
+from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
+from mmrl.config.algorithms import GSPO, Spread
+
+
+class Objective(TokenObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+
+    def __init__(self, settings: GSPO) -> None:
+        super().__init__(settings)
+        self.clip = (settings.clip_low, settings.clip_high)
+        self.advantage_std: Spread = settings.advantage_std
+
+    def advantages(self, scored: Scored) -> Advantages:
+        return group_advantages(scored.rewards, scored.groups, self.advantage_std)
+
+    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
+        mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        return clipped_surrogate(mean, advantages, *self.clip)

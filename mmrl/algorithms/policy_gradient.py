@@ -1,0 +1,143 @@
+"""What the policy gradients over tokens share: ratio, aggregation, the pull to the reference, entropy and the log.
+
+    L = sum_t w_t [ c_t surrogate_t + kl_coef k3_t - entropy_coef H_t ] / total
+
+``w`` are the weights of ``mmrl.algorithms.aggregation``, ``c`` the truncated importance weights of a rollout engine
+(``mmrl.algorithms.mismatch``) where there are any, ``k3 = exp(d) - d - 1`` with ``d = log(reference / policy)``
+(Schulman, "Approximating KL divergence", 2020; GRPO, arXiv 2402.03300, eq. 4).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmrl.algorithms.advantages import Advantages
+from mmrl.algorithms.aggregation import Aggregation
+from mmrl.algorithms.objective import Kind, Loss, Scored
+from mmrl.config.algorithms import AggregationMode, TokenAlgorithm, length_limit
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios beyond it are cut: exp of them would overflow, and infinity times a clipped gradient of 0 is no number."""
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """The policy's part of the loss and its ratio, ``[B, T]``, or ``[B, 1]`` where a response is one action.
+
+    ``low`` and ``high`` mark where the clip range takes the gradient away, below and above it (bool, the same shape).
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    low: Tensor
+    high: Tensor
+
+
+class TokenObjective(ABC):
+    """Abstract; see ``mmrl.algorithms.objective.Objective``. An algorithm says its advantages and its surrogate."""
+
+    kind: Kind = "policy_gradient"
+    prepares: frozenset[str] = frozenset()
+    samples_with = "current"
+    copies: ClassVar[dict[str, Callable[[int], float]]] = {}
+    entries = None
+    last_steps = 0
+
+    def __init__(
+        self,
+        settings: TokenAlgorithm,
+        aggregation: AggregationMode = "seq_mean_token_mean",
+        *,
+        kl_in_loss: bool = True,
+    ) -> None:
+        """Where a response has one loss, ``aggregation`` is ``seq_mean_token_mean``, its mean over responses.
+
+        Raises ``UserError`` where a length limit is needed and neither section gives one.
+        """
+        self.kl_coef = settings.kl_coef if kl_in_loss else 0.0
+        self.entropy_coef = settings.entropy_coef
+        norm = length_limit(settings) if aggregation == "seq_mean_token_sum_norm" else 1
+        self.aggregation = Aggregation(aggregation, float(norm))
+        extra = {"reference_log_probs": self.kl_coef, "entropy": self.entropy_coef}
+        self.needs = frozenset({"log_probs"} | {name for name, coefficient in extra.items() if coefficient})
+
+    @abstractmethod
+    def advantages(self, scored: Scored) -> Advantages: ...
+
+    @abstractmethod
+    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
+        """``log_probs`` and ``log_ratio`` ``[B, T]`` with their graph, both 0 outside ``mask`` ``[B, T]`` (float);
+        ``advantages`` ``[B, T]`` or ``[B, 1]``."""
+
+    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+        """See ``Aggregation.amount``."""
+        return self.aggregation.amount(weights, lengths)
+
+    def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
+        """The loss of some rows.
+
+        ``new``: log_probs ``[B, T]``, and where they are needed or known reference_log_probs, entropy and values
+        ``[B, T]``. ``old``: log_probs ``[B, T]``, advantages ``[B]`` or ``[B, T]``, weights ``[B]`` (0 leaves a row
+        out), mask ``[B, T]``, optionally importance ``[B, T]`` or ``[B, 1]``. Values outside the mask may be anything.
+        Ratios, fractions and divergences are logged as means over what the aggregation averages: tokens, or responses.
+        """
+        inside = old["mask"] > 0
+        mask, weights = inside.to(old["weights"].dtype), old["weights"]
+        log_probs = torch.where(inside, new["log_probs"], 0.0)
+        log_ratio = (log_probs - torch.where(inside, old["log_probs"], 0.0)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        advantages = old["advantages"] if old["advantages"].ndim == 2 else old["advantages"].unsqueeze(1)
+        s = self.surrogate(log_probs, log_ratio, torch.where(inside, advantages, 0.0), mask)
+        policy = s.loss * old["importance"] if "importance" in old else s.loss
+        terms = self.terms(new, old, inside)
+        loss = sum((c * value for c, value in terms.values() if c), start=policy)
+        weighted = self.aggregation.loss_weights(weights, mask)
+        mean = self.aggregation.mean_weights(weights, mask)
+        logged = {
+            "policy/ratio": s.ratio,
+            "policy/clip_fraction": (s.low | s.high).float(),
+            "policy/clip_fraction_low": s.low.float(),
+            "policy/clip_fraction_high": s.high.float(),
+            "policy/approx_kl": 0.5 * log_ratio.square(),
+            **{name: value for name, (_, value) in terms.items()},
+        }
+        deviation = (log_ratio.detach().exp() - 1).abs() * mask * weights.unsqueeze(1)
+        return Loss(
+            value=(loss * weighted).sum() / total,
+            sums={name: (value.detach() * mean).sum() for name, value in logged.items()}
+            | {"policy/loss": (policy.detach() * weighted).sum()},
+            maxima={"policy/ratio_max_dev": deviation.max()},
+        )
+
+    def terms(
+        self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], inside: Tensor
+    ) -> dict[str, tuple[float, Tensor]]:
+        """What is added to the surrogate: the log's name to a coefficient (0: only logged) and ``[B, T]``."""
+        out: dict[str, tuple[float, Tensor]] = {}
+        if "reference_log_probs" in new:
+            out["policy/kl"] = (self.kl_coef, k3(new["log_probs"], new["reference_log_probs"], inside))
+        if "entropy" in new:
+            out["policy/entropy"] = (-self.entropy_coef, torch.where(inside, new["entropy"], 0.0))
+        return out
+
+
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Surrogate:
+    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7) as a loss, with a lower and an upper range (DAPO, eq. 8).
+
+    ``log_ratio`` and ``advantages`` broadcast to the shape of the result.
+    """
+    ratio = log_ratio.exp()
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    at = ratio.detach()
+    return Surrogate(loss, ratio, (at < 1 - low) & (advantages < 0), (at > 1 + high) & (advantages > 0))
+
+
+def k3(log_probs: Tensor, reference: Tensor, inside: Tensor) -> Tensor:
+    """Schulman's k3 estimate of the divergence from the reference, ``[B, T]``, never negative; 0 outside."""
+    d = torch.where(inside, reference - log_probs, 0.0).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return d.exp() - d - 1

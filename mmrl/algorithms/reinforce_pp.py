@@ -1,0 +1,59 @@
+"""REINFORCE++: advantages whitened over the whole batch, not inside groups (Hu et al. 2025, arXiv 2501.03262).
+
+- plain     A_t = r - kl_coef sum over i >= t of log(policy_i / reference_i), over the batch's tokens (eq. 3 and 4);
+            with gamma < 1, and with rewards of single tokens, the discounted reward-to-go
+- baseline  A = r - mean of its group, whitened likewise; the divergence is a term of the loss, with Schulman's k2
+
+The batch is this controller's. Statistics are over tokens, so that a response weighs with its length, as in verl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mmrl.algorithms.advantages import Advantages, flat_groups, group_advantages
+from mmrl.algorithms.objective import Scored
+from mmrl.algorithms.policy_gradient import LOG_RATIO_BOUND, Surrogate, TokenObjective, clipped_surrogate
+from mmrl.algorithms.returns import reward_to_go, token_rewards, whiten
+from mmrl.config.algorithms import ReinforcePP
+
+
+class Objective(TokenObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+
+    def __init__(self, settings: ReinforcePP) -> None:
+        self.baseline = settings.variant == "baseline"
+        super().__init__(settings, settings.aggregation, kl_in_loss=self.baseline)
+        self.clip = (settings.clip_low, settings.clip_high)
+        self.gamma = settings.gamma
+        self.reward_kl_coef = 0.0 if self.baseline else settings.kl_coef
+        if self.reward_kl_coef:
+            self.prepares = frozenset({"log_probs", "reference_log_probs"})
+
+    def advantages(self, scored: Scored) -> Advantages:
+        mask = scored.mask
+        assert mask is not None
+        valid, flat = torch.isfinite(scored.rewards), flat_groups(scored.rewards, scored.groups)
+        if self.baseline:
+            scored = replace(scored, rewards=group_advantages(scored.rewards, scored.groups, "none").values.double())
+        rewards, metrics = token_rewards(scored, self.reward_kl_coef)
+        returns = reward_to_go(rewards, mask, self.gamma)
+        values = whiten(returns, mask * valid.unsqueeze(1))
+        return Advantages(values.float(), valid, len(flat), int(flat.sum()), metrics=metrics)
+
+    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
+        return clipped_surrogate(log_ratio, advantages, *self.clip)
+
+    def terms(
+        self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], inside: Tensor
+    ) -> dict[str, tuple[float, Tensor]]:
+        out = super().terms(new, old, inside)
+        if self.baseline and "reference_log_probs" in new:
+            d = torch.where(inside, new["log_probs"] - new["reference_log_probs"], 0.0)
+            out["policy/kl"] = (0.0, out["policy/kl"][1].detach())
+            out["policy/kl_k2"] = (self.kl_coef, 0.5 * d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).square())
+        return out

@@ -1,0 +1,38 @@
+"""A scalar reward model from pairs, by the model of Bradley and Terry (1952).
+
+    L = -log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2
+
+The margin is the data's (Llama 2, arXiv 2307.09288, eq. 2), 0 without one; the second term keeps scores about 0
+(Eisenstein et al. 2023, arXiv 2312.09244).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from mmrl.algorithms.pairs import PairObjective
+from mmrl.config.algorithms import RewardModel
+
+
+class Objective(PairObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+
+    def __init__(self, settings: RewardModel) -> None:
+        self.center_coef = settings.center_coef
+        self.needs = frozenset({"chosen_scores", "rejected_scores"})
+
+    def pair_loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """``new``: chosen_scores and rejected_scores ``[B]``; ``old``: optionally margins ``[B]``."""
+        chosen, rejected = new["chosen_scores"], new["rejected_scores"]
+        difference = chosen - rejected
+        loss = -logsigmoid(difference - old["margins"] if "margins" in old else difference)
+        if self.center_coef:
+            loss = loss + self.center_coef * (chosen + rejected).square()
+        return loss, {
+            "reward_model/accuracy": (difference > 0).float(),
+            "reward_model/margin": difference,
+            "reward_model/score": (chosen + rejected) / 2,
+        }

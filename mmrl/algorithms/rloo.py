@@ -1,0 +1,38 @@
+"""RLOO: REINFORCE with a leave-one-out baseline, a whole response as one action (arXiv 2402.14740, eq. 8).
+
+The reward is less ``kl_coef`` times the response's ``log(policy / reference)``. The paper takes one step on fresh
+samples, where the ratio is 1; for further updates the response's ratio, the product over its tokens, is clipped as in
+TRL's RLOOTrainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from mmrl.algorithms.advantages import Advantages, leave_one_out
+from mmrl.algorithms.objective import Scored
+from mmrl.algorithms.policy_gradient import LOG_RATIO_BOUND, Surrogate, TokenObjective, clipped_surrogate
+from mmrl.algorithms.returns import penalised_rewards
+from mmrl.config.algorithms import RLOO
+
+
+class Objective(TokenObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+
+    def __init__(self, settings: RLOO) -> None:
+        super().__init__(settings, kl_in_loss=False)
+        self.clip = (settings.clip_low, settings.clip_high)
+        self.reward_kl_coef = settings.kl_coef
+        if self.reward_kl_coef:
+            self.prepares = frozenset({"log_probs", "reference_log_probs"})
+
+    def advantages(self, scored: Scored) -> Advantages:
+        rewards, metrics = penalised_rewards(scored, self.reward_kl_coef)
+        return replace(leave_one_out(rewards, scored.groups), metrics=metrics)
+
+    def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
+        return clipped_surrogate(
+            log_ratio.sum(1, keepdim=True).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), advantages, *self.clip
+        )

@@ -1,0 +1,71 @@
+"""How a recipe samples: denoising steps, or tokens. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from mmrl.config.section import Fraction, NonNegative, Section
+
+
+class Sde(Section):
+    kind: Literal["flow", "cps", "dance"] = "flow"
+    noise_level: PositiveFloat = 0.7
+    """``a`` of Flow-SDE and CPS, ``eta`` of DanceGRPO."""
+
+
+class Window(Section):
+    """Train a few consecutive steps and sample the rest without noise (Flow-GRPO-Fast, MixGRPO)."""
+
+    size: PositiveInt = 3
+    first: Annotated[int, Field(ge=0)] = 0
+    last: PositiveInt | None = None
+    """The window stays inside steps [first, last); None ends before the final step, which never carries noise."""
+    strategy: Literal["random", "progressive"] = "random"
+    """``random`` draws the start anew each step; ``progressive`` moves it by one every ``every`` steps (MixGRPO)."""
+    every: PositiveInt = 25
+
+
+class Sampling(Section):
+    """Denoising steps of a diffusion model."""
+
+    type: Literal["diffusion"] = "diffusion"
+    steps: Annotated[int, Field(ge=2)] = 10
+    guidance_scale: NonNegative = 1.0
+    """1 (or less) samples and trains without classifier-free guidance, at half the cost."""
+    height: PositiveInt
+    width: PositiveInt
+    max_sequence_length: PositiveInt = 256
+    sde: Sde = Sde()
+    window: Window | None = None
+    """None records every step but the last."""
+    batch_size: PositiveInt | None = None
+    """None takes train.micro_batch_size: equal shapes make the first ratio exactly 1."""
+    same_initial_noise: bool = False
+    """Start the samples of a group from one noise (DanceGRPO)."""
+
+
+class TextSampling(Section):
+    """Tokens of a language or vision-language model. Known by its ``max_new_tokens``."""
+
+    type: Literal["text"] = "text"
+    max_new_tokens: PositiveInt
+    max_prompt_tokens: PositiveInt | None = None
+    """Longer prompts are an error; None allows what the model's context leaves beside max_new_tokens."""
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[Fraction, Field(gt=0)] = 1.0
+    """Below 1, what is left out still counts in the log-probs: those are of the whole distribution."""
+    top_k: PositiveInt | None = None
+    batch_size: PositiveInt | None = None
+    """Samples generated at once; None takes train.micro_batch_size."""
+    chat_template: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the model's chat template (``enable_thinking: false``)."""
+
+
+def kind_of(sampling: Any) -> str:
+    """Which section ``sampling`` is: ``text`` where it says how many tokens, else ``diffusion``."""
+    if isinstance(sampling, Mapping):
+        return str(sampling.get("type", "text" if "max_new_tokens" in sampling else "diffusion"))
+    return "text" if isinstance(sampling, TextSampling) else "diffusion"
