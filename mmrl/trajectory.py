@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from mmrl.media import Media
+
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
@@ -17,11 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. ``meta`` carries what a reward must know of it (the truth of a scene, say); JSON values only."""
+    """One prompt. ``meta`` carries what a reward must know of it (the truth of a scene, say); JSON values only.
+
+    ``media`` are its pictures and clips, in the order of the ``<image>`` and ``<video>`` placeholders in ``text``
+    (before it where it has none). ``system`` is a system message for models with a chat template.
+    """
 
     id: str
     text: str
     meta: Mapping[str, Any] = field(default_factory=dict)
+    media: tuple[Media, ...] = ()
+    system: str | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ class Sample:
     """What a reward sees of one trajectory: the prompt and the clean result.
 
     ``image`` is an RGB PIL image (of the size the pipeline made); ``tensor`` is the same as float32 ``[3, H, W]`` in
-    [0, 1], and carries a graph when the reward was declared differentiable.
+    [0, 1], and carries a graph when the reward was declared differentiable. ``text`` is a language model's response,
+    ``truncated`` where it was cut at the length limit.
     """
 
     prompt: Prompt
@@ -57,16 +66,25 @@ class Sample:
     image: Image | None = None
     tensor: torch.Tensor | None = None
     text: str | None = None
+    truncated: bool = False
+
+
+_ROWS = ("clean", "states", "log_probs", "mask", "truncated")
+"""The tensors of a trajectory that have a row per sample."""
 
 
 @dataclass
 class Trajectory:
     """What sampling left behind for a batch of ``B`` samples, on the controller that owns them.
 
-    ``clean`` is the final result in the policy's own space (latents ``[B, C, H, W]`` float32). ``states`` are the
-    states before and after each recorded action, ``[B, T + 1, ...]`` float32; ``actions`` ``[T]`` are their indices in
-    the schedule; ``log_probs`` ``[B, T]``. Both are None where no action was recorded (forward-process objectives).
+    ``clean`` is the final result in the policy's own space: latents ``[B, C, H, W]`` float32, or response tokens
+    ``[B, T]`` int64. ``log_probs`` ``[B, T]`` are those of the actions under the distribution they were drawn from.
     ``features`` name what each row is conditioned on in the controller's feature store.
+
+    Of denoising: ``states`` before and after each recorded action, ``[B, T + 1, ...]`` float32, and ``actions``
+    ``[T]``, their indices in the schedule; None where no action was recorded (forward-process objectives). Of text:
+    ``mask`` ``[B, T]`` float32, 1 on response tokens (the end-of-text token among them), 0 on padding; ``truncated``
+    ``[B]`` bool, cut at the length limit.
     """
 
     slots: list[Slot]
@@ -76,39 +94,50 @@ class Trajectory:
     states: torch.Tensor | None = None
     actions: torch.Tensor | None = None
     log_probs: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    truncated: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @staticmethod
     def join(parts: Sequence[Trajectory]) -> Trajectory:
-        """The rows of several trajectories, which recorded the same actions, one after another."""
+        """The rows of several trajectories, which recorded the same actions, one after another.
 
-        def cat(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-            import torch
-
-            return None if tensors[0] is None else torch.cat([t for t in tensors if t is not None])
-
-        clean = cat([p.clean for p in parts])
-        assert clean is not None
+        Responses are padded with 0 to the longest.
+        """
+        columns = {name: [getattr(p, name) for p in parts] for name in _ROWS}
         return replace(
             parts[0],
             slots=[s for p in parts for s in p.slots],
             ids=[i for p in parts for i in p.ids],
             features=[f for p in parts for f in p.features],
-            clean=clean,
-            states=cat([p.states for p in parts]),
-            log_probs=cat([p.log_probs for p in parts]),
+            **{name: None if column[0] is None else _stacked(column) for name, column in columns.items()},
         )
 
     def rows(self, index: list[int]) -> Trajectory:
-        """The trajectory of the rows ``index`` alone."""
+        """The trajectory of the rows ``index`` alone; responses end with the longest of them."""
+        longest = None if self.mask is None else max(1, int(self.mask[index].sum(1).max()))
+        columns = {name: getattr(self, name) for name in _ROWS}
+        cut = {
+            name: None if column is None else column[index] if column.ndim == 1 else column[index][:, :longest]
+            for name, column in columns.items()
+        }
         return replace(
             self,
             slots=[self.slots[i] for i in index],
             ids=[self.ids[i] for i in index],
             features=[self.features[i] for i in index],
-            clean=self.clean[index],
-            states=None if self.states is None else self.states[index],
-            log_probs=None if self.log_probs is None else self.log_probs[index],
+            **cut,
         )
+
+
+def _stacked(column: list[torch.Tensor]) -> torch.Tensor:
+    """Rows of several tensors, padded with zeros along their second dimension where that differs."""
+    import torch
+    from torch.nn.functional import pad
+
+    if column[0].ndim != 2:
+        return torch.cat(column)
+    longest = max(c.shape[1] for c in column)
+    return torch.cat([pad(c, (0, longest - c.shape[1])) for c in column])

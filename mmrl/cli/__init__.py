@@ -1,4 +1,4 @@
-"""The command line: ``mmrl train plan score eval report export serve ls cp doctor``.
+"""The command line: ``mmrl train plan score eval report export serve judge ls cp data doctor``.
 
 Commands import what they run when they run it, so that ``--help`` answers at once and no mistake in a recipe waits for
 torch. What a user can mend (``UserError``) is printed without a traceback and exits with 2.
@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from mmrl.cli import rewards, runs, shelf
+from mmrl.cli import data, judge, rewards, runs, shelf
 from mmrl.errors import UserError
 
 QUIET = {
@@ -41,10 +41,12 @@ for _command in (
     runs.report,
     runs.export,
     rewards.serve,
+    judge.judge,
     shelf.ls,
     shelf.cp,
 ):
     app.command("eval" if _command is runs.evaluate else None)(_command)
+app.add_typer(data.app)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,0 +1,129 @@
+"""A folder of pictures or clips with their texts: ``metadata.jsonl``, or ``name.txt`` beside ``name.png``.
+
+- ``metadata.jsonl``, as Hugging Face's imagefolder has it: a JSON object a line, whose ``file_name`` (or
+  ``file_names``, a list) is relative to it, with ``prompt``, ``question`` or ``text``, ``answer`` and ``meta``.
+- without it, every picture or clip with a text of the same name: ``cat.png`` with ``cat.txt`` (the prompt) or
+  ``cat.json`` (``prompt``, ``answer``, ``meta``). Folders inside are read too.
+
+Where the folder has folders called ``train`` and ``heldout``, they are the splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from mmrl.datasets.checks import MediaChecks, Verify
+from mmrl.datasets.fields import Columns, digest_of, make_prompt, media_from, parse_json, read_fields
+from mmrl.datasets.records import BadRecord, Records, in_split
+from mmrl.errors import UserError
+from mmrl.media import KINDS
+from mmrl.trajectory import Prompt
+
+_MAX_TEXT = 16 << 20
+
+
+def prompts(
+    split: Literal["train", "heldout"] = "train",
+    *,
+    path: str,
+    heldout: float = 0.1,
+    verify: Verify = "decode",
+    prompt: str | None = None,
+    answer: str | None = None,
+    meta: list[str] | None = None,
+) -> Records:
+    """The prompts of ``split``, in the order of ``metadata.jsonl``, or of the files' names.
+
+    ``heldout``: how many records (an integer), or what share of them (a fraction below 1, rounded up), are held out;
+    it has no meaning where there are folders named after the splits. ``verify`` is how the media are looked at, once:
+    the results are kept in the folder. ``prompt``, ``answer`` and ``meta`` name keys other than the usual. ``.bad``
+    names what was left out. Raises ``UserError`` for a folder with nothing in it.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise UserError(f"path: {path} is no folder; name one with pictures or clips in it")
+    if split not in ("train", "heldout"):
+        raise UserError(f"split is {split!r}; the data set has 'train' and 'heldout'")
+    named = (root / split).is_dir()
+    root = root / split if named else root
+    columns = Columns(prompt, answer, meta=meta or ())
+    checks = MediaChecks(root / ".mmrl-checked.json", verify)
+    found: list[Prompt] = []
+    digests: list[str] = []
+    bad: list[BadRecord] = []
+    for where, record in _records(root):
+        try:
+            made = _prompt(where, record, root, columns)
+            for medium in made.media:
+                why = checks.fault(medium, str(Path(medium.path or "").relative_to(root.resolve())))
+                if why is not None:
+                    raise ValueError(why)
+        except ValueError as error:
+            bad.append(BadRecord(where, str(error)))
+            continue
+        found.append(made)
+        digests.append(digest_of(made.text, made.system or "", *(m.path or "" for m in made.media)))
+    checks.save()
+    if not found:
+        raise UserError(
+            f"path: {root} has no record that can be used ({'; '.join(map(str, bad[:5])) or 'it has no media'}); put "
+            "metadata.jsonl there, or a .txt beside each picture"
+        )
+    chosen = [found[i] for i in in_split(digests, split, 0 if named else heldout, path)]
+    return Records(len(chosen), chosen.__getitem__, bad, len(found) + len(bad))
+
+
+def _records(root: Path) -> Iterator[tuple[str, Any]]:
+    """Where each record stands, and the record, or the error that reading it brought."""
+    metadata = root / "metadata.jsonl"
+    if metadata.exists():
+        for number, line in enumerate(metadata.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+            if line.strip():
+                yield f"{metadata.name}:{number}", line
+        return
+    for file in sorted(root.rglob("*")):
+        if file.suffix[1:].lower() in KINDS and not file.name.startswith("."):
+            yield str(file.relative_to(root)), file
+
+
+def _prompt(where: str, source: bytes | Path, root: Path, columns: Columns) -> Prompt:
+    """Raises ``ValueError``."""
+    if isinstance(source, bytes):
+        record = parse_json(source)
+        names = _names(record)
+    else:
+        record, names = _beside(source), [str(source.relative_to(root))]
+    fields = read_fields(record, columns)
+    media = []
+    for name in names:
+        kind = KINDS.get(Path(name).suffix[1:].lower())
+        if kind is None:
+            raise ValueError(f"{name!r} has the name of neither a picture nor a clip")
+        media.append(media_from(kind, name, str(root)))
+    return make_prompt(f"{root.name}/{where}", fields, media)
+
+
+def _names(record: Any) -> list[str]:
+    """The files of a record. Raises ``ValueError``."""
+    said = (record.get("file_names") or [record.get("file_name")]) if isinstance(record, dict) else None
+    names = [name for name in said if isinstance(name, str) and name] if isinstance(said, list) else []
+    if not names or names != said:
+        raise ValueError('has no file under "file_name" (or a list of them under "file_names")')
+    return names
+
+
+def _beside(file: Path) -> Any:
+    """The record that stands in the text file of the same name. Raises ``ValueError``."""
+    for suffix in (".json", ".txt"):
+        text = file.with_suffix(suffix)
+        if text.is_file():
+            if text.stat().st_size > _MAX_TEXT:
+                raise ValueError(f"{text.name} has more than {_MAX_TEXT:,} bytes")
+            data = text.read_bytes()
+            try:
+                return parse_json(data) if suffix == ".json" else {"prompt": data.decode("utf-8-sig")}
+            except UnicodeDecodeError:
+                raise ValueError(f"{text.name} is not UTF-8") from None
+    raise ValueError(f"has no {file.stem}.txt or {file.stem}.json beside it")

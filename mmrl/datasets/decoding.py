@@ -1,0 +1,115 @@
+"""The processes that decode clips (``mmrl.datasets.decoder``): started when first needed, killed when they hang."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+
+DECODERS = ("decord", "av")
+"""In the order they are tried."""
+_SCRIPT = Path(__file__).with_name("decoder.py")
+
+
+class DecoderLostError(Exception):
+    """The decoding process died or did not answer in time; the message says which. It is started anew when needed."""
+
+
+def decoders() -> list[str]:
+    """The decoders that are installed. Raises ``UserError`` where there is none."""
+    found = [name for name in DECODERS if importlib.util.find_spec(name) is not None]
+    if not found:
+        raise UserError("video needs decord or PyAV, and neither is installed: pip install 'mmrl[vlm]'")
+    return found
+
+
+def needs(package: str, why: str) -> None:
+    """Raise ``UserError`` where an optional package is not installed. ``why`` says what it is for."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"{why}, which is not installed: pip install 'mmrl[vlm]'")
+
+
+class Decoder:
+    """One decoding process. Thread-safe: requests are answered one after another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._owner = 0
+
+    def ask(self, request: Mapping[str, Any], data: bytes, timeout: float) -> tuple[dict[str, Any], bytes]:
+        """The header and the pixels that ``request`` brings. ``timeout`` is in seconds. Raises ``DecoderLostError``."""
+        with self._lock:
+            pipe = self._open()
+            try:
+                pipe.send_bytes(json.dumps(request).encode())
+                pipe.send_bytes(data)
+                if not pipe.poll(timeout):
+                    raise DecoderLostError(f"was not decoded within {timeout:g} s")
+                return json.loads(pipe.recv_bytes()), pipe.recv_bytes()
+            except (EOFError, OSError):
+                code = self._process.wait(5) if self._process else None
+                raise DecoderLostError(f"ended the decoder's process (exit code {code})") from None
+            finally:
+                if sys.exc_info()[0] is not None:  # also an interrupt: its answer must not be taken for the next one
+                    self._close()
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._close()
+
+    def _open(self) -> Connection:
+        if self._owner != os.getpid():  # the pipe of a parent that forked belongs to the parent
+            self._process, self._pipe, self._owner = None, None, os.getpid()
+        if self._pipe is None:
+            ours, theirs = Pipe()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+            self._pipe = ours
+        return self._pipe
+
+    def _close(self) -> None:
+        if self._owner != os.getpid():
+            return
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            self._process = None
+
+
+_running: dict[str, Decoder] = {}
+
+
+def process_of(name: str) -> Decoder:
+    """The process of the decoder ``name``. Each has one of its own: both bring an FFmpeg, and the two do not get on."""
+    return _running.setdefault(name, Decoder())
+
+
+@atexit.register
+def close() -> None:
+    """End the processes."""
+    for decoder in _running.values():
+        decoder.close()

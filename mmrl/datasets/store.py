@@ -1,0 +1,57 @@
+"""Small JSON files about data (indexes, results of checks): beside it, or in the cache where that is read-only."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def load(home: Path, stamp: dict[str, Any]) -> dict[str, Any] | None:
+    """What ``save`` wrote for ``home`` with an equal ``stamp``, None where it is missing, stale or broken."""
+    for place in _places(home):
+        try:
+            found = json.loads(place.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(found, dict) and found.get("stamp") == stamp:
+            return found
+    return None
+
+
+def save(home: Path, stamp: dict[str, Any], content: dict[str, Any]) -> Path | None:
+    """Write ``content`` to ``home``, or to the cache; returns where, None where neither can be written."""
+    text = json.dumps({"stamp": stamp, **content}, separators=(",", ":"))
+    for place in _places(home):
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            handle, aside = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:40]}-")
+        except OSError:
+            continue
+        try:
+            with open(handle, "w") as file:
+                file.write(text)
+            os.chmod(aside, 0o644)
+            os.replace(aside, place)
+        except OSError:  # a full disk, or a folder of that name
+            with contextlib.suppress(OSError):
+                os.unlink(aside)
+            continue
+        return place
+    return None
+
+
+def stamp_of(path: Path) -> dict[str, Any]:
+    """What changes when the file at ``path`` does: its size and time. Raises ``OSError``."""
+    status = path.stat()
+    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+
+
+def _places(home: Path) -> list[Path]:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256(os.path.abspath(home).encode()).hexdigest()[:32]
+    return [home, cache / "mmrl" / "index" / f"{name}.json"]

@@ -1,0 +1,104 @@
+"""What a rollout engine is to a text pipeline: prompts in, sampled tokens with their log-probs out.
+
+The default samples in the training process with the training weights (``mmrl.engines.generation``). The others (vLLM,
+SGLang) hold weights of their own, which ``update`` replaces after every optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from PIL.Image import Image
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Decoded frames of a video: ``frames`` RGB, ``fps`` of the source, ``indices`` of the frames in it."""
+
+    frames: Sequence[Image]
+    fps: float
+    indices: Sequence[int]
+    total: int
+    """Frames of the source."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample to draw.
+
+    ``prompt_ids``: the prompt with every media placeholder expanded as the trainer's processor did. ``text`` is the
+    prompt before that expansion (one placeholder per medium), for engines that preprocess media themselves.
+    ``seed`` is the sample's own. ``partial``: tokens already sampled (a generation that was cut and goes on); what
+    follows them is drawn with a seed of its own. ``name``: what messages call the sample.
+    """
+
+    prompt_ids: Sequence[int]
+    text: str
+    seed: int
+    images: Sequence[Image] = ()
+    clips: Sequence[Clip] = ()
+    partial: Sequence[int] = ()
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """``token_ids`` after the prompt (and after ``partial``), the end-of-text token included where it was drawn;
+    ``log_probs`` of each under the distribution it was drawn from; ``finish``: ``stop``, ``length``, or ``cut`` where
+    the engine was told to stop early (``Settings.cut_after``). ``prompt_tokens``: how many prompt tokens the engine
+    saw, ``partial`` not counted."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    finish: Literal["stop", "length", "cut"]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to sample. ``temperature`` 0 is greedy. ``top_k`` None and ``top_p`` 1 leave the distribution whole.
+
+    ``max_new_tokens`` is a sample's whole budget, ``Request.partial`` included; ``cut_after`` bounds the tokens that
+    one call draws for it. Only ``stop_token_ids`` end a sample: an engine adds none of the model's own.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop_token_ids: Sequence[int] = field(default_factory=tuple)
+    cut_after: int | None = None
+
+
+class RolloutEngine(Protocol):
+    """Abstract. An engine with weights of its own; everything raises ``UserError`` with the edit that mends it."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and response together that the engine can hold."""
+        ...
+
+    def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
+        """One completion per request, in their order."""
+        ...
+
+    def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Replace the weights by the named Hugging Face tensors (all of them), and forget cached prefixes."""
+        ...
+
+    def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
+        """Replace the adapter (names as peft saves them), and forget cached prefixes."""
+        ...
+
+    def sleep(self) -> None:
+        """Give back what memory the platform allows; ``wake`` before the next ``generate`` or ``update``."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None:
+        """Free the engine, its processes and files. Harmless when called twice."""
+        ...
