@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 import mmrl
+from mmrl.batch import Run, chunks, samples_of
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
-from mmrl.loop import Run, chunks, samples_of, train_step
+from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.trajectory import SampleId, Slot

@@ -35,7 +35,7 @@ import diffusion_arms as arms
 import peer_flow_grpo
 import torch
 
-from mmrl.loop import Run
+from mmrl.batch import Run
 from mmrl.report.clock import Clock
 from mmrl.report.environment import environment
 

@@ -23,8 +23,8 @@ from diffusion_arms import Arm, micro_batches
 from torch import Tensor
 
 from mmrl.algorithms import sde
+from mmrl.batch import Run
 from mmrl.controller.randomness import noise
-from mmrl.loop import Run
 from mmrl.report.clock import Clock
 
 PATCH = "flow_grpo/diffusers_patch"

@@ -59,13 +59,14 @@ def measure_here(path: str) -> None:
     for name, which in (("before", "base"), ("after", "latest")):
         run, _, _ = restored(out, which)
         heldout = Heldout(run, load_prompts(run.recipe, out, "heldout"), out)
-        assert heldout.seen == 0, "a held-out composition is among the training prompts"
-        row, pictures, _ = heldout.score(SAMPLES)
+        trained = {prompt.text for prompt in heldout.run.prompts}
+        assert not any(p.text in trained for p in heldout.prompts), "a held-out composition is among those trained on"
+        row, made, _ = heldout.score(SAMPLES)
+        images = [sample.image for sample in made.samples if sample.image is not None]
         vae = run.pipeline.adapter.vae  # type: ignore[attr-defined]
-        features = latent_features(vae, pictures.images)
-        drawn = [
-            latent_features(vae, [shapes.picture(p, 2 * i + k) for i, p in enumerate(pictures.prompts)]) for k in (0, 1)
-        ]
+        features = latent_features(vae, images)
+        prompts = [sample.prompt for sample in made.samples]
+        drawn = [latent_features(vae, [shapes.picture(p, 2 * i + k) for i, p in enumerate(prompts)]) for k in (0, 1)]
         result |= {
             f"{name}/success": row["reward/shapes/success"],
             f"{name}/score": row["reward/shapes"],
@@ -76,11 +77,11 @@ def measure_here(path: str) -> None:
         others = [p for p in shapes.prompts("heldout") if p.meta["task"] == "relation"]
         _, more, _ = Heldout(run, others, out).score(OTHER_SAMPLES)
         for task in ("count", "side", "relation"):
-            scored = more if task == "relation" else pictures
+            scored = more if task == "relation" else made
             result[f"{name}/success/{task}"] = mean(
-                s["shapes/success"]
-                for s, p in zip(scored.scores, scored.prompts, strict=True)
-                if p.meta["task"] == task
+                scores["shapes/success"]
+                for scores, sample in zip(scored.scores, scored.samples, strict=True)
+                if sample.prompt.meta["task"] == task
             )
     (out / "proof.json").write_text(json.dumps(result, indent=1))
 

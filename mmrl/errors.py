@@ -3,3 +3,11 @@
 
 class UserError(Exception):
     """Something in the user's hands is wrong; the message says what failed, why, and the edit that mends it."""
+
+
+class BadPromptError(UserError):
+    """One prompt cannot be used (broken media, say). In training another takes its place and it is named."""
+
+    def __init__(self, prompt: str, reason: str) -> None:
+        super().__init__(f"the prompt {prompt}: {reason}")
+        self.prompt, self.reason = prompt, reason

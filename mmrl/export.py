@@ -10,9 +10,9 @@ from typing import cast, get_args
 
 from safetensors import SafetensorError
 
+from mmrl.batch import Run
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.loop import Run
 from mmrl.pipelines.protocol import What
 from mmrl.report.card import write_card
 from mmrl.report.rundir import RunDir

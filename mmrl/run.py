@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,20 +18,24 @@ import torch
 
 import mmrl
 from mmrl import checkpoint
+from mmrl.batch import Run
 from mmrl.checkpoint import Checkpoint
+from mmrl.config.algorithms import PPO, with_length_limit
 from mmrl.config.loader import LoadedRecipe, resolve
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
+from mmrl.datasets.records import checked
 from mmrl.engines.policy import Policy
 from mmrl.errors import UserError
 from mmrl.evaluation import Heldout, measure
-from mmrl.loop import Run, train_step
+from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import MetricsLog, read
 from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Tracker, check_trackers, open_trackers
 from mmrl.rewards.scoring import RewardSet
+from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:
     from mmrl.algorithms.objective import Objective
@@ -56,9 +60,13 @@ def build(recipe: Recipe, root: Path) -> Run:
     policy = Policy(pipeline.policy, recipe.optim, recipe.train.steps * recipe.train.updates_per_step)
     for copy in objective.copies:
         policy.keep(copy)
-    if objective.needs & {"reference_distance", "v_reference"}:
+    if (objective.needs | objective.prepares) & {"reference_distance", "v_reference", "reference_log_probs"}:
         policy.keep("reference")
-    return Run(recipe, Controller(recipe.seed), pipeline, policy, objective, rewards, prompts)
+    critic = None
+    if isinstance(recipe.algorithm, PPO):
+        settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
+        critic = Policy(pipeline.open_critic(), settings, policy.total_updates)
+    return Run(recipe, Controller(recipe.seed), pipeline, policy, objective, rewards, prompts, critic)
 
 
 def choose_device(name: str) -> torch.device:
@@ -73,20 +81,25 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def load_prompts(recipe: Recipe, root: Path, split: str) -> list[Any]:
-    """The prompts of ``train`` or ``heldout``. Raises ``UserError`` for an empty or unusable data set."""
+def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
+    """The prompts of ``train`` or ``heldout``, as lazy as the data set makes them.
+
+    Raises ``UserError`` for an empty or unusable data set, and past ``data.max_bad_fraction`` of bad records.
+    """
     name = recipe.data.name if ":" in recipe.data.name else f"{recipe.data.name}:prompts"
     options = dict(getattr(recipe.data, split))
     if isinstance(options.get("path"), str):
         options["path"] = resolve(root, options["path"])
     try:
-        prompts = list(mmrl.load("datasets", resolve(root, name))(split, **options))
+        made = mmrl.load("datasets", resolve(root, name))(split, **options)
+        prompts = made if isinstance(made, Sequence) else list(made)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"data.{split}: {name} cannot be called with {options}: {error}; change data.{split}"
         ) from error
     if not prompts:
         raise UserError(f"data.{split}: {name} gave no prompts for {options or 'its defaults'}; change data.{split}")
+    checked(prompts, recipe.data.max_bad_fraction)
     return prompts
 
 
@@ -94,7 +107,10 @@ def load_objective(recipe: Recipe) -> Objective:
     """The objective of the recipe's algorithm, from the file of that name in ``mmrl.algorithms``."""
     import importlib
 
-    return importlib.import_module(f"mmrl.algorithms.{recipe.algorithm.type}").Objective(recipe.algorithm)
+    module = importlib.import_module(f"mmrl.algorithms.{recipe.algorithm.type}")
+    text = recipe.sampling.type == "text"
+    settings = with_length_limit(recipe.algorithm, recipe.decoding.max_new_tokens) if text else recipe.algorithm
+    return module.Objective(settings)
 
 
 def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool = False) -> Path:
@@ -185,12 +201,22 @@ class Session:
             self.run = build(self.recipe, loaded.root)
             self.heldout = Heldout(self.run, load_prompts(self.recipe, loaded.root, "heldout"), loaded.root)
             progress.advance()
+        self._name_bad_records()
         self.done = 0
         self.cpu_seconds = 0.0
         self.saved = 0
         self.updates = 0
         self.last_save_failed: str | None = None
         self.trackers: list[Tracker] = []
+
+    def _name_bad_records(self) -> None:
+        """Records that the data sets left out, named in failures.jsonl (once: a resumed run finds them again)."""
+        found = [r for prompts in (self.run.prompts, self.heldout.prompts) for r in checked(prompts, 1.0)]
+        bad = dict.fromkeys(found)  # the splits of one source name the same records
+        for record in bad if not self.directory.failures.exists() else ():
+            self.directory.failure(0, "record", record.where, record.why)
+        if bad:
+            print(f"{len(bad)} records cannot be used and are left out (failures.jsonl names them)", file=sys.stderr)
 
     def restore(self) -> None:
         """Take up the newest whole checkpoint, and forget what was logged after it."""
@@ -199,6 +225,9 @@ class Session:
             print(f"warning: {line}; an older one is taken", file=sys.stderr)
         if found is not None:
             self.run.policy.load_state(found.tensors, found.state["policy"])
+            if self.run.critic is not None:
+                theirs = {k.removeprefix("critic_"): v for k, v in found.tensors.items() if k.startswith("critic_")}
+                self.run.critic.load_state(theirs, found.state["critic"])
             self.done, self.cpu_seconds = found.step, found.state["cpu_seconds"]
             self.saved, self.updates = self.done, self.run.policy.updates
         print(
@@ -239,6 +268,7 @@ class Session:
                 tracker.close()
             for rewards in self.heldout.rewards:
                 rewards.close()
+            self.run.pipeline.close()
         return self.finished
 
     @property
@@ -287,6 +317,9 @@ class Session:
         """Save; a disk that is full is told and the run goes on with the last good checkpoint."""
         tensors, numbers = self.run.policy.state()
         state = {"policy": numbers, "cpu_seconds": self.cpu_seconds}
+        if self.run.critic is not None:
+            theirs, state["critic"] = self.run.critic.state()
+            tensors |= {f"critic_{part}": values for part, values in theirs.items()}
         try:
             checkpoint.save(
                 self.directory.checkpoints, Checkpoint(self.done, tensors, state), self.recipe.checkpoint.keep

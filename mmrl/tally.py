@@ -20,6 +20,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._means: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self._pairs: defaultdict[str, list[tuple[Tensor, float]]] = defaultdict(list)
         self._updates = 0
         self._maxima: dict[str, float] = {}
         self._first: float | None = None
@@ -33,6 +34,13 @@ class Tally:
             self._maxima[name] = _larger(self._maxima.get(name, 0.0), value.item())
         if first_update and "policy/ratio_max_dev" in loss.maxima:
             self._first = _larger(self._first or 0.0, loss.maxima["policy/ratio_max_dev"].item())
+
+    def gather(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor], count: float) -> None:
+        """Of a slice with ``count`` tokens: ``sums`` become means over the step's tokens, ``maxima`` stay maxima."""
+        for name, value in sums.items():
+            self._pairs[name].append((value, count))
+        for name, value in maxima.items():
+            self._maxima[name] = _larger(self._maxima.get(name, 0.0), value.item())
 
     def set(self, values: Mapping[str, float]) -> None:
         """Values of the step; of several updates' (gradient norms) the mean is shown."""
@@ -61,6 +69,9 @@ class Tally:
 
     def means(self) -> dict[str, float]:
         out = {name: sum(v.item() for v in values) / max(1, self._updates) for name, values in self._means.items()}
+        for name, pairs in self._pairs.items():
+            count = sum(n for _, n in pairs)
+            out[name] = sum(total.item() for total, _ in pairs) / count if count else 0.0
         out |= {name: sum(values) / len(values) for name, values in self._values.items()}
         if self._first is not None:
             out["policy/first_ratio_max_dev"] = self._first

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import mmrl
+from mmrl.batch import Batch, rows_of_update, slices
 from mmrl.config.loader import load_recipe, shipped_recipes
-from mmrl.loop import Batch, rows_of_update, slices, train_step
+from mmrl.loop import train_step
 from mmrl.placement.arithmetic import count
 from mmrl.placement.memory import LiveBytes, nbytes
 from mmrl.placement.plan import plan
@@ -185,13 +186,18 @@ def batch_of(recipe):
     ids = [SampleId(0, p, 0, k) for p in range(recipe.train.prompts_per_step) for k in range(recipe.train.group_size)]
     chunks = [ids[i : i + size] for i in range(0, len(ids), size)]
     rows = [Trajectory([None] * len(c), c, torch.zeros(len(c), 1), [""] * len(c)) for c in chunks]
-    return Batch(rows, torch.zeros(len(ids)), torch.ones(len(ids)))
+    places = [(m, i) for m, chunk in enumerate(chunks) for i in range(len(chunk))]
+    return Batch(rows, places, torch.zeros(len(ids)), torch.ones(len(ids)), torch.ones(len(ids)))
 
 
 class Counting:
     """What ``slices`` asks of a run."""
 
     class pipeline:
+        @staticmethod
+        def lengths(trajectory):
+            return [1] * len(trajectory)
+
         @staticmethod
         def entries(kind):
             return 3

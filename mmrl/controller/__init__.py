@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmrl.controller.randomness import permutation
+from mmrl.controller.randomness import permutation, seed_of
 from mmrl.trajectory import Prompt, Slot
 
 
@@ -41,3 +41,8 @@ class Controller:
             order = orders.get(epoch) or orders.setdefault(epoch, permutation(self.seed, epoch, len(prompts)))
             slots.append(Slot(step, index, 0, prompts[order[place]]))
         return slots
+
+    def replacement(self, slot: Slot, attempt: int, prompts: Sequence[Prompt]) -> Slot:
+        """The ``attempt``-th prompt tried in the place of ``slot``: the same whoever runs it."""
+        drawn = seed_of(self.seed, slot.step, slot.index, attempt, "replacement") % len(prompts)
+        return Slot(slot.step, slot.index, attempt, prompts[drawn])

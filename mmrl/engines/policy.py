@@ -32,12 +32,18 @@ class Policy:
         )
         self.copies: dict[str, dict[str, Tensor]] = {}
         self.updates = 0
+        self.active = "current"
         if settings.ema_decay is not None:
             self.keep("ema")
 
     @property
     def has_adapter(self) -> bool:
         return hasattr(self.module, "disable_adapter")
+
+    @property
+    def tag(self) -> tuple[int, str]:
+        """Names the weights as they are now: an engine with weights of its own asks whether it has these."""
+        return self.updates, self.active
 
     def keep(self, name: str) -> None:
         """Begin a copy ``name`` of the weights as they are now."""
@@ -55,10 +61,12 @@ class Policy:
             yield
         else:
             self._swap(name)
+            self.active = name
             try:
                 yield
             finally:
                 self._swap(name)
+                self.active = "current"
 
     def for_evaluation(self) -> Any:
         """The context of evaluation and export: the moving average where one is kept."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmrl.algorithms.objective import Kind
 from mmrl.controller.features import FeatureStore
-from mmrl.trajectory import SampleId, Slot, Trajectory
+from mmrl.trajectory import Sample, SampleId, Slot, Trajectory
 
 Weights = Callable[[str], AbstractContextManager[None]]
 """``with weights("reference"):`` computes under that copy of the trained weights (``policy.using``)."""
@@ -33,13 +33,18 @@ class Usage:
     task: str
     tags: Sequence[str]
     code: Mapping[str, str]
-    """Python by heading, each complete in itself; leaves an ``image`` behind."""
+    """Python by heading, each complete in itself; leaves an ``image`` or a ``text`` behind."""
 
 
 class Pipeline(Protocol):
     policy: nn.Module
     """The module that trains; parameters that do not train have ``requires_grad`` False."""
     features: FeatureStore
+
+    @property
+    def makes(self) -> Literal["image", "text"]:
+        """What its samples are."""
+        ...
 
     def encode(self, slots: Sequence[Slot]) -> list[str]:
         """Have each prompt's features in the store, encoded once, and held; returns the keys to release."""
@@ -49,34 +54,54 @@ class Pipeline(Protocol):
         """Indices of the denoising steps (actions) recorded in training step ``step``."""
         ...
 
-    def sample(
-        self,
-        slots: Sequence[Slot],
-        ids: Sequence[SampleId],
-        actions: Sequence[int],
-        seed: int,
-        steps: int | None = None,
-    ) -> Trajectory:
-        """Sample a micro-batch without gradients, recording the steps ``actions`` (none: a plain ODE).
+    def sync(self, tag: object) -> None:
+        """Have the weights that sample equal the policy's present ones, which ``tag`` names."""
+        ...
 
-        ``steps`` None takes the recipe's.
+    def open_critic(self) -> nn.Module:
+        """A critic with weights of its own, which ``replay`` asks for ``values`` from then on; text."""
+        ...
+
+    def close(self) -> None:
+        """Free engines and servers of its own."""
+        ...
+
+    def sample(
+        self, slots: Sequence[Slot], ids: Sequence[SampleId], actions: Sequence[int], seed: int, evaluate: bool = False
+    ) -> Trajectory:
+        """Sample a micro-batch without gradients. Pictures record the steps ``actions`` (none: a plain ODE).
+
+        ``evaluate`` takes the settings of the recipe's evaluation.
         """
         ...
 
-    def images(self, trajectory: Trajectory) -> Tensor:
-        """Decode clean results to float32 ``[B, 3, H, W]`` in [0, 1]."""
+    def samples(self, trajectory: Trajectory, inputs: frozenset[str]) -> list[Sample]:
+        """Decode clean results to what rewards see, with the ``inputs`` they declared, no others."""
+        ...
+
+    def token_values(self, row: Trajectory, spans: Sequence[tuple[int, int, float]]) -> list[float]:
+        """Sum the values of character ``spans`` (start, end, value) of one response on each of its tokens (text)."""
         ...
 
     def entries(self, kind: Kind) -> int:
-        """How many entries (actions, noise levels) of a sample an update of this kind may go through."""
+        """In how many slices (actions, noise levels) an update of this kind takes a sample; text: 1, all tokens."""
+        ...
+
+    def actions(self, trajectory: Trajectory, kind: Kind) -> list[int]:
+        """How many actions (denoising steps, noise levels, tokens) of each row an update of this kind counts."""
+        ...
+
+    def lengths(self, trajectory: Trajectory) -> list[int]:
+        """Tokens of each row, prompt and response, by which micro-batches are packed; pictures: 1 each."""
         ...
 
     def recorded(self, trajectory: Trajectory, entry: int) -> dict[str, Tensor]:
-        """What an objective may compare recorded action ``entry`` with: log_probs ``[B, 1]``, std and dt ``[1]``."""
+        """What an objective may compare slice ``entry`` with. Pictures: log_probs ``[B, 1]``, std and dt ``[1]``; text:
+        mask and rollout_log_probs ``[B, T]``."""
         ...
 
     def replay(self, trajectory: Trajectory, action: int, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
-        """Recompute recorded action number ``action`` with a graph: log_probs ``[B, 1]`` and what else is needed."""
+        """Recompute slice ``action`` with a graph: log_probs ``[B, 1]`` (text: ``[B, T]``) and what else is needed."""
         ...
 
     def renoise(

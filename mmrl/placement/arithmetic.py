@@ -38,7 +38,7 @@ def count(recipe: Recipe, entries: int, pathwise: bool) -> Counts:
         samples=samples,
         batch=min(batch, samples),
         micro_batches=0 if pathwise else len(chunks),
-        sampling_forwards=0 if pathwise else len(chunks) * recipe.sampling.steps,
+        sampling_forwards=0 if pathwise else len(chunks) * recipe.denoising.steps,
         entries=entries,
         slices=sum(-(-n // train.micro_batch_size) for n in rows) * entries,
         slice_rows=min(train.micro_batch_size, max(rows)),

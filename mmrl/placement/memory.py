@@ -153,9 +153,10 @@ def measure(
                 trajectory = pipeline.sample(slots[:batch], ids[:batch], actions, recipe.seed)
             sample = live.peak - live.now
             with LiveBytes() as live:
-                images = pipeline.images(trajectory)
-        picture, decode = images.nbytes // batch, live.peak
-        del images
+                made = pipeline.samples(trajectory, frozenset({"tensor"}))
+        picture = 0 if made[0].tensor is None else made[0].tensor.nbytes
+        decode = live.peak
+        del made
     else:
         trajectory = Trajectory(slots[:slice_rows], ids[:slice_rows], torch.empty(slice_rows, 0), keys * slice_rows)
     kept = nbytes(t for t in vars(trajectory).values() if isinstance(t, Tensor)) // len(trajectory)
@@ -188,7 +189,7 @@ def _slice(
                 old |= pipeline.recorded(rows, 0)
             case "forward_process":
                 new = pipeline.renoise(rows, 0, recipe.seed, objective.needs, policy.using)
-            case "pathwise":
+            case _:
                 with once(pipeline.policy, live):
                     images = pipeline.generate(rows.slots, rows.ids, objective.last_steps, recipe.seed)
                 new = {"rewards": images.flatten(1).mean(1)}

@@ -90,7 +90,6 @@ def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
     device, memory = _device(recipe.device)
     made = Plan(recipe, device, device_memory or memory)
     objective = load_objective(recipe)
-    prompts = _prompts(loaded, made)
     inputs = _rewards(loaded, objective, made)
     name = loaded.resolve(recipe.pipeline)
     try:
@@ -103,7 +102,7 @@ def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
     except UserError as error:
         made.problems.append(str(error))
         return made
-    _account(made, description, objective, prompts, inputs)
+    _account(made, description, objective, _prompts(loaded, made), inputs)
     if made.device_memory and made.peak and made.peak.total > made.device_memory:
         made.problems.append(_too_big(made, made.peak))
     return made
@@ -333,7 +332,7 @@ def _too_big(made: Plan, peak: PhaseMemory) -> str:
 def _edits(made: Plan, peak: PhaseMemory) -> Iterator[str]:
     """Edits that lower the peak, the cheapest first."""
     recipe = made.recipe
-    train, sampling = recipe.train, recipe.sampling
+    train, sampling = recipe.train, recipe.denoising
     if not recipe.model.offload and made.device != "cpu":
         yield "model.offload=true"
     if peak.name == "train" and not recipe.model.gradient_checkpointing:

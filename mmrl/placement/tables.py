@@ -76,12 +76,12 @@ def _arithmetic(plan: Plan) -> list[str]:
     c, m, recipe = plan.counts, plan.measured, plan.recipe
     assert c is not None
     assert m is not None
-    guided = recipe.sampling.guidance_scale > 1
+    guided = recipe.denoising.guidance_scale > 1
     twice = " (twice that with guidance)" if guided else ""
     lines = [_step(plan)]
     if c.micro_batches:
         lines.append(
-            f"  sampling: {c.micro_batches:,} micro-batches of {c.batch} samples{twice} x {recipe.sampling.steps} "
+            f"  sampling: {c.micro_batches:,} micro-batches of {c.batch} samples{twice} x {recipe.denoising.steps} "
             f"denoising steps = {c.sampling_forwards:,} forwards"
         )
     without = f" and {m.forwards} without" if m.forwards else ""

@@ -1,4 +1,4 @@
-"""The sample pictures of a report: read from a run, shrunk where large, embedded as data URIs."""
+"""The samples of a report, read from a run: texts, and pictures, shrunk where large and embedded as data URIs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmrl.report.texts import fold
+
 SLIDER_STEPS = 12
 """Evaluations a reader can slide through; of more, the first, the last and others evenly between."""
 EDGE = 256
 """Pixels of the longest side in the report; larger pictures are shrunk (the originals stay in samples/)."""
+THUMBNAIL = 128
+"""Pixels of the longest side of a picture that belongs to a prompt."""
 ENDS = 6
 """Lowest and highest samples shown, each."""
+MEDIA = 8
+"""Pictures of one prompt that are shown."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One sample of an evaluation."""
+    """One sample of an evaluation: a picture (``path``), or a ``text`` with the ``media`` of its prompt."""
 
     prompt: str
-    path: Path
     scores: dict[str, float]
+    path: Path | None = None
+    text: str | None = None
+    truncated: bool = False
+    media: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,11 @@ class Evaluation:
 
     step: int
     samples: dict[tuple[str, int], Shown]
+
+    @property
+    def texts(self) -> bool:
+        """Whether these are responses and not pictures."""
+        return any(shown.text is not None for shown in self.samples.values())
 
 
 def read_evaluations(folder: Path) -> list[Evaluation]:
@@ -62,16 +76,13 @@ def pairs(evaluations: list[Evaluation]) -> dict[str, Any] | None:
     if not evaluations:
         return None
     chosen = _evenly(evaluations, SLIDER_STEPS)
-    keys = [key for key in chosen[0].samples if key in chosen[-1].samples] or list(chosen[-1].samples)
+    last = chosen[-1]
+    keys = [key for key in chosen[0].samples if key in last.samples] or list(last.samples)
     cells = []
     for key in keys:
-        frames = []
-        for evaluation in chosen:
-            shown = evaluation.samples.get(key)
-            uri = embed(shown.path) if shown else None
-            frames.append({"src": uri or "", "scores": score_text(shown.scores) if shown and uri else ""})
-        cells.append({"prompt": key[0], "frames": frames, "pixelated": _pixelated(chosen[-1].samples.get(key))})
-    return {"steps": [evaluation.step for evaluation in chosen], "cells": cells}
+        frames = [_frame(evaluation.samples.get(key)) for evaluation in chosen]
+        cells.append({"prompt": key[0], "frames": frames, **_beside(last.samples.get(key))})
+    return {"steps": [evaluation.step for evaluation in chosen], "texts": last.texts, "cells": cells}
 
 
 def extremes(evaluations: list[Evaluation], weights: dict[str, float]) -> dict[str, Any] | None:
@@ -92,24 +103,25 @@ def extremes(evaluations: list[Evaluation], weights: dict[str, float]) -> dict[s
     return {
         "step": last.step,
         "kept": len(ranked),
+        "texts": last.texts,
         "lowest": [_card(shown) for _, shown in ranked[:count]],
         "highest": [_card(shown) for _, shown in reversed(ranked[-count:])],
     }
 
 
-def embed(path: Path) -> str | None:
-    """A picture as a data URI of at most ``EDGE`` pixels; None where the file is no picture."""
+def embed(path: Path, edge: int = EDGE) -> str | None:
+    """A picture as a data URI of at most ``edge`` pixels; None where the file is no picture."""
     from PIL import Image
 
     from mmrl.report.grids import rgb
 
     try:
         with Image.open(path) as image:
-            if max(image.size) <= EDGE:
+            if max(image.size) <= edge:
                 content, kind = path.read_bytes(), Image.MIME[image.format or "PNG"]
             else:
                 small = rgb(image)
-                small.thumbnail((EDGE, EDGE))
+                small.thumbnail((edge, edge))
                 buffer = io.BytesIO()
                 small.save(buffer, "JPEG", quality=85)
                 content, kind = buffer.getvalue(), "image/jpeg"
@@ -126,15 +138,47 @@ def score_text(scores: dict[str, float]) -> str:
 
 
 def _shown(folder: Path, row: object) -> Shown | None:
-    if not isinstance(row, dict) or not isinstance(row.get("file"), str):
-        return None
-    path = folder / row["file"]
-    if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
+    if not isinstance(row, dict):
         return None
     given = row.get("scores")
     scores = given if isinstance(given, dict) else {}
     finite = {str(k): float(v) for k, v in scores.items() if isinstance(v, int | float) and math.isfinite(v)}
-    return Shown(str(row.get("prompt", "")), path, finite)
+    prompt = str(row.get("prompt", ""))
+    if isinstance(row.get("text"), str):
+        named = row.get("pictures")
+        media = [_inside(folder, name) for name in (named if isinstance(named, list) else [])]
+        found = tuple(path for path in media if path is not None)
+        return Shown(prompt, finite, text=row["text"], truncated=row.get("truncated") is True, media=found)
+    path = _inside(folder, row.get("file"))
+    return None if path is None else Shown(prompt, finite, path)
+
+
+def _inside(folder: Path, name: object) -> Path | None:
+    """The file of that name, None where it is none or lies outside ``folder``."""
+    if not isinstance(name, str) or "\0" in name:
+        return None
+    path = folder / name
+    return path if path.resolve().is_relative_to(folder.resolve()) and path.is_file() else None
+
+
+def _frame(shown: Shown | None) -> dict[str, Any]:
+    """A sample at one evaluation; empty where it was not made there."""
+    text = None if shown is None or shown.text is None else fold(shown.text)
+    src = embed(shown.path) if shown is not None and shown.path else None
+    scores = score_text(shown.scores) if shown is not None and (src or text) else ""
+    return {"src": src or "", "text": text, "truncated": shown is not None and shown.truncated, "scores": scores}
+
+
+def _beside(shown: Shown | None) -> dict[str, Any]:
+    """What belongs to a sample at whatever step: the prompt of a text, folded, and its pictures."""
+    media = () if shown is None else shown.media
+    embedded = [(embed(path, THUMBNAIL), _pixelated(path)) for path in media[:MEDIA]]
+    return {
+        "pixelated": shown is not None and _pixelated(shown.path),
+        "asked": fold("" if shown is None else shown.prompt),
+        "media": [{"src": src, "pixelated": pixelated} for src, pixelated in embedded if src],
+        "more": max(0, len(media) - MEDIA),
+    }
 
 
 def _evenly(evaluations: list[Evaluation], most: int) -> list[Evaluation]:
@@ -149,21 +193,17 @@ def _total(scores: dict[str, float], weights: dict[str, float]) -> float | None:
 
 
 def _card(shown: Shown) -> dict[str, Any]:
-    return {
-        "prompt": shown.prompt,
-        "src": embed(shown.path) or "",
-        "pixelated": _pixelated(shown),
-        "scores": list(shown.scores.items()),
-    }
+    return {"prompt": shown.prompt, **_frame(shown), **_beside(shown), "scores": list(shown.scores.items())}
 
 
-def _pixelated(shown: Shown | None) -> bool:
+def _pixelated(path: Path | None) -> bool:
+    """Whether a picture is so small that its pixels are shown as such."""
     from PIL import Image
 
-    if shown is None:
+    if path is None:
         return False
     try:
-        with Image.open(shown.path) as image:
+        with Image.open(path) as image:
             return max(image.size) < 128
-    except (OSError, ValueError):
+    except (OSError, ValueError, Image.DecompressionBombError):
         return False

@@ -1,7 +1,8 @@
 """Call a reward on batches of samples: a deadline, retries, and an answer that is checked. Imports no torch.
 
 A reward runs in a thread of its own (an async one in an event loop there). A thread that does not come back in time is
-given up, never waited for: it is a daemon, so the process can end, and the next batch gets a fresh one.
+given up, never waited for: it is a daemon, so the process can end, and the next batch gets a fresh one. ``submit``
+returns at once: the calls of a sync reward stand in a line, those of an async one are under way together.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias
 
 from mmrl.errors import UserError
-from mmrl.rewards.contract import Context, Failed
+from mmrl.rewards.contract import Context, Failed, Span, Spans
 from mmrl.rewards.loading import Loaded, describe, place_of
 from mmrl.trajectory import Sample
 
@@ -45,32 +46,44 @@ class Answer:
     """What a reward said of ``n`` samples.
 
     ``total``: ``n`` numbers, NaN where a sample failed; ``reasons``: why, None where it did not. ``parts``: ``n``
-    numbers per named part, NaN where it says nothing of a sample. ``error``: set when the whole call failed.
+    numbers per named part, NaN where it says nothing of a sample. ``spans``: the rewards of pieces of each response,
+    None where there are none. ``error``: set when the whole call failed. ``began`` and ``ended``: seconds on the clock
+    of ``time.perf_counter``, retries included.
     """
 
     total: list[float]
     reasons: list[str | None]
     parts: dict[str, list[float]] = field(default_factory=dict)
+    spans: list[list[Span] | None] = field(default_factory=list)
     error: BatchError | None = None
+    began: float = 0.0
+    ended: float = 0.0
 
 
-def read_answer(returned: Any, n: int, place: str) -> Answer:
-    """Check what a reward returned for ``n`` samples. Raises ``BatchError`` when it is not one value per sample."""
+def read_answer(returned: Any, n: int, place: str, *, spans: bool = False) -> Answer:
+    """Check what a reward returned for ``n`` samples; ``spans``: it declared that it returns some.
+
+    Raises ``BatchError`` when it is not one value per sample.
+    """
+    nothing: list[list[Span] | None] = [None] * n
     if not isinstance(returned, Mapping):
-        return Answer(*_numbers(returned, n, "", place))
-    if not returned:
-        raise BatchError("returned an empty dict", f"return at least one named part from {place}")
-    read = {str(name): _numbers(values, n, f" for the part {name!r}", place) for name, values in returned.items()}
+        return Answer(*_numbers(returned, n, "", place), spans=nothing)
+    named = {str(name): values for name, values in returned.items() if name != "spans"}
+    if not named:
+        what = "spans alone" if returned else "an empty dict"
+        raise BatchError(f"returned {what}", f"return at least one named part, such as score, from {place}")
+    pieces = _pieces(returned["spans"], n, place, spans) if "spans" in returned else nothing
+    read = {name: _numbers(values, n, f" for the part {name!r}", place) for name, values in named.items()}
     parts = {name: numbers for name, (numbers, _) in read.items()}
     if "score" in parts:
         total, reasons = read["score"]
-        return Answer(total, reasons, {k: v for k, v in parts.items() if k != "score"})
+        return Answer(total, reasons, {k: v for k, v in parts.items() if k != "score"}, pieces)
     total = [math.fsum(row) / len(row) for row in zip(*parts.values(), strict=True)]
     reasons = [
         next((f"part {name!r} {why[i]}" for name, (_, why) in read.items() if why[i] is not None), None)
         for i in range(n)
     ]
-    return Answer(total, reasons, parts)
+    return Answer(total, reasons, parts, pieces)
 
 
 class Caller:
@@ -80,39 +93,51 @@ class Caller:
     """
 
     def __init__(self, reward: Loaded, timeout: float, retries: int = 0) -> None:
-        self.reward, self.timeout, self.retries = reward, timeout, retries
+        self.reward, self.retries = reward, retries
+        self.timeout = math.inf if reward.declaration.own_deadline else timeout
         self._lane: _Lane | None = None
         self._swap = threading.Lock()
         self._turn = threading.Lock()
+        self._workers = _Workers(CONCURRENT_BATCHES if reward.is_async else 1)
 
     def one(self, samples: Sequence[Sample], context: Context) -> Answer:
         """The answer for one batch. Never raises for what the reward did: see ``Answer.error``."""
-        error = BatchError("was not called", "")
+        error, began = BatchError("was not called", ""), time.perf_counter()
+        declared = self.reward.declaration
         for attempt in range(self.retries + 1):
             if attempt:
                 time.sleep(min(BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S))
             try:
-                return read_answer(self._attempt(list(samples), context), len(samples), self.reward.place)
+                returned = self._attempt(list(samples), context)
+                answer = read_answer(returned, len(samples), self.reward.place, spans=declared.spans)
+                return replace(answer, began=began, ended=time.perf_counter())
             except BatchError as failure:
                 error = failure
         if self.retries:
             error = BatchError(f"{error.reason} (after {self.retries + 1} attempts)", error.mend)
-        return Answer([NAN] * len(samples), [error.reason] * len(samples), error=error)
+        n, ended = len(samples), time.perf_counter()
+        return Answer([NAN] * n, [error.reason] * n, spans=[None] * n, error=error, began=began, ended=ended)
+
+    def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
+        """The answer for one batch, to come; returns at once. ``cancel`` it while it has not begun."""
+        return self._workers.submit(lambda: self.one(samples, context))
 
     def many(self, batches: Sequence[Sequence[Sample]], context: Context) -> Iterator[Answer]:
-        """The answers for ``batches``, in order: a sync reward is asked as they are read, an async one at once."""
-        if not self.reward.is_async or len(batches) < 2:
-            yield from (self.one(batch, context) for batch in batches)
-            return
-        pool = ThreadPoolExecutor(min(len(batches), CONCURRENT_BATCHES), "mmrl-reward-batch")
+        """The answers for ``batches``, in order. All of them are submitted when the first is read."""
+        answers = [self.submit(batch, context) for batch in batches]
         try:
-            yield from pool.map(lambda batch: self.one(batch, context), batches)
+            yield from (answer.result() for answer in answers)
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for answer in answers:
+                answer.cancel()
 
     def close(self) -> None:
-        """Let the thread end."""
+        """Let the threads end, and the reward close what it holds where it has a method ``close``."""
+        self._workers.stop()
         self._give_up(self._lane)
+        close = getattr(getattr(self.reward.call, "__self__", None), "close", None)
+        if callable(close):
+            close()
 
     def _attempt(self, samples: list[Sample], context: Context) -> Any:
         if self.reward.is_async:
@@ -126,8 +151,8 @@ class Caller:
                 self._lane = _LoopLane() if self.reward.is_async else _ThreadLane()
             lane = self._lane
             future = lane.start(self.reward, samples, context, self.timeout)
-        grace = _GRACE_S if self.reward.is_async else 0.0
-        if not wait([future], self.timeout + grace).done:
+        limit = None if math.isinf(self.timeout) else self.timeout + (_GRACE_S if self.reward.is_async else 0.0)
+        if not wait([future], limit).done:
             self._give_up(lane)
             raise self._too_slow(len(samples))
         error = future.exception()
@@ -151,6 +176,53 @@ class Caller:
             if lane is not None and self._lane is lane:
                 self._lane = None
                 lane.stop()
+
+
+class _Workers:
+    """Daemon threads, at most ``most``, that make calls in the order they came; started as they are needed.
+
+    Consumes calls, waits for one to come, is unblocked by ``submit`` and ``stop``. A pool of the standard library would
+    be waited for when the process ends.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._calls: _Line = queue.SimpleQueue()
+        self._free = threading.Semaphore(0)
+        self._started = 0
+        self._lock = threading.Lock()
+
+    def submit(self, call: Callable[[], Answer]) -> Future[Answer]:
+        future: Future[Answer] = Future()
+        with self._lock:
+            if not self._free.acquire(blocking=False) and self._started < self._most:
+                self._started += 1
+                line = (self._calls, self._free)
+                threading.Thread(target=_work, args=line, name="mmrl-reward-batch", daemon=True).start()
+            self._calls.put((future, call))
+        return future
+
+    def stop(self) -> None:
+        """Let every thread end after the calls that stand in the line; a later ``submit`` starts anew."""
+        with self._lock:
+            for _ in range(self._started):
+                self._calls.put(None)
+            self._calls, self._free, self._started = queue.SimpleQueue(), threading.Semaphore(0), 0
+
+
+_Line: TypeAlias = "queue.SimpleQueue[tuple[Future[Answer], Callable[[], Answer]] | None]"
+
+
+def _work(calls: _Line, free: threading.Semaphore) -> None:
+    while (item := calls.get()) is not None:
+        future, call = item
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+        del future, call, item  # a thread that waits for work keeps no samples
+        free.release()
 
 
 class _Lane(Protocol):
@@ -214,7 +286,7 @@ class _LoopLane:
     async def _call(reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Any:
         _without_gradients()
         task = asyncio.ensure_future(reward.call(samples, context=context))
-        done, _ = await asyncio.wait([task], timeout=timeout)
+        done, _ = await asyncio.wait([task], timeout=None if math.isinf(timeout) else timeout)
         if not done:
             task.cancel()
             raise _DeadlineError
@@ -241,6 +313,19 @@ def _numbers(values: Any, n: int, what: str, place: str) -> tuple[list[float], l
         raise BatchError(f"returned {len(values)} values{what} for {n} samples", mend)
     pairs = [_number(value, i, what, mend) for i, value in enumerate(values)]
     return [number for number, _ in pairs], [reason for _, reason in pairs]
+
+
+def _pieces(values: Any, n: int, place: str, declared: bool) -> list[list[Span] | None]:
+    if not declared:
+        raise BatchError("returned spans, which it did not declare", f"add @mmrl.reward(spans=True) at {place}")
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence) or len(values) != n:
+        raise BatchError(
+            f"returned no list of {n} spans", f"return Spans([(start, end, value), ...]) or None at {place}"
+        )
+    wrong = next((v for v in values if v is not None and not isinstance(v, Spans)), None)
+    if wrong is not None:
+        raise BatchError(f"returned a {type(wrong).__name__} as spans", f"wrap it at {place}: Spans(...)")
+    return [None if v is None else [Span(*span) for span in v.spans] for v in values]
 
 
 def _number(value: Any, index: int, what: str, mend: str) -> tuple[float, str | None]:

@@ -7,19 +7,23 @@ A class is built once with the recipe's ``options`` and has a method ``score`` o
 options as keyword arguments. ``@mmrl.reward(...)`` declares what differs from the defaults.
 
 Of named parts, ``score`` is the total where it is given, else their mean. A sample that cannot be scored gets ``None``,
-or ``Failed("why")``: never a number in its place.
+or ``Failed("why")``: never a number in its place. A part called ``spans`` is no part: where it was declared, it holds
+rewards of pieces of the response (``Spans``), and ``None`` for a sample without.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
 Input = Literal["image", "tensor", "text"]
+"""Fields of a sample. ``sample.prompt`` with its text, meta and media is always there."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,35 @@ class Failed:
     reason: str
 
 
+class Span(NamedTuple):
+    """``value`` for the characters ``start`` to ``end`` (exclusive) of ``sample.text``."""
+
+    start: int
+    end: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Rewards of pieces of one response: ``Spans([(start, end, value), ...])``; every token of a piece gets its value.
+
+    They are per-token rewards in the reward's own units: its ``weight`` and ``normalize`` are for the total alone, and
+    what becomes of them is the algorithm's. Where pieces overlap they add up; characters in none get 0. Raises
+    ``ValueError`` for a piece that ends before it starts and for a value that is not finite.
+    """
+
+    spans: Sequence[tuple[int, int, float]] = ()
+
+    def __post_init__(self) -> None:
+        spans = tuple(Span(int(start), int(end), float(value)) for start, end, value in self.spans)
+        for span in spans:
+            if not 0 <= span.start <= span.end or not math.isfinite(span.value):
+                raise ValueError(f"{tuple(span)} is no piece of a text with a finite value")
+        object.__setattr__(self, "spans", spans)
+
+
 Value: TypeAlias = float | Failed | None
-Returned: TypeAlias = "Sequence[Value] | Mapping[str, Sequence[Value]] | torch.Tensor"
+Returned: TypeAlias = "Sequence[Value] | Mapping[str, Sequence[Value] | Sequence[Spans | None]] | torch.Tensor"
 
 
 @dataclass(frozen=True)
@@ -39,20 +70,31 @@ class Declaration:
 
     ``inputs``: which fields of a sample it reads (the core makes no others). ``per``: ``"sample"``, or ``"group"`` to
     be called with the whole group of a prompt, never split. ``differentiable``: it reads ``tensor`` and returns a
-    tensor ``[B]`` whose graph reaches it.
+    tensor ``[B]`` whose graph reaches it. ``spans``: it returns a part ``spans`` beside ``score``. ``own_deadline``: it
+    gives up by itself what takes too long, so the recipe's ``timeout`` is not applied. ``paths``: its options that may
+    name files (``"model"``, or ``"model.path"`` inside a mapping); the core looks them up from the recipe's folder.
     """
 
     inputs: tuple[Input, ...] = ("image",)
     per: Literal["sample", "group"] = "sample"
     differentiable: bool = False
+    spans: bool = False
+    own_deadline: bool = False
+    paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a call may know beyond its samples: the training step (-1 outside training) and the device to compute on."""
+    """What a call may know beyond its samples.
+
+    ``step`` is the training step (-1 outside training), ``device`` where to compute, ``folder`` the directory of the
+    run for caches and transcripts (None outside a run), ``label`` what the recipe calls this reward.
+    """
 
     step: int = -1
     device: torch.device | str = "cpu"
+    folder: Path | None = None
+    label: str = ""
 
 
 R = TypeVar("R", bound=Callable[..., Any])
@@ -63,13 +105,17 @@ def reward(
     inputs: tuple[Input, ...] = ("image",),
     per: Literal["sample", "group"] = "sample",
     differentiable: bool = False,
+    spans: bool = False,
+    own_deadline: bool = False,
+    paths: tuple[str, ...] = (),
 ) -> Callable[[R], R]:
     """Declare a function or class as a reward that differs from the defaults (see ``Declaration``)."""
     if differentiable and "tensor" not in inputs:
         inputs = (*inputs, "tensor")
 
     def mark(target: R) -> R:
-        target.__mmrl_reward__ = Declaration(inputs, per, differentiable)  # type: ignore[attr-defined]
+        declaration = Declaration(inputs, per, differentiable, spans, own_deadline, paths)
+        target.__mmrl_reward__ = declaration  # type: ignore[attr-defined]
         return target
 
     return mark

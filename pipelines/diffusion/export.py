@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl.config.schema import Recipe
+from mmrl.engines.merging import merged_weights
 from mmrl.pipelines.protocol import Usage, What
 from mmrl.report.card import public
 
@@ -48,7 +49,7 @@ def write_lora(pipe: Any, policy: Any, base: str, out: Path) -> None:
 
 def usage(pipe: Any, recipe: Recipe, what: What, folder: str, prompt: str) -> Usage:
     """Code that draws ``prompt`` with what was written to ``folder``, as the recipe's evaluation draws it."""
-    kind, dtype, sampling = type(pipe).__name__, recipe.model.dtype, recipe.sampling
+    kind, dtype, sampling = type(pipe).__name__, recipe.model.dtype, recipe.denoising
     absent = [f"{n}=None" for n in ("text_encoder_3", "tokenizer_3") if pipe.components.get(n, "") is None]
     options = ", ".join([f"torch_dtype=torch.{dtype}", *absent])
     head = "import torch\nfrom diffusers import DiffusionPipeline\n"
@@ -73,23 +74,6 @@ def usage(pipe: Any, recipe: Recipe, what: What, folder: str, prompt: str) -> Us
         }
     tags = [kind, "lora"] if what == "lora" else [kind]
     return Usage("diffusers", "text-to-image", tags, code)
-
-
-def merged_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The weights of ``module`` under the names of its plain class; adapters are added in float32, on copies."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    state = module.state_dict()
-    for name, layer in module.named_modules():
-        if isinstance(layer, BaseTunerLayer):
-            for key in [k for k in state if k.startswith(f"{name}.")]:
-                del state[key]
-            for key, value in layer.get_base_layer().state_dict().items():
-                state[f"{name}.{key}"] = value
-            for adapter in layer.active_adapters:
-                delta: Tensor = layer.get_delta_weight(adapter)  # type: ignore[operator]
-                state[f"{name}.weight"] = state[f"{name}.weight"].float() + delta.float()
-    return state
 
 
 def _copy(module: Any, state: dict[str, Tensor], dtype: torch.dtype) -> Any:

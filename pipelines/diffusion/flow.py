@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
 from mmrl.pipelines.protocol import Usage, Weights, What
 from mmrl.report.card import public
-from mmrl.trajectory import SampleId, Slot, Trajectory
+from mmrl.samples import make_samples
+from mmrl.trajectory import Sample, SampleId, Slot, Trajectory
 
 from . import export
 
@@ -62,14 +63,17 @@ class Adapter(Protocol):
 class FlowPipeline:
     """Final class; see ``mmrl.pipelines.protocol.Pipeline``. ``policy`` is the transformer, with LoRA or not."""
 
+    makes: Literal["image"] = "image"
+
     def __init__(self, adapter: Adapter, policy: nn.Module, recipe: Recipe, device: torch.device) -> None:
         self.adapter, self.policy, self.recipe, self.device = adapter, policy, recipe, device
         self.features = FeatureStore()
-        self.shape = adapter.latent_shape(recipe.sampling.height, recipe.sampling.width)
-        self.guided = recipe.sampling.guidance_scale > 1
+        self.shape = adapter.latent_shape(recipe.denoising.height, recipe.denoising.width)
+        self.guided = recipe.denoising.guidance_scale > 1
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
-        self.steps = recipe.sampling.steps
+        self.steps = recipe.denoising.steps
+        self.offloads = recipe.model.offload and device.type != "cpu"
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 
@@ -100,13 +104,13 @@ class FlowPipeline:
             v = self.adapter.predict(self.policy, x, timestep, features).float()
         if self.guided:
             unconditional, conditional = v.chunk(2)
-            v = unconditional + self.recipe.sampling.guidance_scale * (conditional - unconditional)
+            v = unconditional + self.recipe.denoising.guidance_scale * (conditional - unconditional)
         return v
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
     def noisy_steps(self, step: int) -> list[int]:
-        window = self.recipe.sampling.window
+        window = self.recipe.denoising.window
         if window is None:
             return list(range(self.steps - 1))
         last = self.steps - 1 if window.last is None else window.last
@@ -120,14 +124,9 @@ class FlowPipeline:
 
     @torch.no_grad()
     def sample(
-        self,
-        slots: Sequence[Slot],
-        ids: Sequence[SampleId],
-        actions: Sequence[int],
-        seed: int,
-        steps: int | None = None,
+        self, slots: Sequence[Slot], ids: Sequence[SampleId], actions: Sequence[int], seed: int, evaluate: bool = False
     ) -> Trajectory:
-        steps = steps or self.steps
+        steps = (self.recipe.eval.steps if evaluate else None) or self.steps
         keys = [slot.prompt.text for slot in slots]
         features = self._batch_features(keys)
         sigmas, timesteps = self.adapter.schedule(steps)
@@ -157,18 +156,34 @@ class FlowPipeline:
             log_probs=torch.stack(log_probs, 1) if recorded else None,
         )
 
+    def samples(self, trajectory: Trajectory, inputs: frozenset[str]) -> list[Sample]:
+        return make_samples(trajectory, self.images(trajectory), inputs)
+
     @torch.no_grad()
     def images(self, trajectory: Trajectory) -> Tensor:
+        """Decode clean results to float32 ``[B, 3, H, W]`` in [0, 1]."""
         with self._awake([self.adapter.vae]):
             return (self.adapter.decode(trajectory.clean) / 2 + 0.5).clamp(0, 1).float()
 
+    def token_values(self, row: Trajectory, spans: Sequence[tuple[int, int, float]]) -> list[float]:
+        raise TypeError("pictures have no tokens; rewards of spans belong to text")
+
+    def sync(self, tag: object) -> None:
+        """Nothing to do: sampling reads the weights that train."""
+
+    def open_critic(self) -> nn.Module:
+        raise TypeError("pictures have no critic; the recipe's checks refuse it")
+
+    def close(self) -> None:
+        """Nothing to free."""
+
     def _initial(self, ids: Sequence[SampleId], seed: int) -> Tensor:
-        if self.recipe.sampling.same_initial_noise:
+        if self.recipe.denoising.same_initial_noise:
             ids = [SampleId(i.step, i.slot, i.attempt, 0) for i in ids]
         return noise(seed, ids, "initial", self.shape).to(self.device)
 
     def _coefficients(self, sigmas: Tensor, actions: Sequence[int]) -> sde.Coefficients:
-        settings = self.recipe.sampling.sde
+        settings = self.recipe.denoising.sde
         return sde.coefficients(sigmas, settings.kind, settings.noise_level, actions)
 
     # -- updates -----------------------------------------------------------------------------------------------------
@@ -176,8 +191,14 @@ class FlowPipeline:
     def entries(self, kind: Kind) -> int:
         if kind == "pathwise":
             return 1
-        window = self.recipe.sampling.window
+        window = self.recipe.denoising.window
         return window.size if kind == "policy_gradient" and window else self.steps - 1
+
+    def actions(self, trajectory: Trajectory, kind: Kind) -> list[int]:
+        return [self.entries(kind)] * len(trajectory)
+
+    def lengths(self, trajectory: Trajectory) -> list[int]:
+        return [1] * len(trajectory)
 
     def recorded(self, trajectory: Trajectory, entry: int) -> dict[str, Tensor]:
         if trajectory.log_probs is None or trajectory.actions is None:
@@ -247,7 +268,8 @@ class FlowPipeline:
             else:
                 v = checkpoint(self._velocity, x, timestep, features, use_reentrant=False)
                 x = sde.step_mean(x, v, c, i)  # type: ignore[arg-type]
-        self.adapter.vae.to(self.device)  # not only while it decodes: the backward comes after this returns
+        if self.offloads:  # not only while it decodes: the backward comes after this returns
+            self.adapter.vae.to(self.device)
         return (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()
 
     # -- export ------------------------------------------------------------------------------------------------------
@@ -264,11 +286,8 @@ class FlowPipeline:
     @contextmanager
     def _awake(self, modules: list[nn.Module]) -> Iterator[None]:
         """Have frozen modules on the device for a phase, and off it again where the recipe offloads."""
-        moves = self.recipe.model.offload and self.device.type != "cpu"
-        for module in modules:
-            if moves:
-                module.to(self.device)
+        for module in modules if self.offloads else ():
+            module.to(self.device)
         yield
-        for module in modules:
-            if moves:
-                module.to("cpu")
+        for module in modules if self.offloads else ():
+            module.to("cpu")

@@ -130,8 +130,8 @@ def _assemble(pipe: Any, recipe: Recipe, device: torch.device) -> FlowPipeline:
     for module in (pipe.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
         if module is not None:
             module.requires_grad_(False).eval()  # a fresh T5 is in training mode, with dropout
-    adapter = SD3Adapter(pipe, recipe.sampling.max_sequence_length, device)
-    adapter.latent_shape(recipe.sampling.height, recipe.sampling.width)
+    adapter = SD3Adapter(pipe, recipe.denoising.max_sequence_length, device)
+    adapter.latent_shape(recipe.denoising.height, recipe.denoising.width)
     if recipe.model.gradient_checkpointing:
         pipe.transformer.enable_gradient_checkpointing()
     return FlowPipeline(adapter, _trainable(pipe.transformer, recipe), recipe, device)

@@ -1,0 +1,107 @@
+"""The texts of an evaluation, kept beside the metrics: prompt, response and scores, and the prompt's pictures.
+
+How the report and the model card show them too: anybody's text, folded where it is long.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.report.rundir import RunDir, remove, write_atomic
+from mmrl.trajectory import Sample
+
+EDGE = 512
+"""Pixels of the longest side of a prompt's picture as it is kept; larger ones are shrunk (the data has them whole)."""
+LONG, LINES = 600, 12
+"""Characters and lines of a text that the report shows at once; of a longer one the beginning, and the rest unfolds."""
+LONGEST = 8000
+"""Characters of a text in the report; of a longer one its beginning and its end."""
+_SYMBOLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+"""Control characters are shown as the symbols Unicode has for them."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A text to show: its beginning, and all of it where that is longer (else None)."""
+
+    beginning: str
+    whole: str | None
+    length: int
+
+
+def write_texts(run: RunDir, step: int, samples: Sequence[Sample], scores: Sequence[Mapping[str, float]]) -> None:
+    """Write ``samples/step_NNNNNN.json``: per sample its prompt, text, scores and the files of the prompt's pictures.
+
+    The list is written last: where it stands, the pictures it names are whole.
+    """
+    name = f"step_{step:06d}"
+    (run.samples / f"{name}.json").unlink(missing_ok=True)
+    remove(run.samples / name)
+    listing = [
+        {
+            "prompt": _encodable(sample.prompt.text),
+            "text": _encodable(sample.text or ""),
+            "truncated": sample.truncated,
+            "pictures": _pictures(run, name, i, sample),
+            "scores": {k: v if math.isfinite(v) else None for k, v in row.items()},
+        }
+        for i, (sample, row) in enumerate(zip(samples, scores, strict=True))
+    ]
+    content: dict[str, Any] = {"step": step, "samples": listing}
+    write_atomic(run.samples / f"{name}.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def visible(text: str) -> str:
+    """``text`` with nothing in it that cannot be seen or encoded: control characters become their symbols."""
+    return _encodable(text).replace("\r\n", "\n").translate(_SYMBOLS)
+
+
+def fold(text: str) -> Folded:
+    """What the report shows of ``text``, visible (see there) and with its whitespace."""
+    text = visible(text)
+    lines = text.split("\n")
+    if len(text) <= LONG and len(lines) <= LINES:
+        return Folded(text, None, len(text))
+    beginning = "\n".join(lines[: LINES // 2])[: LONG // 2].rstrip()
+    return Folded(beginning, shorten(text, LONGEST), len(text))
+
+
+def shorten(text: str, most: int) -> str:
+    """``text``, or its first three and last one quarter of ``most`` characters with a note of what is left out."""
+    if len(text) <= most:
+        return text
+    head, tail = text[: 3 * most // 4], text[len(text) - most // 4 :]
+    return f"{head} [... {len(text) - len(head) - len(tail):,} characters ...] {tail}"
+
+
+def cell(text: str, most: int = 240) -> str:
+    """``text`` for a cell of an HTML table inside Markdown: short, escaped, without line ends."""
+    lines = shorten(visible(text).strip(), most).split("\n")
+    return "<br>".join(html.escape(line) for line in lines)
+
+
+def _encodable(text: str) -> str:
+    """Half a surrogate pair, which JSON may bring in and UTF-8 does not know, becomes a question mark."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _pictures(run: RunDir, name: str, i: int, sample: Sample) -> list[str]:
+    """Save the pictures of a prompt; clips are not shown."""
+    from mmrl.media import BadMediaError, open_image
+
+    files = []
+    for n, medium in enumerate(m for m in sample.prompt.media if m.kind == "image"):
+        try:
+            picture = open_image(medium)
+        except BadMediaError:
+            continue
+        picture.thumbnail((EDGE, EDGE))
+        (run.samples / name).mkdir(exist_ok=True)
+        files.append(f"{name}/{i:03d}_{n}.png")
+        picture.save(run.samples / files[-1])
+    return files

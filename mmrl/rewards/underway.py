@@ -1,0 +1,298 @@
+"""The scoring of one step while its samples are still being made: batches under way, failures, normalisation."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from mmrl.config import schema
+from mmrl.errors import UserError
+from mmrl.rewards.calling import NAN, Answer, BatchError, Caller
+from mmrl.rewards.contract import Context, Span
+from mmrl.rewards.loading import Loaded
+from mmrl.trajectory import Sample, SampleId
+
+STD_FLOOR = 1e-4
+"""Added to the standard deviations that rewards are divided by."""
+_NAMED = 5
+
+AllSum = Callable[[torch.Tensor], torch.Tensor]
+
+
+class RewardError(UserError):
+    """A reward failed where its policy says ``fail``."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A sample that the reward called ``reward`` could not score, and why."""
+
+    sample: SampleId
+    prompt: str
+    reward: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the rewards said of ``B`` samples; tensors are float64 on the CPU.
+
+    ``total`` ``[B]``: the weighted sum of the normalised rewards, NaN where a sample is to be dropped. ``parts``: each
+    reward's raw values ``[B]`` under its label, and its named parts under ``label/part``. ``spans``: for a reward that
+    declares them, the rewards of pieces of each response as it returned them (no weight, no normalisation); None where
+    the sample failed. ``seconds``: how long each reward, by label, had at least one call under way. ``waited``: how
+    long ``finish`` waited for them; the rest was hidden behind sampling, or behind another reward.
+    """
+
+    total: torch.Tensor
+    parts: dict[str, torch.Tensor]
+    failures: list[Failure] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    spans: dict[str, list[list[Span] | None]] = field(default_factory=dict)
+    waited: float = 0.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One reward of a recipe, ready to be called."""
+
+    label: str
+    config: schema.Reward
+    loaded: Loaded
+    caller: Caller
+
+    @property
+    def grouped(self) -> bool:
+        return self.loaded.declaration.per == "group"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A batch of one reward that is under way: which samples, and their answer to come."""
+
+    entry: Entry
+    index: tuple[int, ...]
+    answer: Future[Answer]
+
+
+class Scoring:
+    """The scoring of one step, under way in the rewards' own threads. Made by ``RewardSet.start``; used by one thread.
+
+    Consumes samples (``add``), waits for the rewards (``finish``), and is unblocked by them or by their deadlines.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        step: int,
+        device: torch.device | str,
+        folder: Path | None,
+        group_size: int | None,
+        all_sum: AllSum,
+    ) -> None:
+        self.samples: list[Sample] = []
+        self._entries, self._step, self._all_sum = entries, step, all_sum
+        self._contexts = {entry.label: Context(step, device, folder, entry.label) for entry in entries}
+        self._group_size = group_size
+        self._open: dict[tuple[int, int], list[int]] = {}
+        self._whole: set[frozenset[int]] = set()
+        self._calls: list[_Call] = []
+        self._unread: list[_Call] = []
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Take further samples; the rewards begin on them at once, and this returns at once.
+
+        Raises ``RewardError`` when a sample lacks what a reward reads, or a reward whose policy is ``fail`` has failed.
+        """
+        self._unread = [call for call in self._unread if not call.answer.done() or self._refuse(call)]
+        rows = range(len(self.samples), len(self.samples) + len(samples))
+        self.samples += samples
+        for entry in self._entries:
+            check_inputs(entry, samples)
+            if not entry.grouped:
+                for batch in batches(entry, rows):
+                    self._submit(entry, batch)
+        for row, sample in zip(rows, samples, strict=True):
+            group = self._open.setdefault((sample.id.slot, sample.id.attempt), [])
+            group.append(row)
+            if len(group) == self._group_size:
+                self._submit_group(group)
+
+    def finish(self, groups: Sequence[Sequence[int]]) -> Scores:
+        """Wait for the rewards; ``groups`` hold each index of the samples, in the order they were added, once.
+
+        Raises ``RewardError`` when a reward whose policy is ``fail`` leaves a sample without a score.
+        """
+        n = len(self.samples)
+        if sorted(i for group in groups for i in group) != list(range(n)):
+            raise ValueError(f"groups must hold each of the {n} samples once, got {groups}")
+        given = {frozenset(group) for group in groups}
+        if not self._whole <= given:
+            raise ValueError(f"the samples of a slot and attempt were scored as a group, and are none in {groups}")
+        for group in groups:
+            if len(group) and frozenset(group) not in self._whole:
+                self._submit_group(group)
+        total = torch.zeros(n, dtype=torch.float64)
+        began = time.perf_counter()
+        scores = Scores(total, {}, waited=self._wait(began))
+        for entry in self._entries:
+            raw, pieces = self._gather(entry, scores)
+            normal = normalise(raw, groups, entry.config.normalize, self._all_sum)
+            if entry.config.weight != 0:  # a reward of weight 0 is watched only, so it drops no sample
+                total += entry.config.weight * normal
+            if entry.loaded.declaration.spans:
+                scores.spans[entry.label] = pieces
+                total[raw.isnan()] = NAN  # its spans are used whatever its weight: none would be a silent 0
+        return scores
+
+    def cancel(self) -> None:
+        """Forget the batches that have not begun."""
+        for call in self._calls:
+            call.answer.cancel()
+
+    def _submit(self, entry: Entry, index: Iterable[int]) -> None:
+        rows = tuple(index)
+        answer = entry.caller.submit([self.samples[i] for i in rows], self._contexts[entry.label])
+        self._calls.append(_Call(entry, rows, answer))
+        self._unread.append(self._calls[-1])
+
+    def _submit_group(self, group: Sequence[int]) -> None:
+        self._whole.add(frozenset(group))
+        for entry in self._entries:
+            if entry.grouped:
+                self._submit(entry, group)
+
+    def _wait(self, began: float) -> float:
+        try:
+            for call in self._calls:
+                call.answer.result()
+                self._refuse(call)
+        except BaseException:
+            self.cancel()
+            raise
+        return time.perf_counter() - began
+
+    def _gather(self, entry: Entry, scores: Scores) -> tuple[torch.Tensor, list[list[Span] | None]]:
+        """Enter one reward's answers into ``scores``; returns its raw values ``[B]`` and spans."""
+        raw = torch.full((len(self.samples),), NAN, dtype=torch.float64)
+        pieces: list[list[Span] | None] = [None] * len(raw)
+        busy: list[tuple[float, float]] = []
+        scores.parts[entry.label] = raw
+        for call in (c for c in self._calls if c.entry is entry):
+            answer, rows = call.answer.result(), list(call.index)
+            busy.append((answer.began, answer.ended))
+            raw[rows] = torch.tensor(answer.total, dtype=torch.float64)
+            for name, values in answer.parts.items():
+                part = scores.parts.setdefault(f"{entry.label}/{name}", torch.full_like(raw, NAN))
+                part[rows] = torch.tensor(values, dtype=torch.float64)
+            for row, spans, reason in zip(rows, answer.spans, self._reasons(call), strict=True):
+                pieces[row] = spans if reason is None else None
+                if reason is not None:
+                    raw[row] = NAN
+                    scores.failures.append(self._failure(entry, row, reason))
+        scores.seconds[entry.label] = _covered(busy)
+        return raw, pieces
+
+    def _reasons(self, call: _Call) -> list[str | None]:
+        """Why each sample of a batch has no score; also where its spans are missing or lie outside its text."""
+        answer = call.answer.result()
+        if not call.entry.loaded.declaration.spans:
+            return answer.reasons
+        return [
+            reason or _misplaced(spans, self.samples[row].text)
+            for row, spans, reason in zip(call.index, answer.spans, answer.reasons, strict=True)
+        ]
+
+    def _refuse(self, call: _Call) -> bool:
+        """Raise where a finished batch stops the run; False otherwise."""
+        if call.entry.config.on_failure == "fail":
+            failed = [
+                self._failure(call.entry, row, reason)
+                for row, reason in zip(call.index, self._reasons(call), strict=True)
+                if reason is not None
+            ]
+            if failed:
+                self.cancel()
+                raise _refusal(call.entry, call.answer.result(), failed, len(call.index), self._step)
+        return False
+
+    def _failure(self, entry: Entry, row: int, reason: str) -> Failure:
+        sample = self.samples[row]
+        return Failure(sample.id, sample.prompt.text, entry.label, reason)
+
+
+def normalise(
+    raw: torch.Tensor, groups: Sequence[Sequence[int]], how: str, all_sum: AllSum = lambda tensor: tensor
+) -> torch.Tensor:
+    """Bring one reward ``[B]`` to a common scale, ignoring NaN; standard deviations are of the population, + 1e-4.
+
+    ``none``: as it is; ``batch``: divided by the batch's standard deviation; ``group``: centred and divided by the
+    standard deviation in each group.
+    """
+    if how == "none":
+        return raw
+    if how == "batch":
+        valid = raw[~raw.isnan()]
+        count, total = all_sum(torch.stack([torch.tensor(float(len(valid)), dtype=raw.dtype), valid.sum()]))
+        squares = all_sum((valid - total / count.clamp(min=1)).square().sum())
+        return raw / ((squares / count.clamp(min=1)).sqrt() + STD_FLOOR)
+    result = raw.clone()
+    for group in groups:
+        rows = raw[list(group)]
+        valid = rows[~rows.isnan()]
+        if len(valid):
+            result[list(group)] = (rows - valid.mean()) / (valid.std(correction=0) + STD_FLOOR)
+    return result
+
+
+def batches(entry: Entry, rows: range) -> list[range]:
+    """``rows`` in runs of the reward's batch size."""
+    size = entry.config.batch_size or max(len(rows), 1)
+    return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+
+def check_inputs(entry: Entry, samples: Sequence[Sample]) -> None:
+    """Raise ``RewardError`` where a sample lacks a field that the reward declared as an input."""
+    for name in entry.loaded.declaration.inputs:
+        if any(getattr(sample, name) is None for sample in samples):
+            raise RewardError(
+                f"reward {entry.label!r} ({entry.loaded.place}) reads {name!r}, which the samples do not have; "
+                f"declare what it reads with @mmrl.reward(inputs=(...)), or use a pipeline that makes {name!r}"
+            )
+
+
+def _refusal(entry: Entry, answer: Answer, failed: list[Failure], n: int, step: int) -> RewardError:
+    named = [f"{f.prompt!r} (slot {f.sample.slot}, sample {f.sample.sample})" for f in failed[:_NAMED]]
+    more = f", and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
+    error: BatchError | None = answer.error
+    mend = error.mend if error else f"see why {entry.loaded.place} has no number for them"
+    at = f"at step {step}" if step >= 0 else "outside training"
+    return RewardError(
+        f"reward {entry.label!r} ({entry.loaded.name}) {failed[0].reason}\n"
+        f"  {at}, for {len(failed)} of a batch of {n}: {', '.join(named)}{more}\n"
+        f"  {mend + '; or set' if mend else 'Or set'} on_failure: drop for this reward, to leave such samples out of "
+        "the update (they are counted and named)"
+    )
+
+
+def _misplaced(spans: list[Span] | None, text: str | None) -> str | None:
+    if spans is None:
+        return "returned no spans"
+    length = len(text or "")
+    beyond = next((span for span in spans if span.end > length), None)
+    return None if beyond is None else f"returned the span {tuple(beyond)} of a text of {length} characters"
+
+
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of ``(began, ended)``."""
+    total, until = 0.0, -math.inf
+    for began, ended in sorted(intervals):
+        total += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return total

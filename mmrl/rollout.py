@@ -1,0 +1,211 @@
+"""The first half of a step: sample a group for every slot, score it, and turn rewards into advantages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mmrl.algorithms.advantages import flat_groups
+from mmrl.algorithms.objective import Scored
+from mmrl.batch import Batch, Run, chunks, rows_of_update, samples_of, slices
+from mmrl.config.algorithms import TokenAlgorithm
+from mmrl.config.checks import label_of
+from mmrl.errors import BadPromptError
+from mmrl.report.clock import Clock
+from mmrl.rewards.scoring import Failure, Scores
+from mmrl.tally import Tally
+from mmrl.trajectory import SampleId, Slot, Trajectory
+
+MOST_REPLACED = 4
+"""Unusable prompts in a step, per slot, after which it fails: the data is not what it seems."""
+
+
+def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) -> Batch:
+    """Sample a group for every slot, score it, and turn rewards into advantages."""
+    rounds = [sample_and_score(run, slots, step, clock)]
+    groups = [(0, n) for n in range(len(slots))]
+    algorithm = run.recipe.algorithm
+    if isinstance(algorithm, TokenAlgorithm) and algorithm.dynamic_sampling:
+        groups = resample(run, rounds, step, clock, algorithm.max_attempts)
+        tally.set({"sampling/rounds": len(rounds), "sampling/groups": sum(len(r.slots) for r in rounds)})
+    tally.set(reward_metrics(rounds[0].scores))
+    batch, scored = assemble(run, rounds, groups)
+    if batch.micro_batches[0].mask is not None:
+        with clock("prepare"):
+            scored = prepare(run, batch, scored)
+    advantages = run.objective.advantages(scored)
+    batch.advantages, batch.weights = advantages.values, advantages.valid.float()
+    if advantages.returns is not None:
+        batch.prepared["returns"] = advantages.returns
+    if scored.mask is not None:
+        tally.set(text_metrics(batch, scored.mask))
+    tally.set({"advantage/zero_std_groups": advantages.zero_std_groups / advantages.groups, **advantages.metrics})
+    return batch
+
+
+@dataclass(frozen=True)
+class Round:
+    """Groups sampled and scored together, a group of rows for each of ``slots``, in their order."""
+
+    slots: list[Slot]
+    keys: list[str]
+    micro_batches: list[Trajectory]
+    scores: Scores
+
+
+def sample_and_score(run: Run, slots: list[Slot], step: int, clock: Clock) -> Round:
+    """A group of samples for every slot, in micro-batches, and what the rewards say of them."""
+    with clock("encode"):
+        slots, keys, bad = encode(run, slots)
+    size = run.recipe.train.group_size
+    rows = samples_of(slots, size)
+    actions = run.pipeline.noisy_steps(step) if "log_probs" in run.objective.needs else []
+    scoring = run.rewards.start(step, size)
+    micro_batches: list[Trajectory] = []
+    with run.policy.using(run.objective.samples_with):
+        run.pipeline.sync(run.policy.tag)
+        for chunk in chunks(rows, run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size):
+            with clock("sample"):
+                trajectory = run.pipeline.sample([s for s, _ in chunk], [i for _, i in chunk], actions, run.recipe.seed)
+            with clock("decode"):
+                scoring.add(run.pipeline.samples(trajectory, run.rewards.inputs))  # judged while the next is sampled
+            micro_batches.append(trajectory)
+    with clock("reward"):
+        scores = scoring.finish([list(range(n, n + size)) for n in range(0, len(rows), size)])
+    scores.failures.extend(bad)
+    return Round(slots, keys, micro_batches, scores)
+
+
+def encode(run: Run, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Failure]]:
+    """Encode the prompts; one that cannot be used is named, and another takes its place. Raises ``UserError``."""
+    bad: list[Failure] = []
+    while True:
+        try:
+            return slots, run.pipeline.encode(slots), bad
+        except BadPromptError as error:
+            places = [n for n, slot in enumerate(slots) if slot.prompt.id == error.prompt]
+            if not places or len(bad) >= MOST_REPLACED * len(slots):
+                raise
+            for n in places:
+                slot = slots[n]
+                name = SampleId(slot.step, slot.index, slot.attempt, 0)
+                bad.append(Failure(name, slot.prompt.text, "prompt", error.reason))
+                slots = [*slots[:n], run.controller.replacement(slot, slot.attempt + 1, run.prompts), *slots[n + 1 :]]
+
+
+def resample(run: Run, rounds: list[Round], step: int, clock: Clock, most: int) -> list[tuple[int, int]]:
+    """Dynamic sampling (DAPO): try other prompts in the slots whose rewards are all equal, ``most`` rounds in all.
+
+    Appends to ``rounds``; returns for each slot the (round, group) that stands in it, the last tried where none had
+    different rewards. A slot's j-th replacement is the same whoever runs it.
+    """
+    chosen = [(0, n) for n in range(len(rounds[0].slots))]
+    while len(rounds) < most:
+        flat = [flat_groups(r.scores.total, group_of_row(len(r.slots), run)) for r in rounds]
+        places = [i for i, (r, n) in enumerate(chosen) if flat[r][n]]
+        if not places:
+            break
+        latest = [rounds[r].slots[n] for r, n in chosen]
+        again = [run.controller.replacement(latest[i], latest[i].attempt + 1, run.prompts) for i in places]
+        for n, i in enumerate(places):
+            chosen[i] = (len(rounds), n)
+        rounds.append(sample_and_score(run, again, step, clock))
+    return chosen
+
+
+def assemble(run: Run, rounds: list[Round], groups: list[tuple[int, int]]) -> tuple[Batch, Scored]:
+    """The chosen groups of all rounds as one batch, with their rewards."""
+    size = run.recipe.train.group_size
+    micro_batches = [trajectory for r in rounds for trajectory in r.micro_batches]
+    everywhere = iter([(m, i) for m, trajectory in enumerate(micro_batches) for i in range(len(trajectory))])
+    places = [[next(everywhere) for _ in range(size * len(r.slots))] for r in rounds]
+    rows = [(r, n * size + k) for r, n in groups for k in range(size)]
+    lengths = [run.pipeline.actions(trajectory, run.objective.kind) for trajectory in micro_batches]
+    chosen = [places[r][i] for r, i in rows]
+    batch = Batch(
+        micro_batches,
+        chosen,
+        advantages=torch.zeros(len(chosen)),
+        weights=torch.ones(len(chosen)),
+        lengths=torch.tensor([float(run.objective.entries or lengths[m][i]) for m, i in chosen]),
+        keys=[key for r in rounds for key in r.keys],
+        failures=[failure for r in rounds for failure in r.scores.failures],
+    )
+    rewards = torch.stack([rounds[r].scores.total[i] for r, i in rows])
+    return batch, Scored(rewards, group_of_row(len(groups), run), token_rewards=spread_spans(run, batch, rounds, rows))
+
+
+def spread_spans(run: Run, batch: Batch, rounds: list[Round], rows: list[tuple[int, int]]) -> Tensor | None:
+    """What rewards said of pieces of responses, summed on their tokens ``[B, T]`` float64; None where they said none.
+
+    Each reward counts with its weight.
+    """
+    labels = rounds[0].scores.spans
+    if not labels:
+        return None
+    weights = {label_of(r.name, r.label): r.weight for r in run.recipe.rewards}
+    out = torch.zeros(len(rows), max(t.clean.shape[1] for t in batch.micro_batches), dtype=torch.float64)
+    for n, ((r, i), (m, k)) in enumerate(zip(rows, batch.places, strict=True)):
+        given = [(s.start, s.end, s.value * weights[x]) for x in labels for s in rounds[r].scores.spans[x][i] or ()]
+        if given:
+            values = run.pipeline.token_values(batch.micro_batches[m].rows([k]), given)
+            out[n, : len(values)] = torch.tensor(values, dtype=torch.float64)
+    return out
+
+
+def group_of_row(groups: int, run: Run) -> Tensor:
+    """The group of each row ``[B]``, groups contiguous."""
+    return torch.arange(groups).repeat_interleave(run.recipe.train.group_size)
+
+
+def prepare(run: Run, batch: Batch, scored: Scored) -> Scored:
+    """Recompute what must be known of the whole batch before its first update, in the very slices of the updates.
+
+    Log-probs of the policy before the update are needed only where something moves between: with one update per step
+    the first replay is that policy, and its ratio is 1.
+    """
+    updates = run.recipe.train.updates_per_step
+    wanted = run.objective.prepares | (frozenset({"log_probs"}) if updates > 1 else frozenset())
+    longest = max(t.clean.shape[1] for t in batch.micro_batches)
+    mask = torch.zeros(len(batch.places), longest)
+    columns = {name: torch.zeros_like(mask) for name in wanted}
+    for n, (m, i) in enumerate(batch.places):
+        row = batch.micro_batches[m].mask[i]  # type: ignore[index]
+        mask[n, : len(row)] = row
+    with torch.no_grad():
+        for update in range(updates if wanted else 0):
+            for piece in slices(run, batch, rows_of_update(batch, update, updates)):
+                new = run.pipeline.replay(piece.rows, piece.entry, wanted, run.policy.using)
+                for name in wanted:
+                    columns[name][piece.index, : new[name].shape[1]] = new[name].cpu()
+    batch.prepared = {name: columns[name] for name in ("log_probs", "values") if name in columns}
+    return replace(scored, mask=mask, **columns)
+
+
+def unsampled(run: Run, slots: list[Slot], clock: Clock) -> Batch:
+    """The rows of a pathwise step, which samples inside its update."""
+    with clock("encode"):
+        keys = run.pipeline.encode(slots)
+    rows = samples_of(slots, run.recipe.train.group_size)
+    empty = torch.empty(len(rows), 0)
+    trajectory = Trajectory([s for s, _ in rows], [i for _, i in rows], empty, [s.prompt.text for s, _ in rows])
+    ones = torch.ones(len(rows))
+    return Batch([trajectory], [(0, i) for i in range(len(rows))], torch.zeros(len(rows)), ones, ones, keys)
+
+
+def reward_metrics(scores: Scores) -> dict[str, float]:
+    """Mean and spread of the total, the mean of every part, and how many samples were left out."""
+    valid = scores.total[scores.total.isfinite()]
+    out = {f"reward/{name}": value[value.isfinite()].mean().item() for name, value in scores.parts.items()}
+    out["reward/mean"] = valid.mean().item()
+    out["reward/std"] = (valid - valid.mean()).square().mean().sqrt().item()
+    out["reward/dropped"] = float(len(scores.total) - len(valid))
+    return out
+
+
+def text_metrics(batch: Batch, mask: Tensor) -> dict[str, float]:
+    """Length of the responses and how many were cut."""
+    cut = [batch.micro_batches[m].truncated[i].item() for m, i in batch.places]  # type: ignore[index]
+    return {"text/length": mask.sum(1).mean().item(), "text/truncated": sum(cut) / len(cut)}

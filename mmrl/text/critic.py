@@ -1,0 +1,30 @@
+"""A critic for tokens: the policy's own architecture with one number per position in place of the vocabulary."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Critic(nn.Module):
+    """Final class. ``body`` is a copy of the policy's transformer as the run begins; all its weights train.
+
+    The head starts at zero, so that every first value is 0.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        whole = copy.deepcopy(policy)
+        model = whole.unload() if hasattr(whole, "unload") else whole  # adapters start without effect
+        self.body = model.base_model.eval()
+        self.body.requires_grad_(True).float()
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, **inputs: Any) -> Tensor:
+        """Values ``[B, L]`` float32 of the state after each position of the input."""
+        hidden = self.body(**inputs, use_cache=False).last_hidden_state
+        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()

@@ -1,0 +1,109 @@
+"""Sampling by an engine with weights of its own: which one, keeping its weights equal to the policy's, its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.config.schema import Recipe
+from mmrl.controller.randomness import seed_of
+from mmrl.engines.merging import merged_weights
+from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
+from mmrl.errors import UserError
+from mmrl.trajectory import SampleId
+
+
+def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> RolloutEngine | None:
+    """The engine of ``rollout.engine`` on the model at ``path``; None where the training process samples.
+
+    ``context``: positions the model has. ``sees``: it takes pictures. Raises ``UserError`` where it cannot start.
+    """
+    rollout = recipe.rollout
+    if rollout.engine == "transformers":
+        if rollout.options:
+            raise UserError("rollout.options: sampling in process has none; remove them, or set rollout.engine")
+        return None
+    options = dict(rollout.options)
+    prompt = recipe.decoding.max_prompt_tokens
+    length = prompt + recipe.decoding.max_new_tokens if prompt else min(context or 4096, 4096)
+    given: dict[str, Any] = {
+        "max_model_len": options.pop("max_model_len", length),
+        "dtype": recipe.model.dtype,
+        "lora_rank": recipe.model.lora.rank if recipe.model.lora else None,
+    }
+    for name in ("environment", "url", "key", "start_timeout_s", "request_timeout_s", "images", "clips"):
+        if name in options:
+            given[name] = options.pop(name)
+    if sees and rollout.engine != "sglang":
+        given.setdefault("images", 4)
+    try:
+        return _engine(rollout.engine)(path, **given, options=options)
+    except TypeError as error:
+        raise UserError(f"rollout.options: {rollout.engine} does not take them: {error}") from error
+
+
+def _engine(name: str) -> Any:
+    if name == "vllm":
+        from mmrl.engines.vllm import VllmEngine
+
+        return VllmEngine
+    if name == "vllm_server":
+        from mmrl.engines.vllm_server import VllmServer
+
+        return VllmServer
+    from mmrl.engines.sglang import SglangServer
+
+    return SglangServer
+
+
+def push(engine: RolloutEngine, policy: Any) -> None:
+    """Give the engine the policy's present weights: the adapter alone where one trains, else all of them."""
+    if not hasattr(policy, "peft_config"):
+        engine.update(_plain(policy))
+        return
+    from peft.utils import get_peft_model_state_dict
+
+    config = policy.peft_config["default"]
+    tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
+    engine.update_lora(tensors, config.r, float(config.lora_alpha), sorted(config.target_modules))
+
+
+def _plain(policy: Any) -> Iterator[tuple[str, Tensor]]:
+    """All weights by their names in a checkpoint; what is tied to another is left out, as save_pretrained does."""
+    ties = policy.config.get_text_config().tie_word_embeddings
+    tied = set(policy._tied_weights_keys or ()) if ties else set()
+    for name, tensor in merged_weights(policy).items():
+        if name not in tied:
+            yield name, tensor.detach()
+
+
+def request(
+    run_seed: int, sample: SampleId, prompt_ids: Tensor, text: str, images: Sequence[Any], clips: Sequence[Any]
+) -> Request:
+    """One sample to draw, with a seed of its own."""
+    name = f"step {sample.step}, slot {sample.slot}, attempt {sample.attempt}, sample {sample.sample}"
+    seed = seed_of(run_seed, sample.step, sample.slot, sample.attempt, sample.sample, "tokens") % 2**31
+    return Request(prompt_ids.tolist(), text, seed, images, clips, name=name)
+
+
+def settings_of(recipe: Recipe, temperature: float, stop: Sequence[int]) -> Settings:
+    """The recipe's sampling in the engine's words."""
+    decoding = recipe.decoding
+    return Settings(decoding.max_new_tokens, temperature, decoding.top_p, decoding.top_k, stop)
+
+
+def stack(completions: Sequence[Completion], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens ``[B, T]``, log-probs ``[B, T]``, mask ``[B, T]`` and truncated ``[B]`` of what an engine drew."""
+    longest = max(1, *(len(c.token_ids) for c in completions))
+    tokens = torch.zeros(len(completions), longest, dtype=torch.long)
+    log_probs, mask = torch.zeros(len(completions), longest), torch.zeros(len(completions), longest)
+    for i, c in enumerate(completions):
+        n = len(c.token_ids)
+        tokens[i, :n] = torch.tensor(c.token_ids)
+        log_probs[i, :n] = torch.tensor(c.log_probs)
+        mask[i, :n] = 1.0
+    truncated = torch.tensor([c.finish != "stop" for c in completions])
+    return tokens.to(device), log_probs.to(device), mask.to(device), truncated.to(device)

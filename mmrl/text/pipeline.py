@@ -1,0 +1,304 @@
+"""Language and vision-language models as a pipeline: sampling, recomputing and decoding tokens, for any conditioner.
+
+Sampling is Hugging Face's ``generate`` in the training process with the training weights, or an engine with weights of
+its own. Prompts are padded on the left in both, so that responses align; padding is never attended to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from mmrl.algorithms.objective import Kind
+from mmrl.config.schema import Recipe
+from mmrl.controller.features import FeatureStore
+from mmrl.engines.rollout import Clip, Request, RolloutEngine
+from mmrl.errors import UserError
+from mmrl.pipelines.protocol import Usage, Weights, What
+from mmrl.text import export, external
+from mmrl.text.critic import Critic
+from mmrl.text.drawing import Draw, uniforms
+from mmrl.text.likelihood import entropy, token_log_probs
+from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
+
+PER_TOKEN = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+"""Features with one entry per prompt token; all others belong to media and are joined along their first dimension."""
+
+
+class Conditioner(Protocol):
+    """How a family turns prompts into what its model is called with; one small file each."""
+
+    saved: Any
+    """The tokenizer or processor, saved beside exported weights."""
+    pad_token: int
+    stop_tokens: list[int]
+    own_positions: bool
+    """The model counts positions itself (multimodal RoPE); otherwise they are counted from the attention mask."""
+
+    def encode(self, prompt: Prompt) -> dict[str, Tensor]:
+        """``input_ids`` ``[P]`` and what else the model takes, on the CPU. Raises ``UserError`` for a bad prompt."""
+        ...
+
+    def render(self, prompt: Prompt) -> str:
+        """The prompt in the model's chat format, one placeholder per medium, up to where its answer begins."""
+        ...
+
+    def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
+        """The prompt's decoded pictures and clips."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens."""
+        ...
+
+
+class TextPipeline:
+    """Final class; see ``mmrl.pipelines.protocol.Pipeline``. ``policy`` is the Hugging Face model, with LoRA or not."""
+
+    makes: Literal["text"] = "text"
+
+    def __init__(
+        self,
+        conditioner: Conditioner,
+        policy: nn.Module,
+        recipe: Recipe,
+        device: torch.device,
+        engine: RolloutEngine | None = None,
+    ) -> None:
+        self.conditioner, self.policy, self.recipe, self.device = conditioner, policy, recipe, device
+        self.engine = engine
+        self._synced: object = None
+        self.critic: Critic | None = None
+        self.settings = recipe.decoding
+        self.features = FeatureStore()
+        half = recipe.model.dtype != "float32" and recipe.model.lora is None
+        self.autocast = getattr(torch, recipe.model.dtype) if half else None
+        self.context: int | None = getattr(self._text_config(), "max_position_embeddings", None)
+
+    # -- conditioning ------------------------------------------------------------------------------------------------
+
+    def encode(self, slots: Sequence[Slot]) -> list[str]:
+        prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
+        made = {key: self._encoded(prompt) for key, prompt in prompts.items() if key not in self.features}
+        self.features.hold(list(prompts))  # before the first put, which drops what nobody holds
+        for key, features in made.items():
+            self.features.put(key, features)
+        return list(prompts)
+
+    def _encoded(self, prompt: Prompt) -> dict[str, Tensor]:
+        features = self.conditioner.encode(prompt)
+        self._check_length(prompt, len(features["input_ids"]))
+        return {name: tensor.to(self.device) for name, tensor in features.items()}
+
+    def _check_length(self, prompt: Prompt, length: int) -> None:
+        most = self.settings.max_prompt_tokens
+        if most is not None and length > most:
+            raise UserError(
+                f"the prompt {prompt.id} has {length} tokens, and sampling.max_prompt_tokens is {most}; shorten it, "
+                "take it out of the data, or raise the limit"
+            )
+        if self.context is not None and length + self.settings.max_new_tokens > self.context:
+            raise UserError(
+                f"the prompt {prompt.id} has {length} tokens; with {self.settings.max_new_tokens} new ones "
+                f"(sampling.max_new_tokens) it does not fit into the model's context of {self.context}; shorten one of "
+                "the two, or set sampling.max_prompt_tokens to find such prompts by name"
+            )
+
+    def _text_config(self) -> Any:
+        config: Any = self.policy.config
+        return config.get_text_config()
+
+    def _inputs(
+        self, keys: Sequence[str], responses: Tensor | None = None, mask: Tensor | None = None
+    ) -> dict[str, Any]:
+        """The model's arguments for prompts padded on the left, and responses ``[B, T]`` behind them."""
+        rows = [self.features.get(k) for k in keys]
+        longest = max(len(row["input_ids"]) for row in rows)
+        own = [torch.ones_like(row["input_ids"]) for row in rows]
+        out: dict[str, Any] = {"attention_mask": torch.stack([pad(m, (longest - len(m), 0)) for m in own])}
+        for name in rows[0]:
+            if name in PER_TOKEN:
+                fill = self.conditioner.pad_token if name == "input_ids" else 0
+                out[name] = torch.stack([pad(row[name], (longest - len(row[name]), 0), value=fill) for row in rows])
+        for name in {name for row in rows for name in row} - PER_TOKEN:
+            out[name] = torch.cat([row[name] for row in rows if name in row])
+        if responses is not None and mask is not None:
+            behind = {"input_ids": responses, "attention_mask": mask.long()}
+            for name in set(out) & PER_TOKEN:
+                out[name] = torch.cat([out[name], behind.get(name, torch.zeros_like(responses))], 1)
+        if not self.conditioner.own_positions:
+            out["position_ids"] = (out["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        return out
+
+    # -- sampling ----------------------------------------------------------------------------------------------------
+
+    def noisy_steps(self, step: int) -> list[int]:
+        return []  # every token is an action
+
+    def sync(self, tag: object) -> None:
+        if self.engine is not None and tag != self._synced:
+            external.push(self.engine, self.policy)
+            self._synced = tag
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    @torch.no_grad()
+    def sample(
+        self, slots: Sequence[Slot], ids: Sequence[SampleId], actions: Sequence[int], seed: int, evaluate: bool = False
+    ) -> Trajectory:
+        keys = [key_of(slot.prompt) for slot in slots]
+        temperature = self.recipe.eval.temperature if evaluate else None
+        temperature = self.settings.temperature if temperature is None else temperature
+        if self.engine is None:
+            tokens, log_probs, mask, truncated = self._generate(keys, ids, seed, temperature)
+        else:
+            made = self.engine.generate(
+                self._requests(slots, ids, seed),
+                external.settings_of(self.recipe, temperature, self.conditioner.stop_tokens),
+            )
+            tokens, log_probs, mask, truncated = external.stack(made, self.device)
+        return Trajectory(
+            slots=list(slots),
+            ids=list(ids),
+            clean=tokens * mask.long(),
+            features=keys,
+            log_probs=log_probs * mask,
+            mask=mask,
+            truncated=truncated,
+        )
+
+    def _generate(
+        self, keys: Sequence[str], ids: Sequence[SampleId], seed: int, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens, log-probs and mask ``[B, T]``, truncated ``[B]``, drawn with the training weights."""
+        from transformers import LogitsProcessorList
+
+        settings, most = self.settings, self.settings.max_new_tokens
+        draw = Draw(uniforms(seed, ids, most), temperature, settings.top_p, settings.top_k)
+        inputs = self._inputs(keys)
+        inputs.pop("position_ids", None)  # generate counts them itself, from the mask
+        model: Any = self.policy
+        with self._autocast():
+            out = model.generate(
+                **inputs,
+                logits_processor=LogitsProcessorList([draw]),  # type: ignore[list-item]
+                do_sample=False,
+                max_new_tokens=most,
+                eos_token_id=self.conditioner.stop_tokens,
+                pad_token_id=self.conditioner.pad_token,
+            )
+        tokens = out[:, inputs["input_ids"].shape[1] :]
+        stops = torch.isin(tokens, torch.tensor(self.conditioner.stop_tokens, device=tokens.device))
+        mask = (stops.long().cumsum(1) - stops.long() == 0).float()
+        return tokens, torch.stack(draw.log_probs, 1), mask, ~stops.any(1)
+
+    def _requests(self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int) -> list[Request]:
+        """What the engine is asked; the media of a prompt are opened once for all its samples."""
+        prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
+        opened = {k: (self.conditioner.render(p), *self.conditioner.media(p)) for k, p in prompts.items()}
+        return [
+            external.request(seed, sample, self.features.get(key)["input_ids"], *opened[key])
+            for key, sample in zip((key_of(s.prompt) for s in slots), ids, strict=True)
+        ]
+
+    def samples(self, trajectory: Trajectory, inputs: frozenset[str]) -> list[Sample]:
+        assert trajectory.mask is not None
+        assert trajectory.truncated is not None
+        lengths = trajectory.mask.sum(1).long().tolist()
+        texts = [self.conditioner.decode(row[:n]) for row, n in zip(trajectory.clean.tolist(), lengths, strict=True)]
+        cut = trajectory.truncated.tolist()
+        return [
+            Sample(slot.prompt, sample, text=text, truncated=was_cut)
+            for slot, sample, text, was_cut in zip(trajectory.slots, trajectory.ids, texts, cut, strict=True)
+        ]
+
+    def token_values(self, row: Trajectory, spans: Sequence[tuple[int, int, float]]) -> list[float]:
+        assert row.mask is not None
+        tokens = row.clean[0, : int(row.mask[0].sum())].tolist()
+        ends = [len(self.conditioner.decode(tokens[: n + 1])) for n in range(len(tokens))]
+        return [
+            sum(value for first, last, value in spans if first < end and last > begin)
+            for begin, end in zip([0, *ends], ends, strict=False)
+        ]
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+
+    def entries(self, kind: Kind) -> int:
+        return 1
+
+    def actions(self, trajectory: Trajectory, kind: Kind) -> list[int]:
+        assert trajectory.mask is not None
+        return trajectory.mask.sum(1).long().tolist()
+
+    def lengths(self, trajectory: Trajectory) -> list[int]:
+        assert trajectory.mask is not None
+        responses = trajectory.mask.sum(1).long().tolist()
+        return [len(self.features.get(k)["input_ids"]) + n for k, n in zip(trajectory.features, responses, strict=True)]
+
+    def recorded(self, trajectory: Trajectory, entry: int) -> dict[str, Tensor]:
+        assert trajectory.mask is not None
+        assert trajectory.log_probs is not None
+        return {"mask": trajectory.mask, "rollout_log_probs": trajectory.log_probs}
+
+    def replay(self, trajectory: Trajectory, action: int, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+        logits = self._logits(trajectory)
+        temperature = self.settings.temperature
+        out = {"log_probs": token_log_probs(logits, trajectory.clean, temperature)}
+        if "entropy" in needs:
+            out["entropy"] = entropy(logits, temperature)
+        if "values" in needs:
+            out["values"] = self._values(trajectory)
+        if "reference_log_probs" in needs:
+            with torch.no_grad(), weights("reference"):
+                out["reference_log_probs"] = token_log_probs(self._logits(trajectory), trajectory.clean, temperature)
+        return out
+
+    def open_critic(self) -> nn.Module:
+        self.critic = Critic(self.policy).to(self.device)
+        return self.critic
+
+    def _values(self, trajectory: Trajectory) -> Tensor:
+        """Values ``[B, T]`` of the states that each response token was drawn in."""
+        assert self.critic is not None
+        inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
+        with self._autocast():
+            return self.critic(**inputs)[:, -trajectory.clean.shape[1] - 1 : -1]
+
+    def _logits(self, trajectory: Trajectory) -> Tensor:
+        """Logits ``[B, T, V]`` that each response token was, or would have been, drawn from."""
+        inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
+        with self._autocast():
+            kept = trajectory.clean.shape[1] + 1
+            return self.policy(**inputs, logits_to_keep=kept, use_cache=False).logits[:, -kept:-1]
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+
+    def renoise(self, *_: Any) -> dict[str, Tensor]:
+        raise TypeError("text has no forward process; the recipe's checks refuse it")
+
+    def generate(self, *_: Any) -> Tensor:
+        raise TypeError("tokens carry no gradient; the recipe's checks refuse it")
+
+    # -- export ------------------------------------------------------------------------------------------------------
+
+    def write(self, out: Path, what: What) -> None:
+        export.write(self.policy, self.conditioner.saved, self.recipe, out, what)
+
+    def usage(self, folder: str, what: What, prompt: str) -> Usage:
+        return export.usage(self.policy, self.conditioner.saved, self.recipe, what, folder, prompt)
+
+
+def key_of(prompt: Prompt) -> str:
+    """Names a prompt's features: equal for equal content, whatever the prompt is called."""
+    media = [(m.kind, m.path, m.offset, m.size, m.data, m.frames) for m in prompt.media]
+    return hashlib.blake2b(repr((prompt.system, prompt.text, media)).encode(), digest_size=12).hexdigest()

@@ -1,0 +1,80 @@
+"""Language models with a chat template (``AutoModelForCausalLM``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from mmrl.config.schema import Recipe
+from mmrl.engines.rollout import Clip
+from mmrl.errors import UserError
+from mmrl.text.external import open_engine
+from mmrl.text.loading import load_model, open_weights, stop_tokens
+from mmrl.text.pipeline import TextPipeline
+from mmrl.trajectory import Prompt
+
+TESTED = ("qwen3", "qwen2", "llama")
+
+
+class Chat:
+    """Final class; see ``mmrl.text.pipeline.Conditioner``. One user message, behind a system message where given."""
+
+    own_positions = False
+
+    def __init__(self, tokenizer: Any, stop: list[int], variables: dict[str, Any]) -> None:
+        self.saved, self.stop_tokens, self.variables = tokenizer, stop, variables
+        self.pad_token: int = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def encode(self, prompt: Prompt) -> dict[str, Tensor]:
+        if prompt.media:
+            raise UserError(
+                f"the prompt {prompt.id} has {len(prompt.media)} pictures or clips, and pipeline llm/chat reads text "
+                "alone; set pipeline: vlm/chat and a vision-language model"
+            )
+        text = self.render(prompt)
+        return {"input_ids": torch.tensor(self.saved(text, add_special_tokens=False).input_ids)}
+
+    def render(self, prompt: Prompt) -> str:
+        """The prompt in the model's own chat format, up to where its answer begins."""
+        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        messages = [*system, {"role": "user", "content": prompt.text}]
+        return self.saved.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.variables)
+
+    def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
+        return [], []
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.saved.decode(tokens, skip_special_tokens=True)
+
+
+def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
+    """Load the model and tokenizer at ``path``. Raises ``UserError`` where they cannot chat."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = load_tokenizer(AutoTokenizer, path)
+    model = load_model(AutoModelForCausalLM, recipe, path, TESTED)
+    stop = stop_tokens(model, tokenizer)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    engine = open_engine(recipe, path, context, sees=False)
+    policy = open_weights(model, recipe).to(device)
+    return TextPipeline(Chat(tokenizer, stop, recipe.decoding.chat_template), policy, recipe, device, engine)
+
+
+def load_tokenizer(auto: Any, path: str) -> Any:
+    """The tokenizer at ``path``. Raises ``UserError`` where there is none, or it has no chat template."""
+    try:
+        tokenizer = auto.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"model.path: {path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}"
+        ) from error
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"model.path: the tokenizer of {path} has no chat template, so there is no telling how it wants a question "
+            "put. Take an instruct model, or add chat_template.jinja to the directory"
+        )
+    return tokenizer

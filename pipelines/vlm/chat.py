@@ -1,0 +1,146 @@
+"""Vision-language models with a chat template (``AutoModelForImageTextToText``): pictures and clips in the prompt.
+
+A prompt's ``<image>`` and ``<video>`` placeholders say where its media stand; without any they come first. The
+processor sees each prompt once; what it made is shared by the prompt's samples, in sampling and in training.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.schema import Recipe
+from mmrl.engines.rollout import Clip
+from mmrl.errors import BadPromptError, UserError
+from mmrl.media import BadMediaError, open_clip, open_image
+from mmrl.text.external import open_engine
+from mmrl.text.loading import load_model, open_weights, stop_tokens
+from mmrl.text.pipeline import PER_TOKEN, TextPipeline
+from mmrl.trajectory import Prompt
+
+TESTED = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
+_PLACEHOLDER = re.compile("<(image|video)>")
+
+
+class Chat:
+    """Final class; see ``mmrl.text.pipeline.Conditioner``. One user message, behind a system message where given."""
+
+    own_positions = True
+
+    def __init__(self, processor: Any, stop: list[int], variables: dict[str, Any]) -> None:
+        self.saved, self.stop_tokens, self.variables = processor, stop, variables
+        tokenizer = processor.tokenizer
+        self.pad_token: int = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def encode(self, prompt: Prompt) -> dict[str, Tensor]:
+        text, images, clips = self.render(prompt), *self.media(prompt)
+        videos: dict[str, Any] = {}
+        if clips:
+            videos = {
+                "videos": [[*clip.frames] for clip in clips],
+                "video_metadata": [_metadata(clip) for clip in clips],
+                "do_sample_frames": False,
+            }
+        try:
+            made = self.saved(text=[text], images=images or None, return_tensors="pt", **videos)
+        except (ValueError, TypeError, IndexError) as error:
+            raise BadPromptError(
+                prompt.id, f"the processor cannot read it, with {len(images)} pictures and {len(clips)} clips: {error}"
+            ) from error
+        out = {name: value[0] if name in PER_TOKEN else value for name, value in made.items()}
+        del out["attention_mask"]  # one prompt has no padding
+        return out
+
+    def render(self, prompt: Prompt) -> str:
+        """The prompt in the model's own chat format, one placeholder per medium. Raises ``UserError``."""
+        system = [{"role": "system", "content": [{"type": "text", "text": prompt.system}]}] if prompt.system else []
+        messages = [*system, {"role": "user", "content": content_of(prompt)}]
+        return self.saved.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.variables)
+
+    def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
+        """The prompt's decoded pictures and clips. Raises ``BadPromptError`` naming what is broken."""
+        try:
+            images = [open_image(m) for m in prompt.media if m.kind == "image"]
+            return images, [open_clip(m) for m in prompt.media if m.kind == "video"]
+        except BadMediaError as error:
+            raise BadPromptError(prompt.id, f"{error}; mend the file or take the prompt out of the data") from error
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.saved.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def content_of(prompt: Prompt) -> list[dict[str, str]]:
+    """The parts of the user's message. Raises ``BadPromptError`` where placeholders and media do not match."""
+    asked = _PLACEHOLDER.findall(prompt.text)
+    given = [m.kind for m in prompt.media]
+    if not asked:
+        return [*({"type": kind} for kind in given), {"type": "text", "text": prompt.text}]
+    if asked != given:
+        raise BadPromptError(
+            prompt.id,
+            f"it has the placeholders {_listed(asked)} and the media {_listed(given)}; give it one medium per "
+            "placeholder, in their order, or no placeholder at all",
+        )
+    pieces = _PLACEHOLDER.split(prompt.text)  # text, kind, text, kind, ..., text
+    return [
+        {"type": piece} if i % 2 else {"type": "text", "text": piece}
+        for i, piece in enumerate(pieces)
+        if i % 2 or piece
+    ]
+
+
+def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
+    """Load the model and processor at ``path``. Raises ``UserError`` where they cannot see or chat."""
+    allow_cpu_only()
+    try:
+        import torchvision  # type: ignore[import-not-found]  # noqa: F401  its absence is found inside transformers much later, in other words
+    except ImportError as error:
+        raise UserError(
+            "vision-language models need torchvision for their processors: pip install 'mmrl[vlm]'"
+        ) from error
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = _load_processor(AutoProcessor, path)
+    model = load_model(AutoModelForImageTextToText, recipe, path, TESTED)
+    stop = stop_tokens(model, processor.tokenizer)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    engine = open_engine(recipe, path, context, sees=True)
+    policy = open_weights(model, recipe).to(device)
+    return TextPipeline(Chat(processor, stop, recipe.decoding.chat_template), policy, recipe, device, engine)
+
+
+def _load_processor(auto: Any, path: str) -> Any:
+    try:
+        processor = auto.from_pretrained(path)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"model.path: {path} has no processor that can be loaded: {reason}") from error
+    if not hasattr(processor, "image_processor"):
+        raise UserError(f"model.path: {path} has a tokenizer but no image processor; use pipeline: llm/chat for it")
+    if processor.chat_template is None:
+        raise UserError(
+            f"model.path: the processor of {path} has no chat template, so there is no telling how it wants a question "
+            "put. Take an instruct model, or add chat_template.jinja to the directory"
+        )
+    return processor
+
+
+def _metadata(clip: Clip) -> Any:
+    from transformers.video_utils import VideoMetadata
+
+    return VideoMetadata(
+        total_num_frames=clip.total,
+        fps=clip.fps,
+        duration=clip.total / clip.fps if clip.fps else None,
+        frames_indices=list(clip.indices),  # type: ignore[arg-type]
+    )
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    return ", ".join(kinds) or "none"

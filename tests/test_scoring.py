@@ -1,0 +1,263 @@
+"""Scoring that overlaps sampling: rewards run while samples come, groups when they are whole, spans of responses."""
+
+import math
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmrl
+from mmrl.config.schema import Reward
+from mmrl.rewards.contract import Declaration, Span, Spans
+from mmrl.rewards.scoring import RewardError, RewardSet, resolve_paths
+from mmrl.trajectory import Prompt, Sample, SampleId
+
+SLEEPER = """
+import mmrl, threading, time
+seen = []
+@mmrl.reward(inputs=("text",))
+def slow(samples, *, context, seconds=0.2):
+    seen.append((threading.get_ident(), [s.id.sample for s in samples], time.perf_counter()))
+    time.sleep(seconds)
+    return [float(s.id.sample) for s in samples]
+@mmrl.reward(inputs=("text",), per="group")
+def rank(samples, *, context):
+    seen.append(("group", [(s.id.slot, s.id.sample) for s in samples], time.perf_counter()))
+    return [float(len(samples))] * len(samples)
+@mmrl.reward(inputs=("text",))
+def breaks(samples, *, context, at=0):
+    if any(s.id.sample == at for s in samples): raise OSError("down")
+    return [1.0] * len(samples)
+"""
+SPANS = """
+import mmrl
+from mmrl.rewards.contract import Failed, Spans
+@mmrl.reward(inputs=("text",), spans=True)
+def steps(samples, *, context, spans=None):
+    made = [Spans([(0, 1, -1.0), (1, len(s.text), 0.5)]) for s in samples] if spans is None else eval(spans)
+    return {"score": [0.25] * len(samples), "spans": made}
+@mmrl.reward(inputs=("text",), spans=True)
+def fails(samples, *, context):
+    return {"score": [Failed("prose"), 0.5], "spans": [None, Spans()]}
+@mmrl.reward(inputs=("text",), spans=True)
+def alone(samples, *, context):
+    return {"spans": [Spans()] * len(samples)}
+@mmrl.reward(inputs=("text",))
+def undeclared(samples, *, context):
+    return {"score": [0.5] * len(samples), "spans": [Spans()] * len(samples)}
+"""
+
+
+def sample(slot, k, attempt=0, text="abc"):
+    return Sample(Prompt(f"p{slot}", f"prompt {slot}"), SampleId(4, slot, attempt, k), text=text)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    (tmp_path / "pieces.py").write_text(SPANS)
+    return tmp_path
+
+
+def rewards(root, *names, **config):
+    return RewardSet([Reward(name=name, **config) for name in names], root)
+
+
+def seen(root):
+    found = mmrl.load("rewards", str((root / "sleeper.py").resolve())).seen
+    copy = list(found)
+    found.clear()
+    return copy
+
+
+def test_scoring_begins_with_the_first_micro_batch_and_add_returns_at_once(folder):
+    scoring = rewards(folder, "sleeper.py:slow").start(4)
+    for k in range(3):
+        began = time.perf_counter()
+        scoring.add([sample(0, k)])
+        assert time.perf_counter() - began < 0.15
+        time.sleep(0.4)  # "generation" of the next one
+    scores = scoring.finish([[0, 1, 2]])
+    assert scores.total.tolist() == [0.0, 1.0, 2.0]
+    assert [samples for _, samples, _ in seen(folder)] == [[0], [1], [2]]
+    assert scores.waited < 0.15  # of 0.6 s of scoring, the last bit at most
+    assert scores.seconds["slow"] == pytest.approx(0.6, abs=0.2)
+
+
+def test_rewards_run_beside_one_another_each_in_order(folder):
+    both = RewardSet(
+        [
+            Reward(name="sleeper.py:slow", label="a", batch_size=1),
+            Reward(name="sleeper.py:slow", label="b", batch_size=2),
+        ],
+        folder,
+    )
+    began = time.perf_counter()
+    scores = both.score([sample(0, k) for k in range(4)], [[0, 1, 2, 3]])
+    assert 0.8 <= time.perf_counter() - began < 1.15  # one after another it would be 0.8 + 0.4
+    assert scores.parts["a"].tolist() == scores.parts["b"].tolist() == [0, 1, 2, 3]
+    calls = [samples for _, samples, _ in seen(folder)]
+    assert [c for c in calls if len(c) == 1] == [[0], [1], [2], [3]]
+    assert [c for c in calls if len(c) == 2] == [[0, 1], [2, 3]]
+
+
+def test_micro_batches_give_the_scores_of_one_batch(folder):
+    samples = [sample(slot, k) for slot in range(3) for k in range(4)]
+    groups = [list(range(4 * s, 4 * s + 4)) for s in range(3)]
+    config = [
+        Reward(name="sleeper.py:slow", weight=2.0, normalize="group", options={"seconds": 0.0}),
+        Reward(name="sleeper.py:rank", weight=0.5),
+    ]
+    whole = RewardSet(config, folder).score(samples, groups, step=4)
+    scoring = RewardSet(config, folder).start(4, group_size=4)
+    for first in range(0, 12, 3):
+        scoring.add(samples[first : first + 3])
+    pieces = scoring.finish(groups)
+    torch.testing.assert_close(pieces.total, whole.total, rtol=0, atol=0)
+    assert {k: v.tolist() for k, v in pieces.parts.items()} == {k: v.tolist() for k, v in whole.parts.items()}
+
+
+def test_a_group_is_scored_when_it_is_whole_and_attempts_are_other_groups(folder):
+    scoring = rewards(folder, "sleeper.py:rank").start(4, group_size=2)
+    scoring.add([sample(0, 0), sample(1, 0), sample(0, 0, attempt=1)])
+    scoring.add([sample(1, 1), sample(0, 1)])
+    time.sleep(0.2)
+    assert [group for _, group, _ in seen(folder)] == [[(1, 0), (1, 1)], [(0, 0), (0, 1)]]
+    scores = scoring.finish([[0, 4], [1, 3], [2]])
+    assert [group for _, group, _ in seen(folder)] == [[(0, 0)]]  # the attempt that stayed short
+    assert scores.total.tolist() == [2, 2, 1, 2, 2]
+
+
+def test_groups_must_be_those_that_were_scored_and_hold_each_sample_once(folder):
+    scoring = rewards(folder, "sleeper.py:rank").start(4, group_size=2)
+    scoring.add([sample(0, 0), sample(0, 1), sample(1, 0)])
+    with pytest.raises(ValueError, match="each of the 3 samples once"):
+        scoring.finish([[0, 1]])
+    with pytest.raises(ValueError, match="are none in"):
+        scoring.finish([[0], [1, 2]])
+
+
+def test_a_failure_stops_the_run_while_it_still_samples_and_forgets_what_waits(folder):
+    scoring = RewardSet([Reward(name="sleeper.py:breaks"), Reward(name="sleeper.py:slow", batch_size=1)], folder).start(
+        4
+    )
+    scoring.add([sample(0, k) for k in range(5)])
+    time.sleep(0.1)
+    with pytest.raises(RewardError, match=r"raised OSError: down at [\s\S]*step 4"):
+        scoring.add([sample(1, 9)])
+    time.sleep(0.6)
+    assert len(seen(folder)) < 4
+    dropped = rewards(folder, "sleeper.py:breaks", on_failure="drop", batch_size=1).score(
+        [sample(0, 0), sample(0, 1)], [[0, 1]]
+    )
+    assert torch.isnan(dropped.total).tolist() == [True, False]
+
+
+def test_seconds_are_the_time_a_reward_was_busy_not_the_sum_of_calls_at_once(folder):
+    (folder / "many.py").write_text(
+        "import asyncio, mmrl\n@mmrl.reward(inputs=('text',))\nasync def score(samples, *, context):\n"
+        "    await asyncio.sleep(0.3)\n    return [1.0] * len(samples)\n"
+    )
+    scores = rewards(folder, "many.py", batch_size=1).score([sample(0, k) for k in range(6)], [list(range(6))])
+    assert 0.3 <= scores.seconds["many"] < 0.6
+    assert scores.waited == pytest.approx(scores.seconds["many"], abs=0.1)
+
+
+def test_close_ends_every_thread_and_closes_what_the_reward_holds(folder):
+    (folder / "held.py").write_text(
+        "closed = []\nclass score:\n    def score(self, samples, *, context): return [1.0] * len(samples)\n"
+        "    def close(self): closed.append(1)\n"
+    )
+    before = set(threading.enumerate())
+    both = RewardSet([Reward(name="held.py"), Reward(name="sleeper.py:slow", options={"seconds": 0.0})], folder)
+    made = [Sample(Prompt("p", "p"), SampleId(0, 0, 0, 0), image=object(), text="a")]
+    assert both.score(made, [[0]]).total.tolist() == [1.0]
+    both.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert mmrl.load("rewards", str((folder / "held.py").resolve())).closed == [1]
+    assert both.score(made, [[0]]).total.tolist() == [1.0]  # and can be used again
+    both.close()
+
+
+def test_spans_come_back_per_label_and_are_not_weighted(folder):
+    scores = rewards(folder, "pieces.py:steps", weight=3.0).score([sample(0, 0, text="abcd")], [[0]])
+    assert scores.spans == {"steps": [[Span(0, 1, -1.0), Span(1, 4, 0.5)]]}
+    assert scores.total.tolist() == [0.75]
+    assert set(scores.parts) == {"steps"}
+    plain = rewards(folder, "sleeper.py:slow", options={"seconds": 0.0})
+    assert plain.spans == []
+    assert plain.score([sample(0, 0)], [[0]]).spans == {}
+
+
+def test_a_sample_whose_spans_failed_is_dropped_even_where_its_total_has_no_weight(folder):
+    scores = rewards(folder, "pieces.py:fails", weight=0.0, on_failure="drop").score(
+        [sample(0, 0), sample(0, 1)], [[0, 1]]
+    )
+    assert scores.spans == {"fails": [None, []]}
+    assert math.isnan(scores.total[0])
+    assert scores.total[1] == 0.0
+    assert scores.failures[0].reason == "prose"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("steps", {"spans": "[Spans([(0, 9, 1.0)])]"}, r"returned the span \(0, 9, 1.0\) of a text of 3 characters"),
+        ("steps", {"spans": "[None]"}, "returned no spans"),
+        ("steps", {"spans": "[[(0, 1, 1.0)]]"}, "returned a list as spans"),
+        ("steps", {"spans": "[]"}, "returned no list of 1 spans"),
+        ("steps", {"spans": "[Spans([(2, 1, 1.0)])]"}, "is no piece of a text"),
+        ("steps", {"spans": "[Spans([(0, 1, float('nan'))])]"}, "is no piece of a text"),
+        ("alone", {}, "returned spans alone"),
+        ("undeclared", {}, r"did not declare[\s\S]*spans=True"),
+    ],
+)
+def test_bad_spans_are_a_failure_of_the_sample(folder, name, options, reason):
+    one = [sample(0, 0)]
+    with pytest.raises(RewardError, match=reason):
+        rewards(folder, f"pieces.py:{name}", options=options).score(one, [[0]])
+    dropped = rewards(folder, f"pieces.py:{name}", options=options, on_failure="drop").score(one, [[0]])
+    assert torch.isnan(dropped.total).all()
+
+
+def test_context_says_where_the_run_writes_and_what_the_reward_is_called(folder):
+    (folder / "where.py").write_text(
+        "def score(samples, *, context):\n"
+        "    assert (str(context.folder), context.label, context.step) == ('/runs/x', 'w', 5)\n    return [1.0]\n"
+    )
+    set_ = RewardSet([Reward(name="where.py", label="w")], folder, folder=Path("/runs/x"))
+    made = [Sample(Prompt("p", "p"), SampleId(0, 0, 0, 0), image=object())]
+    assert set_.score(made, [[0]], step=5).total.tolist() == [1.0]
+
+
+def test_a_reward_with_deadlines_of_its_own_is_not_cut(folder):
+    (folder / "own.py").write_text(
+        "import time, mmrl\n@mmrl.reward(inputs=('text',), own_deadline=True)\n"
+        "def score(samples, *, context):\n    time.sleep(0.4)\n    return [1.0]\n"
+    )
+    assert rewards(folder, "own.py", timeout=0.1).score([sample(0, 0)], [[0]]).total.tolist() == [1.0]
+
+
+def test_options_that_name_files_are_looked_up_from_the_recipes_folder(tmp_path):
+    (tmp_path / "rubric.txt").write_text("?")
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "config.json").write_text("{}")
+    found = mmrl.rewards.loading.Found("x", lambda: 0, None)
+    found.target.__mmrl_reward__ = Declaration(paths=("rubric", "model.vllm", "model"))
+    options = {"rubric": "rubric.txt", "model": {"vllm": "judge", "x": 1}, "votes": 3}
+    assert resolve_paths(found, options, tmp_path) == {
+        "rubric": str(tmp_path / "rubric.txt"),
+        "model": {"vllm": str(tmp_path / "judge"), "x": 1},
+        "votes": 3,
+    }
+    assert resolve_paths(found, {"rubric": "Is it {{ response }}?\nyes or no"}, tmp_path)["rubric"].startswith("Is it")
+
+
+def test_spans_hold_plain_numbers():
+    assert Spans([(0, 2, 1), (2, 2, -1)]).spans == (Span(0, 2, 1.0), Span(2, 2, -1.0))
+    with pytest.raises(ValueError, match="no piece"):
+        Spans([(-1, 2, 0.0)])

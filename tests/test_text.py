@@ -1,0 +1,214 @@
+"""Sampling and recomputing text on tiny real models: randomness, log-probs, padding, packing, updates, refusals."""
+
+import json
+
+import pytest
+import torch
+
+import mmrl
+from mmrl.batch import packed
+from mmrl.config.schema import Recipe
+from mmrl.errors import UserError
+from mmrl.text.drawing import Draw, choose, uniforms
+from mmrl.text.pipeline import key_of
+from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+from tests import tiny
+
+chat = mmrl.load("pipelines", "llm/chat")
+QUESTIONS = ["What is 2+3?", "Say a.", "A much longer question than the two before it, so that padding matters."]
+
+
+def recipe(path, **changes):
+    values = {
+        "name": "tiny",
+        "pipeline": "llm/chat",
+        "model": {"path": str(path)},
+        "data": {"name": "sums"},
+        "sampling": {"max_new_tokens": 12},
+        "rewards": [{"name": "answer:exact"}],
+        "algorithm": {"type": "grpo", "kl_coef": 0.0},
+        "train": {"steps": 1, "prompts_per_step": 3, "group_size": 2, "micro_batch_size": 6},
+    }
+    for key, value in changes.items():
+        values[key] = {**values.get(key, {}), **value}
+    return Recipe.model_validate(values)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def path(request, tmp_path_factory):
+    return tiny.language_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def pipeline(path):
+    return chat.build(recipe(path), str(path), torch.device("cpu"))
+
+
+def rows(questions=QUESTIONS, size=2, step=0):
+    slots = [Slot(step, i, 0, Prompt(f"q{i}", text)) for i, text in enumerate(questions)]
+    pairs = [(slot, SampleId(step, slot.index, 0, k)) for slot in slots for k in range(size)]
+    return [s for s, _ in pairs], [i for _, i in pairs]
+
+
+def sampled(pipeline, *args, seed=7, **more):
+    slots, ids = rows(*args, **more)
+    pipeline.encode(slots)
+    return pipeline.sample(slots, ids, [], seed)
+
+
+def test_the_log_probs_of_sampling_are_those_of_replay(pipeline):
+    drawn = sampled(pipeline)
+    new = pipeline.replay(drawn, 0, frozenset({"log_probs"}), None)["log_probs"]
+    assert new.requires_grad
+    gap = ((new - drawn.log_probs) * drawn.mask).abs().max()
+    assert gap < 1e-5
+    other = Trajectory(**{**vars(drawn), "clean": (drawn.clean + 1) % 256})
+    wrong = pipeline.replay(other, 0, frozenset({"log_probs"}), None)["log_probs"]
+    assert ((wrong - drawn.log_probs) * drawn.mask).abs().max() > 0.5, "the comparison cannot fail"
+
+
+def test_log_probs_are_at_the_sampling_temperature(path):
+    made = chat.build(recipe(path, sampling={"temperature": 0.5}), str(path), torch.device("cpu"))
+    drawn = sampled(made)
+    row = made._inputs(drawn.features[:1], drawn.clean[:1], drawn.mask[:1])
+    logits = made.policy(**row).logits[0, -drawn.clean.shape[1] - 1 : -1].double() / 0.5
+    closed = logits.log_softmax(-1).gather(-1, drawn.clean[0].unsqueeze(-1)).squeeze(-1)
+    assert ((closed - drawn.log_probs[0]) * drawn.mask[0]).abs().max() < 1e-4
+
+
+def test_a_sample_does_not_depend_on_its_neighbours(pipeline):
+    whole = sampled(pipeline)
+    slots, ids = rows()
+    alone = pipeline.sample(slots[3:4], ids[3:4], [], 7)
+    n = int(alone.mask.sum())
+    assert n == int(whole.mask[3].sum())
+    assert torch.equal(alone.clean[0, :n], whole.clean[3, :n])
+    assert not torch.equal(sampled(pipeline, seed=8).clean[:, :4], whole.clean[:, :4])
+    assert len({tuple(r.tolist()) for r in whole.clean}) > 3, "the samples of a group are alike"
+
+
+def test_the_choice_follows_the_distribution():
+    log_probs = torch.tensor([0.5, 0.2, 0.2, 0.1]).log().repeat(20000, 1)
+    u = torch.rand(20000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def shares(**how):
+        return torch.bincount(choose(log_probs, u, **how).squeeze(1), minlength=4) / 20000
+
+    assert torch.allclose(shares(), torch.tensor([0.5, 0.2, 0.2, 0.1]), atol=0.01)
+    assert torch.allclose(shares(top_k=1), torch.tensor([1.0, 0, 0, 0]))
+    kept = shares(top_p=0.65)
+    assert kept[3] == 0
+    assert torch.allclose(kept[0], torch.tensor(0.5 / 0.7), atol=0.01)
+    assert choose(log_probs[:2], torch.tensor([0.0, 1 - 1e-16])).squeeze(1).tolist() == [0, 3]
+
+
+def test_uniforms_belong_to_the_sample():
+    ids = [SampleId(0, 1, 0, k) for k in range(3)]
+    assert torch.equal(uniforms(5, ids, 8)[1:], uniforms(5, ids[1:], 8))
+    assert not torch.equal(uniforms(5, ids, 8)[0], uniforms(5, ids, 8)[1])
+
+
+def test_greedy_is_the_librarys_greedy(path, pipeline):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    greedy = chat.build(recipe(path, eval={"temperature": 0.0}), str(path), torch.device("cpu"))
+    slots, ids = rows(size=1)
+    greedy.encode(slots)
+    drawn = greedy.sample(slots, ids, [], 0, evaluate=True)
+    for i, question in enumerate(QUESTIONS):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        given = tokenizer(text, return_tensors="pt").input_ids
+        theirs = model.generate(given, do_sample=False, max_new_tokens=12, eos_token_id=greedy.conditioner.stop_tokens)
+        n = int(drawn.mask[i].sum())
+        assert theirs[0, given.shape[1] :].tolist()[:n] == drawn.clean[i, :n].tolist()
+
+
+def test_what_ends_and_what_is_cut(pipeline):
+    drawn = sampled(pipeline, size=8)
+    stop = pipeline.conditioner.stop_tokens
+    for row, mask, cut in zip(drawn.clean, drawn.mask, drawn.truncated, strict=True):
+        tokens = row[: int(mask.sum())].tolist()
+        assert (tokens[-1] in stop) != bool(cut)
+        assert not any(t in stop for t in tokens[:-1])
+        assert len(tokens) == 12 or not cut
+    texts = pipeline.samples(drawn, frozenset({"text"}))
+    assert [s.truncated for s in texts] == drawn.truncated.tolist()
+    assert not any("<|" in s.text for s in texts)
+
+
+def test_padding_changes_no_gradient(pipeline):
+    drawn = sampled(pipeline)
+
+    def gradient(parts):
+        pipeline.policy.zero_grad()
+        for part in parts:
+            log_probs = pipeline.replay(part, 0, frozenset({"log_probs"}), None)["log_probs"]
+            (log_probs * part.mask).sum().backward()
+        return torch.cat([p.grad.flatten() for p in pipeline.policy.parameters()])
+
+    together, apart = gradient([drawn]), gradient([drawn.rows([i]) for i in range(len(drawn))])
+    assert torch.allclose(together, apart, rtol=1e-4, atol=1e-5 * together.abs().max())
+    joined = Trajectory.join([drawn.rows([0, 1]), drawn.rows([2]), drawn.rows([3, 4, 5])])
+    assert torch.equal(joined.clean * joined.mask.long(), drawn.clean[:, : joined.clean.shape[1]])
+
+
+def test_micro_batches_are_packed_by_length():
+    lengths = [5, 30, 6, 29, 7, 8]
+    made = list(packed([0, 1, 2, 3, 4, 5], lengths, 4, 60))
+    assert made == [[0, 2, 4, 5], [3, 1]]
+    assert list(packed([0, 1, 2], lengths, 8, 12)) == [[0, 2], [1]], "a row longer than the budget goes alone"
+    assert list(packed([2, 0, 1], [1, 1, 1], 2, None)) == [[2, 0], [1]], "equal lengths keep their order"
+
+
+def test_spans_of_characters_reach_their_tokens(pipeline):
+    drawn = sampled(pipeline, ["Say a."], 1)
+    row = Trajectory(**{**vars(drawn), "clean": torch.tensor([[64, 65, 66, 67]]), "mask": torch.ones(1, 4)})
+    assert pipeline.conditioner.decode([64, 65, 66, 67]) == "abcd"
+    assert pipeline.token_values(row, [(1, 3, -1.0), (2, 4, -0.5)]) == [0, -1, -1.5, -0.5]
+
+
+def test_features_are_encoded_once_per_content(pipeline):
+    a, b = Prompt("one", "Say a."), Prompt("two", "Say a.", {"answer": "a"})
+    assert key_of(a) == key_of(b) != key_of(Prompt("one", "Say a.", system="Be short."))
+
+
+def test_a_system_message_is_rendered(pipeline):
+    assert "<|im_start|>system\nBe short.<|im_end|>" in pipeline.conditioner.render(
+        Prompt("p", "Hi", system="Be short.")
+    )
+
+
+def refused(path, **changes):
+    with pytest.raises(UserError) as caught:
+        chat.build(recipe(path, **changes), str(path), torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_what_cannot_work_is_refused(path, pipeline, tmp_path):
+    slot = Slot(0, 0, 0, Prompt("long", "x" * 300))
+    with pytest.raises(UserError, match=r"the prompt long has 3\d\d tokens; with 12 new ones .* context of 256"):
+        pipeline.encode([slot])
+    limited = chat.build(recipe(path, sampling={"max_prompt_tokens": 20}), str(path), torch.device("cpu"))
+    with pytest.raises(UserError, match=r"sampling\.max_prompt_tokens is 20"):
+        limited.encode([slot])
+    mute = tmp_path / "mute"
+    tiny.language_model(mute)
+    (mute / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((mute / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (mute / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert "has no chat template" in refused(mute)
+    assert "cannot be loaded" in refused(tmp_path / "nowhere") or "no tokenizer" in refused(tmp_path / "nowhere")
+    assert "the model has no module 'visual'" in refused(path, model={"freeze": ["visual"]})
+    assert "model.lora.targets" in refused(path, model={"lora": {"targets": ["nope"]}})
+
+
+def test_draw_remembers_what_it_chose():
+    draw = Draw(torch.full((2, 3), 0.5, dtype=torch.float64), 1.0)
+    scores = torch.tensor([[0.0, 0.0, -50.0], [5.0, -50.0, -50.0]])
+    chosen = draw(torch.zeros(2, 1), scores)
+    assert chosen.argmax(-1).tolist() == [1, 0]
+    assert torch.allclose(draw.log_probs[0], torch.tensor([0.5, 1.0]).log(), atol=1e-4)
