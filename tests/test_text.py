@@ -9,7 +9,8 @@ import mmrl
 from mmrl.batch import packed
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.text.drawing import Draw, choose, uniforms
+from mmrl.text.drawing import Draw, choose, uniforms, without
+from mmrl.text.likelihood import entropy
 from mmrl.text.pipeline import key_of
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 from tests import tiny
@@ -204,6 +205,19 @@ def test_what_cannot_work_is_refused(path, pipeline, tmp_path):
     assert "cannot be loaded" in refused(tmp_path / "nowhere") or "no tokenizer" in refused(tmp_path / "nowhere")
     assert "the model has no module 'visual'" in refused(path, model={"freeze": ["visual"]})
     assert "model.lora.targets" in refused(path, model={"lora": {"targets": ["nope"]}})
+
+
+def test_entropy_is_the_closed_form_and_forbidden_tokens_have_none():
+    logits = torch.randn(2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    probs = (logits / 0.7).softmax(-1)
+    assert torch.allclose(entropy(logits, 0.7).double(), -(probs * probs.log()).sum(-1), atol=1e-6)
+    narrowed = without(logits, [1, 4])
+    kept = (logits[..., [0, 2, 3, 5, 6]] / 0.7).softmax(-1)
+    assert torch.allclose(entropy(narrowed, 0.7).double(), -(kept * kept.log()).sum(-1), atol=1e-6)
+    narrowed.requires_grad_(True)
+    entropy(narrowed, 0.7).sum().backward()
+    assert narrowed.grad is not None
+    assert narrowed.grad.isfinite().all()
 
 
 def test_draw_remembers_what_it_chose():

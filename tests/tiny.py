@@ -55,3 +55,187 @@ def language_model(folder: Path, kind: str = "qwen3", sharp: float = 0.3, seed: 
     made.save_pretrained(folder)
     tok.save_pretrained(folder)
     return folder
+
+
+SEES = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}IMAGE{% elif c['type'] == 'video' %}VIDEO{% else %}{{ c['text'] }}{% endif %}"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN = SEES.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>").replace(
+    "VIDEO", "<|vision_start|><|video_pad|><|vision_end|>"
+)
+VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+SMOL = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
+
+
+def seeing_tokenizer(special, **named):
+    from transformers import Qwen2Tokenizer
+
+    vocab = {c: i for i, c in enumerate(byte_characters())}
+    made = Qwen2Tokenizer(
+        vocab=vocab, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=named
+    )
+    made.add_tokens([t for t in (*SPECIAL, *special) if t not in made.get_vocab()], special_tokens=True)
+    return made
+
+
+def vision_model(folder: Path, kind: str, sharp: float = 0.2, seed: int = 0) -> Path:
+    """Save a vision-language model of ``kind`` with its processor into ``folder``; needs torchvision."""
+    torch.manual_seed(seed)
+    processor, model = {"qwen2_5_vl": _qwen25, "qwen3_vl": _qwen3, "smolvlm": _smol}[kind]()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim >= 2:
+                p.normal_(0, sharp)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def _text(tok, **more):
+    return {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": len(tok),
+        "max_position_embeddings": 1024,
+        "eos_token_id": tok.eos_token_id,
+        "pad_token_id": tok.pad_token_id,
+        "bos_token_id": None,
+        **more,
+    }
+
+
+def _ids(tok):
+    find = tok.convert_tokens_to_ids
+    return {
+        "image_token_id": find("<|image_pad|>"),
+        "video_token_id": find("<|video_pad|>"),
+        "vision_start_token_id": find("<|vision_start|>"),
+        "vision_end_token_id": find("<|vision_end|>"),
+    }
+
+
+def _qwen_tokenizer():
+    return seeing_tokenizer(
+        VISION,
+        image_token="<|image_pad|>",
+        video_token="<|video_pad|>",
+        vision_bos_token="<|vision_start|>",
+        vision_eos_token="<|vision_end|>",
+    )
+
+
+def _qwen25():
+    import transformers as t
+
+    tok = _qwen_tokenizer()
+    images = t.Qwen2VLImageProcessor(
+        min_pixels=28 * 28, max_pixels=84 * 84, patch_size=14, merge_size=2, temporal_patch_size=2
+    )
+    clips = t.Qwen2VLVideoProcessor(
+        min_pixels=28 * 28, max_pixels=56 * 56, patch_size=14, merge_size=2, temporal_patch_size=2
+    )
+    processor = t.Qwen2_5_VLProcessor(image_processor=images, tokenizer=tok, video_processor=clips, chat_template=QWEN)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+    }
+    config = t.Qwen2_5_VLConfig(
+        text_config=_text(tok, rope_parameters=rope), vision_config=vision, tie_word_embeddings=True, **_ids(tok)
+    )
+    return processor, t.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen3():
+    import transformers as t
+
+    tok = _qwen_tokenizer()
+    images = t.Qwen2VLImageProcessor(
+        size={"shortest_edge": 32 * 32, "longest_edge": 96 * 96},
+        patch_size=16,
+        merge_size=2,
+        temporal_patch_size=2,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+    clips = t.Qwen3VLVideoProcessor(
+        size={"shortest_edge": 32 * 32, "longest_edge": 4 * 64 * 64}, patch_size=16, merge_size=2, temporal_patch_size=2
+    )
+    processor = t.Qwen3VLProcessor(image_processor=images, tokenizer=tok, video_processor=clips, chat_template=QWEN)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    config = t.Qwen3VLConfig(
+        text_config=_text(tok, head_dim=8, num_hidden_layers=3, rope_parameters=rope),
+        vision_config=vision,
+        tie_word_embeddings=True,
+        **_ids(tok),
+    )
+    return processor, t.Qwen3VLForConditionalGeneration(config)
+
+
+def _smol():
+    import transformers as t
+
+    named = {
+        "image_token": "<image>",
+        "fake_image_token": "<fake_token_around_image>",
+        "global_image_token": "<global-img>",
+        "end_of_utterance_token": "<end_of_utterance>",
+    }
+    rows = [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
+    tok = seeing_tokenizer([*SMOL, *rows], **named)
+    images = t.SmolVLMImageProcessor(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=False
+    )
+    clips = t.SmolVLMVideoProcessor(
+        size={"longest_edge": 32},
+        max_image_size={"longest_edge": 32},
+        num_frames=4,
+        fps=1,
+        video_sampling={"max_frames": 4, "fps": 1, "video_size": {"longest_edge": 32}},
+    )
+    template = SEES.replace("IMAGE", "<image>").replace("VIDEO", "<video>")
+    processor = t.SmolVLMProcessor(
+        image_processor=images, tokenizer=tok, video_processor=clips, image_seq_len=4, chat_template=template
+    )
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+    config = t.SmolVLMConfig(
+        image_token_id=tok.convert_tokens_to_ids("<image>"),
+        pad_token_id=tok.pad_token_id,
+        scale_factor=2,
+        tie_word_embeddings=True,
+        vision_config=vision,
+        text_config=_text(tok, model_type="llama"),
+    )
+    return processor, t.SmolVLMForConditionalGeneration(config)

@@ -31,21 +31,36 @@ class Draw:
 
     ``u`` ``[B, T]``: the uniforms; ``temperature`` 0 takes the likeliest. ``top_k`` and ``top_p`` (Holtzman et al.
     2019, arXiv 1904.09751) narrow the choice; log-probs are always of the whole distribution at ``temperature``, which
-    is what the update recomputes.
+    is what the update recomputes. ``forbidden`` tokens are not in it.
     """
 
-    def __init__(self, u: Tensor, temperature: float, top_p: float = 1.0, top_k: int | None = None) -> None:
+    def __init__(
+        self,
+        u: Tensor,
+        temperature: float,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        forbidden: Sequence[int] = (),
+    ) -> None:
         self.u, self.temperature, self.top_p, self.top_k = u, temperature, top_p, top_k
+        self.forbidden = list(forbidden)
         self.log_probs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        log_probs = torch.log_softmax(scores.float() / (self.temperature or 1.0), -1)
+        log_probs = torch.log_softmax(without(scores.float(), self.forbidden) / (self.temperature or 1.0), -1)
         if self.temperature == 0:
             token = log_probs.argmax(-1, keepdim=True)
         else:
             token = choose(log_probs, self.u[:, len(self.log_probs)].to(scores.device), self.top_p, self.top_k)
         self.log_probs.append(log_probs.gather(-1, token).squeeze(-1))
         return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
+
+
+def without(logits: Tensor, forbidden: list[int]) -> Tensor:
+    """``logits`` ``[..., V]`` with the ``forbidden`` tokens made impossible."""
+    if not forbidden:
+        return logits
+    return logits.index_fill(-1, torch.tensor(forbidden, device=logits.device), -torch.inf)
 
 
 def choose(log_probs: Tensor, u: Tensor, top_p: float = 1.0, top_k: int | None = None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy as copying
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from mmrl.config.schema import Recipe
 from mmrl.engines.merging import merged_weights
 from mmrl.pipelines.protocol import Usage, What
 from mmrl.report.card import public
+from mmrl.text.loading import stop_tokens
+
+_PLACEHOLDER = re.compile("<(image|video)>")
+_PICTURE = 'picture = Image.new("RGB", (224, 224), "white")  # yours instead: Image.open("picture.jpg")'
+_MEDIUM = {
+    "image": '{"type": "image", "image": picture}',
+    "video": '{"type": "video", "video": [picture, picture]}',
+}
 
 
 def write(policy: Any, saved: Any, recipe: Recipe, out: Path, what: What) -> None:
@@ -20,10 +29,14 @@ def write(policy: Any, saved: Any, recipe: Recipe, out: Path, what: What) -> Non
     tokenizer or processor ``saved``. The policy in memory stays as it is."""
     if what == "lora":
         policy.peft_config["default"].base_model_name_or_path = public(recipe.model.path)
-        policy.save_pretrained(out)
+        # save_embedding_layers: peft would ask the hub for the base model's vocabulary, which training never changes
+        policy.save_pretrained(out, save_embedding_layers=False)
         (out / "README.md").unlink(missing_ok=True)  # peft's empty template
     else:
-        plain(policy, getattr(torch, recipe.model.dtype)).save_pretrained(out)
+        made = plain(policy, getattr(torch, recipe.model.dtype))
+        made.generation_config = copying.deepcopy(made.generation_config)
+        made.generation_config.eos_token_id = _ends(policy, saved)
+        made.save_pretrained(out)
     saved.save_pretrained(out)
 
 
@@ -43,28 +56,73 @@ def plain(policy: Any, dtype: torch.dtype) -> Any:
 
 
 def usage(policy: Any, saved: Any, recipe: Recipe, what: What, folder: str, prompt: str) -> Usage:
-    """Code that answers ``prompt`` with what was written to ``folder``, greedily."""
+    """Code that answers ``prompt`` with what was written to ``folder``, greedily.
+
+    Where the model sees and the prompt names no placeholder, one picture stands before it.
+    """
     model = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     kind = type(model).__name__
     sees = hasattr(saved, "image_processor")
+    auto, loaded = ("AutoProcessor", "processor") if sees else ("AutoTokenizer", "tokenizer")
     source = folder if what == "merged" else public(recipe.model.path)
-    loads = [f"model = {kind}.from_pretrained({json.dumps(source)})"]
-    if what == "lora":
-        loads.append(f"model = PeftModel.from_pretrained(model, {json.dumps(folder)})")
-    imports = f"from transformers import {'AutoProcessor' if sees else 'AutoTokenizer'}, {kind}\n"
-    imports += "from peft import PeftModel\n" if what == "lora" else ""
-    content = json.dumps([{"type": "text", "text": prompt}]) if sees else json.dumps(prompt)
-    code = (
-        f"{imports}\n"
-        + "\n".join(loads)
-        + f"\ntokenizer = {'AutoProcessor' if sees else 'AutoTokenizer'}.from_pretrained({json.dumps(folder)})\n"
-        f'messages = [{{"role": "user", "content": {content}}}]\n'
-        "inputs = tokenizer.apply_chat_template(\n"
-        '    messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"\n)\n'
-        f"tokens = model.generate(**inputs, max_new_tokens={recipe.decoding.max_new_tokens}, do_sample=False)\n"
-        'text = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)\n'
-    )
+    content = _content(prompt) if sees else _quoted(prompt)
+    lines = [
+        "import torch",
+        *(["from peft import PeftModel"] if what == "lora" else []),
+        *(["from PIL import Image"] if sees else []),
+        f"from transformers import {auto}, {kind}",
+        "",
+        f"model = {kind}.from_pretrained({_quoted(source)}, dtype=torch.{recipe.model.dtype})",
+        *([f"model = PeftModel.from_pretrained(model, {_quoted(folder)})"] if what == "lora" else []),
+        'model.to("cuda" if torch.cuda.is_available() else "cpu")',
+        f"{loaded} = {auto}.from_pretrained({_quoted(folder)})",
+        *([_PICTURE] if sees else []),
+        f'messages = [{{"role": "user", "content": {content}}}]',
+        f"inputs = {loaded}.apply_chat_template(",
+        "    messages,",
+        "    add_generation_prompt=True,",
+        "    tokenize=True,",
+        "    return_dict=True,",
+        '    return_tensors="pt",',
+        *(f"    {name}={value!r}," for name, value in recipe.decoding.chat_template.items()),
+        ").to(model.device)",
+        f"tokens = model.generate(**inputs, {', '.join(_generation(policy, saved, recipe, what))})",
+        f'text = {loaded}.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)',
+    ]
+    library, tags = ("peft", [kind, "lora"]) if what == "lora" else ("transformers", [kind])
     task = "image-text-to-text" if sees else "text-generation"
-    return Usage(
-        "peft" if what == "lora" else "transformers", task, [kind, *(["lora"] * (what == "lora"))], {"Use": code}
-    )
+    return Usage(library, task, tags, {f"With {library}": "\n".join(lines) + "\n"})
+
+
+def _content(prompt: str) -> str:
+    """The parts of a user's message as Python source: a picture for every placeholder, a clip of two pictures."""
+    pieces = _PLACEHOLDER.split(prompt)  # text, kind, text, kind, ..., text
+    if len(pieces) == 1:
+        pieces = ["", "image", prompt]
+    parts = [
+        _MEDIUM[piece] if i % 2 else f'{{"type": "text", "text": {_quoted(piece)}}}'
+        for i, piece in enumerate(pieces)
+        if piece
+    ]
+    return "[\n" + "".join(f"    {part},\n" for part in parts) + "]"
+
+
+def _generation(policy: Any, saved: Any, recipe: Recipe, what: What) -> list[str]:
+    """Arguments of ``generate``; an adapter's base model may end at fewer tokens than responses in training did."""
+    model = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+    ends = _ends(policy, saved)
+    given = model.exported_generation_config.eos_token_id
+    known = what == "merged" or ends == (given if isinstance(given, list) else [given])
+    limit = f"max_new_tokens={recipe.decoding.max_new_tokens}"
+    return [limit, "do_sample=False", *([] if known else [f"eos_token_id={ends}"])]
+
+
+def _ends(policy: Any, saved: Any) -> list[int]:
+    """The tokens at which responses ended in training."""
+    model = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+    return stop_tokens(model, getattr(saved, "tokenizer", saved))
+
+
+def _quoted(text: str) -> str:
+    """A Python literal in double quotes (JSON's strings are Python's), which UTF-8 can encode."""
+    return json.dumps(text.encode("utf-8", "replace").decode("utf-8"), ensure_ascii=False)

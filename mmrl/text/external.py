@@ -95,15 +95,22 @@ def settings_of(recipe: Recipe, temperature: float, stop: Sequence[int]) -> Sett
     return Settings(decoding.max_new_tokens, temperature, decoding.top_p, decoding.top_k, stop)
 
 
-def stack(completions: Sequence[Completion], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens ``[B, T]``, log-probs ``[B, T]``, mask ``[B, T]`` and truncated ``[B]`` of what an engine drew."""
+def stack(
+    completions: Sequence[Completion], forbidden: Sequence[int], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens ``[B, T]``, log-probs ``[B, T]``, mask ``[B, T]`` and truncated ``[B]`` of what an engine drew.
+
+    A response is cut before its first ``forbidden`` token (an engine may draw those, with next to no probability).
+    """
     longest = max(1, *(len(c.token_ids) for c in completions))
     tokens = torch.zeros(len(completions), longest, dtype=torch.long)
     log_probs, mask = torch.zeros(len(completions), longest), torch.zeros(len(completions), longest)
+    cut = []
     for i, c in enumerate(completions):
-        n = len(c.token_ids)
-        tokens[i, :n] = torch.tensor(c.token_ids)
-        log_probs[i, :n] = torch.tensor(c.log_probs)
+        n = next((n for n, token in enumerate(c.token_ids) if token in forbidden), len(c.token_ids))
+        tokens[i, :n] = torch.tensor(c.token_ids[:n])
+        log_probs[i, :n] = torch.tensor(c.log_probs[:n])
         mask[i, :n] = 1.0
-    truncated = torch.tensor([c.finish != "stop" for c in completions])
+        cut.append(n < len(c.token_ids) or c.finish != "stop")
+    truncated = torch.tensor(cut)
     return tokens.to(device), log_probs.to(device), mask.to(device), truncated.to(device)

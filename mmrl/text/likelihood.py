@@ -19,7 +19,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tenso
 def entropy(logits: Tensor, temperature: float) -> Tensor:
     """Entropy ``[B, T]`` in nats of ``logits`` ``[B, T, V]`` at ``temperature``."""
     log_probs = torch.log_softmax(logits.float() / temperature, -1)
-    return -(log_probs.exp() * log_probs).sum(-1)
+    return -(log_probs.exp() * log_probs.clamp(min=torch.finfo(log_probs.dtype).min)).sum(-1)  # 0 log 0 = 0
 
 
 def _of(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:

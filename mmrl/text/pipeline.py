@@ -24,7 +24,7 @@ from mmrl.errors import UserError
 from mmrl.pipelines.protocol import Usage, Weights, What
 from mmrl.text import export, external
 from mmrl.text.critic import Critic
-from mmrl.text.drawing import Draw, uniforms
+from mmrl.text.drawing import Draw, uniforms, without
 from mmrl.text.likelihood import entropy, token_log_probs
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 
@@ -39,6 +39,8 @@ class Conditioner(Protocol):
     """The tokenizer or processor, saved beside exported weights."""
     pad_token: int
     stop_tokens: list[int]
+    forbidden: list[int]
+    """Tokens that stand for media: in a response they would ask the model for pictures that are not there."""
     own_positions: bool
     """The model counts positions itself (multimodal RoPE); otherwise they are counted from the attention mask."""
 
@@ -165,7 +167,7 @@ class TextPipeline:
                 self._requests(slots, ids, seed),
                 external.settings_of(self.recipe, temperature, self.conditioner.stop_tokens),
             )
-            tokens, log_probs, mask, truncated = external.stack(made, self.device)
+            tokens, log_probs, mask, truncated = external.stack(made, self.conditioner.forbidden, self.device)
         return Trajectory(
             slots=list(slots),
             ids=list(ids),
@@ -183,7 +185,7 @@ class TextPipeline:
         from transformers import LogitsProcessorList
 
         settings, most = self.settings, self.settings.max_new_tokens
-        draw = Draw(uniforms(seed, ids, most), temperature, settings.top_p, settings.top_k)
+        draw = Draw(uniforms(seed, ids, most), temperature, settings.top_p, settings.top_k, self.conditioner.forbidden)
         inputs = self._inputs(keys)
         inputs.pop("position_ids", None)  # generate counts them itself, from the mask
         model: Any = self.policy
@@ -278,7 +280,8 @@ class TextPipeline:
         inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
         with self._autocast():
             kept = trajectory.clean.shape[1] + 1
-            return self.policy(**inputs, logits_to_keep=kept, use_cache=False).logits[:, -kept:-1]
+            logits = self.policy(**inputs, logits_to_keep=kept, use_cache=False).logits[:, -kept:-1]
+        return without(logits, self.conditioner.forbidden)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)

@@ -27,6 +27,7 @@ class Chat:
 
     def __init__(self, tokenizer: Any, stop: list[int], variables: dict[str, Any]) -> None:
         self.saved, self.stop_tokens, self.variables = tokenizer, stop, variables
+        self.forbidden: list[int] = []
         self.pad_token: int = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def encode(self, prompt: Prompt) -> dict[str, Tensor]:

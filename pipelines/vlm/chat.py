@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from PIL.Image import Image
 from torch import Tensor
@@ -33,8 +34,8 @@ class Chat:
 
     own_positions = True
 
-    def __init__(self, processor: Any, stop: list[int], variables: dict[str, Any]) -> None:
-        self.saved, self.stop_tokens, self.variables = processor, stop, variables
+    def __init__(self, processor: Any, stop: list[int], forbidden: list[int], variables: dict[str, Any]) -> None:
+        self.saved, self.stop_tokens, self.forbidden, self.variables = processor, stop, forbidden, variables
         tokenizer = processor.tokenizer
         self.pad_token: int = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
@@ -43,7 +44,7 @@ class Chat:
         videos: dict[str, Any] = {}
         if clips:
             videos = {
-                "videos": [[*clip.frames] for clip in clips],
+                "videos": [[np.stack([np.asarray(frame) for frame in clip.frames]) for clip in clips]],  # per text
                 "video_metadata": [_metadata(clip) for clip in clips],
                 "do_sample_frames": False,
             }
@@ -112,7 +113,15 @@ def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     engine = open_engine(recipe, path, context, sees=True)
     policy = open_weights(model, recipe).to(device)
-    return TextPipeline(Chat(processor, stop, recipe.decoding.chat_template), policy, recipe, device, engine)
+    return TextPipeline(
+        Chat(processor, stop, placeholders(model.config), recipe.decoding.chat_template), policy, recipe, device, engine
+    )
+
+
+def placeholders(config: Any) -> list[int]:
+    """The tokens that stand for pictures and clips in the model's input."""
+    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+    return sorted({token for name in names if (token := getattr(config, name, None)) is not None})
 
 
 def _load_processor(auto: Any, path: str) -> Any:

@@ -1,0 +1,161 @@
+"""Vision-language models: tiny real ones with real processors; pictures and clips of any size, several in a prompt."""
+
+import io
+import random
+
+import pytest
+import torch
+from PIL import Image
+
+import mmrl
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.schema import Recipe
+from mmrl.errors import BadPromptError
+from mmrl.media import Media
+from mmrl.trajectory import Prompt, SampleId, Slot
+from tests import tiny
+
+allow_cpu_only()
+pytest.importorskip("torchvision")
+
+chat = mmrl.load("pipelines", "vlm/chat")
+KINDS = ["qwen2_5_vl", "qwen3_vl", "smolvlm"]
+
+
+def recipe(path, **changes):
+    values = {
+        "name": "tiny",
+        "pipeline": "vlm/chat",
+        "model": {"path": str(path)},
+        "data": {"name": "scenes"},
+        "sampling": {"max_new_tokens": 10},
+        "rewards": [{"name": "answer:exact"}],
+        "algorithm": {"type": "grpo", "kl_coef": 0.0},
+        "train": {"steps": 1, "prompts_per_step": 3, "group_size": 2, "micro_batch_size": 8},
+    }
+    for key, value in changes.items():
+        values[key] = {**values.get(key, {}), **value}
+    return Recipe.model_validate(values)
+
+
+def picture(width=40, height=40, seed=0):
+    made = Image.new("RGB", (width, height))
+    rng = random.Random(seed)
+    made.putdata([tuple(rng.randrange(256) for _ in range(3)) for _ in range(width * height)])
+    buffer = io.BytesIO()
+    made.save(buffer, "PNG")
+    return Media("image", data=buffer.getvalue())
+
+
+def clip(seed=0):
+    av = pytest.importorskip("av")
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as out:
+        stream = out.add_stream("libx264", rate=4)
+        stream.width = stream.height = 64
+        for i in range(4):
+            frame = Image.new("RGB", (64, 64), ((40 * i + seed * 90) % 256, 80, 200))
+            out.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        out.mux(stream.encode())
+    return Media("video", data=buffer.getvalue())
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def path(request, tmp_path_factory):
+    if request.param == "smolvlm":
+        pytest.importorskip("num2words")
+    return tiny.vision_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def pipeline(path):
+    return chat.build(recipe(path), str(path), torch.device("cpu"))
+
+
+def drawn(pipeline, prompts, size=2):
+    slots = [Slot(0, i, 0, prompt) for i, prompt in enumerate(prompts)]
+    rows = [(slot, SampleId(0, slot.index, 0, k)) for slot in slots for k in range(size)]
+    pipeline.encode(slots)
+    return pipeline.sample([s for s, _ in rows], [i for _, i in rows], [], 3)
+
+
+def replayed(pipeline, trajectory):
+    return pipeline.replay(trajectory, 0, frozenset({"log_probs"}), None)["log_probs"]
+
+
+def test_sampling_and_replay_agree_with_pictures(pipeline):
+    prompts = [
+        Prompt("one", "What is <image>?", media=(picture(40, 40, 1),)),
+        Prompt("wide", "<image>What colour is it, and why would anybody ask?", media=(picture(90, 40, 2),)),
+        Prompt("before", "No placeholder.", media=(picture(40, 70, 3),)),
+    ]
+    trajectory = drawn(pipeline, prompts)
+    assert ((replayed(pipeline, trajectory) - trajectory.log_probs) * trajectory.mask).abs().max() < 2e-5
+    others = [
+        Prompt(p.id, p.text, media=(picture(*size, 9),))
+        for p, size in zip(prompts, [(40, 40), (90, 40), (40, 70)], strict=True)
+    ]
+    other = drawn(pipeline, others)
+    swapped = type(trajectory)(**{**vars(trajectory), "features": other.features})
+    assert ((replayed(pipeline, swapped) - trajectory.log_probs) * trajectory.mask).abs().max() > 1e-2, "blind"
+
+
+def test_several_pictures_in_a_prompt(pipeline):
+    two = Prompt("two", "<image> or <image>?", media=(picture(40, 40, 1), picture(60, 40, 2)))
+    turned = Prompt("turned", "<image> or <image>?", media=(picture(60, 40, 2), picture(40, 40, 1)))
+    trajectory = drawn(pipeline, [two, turned])
+    assert ((replayed(pipeline, trajectory) - trajectory.log_probs) * trajectory.mask).abs().max() < 2e-5
+    alone = trajectory.rows([0])
+    assert (replayed(pipeline, alone)[0] - replayed(pipeline, trajectory)[0, : alone.clean.shape[1]]).abs().max() < 2e-5
+
+
+def test_clips(pipeline):
+    prompts = [Prompt("a", "Which way? <video>", media=(clip(0),)), Prompt("b", "<video> Which way?", media=(clip(1),))]
+    trajectory = drawn(pipeline, prompts)
+    assert ((replayed(pipeline, trajectory) - trajectory.log_probs) * trajectory.mask).abs().max() < 2e-5
+    other = drawn(pipeline, prompts[::-1])
+    swapped = type(trajectory)(**{**vars(trajectory), "features": other.features})
+    assert ((replayed(pipeline, swapped) - trajectory.log_probs) * trajectory.mask).abs().max() > 1e-2, "blind"
+
+
+def test_the_processor_sees_a_prompt_once(pipeline, monkeypatch):
+    calls = []
+    original = pipeline.conditioner.encode
+    monkeypatch.setattr(pipeline.conditioner, "encode", lambda prompt: calls.append(prompt.id) or original(prompt))
+    prompt = Prompt("once", "Only <image> once", media=(picture(seed=77),))
+    drawn(pipeline, [prompt], size=4)
+    drawn(pipeline, [prompt], size=4)
+    assert calls == ["once"]
+
+
+def refused(pipeline, prompt):
+    with pytest.raises(BadPromptError) as caught:
+        pipeline.encode([Slot(0, 0, 0, prompt)])
+    return str(caught.value)
+
+
+def test_unusable_prompts_are_named(pipeline):
+    assert "the prompt few: it has the placeholders image, image and the media image" in refused(
+        pipeline, Prompt("few", "<image><image>", media=(picture(),))
+    )
+    assert "the placeholders video and the media image" in refused(
+        pipeline, Prompt("kind", "<video>", media=(picture(),))
+    )
+    assert "the prompt torn" in refused(
+        pipeline, Prompt("torn", "<image>", media=(Media("image", data=b"\x89PNG no"),))
+    )
+
+
+def test_frozen_vision_and_lora_leave_the_tower_alone(path):
+    def trained(**model):
+        made = chat.build(recipe(path, model=model), str(path), torch.device("cpu"))
+        return [name for name, p in made.policy.named_parameters() if p.requires_grad]
+
+    everything = trained()
+    towers = [name for name in everything if "visual" in name or "vision" in name]
+    assert towers
+    tower = "visual" if "visual" in towers[0] else "vision_model"
+    assert not any(tower in name.split(".") for name in trained(freeze=[tower]))
+    adapters = trained(lora={"rank": 2})
+    assert adapters
+    assert all("lora" in name and "visual" not in name and "vision" not in name for name in adapters)
