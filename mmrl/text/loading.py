@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -88,12 +89,13 @@ def _adapted(model: Any, recipe: Recipe) -> nn.Module:
     lora = recipe.model.lora
     assert lora is not None
     torch.manual_seed(recipe.seed)
+    sees = any(re.fullmatch(_VISION, name) for name, _ in model.named_modules())
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         init_lora_weights="gaussian" if lora.init == "gaussian" else True,
         target_modules=lora.targets or LORA_TARGETS,
-        exclude_modules=None if lora.targets else _VISION,
+        exclude_modules=_VISION if not lora.targets and sees else None,
         task_type="CAUSAL_LM",
     )
     try:

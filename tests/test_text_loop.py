@@ -1,0 +1,194 @@
+"""Text in the one loop, on tiny real models: every algorithm, packing, dynamic sampling, resumption, learning."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from mmrl.config.loader import load_recipe
+from mmrl.controller import Controller
+from mmrl.loop import train_step
+from mmrl.report.clock import Clock
+from mmrl.report.metrics import describe
+from mmrl.run import build, train
+from mmrl.trajectory import Prompt, Slot
+from tests import tiny
+
+REWARD = '''
+import mmrl
+from mmrl.rewards.contract import Spans
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    """The share of letters that are vowels."""
+    return [sum(c in "aeiou" for c in s.text) / max(1, len(s.text)) for s in samples]
+
+@mmrl.reward(inputs=("text",))
+def rare(samples, *, context):
+    """1 for the samples of prompts that hold a 7."""
+    return [float("7" in s.prompt.text and s.id.sample == 0) for s in samples]
+
+@mmrl.reward(inputs=("text",), spans=True)
+def steps(samples, *, context):
+    """Each response but the first of a group has its first half wrong."""
+    return {
+        "score": [float(s.id.sample % 2) for s in samples],
+        "spans": [Spans([(0, len(s.text) // 2, -1.0)] if s.id.sample else []) for s in samples],
+    }
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    tiny.language_model(folder / "model", sharp=0.3)
+    (folder / "reward.py").write_text(REWARD)
+    rows = [{"id": str(i), "prompt": f"Say {i} letters."} for i in range(40)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "recipe.yaml").write_text(
+        """
+name: tiny
+pipeline: llm/chat
+model: {path: model}
+data: {name: jsonl, train: {path: data.jsonl, heldout: 8}, heldout: {path: data.jsonl, heldout: 8}}
+sampling: {max_new_tokens: 10}
+rewards: [{name: reward.py, label: vowels}]
+algorithm: {type: grpo, kl_coef: 0.0}
+train: {steps: 4, prompts_per_step: 3, group_size: 4, micro_batch_size: 6}
+optim: {lr: 1.0e-3}
+eval: {every: 2, samples: 8, temperature: 0.0}
+checkpoint: {every: 1}
+"""
+    )
+    return folder
+
+
+def make(folder, *overrides):
+    loaded = load_recipe([folder / "recipe.yaml"], [*overrides])
+    return build(loaded.recipe, loaded.root)
+
+
+def step(run, number=0):
+    return train_step(run, number, Clock(torch.device("cpu")))
+
+
+ALGORITHMS = {
+    "grpo": "{type: grpo}",
+    "dr_grpo": "{type: dr_grpo}",
+    "rloo": "{type: rloo}",
+    "reinforce_pp": "{type: reinforce_pp}",
+    "reinforce_pp baseline": "{type: reinforce_pp, variant: baseline}",
+    "dapo": "{type: dapo}",
+    "gspo": "{type: gspo}",
+    "cispo": "{type: cispo, entropy_coef: 0.01}",
+    "ppo": "{type: ppo, critic_lr: 1.0e-3}",
+    "capo": "{type: capo}",
+}
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_runs_in_the_one_loop(folder, name, updates):
+    rewards = ["rewards[0].name=reward.py:steps"] if name == "capo" else []
+    run = make(folder, f"algorithm={ALGORITHMS[name]}", f"train.updates_per_step={updates}", *rewards)
+    before = {k: p.detach().clone() for k, p in run.policy.trainable.items()}
+    rows = [step(run, n)[0] for n in range(2)]
+    assert any(not torch.equal(before[k], p) for k, p in run.policy.trainable.items())
+    for row in rows:
+        assert all(torch.isfinite(torch.tensor(float(v))) for v in row.values())
+        assert all(describe(key) for key in row), [key for key in row if not describe(key)]
+        assert row["policy/first_ratio_max_dev"] <= 1e-5
+        assert row["mismatch/log_prob_gap_max"] < 1e-4
+    if name == "ppo":
+        assert rows[1]["value/grad_norm"] > 0
+    if name == "capo":
+        assert 0.1 < rows[0]["advantage/wrong_step_fraction"] < 0.6
+
+
+def gradient(run):
+    run.policy.apply = lambda: {}
+    step(run)
+    return torch.cat([p.grad.flatten() for p in run.policy.trainable.values()])
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
+def test_any_packing_has_the_same_gradient(folder, aggregation):
+    algorithm = f"algorithm={{type: grpo, kl_coef: 0.0, aggregation: {aggregation}}}"
+    sampled = "sampling.batch_size=6"
+    whole = gradient(make(folder, algorithm, sampled, "train.micro_batch_size=12"))
+    assert whole.norm() > 0
+    for packing in (["train.micro_batch_size=1"], ["train.micro_batch_size=12", "train.micro_batch_tokens=120"]):
+        other = gradient(make(folder, algorithm, sampled, *packing))
+        assert (other - whole).norm() < 1e-5 * whole.norm()
+
+
+def test_a_token_budget_bounds_every_slice(folder):
+    run = make(folder, "train.micro_batch_size=12", "train.micro_batch_tokens=120")
+    shapes = []
+    forward = run.pipeline.policy.forward
+
+    def watched(*args, **kwargs):
+        if torch.is_grad_enabled():
+            shapes.append(kwargs["input_ids"].shape)
+        return forward(*args, **kwargs)
+
+    run.pipeline.policy.forward = watched
+    step(run)
+    assert sum(rows for rows, _ in shapes) == 12
+    assert max(rows for rows, _ in shapes) > 1
+    assert all(rows * length <= 120 or rows == 1 for rows, length in shapes)
+
+
+def test_dynamic_sampling_fills_slots_with_groups_that_differ(folder):
+    algorithm = "algorithm={type: grpo, kl_coef: 0.0, dynamic_sampling: true, max_attempts: 6}"
+    run = make(folder, algorithm, "rewards[0].name=reward.py:rare")
+    rows = [step(run, n)[0] for n in range(3)]
+    assert any(row["sampling/rounds"] > 1 for row in rows)
+    plain = [step(make(folder, "rewards[0].name=reward.py:rare"), n)[0] for n in range(3)]
+    filled, unfilled = (sum(r["advantage/zero_std_groups"] for r in some) for some in (rows, plain))
+    assert filled < unfilled
+    assert all(row["sampling/groups"] >= 3 for row in rows)
+
+
+def test_a_replacement_is_the_same_whoever_draws_it():
+    prompts = [Prompt(str(i), str(i)) for i in range(50)]
+    slot = Slot(3, 1, 0, prompts[0])
+    drawn = [Controller(7).replacement(slot, attempt, prompts) for attempt in range(1, 20)]
+    assert drawn == [Controller(7).replacement(slot, attempt, prompts) for attempt in range(1, 20)]
+    assert len({s.prompt.id for s in drawn}) > 10
+    assert [s.attempt for s in drawn] == list(range(1, 20))
+    assert {(s.step, s.index) for s in drawn} == {(3, 1)}
+
+
+def rows_of(path):
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+
+
+@pytest.mark.parametrize("overrides", [[], ["algorithm={type: ppo}", "model.lora={rank: 2}"]], ids=["full", "ppo lora"])
+def test_a_resumed_run_takes_the_steps_that_would_have_come(folder, tmp_path, overrides):
+    loaded = load_recipe([folder / "recipe.yaml"], overrides)
+    train(loaded, tmp_path / "whole")
+    part = load_recipe([folder / "recipe.yaml"], [*overrides, "train.steps=2"])
+    train(part, tmp_path / "cut")
+    train(loaded, tmp_path / "cut", resume=True)
+    assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
+    held = [(tmp_path / name / "heldout.jsonl").read_text() for name in ("whole", "cut")]
+    assert held[0] == held[1]
+
+
+def test_what_the_run_leaves_behind(folder, tmp_path):
+    train(load_recipe([folder / "recipe.yaml"], ["train.steps=2"]), tmp_path / "run")
+    listing = json.loads((tmp_path / "run" / "samples" / "step_000002.json").read_text())
+    assert len(listing["samples"]) == 8
+    assert {"prompt", "text", "truncated", "scores"} <= listing["samples"][0].keys()
+    assert os.path.getsize(tmp_path / "run" / "report.html") > 1000
+
+
+@pytest.mark.slow
+def test_the_policy_learns_on_prompts_it_never_saw(folder, tmp_path):
+    overrides = ["train.steps=60", "train.prompts_per_step=8", "train.group_size=8", "train.micro_batch_size=64"]
+    train(load_recipe([folder / "recipe.yaml"], [*overrides, "eval.every=60", "optim.lr=1e-2"]), tmp_path / "run")
+    held = [json.loads(line)["reward/vowels"] for line in (tmp_path / "run" / "heldout.jsonl").read_text().splitlines()]
+    assert held[-1] > held[0] + 0.3, held
