@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from mmrl.config.sampling import Sampling
 from mmrl.config.schema import Recipe
 from mmrl.report.metrics import read
 from mmrl.report.rundir import RunDir
 
 if TYPE_CHECKING:
-    from mmrl.pipelines.protocol import Usage, What
+    from PIL.Image import Image
 
-PAIRS = 12
-"""Pictures before and after, evenly from the run's held-out grid: chosen by place, never by score."""
+    from mmrl.pipelines.protocol import Usage, What
+    from mmrl.report.pictures import Shown
+
+PAIRS, TEXTS = 12, 8
+"""Pictures, and texts, before and after, evenly from the run's held-out samples: chosen by place, never by score."""
 _SECRET = re.compile(r"(^|_)(token|secret|password|key|apikey|authorization|credentials?)$", re.IGNORECASE)
 _FOLDERS = re.compile(r"(?<![\w:/.~-])~?/(?:[^\s/:]+/)+")
 
@@ -31,7 +35,9 @@ def public(text: str) -> str:
 
 
 def write_card(folder: Path, name: str, recipe: Recipe, directory: RunDir, step: int, what: What, usage: Usage) -> bool:
-    """Write README.md, and before_after.png where the run has pictures, into ``folder``.
+    """Write README.md, and before_after.png where the run makes pictures, into ``folder``.
+
+    Pictures that belong to the prompts of texts go to ``before_after/`` there.
 
     The figures are those of ``heldout.jsonl`` and ``samples/`` up to ``step``, the checkpoint's. Returns whether there
     were any.
@@ -41,8 +47,8 @@ def write_card(folder: Path, name: str, recipe: Recipe, directory: RunDir, step:
         _front_matter(recipe, what, usage),
         f"# {name}",
         _summary(recipe, directory, step, what),
-        _picture(folder, directory, step),
-        _table(rows, step),
+        _before_after(folder, directory, step),
+        _table(rows, step, _drawn(recipe)),
         "## Use",
         *(f"{title}:\n\n```python\n{code}```" for title, code in usage.code.items()),
         _place(recipe, what, name),
@@ -56,12 +62,13 @@ def write_card(folder: Path, name: str, recipe: Recipe, directory: RunDir, step:
 
 
 def _front_matter(recipe: Recipe, what: What, usage: Usage) -> str:
+    learning = [] if recipe.algorithm.trains_on == "pairs" else ["reinforcement-learning"]
     head = {
         "base_model": public(recipe.model.path),
         "base_model_relation": "adapter" if what == "lora" else "finetune",
         "library_name": usage.library,
         "pipeline_tag": usage.task,
-        "tags": [*usage.tags, "mmrl", "reinforcement-learning", recipe.algorithm.type],
+        "tags": [*usage.tags, "mmrl", *learning, recipe.algorithm.type],
     }
     return f"---\n{_yaml(head)}---"
 
@@ -75,42 +82,97 @@ def _summary(recipe: Recipe, directory: RunDir, step: int, what: What) -> str:
     ]
     seconds = f", {spent[-1]:,.0f} CPU-seconds of training" if spent else ""
     average = " The weights are the moving average over the updates." if recipe.optim.ema_decay is not None else ""
+    paired = recipe.algorithm.trains_on == "pairs"
+    kind = "training on given pairs" if paired else "reinforcement learning"
+    work = (
+        f"{train.prompts_per_step} pairs"
+        if paired
+        else f"{train.prompts_per_step} prompts x {train.group_size} samples"
+    )
     return (
-        f"`{public(recipe.model.path)}` after {step} step{'' if step == 1 else 's'} of reinforcement learning with "
+        f"`{public(recipe.model.path)}` after {step} step{'' if step == 1 else 's'} of {kind} with "
         f"`{recipe.algorithm.type}` ({weights}{merged}), by the recipe `{recipe.name}` of mmrl: "
-        f"{train.prompts_per_step} prompts x {train.group_size} samples a step{seconds}.{average}"
+        f"{work} a step{seconds}.{average}"
     )
 
 
-def _picture(folder: Path, directory: RunDir, step: int) -> str:
-    """Draw the first and the last evaluation's pictures of the same prompts and noise side by side."""
-    from PIL import Image
-
-    from mmrl.report.grids import before_after
-    from mmrl.report.pictures import read_evaluations, score_text
+def _before_after(folder: Path, directory: RunDir, step: int) -> str:
+    """The first and the last evaluation's samples of the same prompts and seeds side by side."""
+    from mmrl.report.pictures import read_evaluations
 
     evaluations = [e for e in read_evaluations(directory.samples) if e.step <= step]
     if len(evaluations) < 2:
         return ""
-    first, last = evaluations[0].samples, evaluations[-1].samples
-    keys = [key for key in first if key in last]
-    count = min(PAIRS, len(keys))
+    first, last = evaluations[0], evaluations[-1]
+    keys = [key for key in first.samples if key in last.samples]
+    count = min(TEXTS if last.texts else PAIRS, len(keys))
     keys = [keys[i * len(keys) // count] for i in range(count)]
     if not keys:
         return ""
-    pairs = [(first[key], last[key]) for key in keys]
-    images = []
-    for before, after in pairs:
-        with Image.open(before.path) as a, Image.open(after.path) as b:
-            images.append((a.copy(), b.copy()))
-    notes = [(score_text(before.scores), score_text(after.scores)) for before, after in pairs]
-    sheet = before_after([a for a, _ in images], [b for _, b in images], [prompt for prompt, _ in keys], notes)
-    sheet.save(folder / "before_after.png")
-    caption = f"Held-out prompts, before (step {evaluations[0].step}) and after (step {evaluations[-1].step})"
+    pairs = [(first.samples[key], last.samples[key]) for key in keys]
+    caption = f"Held-out prompts, before (step {first.step}) and after (step {last.step})"
+    if last.texts:
+        return f"{caption}, not chosen by score:\n\n{_texts(folder, pairs, first.step, last.step)}"
+    _sheet(pairs).save(folder / "before_after.png")
     return f"![{caption}](before_after.png)\n\n{caption}: the same noise left and right, not chosen by score."
 
 
-def _table(rows: list[dict[str, Any]], step: int) -> str:
+def _sheet(pairs: Sequence[tuple[Shown, Shown]]) -> Image:
+    from PIL import Image
+
+    from mmrl.report.grids import before_after
+    from mmrl.report.pictures import score_text
+
+    images = []
+    for before, after in pairs:
+        assert before.path
+        assert after.path
+        with Image.open(before.path) as a, Image.open(after.path) as b:
+            images.append((a.copy(), b.copy()))
+    notes = [(score_text(before.scores), score_text(after.scores)) for before, after in pairs]
+    return before_after([a for a, _ in images], [b for _, b in images], [shown.prompt for shown, _ in pairs], notes)
+
+
+def _texts(folder: Path, pairs: Sequence[tuple[Shown, Shown]], first: int, last: int) -> str:
+    """An HTML table without an empty line, so that nothing in it is read as Markdown."""
+    from mmrl.report.pictures import score_text
+    from mmrl.report.texts import cell
+
+    def said(shown: Shown) -> str:
+        cut = ", cut at the length limit" if shown.truncated else ""
+        return f"<td>{cell(shown.text or '')}<br><sub>{cell(score_text(shown.scores))}{cut}</sub></td>"
+
+    rows = [f"<tr><th>prompt</th><th>step {first}</th><th>step {last}</th></tr>"]
+    for i, (before, after) in enumerate(pairs):
+        pictures = "".join(_kept(folder, f"before_after/{i}_{n}.png", path) for n, path in enumerate(after.media))
+        rows.append(f"<tr><td>{pictures}{cell(after.prompt)}</td>{said(before)}{said(after)}</tr>")
+    return "\n".join(["<table>", *rows, "</table>"])
+
+
+def _kept(folder: Path, name: str, path: Path) -> str:
+    """A prompt's picture, small and beside the card; nothing where the file is no picture."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            small = image.convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return ""
+    small.thumbnail((128, 128))
+    (folder / name).parent.mkdir(exist_ok=True)
+    small.save(folder / name)
+    return f'<img src="{name}" alt="a picture of the prompt"><br>'
+
+
+def _drawn(recipe: Recipe) -> str:
+    """How held-out samples come about, for the figures below a table."""
+    if isinstance(recipe.sampling, Sampling):
+        return "each time from the same noise"
+    greedy = recipe.eval.temperature == 0
+    return "each time the likeliest tokens" if greedy else "each time with the same random numbers"
+
+
+def _table(rows: list[dict[str, Any]], step: int, drawn: str) -> str:
     """Held-out rewards of the first and last evaluation; one column where there was only one."""
     if not rows:
         return ""
@@ -127,7 +189,7 @@ def _table(rows: list[dict[str, Any]], step: int) -> str:
             change = "" if before is None or after is None else f"{after - before:+.3f}"
             lines.append(f"| {_label(k)} | {_number(before)} | {_number(after)} | {change} |")
     later = "" if last["step"] == step else f" The weights are those of step {step}."
-    counted = f"Means over {last['samples']} samples of held-out prompts, each time from the same noise."
+    counted = f"Means over {last['samples']} samples of held-out prompts, {drawn}."
     return "\n".join(["## Before and after", "", *lines, "", f"{counted}{later}"])
 
 
@@ -151,7 +213,7 @@ def _place(recipe: Recipe, what: What, name: str) -> str:
 def _rewards(recipe: Recipe) -> str:
     trained = [f"- `{public(r.name)}`, weight {r.weight:g}, normalised by: {r.normalize}" for r in recipe.rewards]
     watched = [f"- `{public(r.name)}`, measured on held-out samples only" for r in recipe.eval.rewards]
-    return "\n".join(["Rewards:", "", *trained, *watched])
+    return "\n".join(["Rewards:", "", *trained, *watched]) if trained or watched else ""
 
 
 def _published(value: Any, key: str = "") -> Any:

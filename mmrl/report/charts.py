@@ -16,6 +16,58 @@ LEFT, RIGHT, TOP, BOTTOM = 48, 10, 8, 22
 POINTS = 400
 """Points drawn of one line; of longer ones the lowest and highest of each stretch, so that a spike stays visible."""
 Point = tuple[float, float | None]
+LINES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "clip fraction",
+        "",
+        (
+            ("all", "policy/clip_fraction"),
+            ("below the range", "policy/clip_fraction_low"),
+            ("above it", "policy/clip_fraction_high"),
+        ),
+    ),
+    ("KL to the reference", "", (("KL to the reference", "policy/kl"), ("taken from the reward", "advantage/kl"))),
+    ("entropy of the policy", "nats per token", (("entropy", "policy/entropy"),)),
+    ("response length", "tokens, mean", (("length", "text/length"),)),
+    (
+        "responses cut",
+        "fraction",
+        (("cut at the limit", "text/truncated"), ("punished for length", "advantage/overlong_fraction")),
+    ),
+    ("dynamic sampling", "a step", (("groups", "sampling/groups"), ("rounds", "sampling/rounds"))),
+    ("KL of sampler and trainer", "nats per token", (("k3", "mismatch/kl_k3"), ("k1", "mismatch/kl"))),
+    (
+        "importance weight",
+        "of sampler and trainer",
+        (("mean", "mismatch/weight_mean"), ("fraction cut at the cap", "mismatch/weight_clipped")),
+    ),
+    ("steps found wrong", "fraction of tokens", (("wrong", "advantage/wrong_step_fraction"),)),
+    (
+        "preferences",
+        "",
+        (
+            ("fraction told apart rightly", "dpo/accuracy"),
+            ("margin", "dpo/margin"),
+            ("fraction scored rightly", "reward_model/accuracy"),
+            ("margin of the scores", "reward_model/margin"),
+        ),
+    ),
+    (
+        "implicit reward",
+        "against the reference",
+        (("better text", "dpo/chosen_reward"), ("worse text", "dpo/rejected_reward")),
+    ),
+    ("gradient norm", "before clipping", (("policy", "optim/grad_norm"), ("critic", "value/grad_norm"))),
+    ("learning rate", "", (("policy", "optim/lr"), ("critic", "value/lr"))),
+    ("loss of the critic", "", (("loss", "value/loss"),)),
+    (
+        "critic",
+        "fractions",
+        (("variance explained", "value/explained_variance"), ("values clipped", "value/clip_fraction")),
+    ),
+    ("groups without spread", "fraction, no advantage", (("groups without spread", "advantage/zero_std_groups"),)),
+)
+"""Charts of training: title, note, and the metric of each line by name; one is drawn where a metric of it is there."""
 
 
 @dataclass(frozen=True)

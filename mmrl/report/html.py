@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.report.charts import Series, line_chart, short, stacked_chart
+from mmrl.report.charts import LINES, Series, line_chart, short, stacked_chart
 from mmrl.report.curve import curve_png
 from mmrl.report.metrics import describe, read
 from mmrl.report.pictures import Evaluation, extremes, pairs, read_evaluations
 from mmrl.report.progress import duration
 from mmrl.report.rundir import RunDir, looks_like_run, write_atomic
-from mmrl.report.texts import Folded, fold
+from mmrl.report.texts import transcripts
 
 __all__ = ["curve_png", "write_report"]
 
@@ -31,61 +30,6 @@ _RESERVED = ("mean", "std", "dropped")
 """Metrics of the sum of all rewards; anything else after ``reward/`` is a label."""
 _RECENT = 10
 """Steps averaged for a "now" of the training columns."""
-_TRANSCRIPTS = 4
-"""Lowest and highest transcripts of each judge, each."""
-_LINES: tuple[tuple[str, str, dict[str, str]], ...] = (
-    (
-        "clip fraction",
-        "",
-        {
-            "all": "policy/clip_fraction",
-            "below the range": "policy/clip_fraction_low",
-            "above it": "policy/clip_fraction_high",
-        },
-    ),
-    ("KL to the reference", "", {"KL to the reference": "policy/kl", "taken from the reward": "advantage/kl"}),
-    ("entropy of the policy", "nats per token", {"entropy": "policy/entropy"}),
-    ("response length", "tokens, mean", {"length": "text/length"}),
-    (
-        "responses cut",
-        "fraction",
-        {"cut at the limit": "text/truncated", "punished for their length": "advantage/overlong_fraction"},
-    ),
-    ("dynamic sampling", "per step", {"groups": "sampling/groups", "rounds": "sampling/rounds"}),
-    ("KL of sampler and trainer", "nats per token", {"k3": "mismatch/kl_k3", "k1": "mismatch/kl"}),
-    (
-        "importance weight",
-        "truncated, against that gap",
-        {"mean": "mismatch/weight_mean", "fraction cut at the cap": "mismatch/weight_clipped"},
-    ),
-    ("steps found wrong", "fraction of tokens", {"wrong": "advantage/wrong_step_fraction"}),
-    (
-        "preferences",
-        "",
-        {
-            "fraction the policy prefers rightly": "dpo/accuracy",
-            "margin": "dpo/margin",
-            "fraction scored rightly": "reward_model/accuracy",
-            "margin of the scores": "reward_model/margin",
-        },
-    ),
-    (
-        "implicit reward",
-        "against the reference",
-        {"better text": "dpo/chosen_reward", "worse text": "dpo/rejected_reward"},
-    ),
-    ("gradient norm", "before clipping", {"policy": "optim/grad_norm", "critic": "value/grad_norm"}),
-    ("learning rate", "", {"policy": "optim/lr", "critic": "value/lr"}),
-    ("loss of the critic", "", {"loss": "value/loss"}),
-    (
-        "critic",
-        "fractions",
-        {"variance explained": "value/explained_variance", "values clipped": "value/clip_fraction"},
-    ),
-    ("groups without spread", "fraction, no advantage", {"groups without spread": "advantage/zero_std_groups"}),
-)
-"""Charts of training by title, note, and metric by line; each is drawn where one of its metrics is there."""
-_BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 Row = dict[str, Any]
 
 
@@ -147,7 +91,7 @@ def write_report(run: Path | str) -> Path:
         pairs=before_after,
         table=_reward_table(found),
         extremes=extremes(found.evaluations, found.trained),
-        judges=_judges(found),
+        judges=transcripts(found.path),
         failures=_failures(found),
         config=_config(found),
         overrides=found.overrides,
@@ -295,63 +239,32 @@ def _heldout_charts(run: _Run) -> list[Any]:
 
 
 def _training_charts(run: _Run) -> list[Any]:
+    def faint(title: str, note: str, above: Mapping[str, str], below: Mapping[str, str]) -> Any:
+        """A faint line over the one that matters, on a logarithmic axis."""
+        lines = [Series(name, run.column(key), "faint") for name, key in above.items()]
+        lines += [Series(name, run.column(key)) for name, key in below.items()]
+        return line_chart(title, lines, log=True, note=note)
+
     spread = [value for _, value in run.column("reward/std")]
     phases = [*PHASES, *sorted(_phases(run.metrics) - set(PHASES))]
-    deviation = {"all updates": "policy/ratio_max_dev", "before the first": "policy/first_ratio_max_dev"}
-    gap = {"largest": "mismatch/log_prob_gap_max", "mean": "mismatch/log_prob_gap"}
     charts = [
         line_chart("reward", [Series("mean", run.column("reward/mean"), spread=spread)], note="weighted, mean ± std"),
-        line_chart("ratio deviation", _lines(run, deviation), log=True, note="max |ratio - 1|"),
-        line_chart("sampler against trainer", _lines(run, gap), log=True, note="|log-prob difference| per token"),
-        *(line_chart(title, _lines(run, named), note=note) for title, note, named in _LINES),
+        faint(
+            "ratio deviation",
+            "max |ratio - 1|",
+            {"all updates": "policy/ratio_max_dev"},
+            {"before the first": "policy/first_ratio_max_dev"},
+        ),
+        faint(
+            "sampler against trainer",
+            "|log-prob difference| per token",
+            {"largest": "mismatch/log_prob_gap_max"},
+            {"mean": "mismatch/log_prob_gap"},
+        ),
+        *(line_chart(title, [Series(n, run.column(k)) for n, k in lines], note=note) for title, note, lines in LINES),
         stacked_chart("time per phase", [Series(p, run.column(f"time/{p}")) for p in phases], note="seconds a step"),
     ]
     return [chart for chart in charts if chart is not None]
-
-
-def _lines(run: _Run, named: Mapping[str, str]) -> list[Series]:
-    """A line per metric; of two, the first is the fainter where the second is what matters."""
-    return [Series(name, run.column(key)) for name, key in named.items()]
-
-
-def _judges(run: _Run) -> list[dict[str, Any]]:
-    """Counts and the lowest and highest transcripts of each judge; a row with parts missing is shown without them."""
-    from mmrl.judge.report import extremes as of_judges
-
-    found = []
-    for label, of in of_judges(run.path, _TRANSCRIPTS).items():
-        kept = len({id(row) for row in (*of.lowest, *of.highest)})
-        count = max(1, min(_TRANSCRIPTS, kept // 2))
-        rows = {"Lowest": of.lowest[:count], "Highest": of.highest[: count if kept > 1 else 0]}
-        shown = {title: [_transcript(row) for row in some] for title, some in rows.items() if some}
-        found.append({"label": label, "of": of, "rows": shown, "reasons": list(of.reasons.items())[:5]})
-    return found
-
-
-def _transcript(row: Row) -> dict[str, Any]:
-    """One question to a judge: what it was about, what was written, and what came of it."""
-
-    def listed(key: str) -> list[Any]:
-        return row[key] if isinstance(row.get(key), list) else []
-
-    def text(value: object) -> Folded | None:
-        return fold(value) if isinstance(value, str) else None
-
-    scores = [_finite(value) for value in listed("scores")]
-    about = [{"text": text(value), "score": score} for value, score in zip(listed("responses"), scores, strict=False)]
-    pictures = [p for p in listed("pictures") if isinstance(p, str) and _BASE64.fullmatch(p)]
-    asked = [(title, text(row.get(key))) for title, key in (("System", "system"), ("Question", "request"))]
-    step = row.get("step")
-    return {
-        "prompt": text(row.get("prompt")),
-        "pictures": [f"data:image/png;base64,{p}" for p in pictures],
-        "about": about or [{"text": None, "score": score} for score in scores[:1]],
-        "at": f"step {step}" if isinstance(step, int) and step >= 0 else "evaluation",
-        "written": [
-            *((title, found) for title, found in asked if found),
-            *(("Answer", found) for answer in listed("answers") if (found := text(answer))),
-        ],
-    }
 
 
 def _phases(rows: Iterable[Row]) -> set[str]:
