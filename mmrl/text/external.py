@@ -68,7 +68,9 @@ def push(engine: RolloutEngine, policy: Any) -> None:
 
     config = policy.peft_config["default"]
     tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
-    engine.update_lora(tensors, config.r, float(config.lora_alpha), sorted(config.target_modules))
+    targets = config.target_modules
+    named = [targets] if isinstance(targets, str) else sorted(targets)
+    engine.update_lora(tensors, config.r, float(config.lora_alpha), named)
 
 
 def _plain(policy: Any) -> Iterator[tuple[str, Tensor]]:

@@ -9,6 +9,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Recipe
 from mmrl.engines.rollout import Clip
 from mmrl.errors import UserError
@@ -54,6 +55,7 @@ class Chat:
 
 def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
     """Load the model and tokenizer at ``path``. Raises ``UserError`` where they cannot chat."""
+    allow_cpu_only()  # transformers imports torchvision wherever it is installed
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = load_tokenizer(AutoTokenizer, path)

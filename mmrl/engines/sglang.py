@@ -1,0 +1,248 @@
+"""SGLang as a rollout engine, by its server's native HTTP interface.
+
+Written against SGLang's documentation and sources of 2026 (``sampling_params``, ``sglang_for_rl``,
+``server_arguments``, ``lora``). **SGLang itself was not run by us**: it needs a GPU. What the tests run is this client
+against an HTTP server that follows the documented requests and answers.
+
+What differs from vLLM, by those documents:
+
+- Log-probs are those of the whole distribution at the temperature, before top_k and top_p, unless
+  ``SGLANG_RETURN_ORIGINAL_LOGPROB`` is set.
+- Stop tokens are looked at together with the model's own end-of-text tokens, or not at all (``ignore_eos``): a sample
+  may end with a token of the model's that is not in ``Settings.stop_token_ids``.
+- A seed counts only with ``enable_deterministic_inference``, which costs about a third of the speed and is on here.
+- A prompt with pictures is sent as text: its tokens are counted, not compared, and it cannot be gone on with.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import json
+import os
+import shutil
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch import Tensor
+
+from mmrl.engines.external import (
+    Allowance,
+    Counted,
+    allowances,
+    check_count,
+    check_rank,
+    completion,
+    label,
+    model_folder,
+    nothing_left,
+    values_of,
+    write_adapter,
+    write_weights,
+)
+from mmrl.engines.rollout import Completion, Request, Settings
+from mmrl.engines.served import Client, Process, flags, free_port, new_key, png_url, private_folder
+from mmrl.errors import UserError
+
+_SEEDS = 2**31
+_OURS = {"model_path", "host", "port", "api_key", "config", "context_length", "dtype", "enable_lora", "max_lora_rank"}
+
+
+class SglangServer:
+    """Final class. A server of ours, or with ``url`` one that runs already and serves the same ``model``.
+
+    ``model``: a Hugging Face directory. ``lora_rank``: the largest rank of ``update_lora``, None without adapters.
+    ``options``: further server arguments by SGLang's names (``tp_size: 2``). ``environment``: variables of its
+    processes beside ours. ``log``: where its output goes. ``key``: that of the server at ``url``, which must be
+    loopback or https; weights reach it as files, so it must see the same disk (``TMPDIR``). Raises ``UserError``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_model_len: int,
+        dtype: str = "auto",
+        lora_rank: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        url: str | None = None,
+        key: str | None = None,
+        start_timeout_s: float = 900.0,
+        request_timeout_s: float = 1800.0,
+    ) -> None:
+        self._folder = model_folder(model, "SGLang")
+        self.max_model_len = max_model_len
+        self._lora_rank, self._versions, self._adapter = lora_rank, 0, ""
+        self._values = values_of(self._folder)
+        wanted = dict(options or {})
+        self._sleeps = bool(wanted.get("enable_memory_saver"))
+        self._process = None
+        self._private = private_folder("mmrl-sglang-")
+        self._remove = weakref.finalize(self, shutil.rmtree, self._private, True)
+        if url is not None:
+            _check_url(url)
+            self._client = Client("the SGLang server", url, key, timeout_s=request_timeout_s)
+            if not self._client.healthy():
+                raise UserError(
+                    f"no SGLang server answers at {url}/health; start it, or leave out url to have one started"
+                )
+            return
+        if importlib.util.find_spec("sglang") is None:
+            raise UserError(
+                f"SGLang is not installed in {sys.prefix}: install it as docs.sglang.io says for this GPU, give the "
+                "url of a server that runs elsewhere, or leave out the engine to sample with transformers in process"
+            )
+        port, key = free_port(), new_key()
+        command = _command(str(self._folder.resolve()), port, max_model_len, dtype, lora_rank, wanted)
+        hidden = self._private / "config.yaml"
+        hidden.touch(mode=0o600)
+        hidden.write_text(json.dumps({"api-key": key}))  # JSON is YAML; a command line can be read by everybody
+        command += ["--config", str(hidden)]
+        variables = {**os.environ, **(environment or {})}
+        log = log or self._private / "log"
+        self._process = Process("the SGLang server", command, variables, self._private, log)
+        self._client = Client(
+            "the SGLang server", f"http://127.0.0.1:{port}", key, process=self._process, timeout_s=request_timeout_s
+        )
+        self._process.wait_until(self._client.healthy, start_timeout_s)
+
+    def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
+        """One completion per request, in their order. ``UserError`` where a prompt does not fit, or where SGLang
+        expands its pictures to another number of tokens than the trainer did."""
+        allowed = allowances(requests, settings, self.max_model_len)
+        drawn = [i for i, a in enumerate(allowed) if a.tokens]
+        bodies = [self._body(requests[i], allowed[i], settings) for i in drawn]
+        answers = [nothing_left(r) for r in requests]
+        for i, said in zip(drawn, self._client.post_all("/generate", bodies), strict=True):
+            request, made = requests[i], said["meta_info"]
+            check_count(request, made["prompt_tokens"], "SGLang")
+            log_probs = [entry[0] for entry in made["output_token_logprobs"]]
+            tokens = [entry[1] for entry in made["output_token_logprobs"]]
+            finish = (made["finish_reason"] or {}).get("type")
+            answers[i] = completion(request, allowed[i], tokens, log_probs, finish, made["prompt_tokens"], "SGLang")
+        return answers
+
+    def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Replace the weights by the named Hugging Face tensors (all of them), and forget cached prefixes.
+
+        They are written to disk first: ``UserError`` where fewer values come than the model has, with nothing replaced.
+        """
+        folder = self._next("weights")
+        try:
+            counted = Counted(weights)
+            write_weights(folder, counted)
+            counted.check(self._values, "SGLang")
+            for file in self._folder.glob("*.json"):  # a whole model directory, without the old weights' index
+                if not file.name.endswith(".index.json"):
+                    shutil.copy(file, folder)
+            self._succeed("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._client.post("/flush_cache")
+
+    def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
+        """Replace the adapter (names as peft saves them), and forget cached prefixes.
+
+        A loaded adapter cannot be changed: each comes under a name of its own, and the one before is unloaded.
+        """
+        check_rank(rank, self._lora_rank)
+        folder, old = self._next("adapter"), self._adapter
+        write_adapter(folder, tensors, rank, alpha, targets)
+        self._succeed("/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
+        self._adapter = folder.name
+        if old:
+            self._succeed("/unload_lora_adapter", {"lora_name": old})
+            shutil.rmtree(self._private / old, ignore_errors=True)
+        self._client.post("/flush_cache")
+
+    def sleep(self) -> None:
+        """Release weights and key-value cache, where ``enable_memory_saver`` is set in ``options``. The weights are not
+        kept by what is documented: ``update`` after ``wake``."""
+        if self._sleeps:
+            self._client.post("/release_memory_occupation")
+
+    def wake(self) -> None:
+        if self._sleeps:
+            self._client.post("/resume_memory_occupation")
+
+    def close(self) -> None:
+        """End the server, where it is ours, and remove its files. Harmless when called twice."""
+        self._client.close()
+        if self._process is not None:
+            self._process.close()
+        self._remove()
+
+    def _next(self, kind: str) -> Path:
+        self._versions += 1
+        return self._private / f"{kind}-{self._versions}"
+
+    def _succeed(self, path: str, body: Mapping[str, Any]) -> None:
+        said = self._client.post(path, dict(body))
+        if not isinstance(said, Mapping) or not said.get("success"):
+            why = said.get("message") or said.get("error_message") if isinstance(said, Mapping) else said
+            raise UserError(f"the SGLang server did not do {path}: {why}")
+
+    def _body(self, request: Request, allowance: Allowance, settings: Settings) -> dict[str, Any]:
+        parameters: dict[str, Any] = {
+            "max_new_tokens": allowance.tokens,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k or -1,
+            "sampling_seed": allowance.seed % _SEEDS,
+            "skip_special_tokens": False,
+        }
+        if settings.stop_token_ids:
+            parameters["stop_token_ids"] = list(settings.stop_token_ids)
+        else:
+            parameters["ignore_eos"] = True
+        body: dict[str, Any] = {"sampling_params": parameters, "return_logprob": True, "logprob_start_len": -1}
+        if self._adapter:
+            body["lora_path"] = self._adapter
+        if request.clips or (request.images and request.partial):
+            what = "has a clip" if request.clips else "has pictures and goes on from tokens already sampled"
+            raise UserError(
+                f"sample {label(request)} {what}, which SGLang's server cannot be asked for; take vLLM in process, or "
+                "transformers"
+            )
+        if request.images:
+            return body | {"text": request.text, "image_data": [png_url(image) for image in request.images]}
+        return body | {"input_ids": [*request.prompt_ids, *request.partial]}
+
+
+def _command(
+    model: str, port: int, max_model_len: int, dtype: str, lora_rank: int | None, options: dict[str, Any]
+) -> list[str]:
+    taken = sorted(_OURS & options.keys())
+    if taken:
+        raise UserError(f"engine options: {', '.join(taken)}: set by the recipe's other keys; take out of options")
+    arguments: dict[str, Any] = {
+        "model_path": model,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": dtype,
+        "context_length": max_model_len,
+        "sampling_defaults": "openai",  # a model's own sampling habits (repetition penalty) are not the policy's
+        "random_seed": 0,
+        "enable_deterministic_inference": True,
+    }
+    if lora_rank is not None:
+        arguments |= {"enable_lora": True, "max_lora_rank": lora_rank, "lora_target_modules": "all"}
+        arguments |= {"max_loras_per_batch": 2}  # the new one is loaded before the old one goes
+    return [sys.executable, "-m", "sglang.launch_server", *flags({**arguments, **options}, off=None)]
+
+
+def _check_url(url: str) -> None:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not (parts.scheme == "https" or (parts.scheme == "http" and loopback)):
+        raise UserError(f"the SGLang server's url {url} must be https, or http on the loopback interface")

@@ -1,0 +1,239 @@
+"""vLLM as a rollout engine in processes of its own: a server that lives and dies with us.
+
+Asked over ``/inference/v1/generate`` (token ids in and out), ``/collective_rpc`` (weights), ``/v1/load_lora_adapter``
+and the cache and sleep routes, which vLLM opens in its development mode. Its key guards only ``/v1`` and
+``/inference``: that is why it listens on a Unix socket in a private folder, where nobody else can replace the weights,
+and on no port.
+
+Weights travel as safetensors files in that folder (``TMPDIR`` chooses the disk). Run with 0.32.0 on a CPU; on a GPU, or
+with ``tensor_parallel_size`` above 1, it has not been run by us. What ``mmrl.engines.vllm`` says of log-probs holds
+here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mmrl.engines.external import (
+    Counted,
+    allowances,
+    check_prompt,
+    check_rank,
+    completion,
+    label,
+    model_folder,
+    nothing_left,
+    values_of,
+    write_adapter,
+    write_weights,
+)
+from mmrl.engines.rollout import Completion, Request, Settings
+from mmrl.engines.served import Client, Process, flags, new_key, png_url, private_folder
+from mmrl.engines.vllm import (
+    ADAPTER,
+    REPLACE,
+    engine_arguments,
+    environment,
+    mend,
+    require_vllm,
+    sampling_parameters,
+    unexpanded,
+)
+from mmrl.errors import UserError
+
+_NAME = "policy"
+_FORGET_TRIES = 20
+
+
+class VllmServer:
+    """Final class. ``VllmEngine``'s arguments; it may use several devices (``tensor_parallel_size`` in ``options``).
+
+    ``environment``: variables of its processes beside ours (``CUDA_VISIBLE_DEVICES: "1"``). ``log``: where its output
+    goes, None for a file that is removed with it. Starting takes 20 to 60 s; past ``start_timeout_s`` it is an error.
+    Clips are not taken: vLLM's server would be told neither their rate nor which frames they are.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_model_len: int,
+        dtype: str = "auto",
+        images: int = 0,
+        lora_rank: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        start_timeout_s: float = 900.0,
+        request_timeout_s: float = 1800.0,
+    ) -> None:
+        folder = model_folder(model, "the vLLM server")
+        require_vllm()
+        self.max_model_len = max_model_len
+        self._model, self._tokenizer = model, None
+        self._lora_rank, self._versions, self._adapter = lora_rank, 0, False
+        self._values = values_of(folder)
+        variables = {**_variables(new_key()), **(environment or {})}
+        wanted = dict(options or {})
+        self._sleeps = bool(wanted.get("enable_sleep_mode"))
+        arguments = engine_arguments(str(folder.resolve()), _cpu(), max_model_len, dtype, images, 0, lora_rank, wanted)
+        self._private = private_folder("mmrl-vllm-")
+        self._remove = weakref.finalize(self, shutil.rmtree, self._private, True)
+        path = self._private / "socket"
+        command = _command(arguments, path)
+        self._process = Process("the vLLM server", command, variables, self._private, log or self._private / "log")
+        self._client = Client(
+            "the vLLM server", "http://vllm", variables["VLLM_API_KEY"], path, self._process, request_timeout_s
+        )
+        self._process.wait_until(self._client.healthy, start_timeout_s)
+
+    def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
+        """One completion per request, in their order. ``UserError`` where a prompt does not fit, or where vLLM expands
+        its pictures to other tokens than the trainer did."""
+        allowed = allowances(requests, settings, self.max_model_len)
+        drawn = [i for i, a in enumerate(allowed) if a.tokens]
+        bodies = [self._body(requests[i], sampling_parameters(allowed[i], settings)) for i in drawn]
+        answers = [nothing_left(r) for r in requests]
+        for i, said in zip(drawn, self._client.post_all("/inference/v1/generate", bodies), strict=True):
+            request, made, seen = requests[i], said["choices"][0], said["prompt_token_ids"]
+            check_prompt(request, seen, "the vLLM server")
+            log_probs = [p["logprob"] for p in made["logprobs"]["content"]]
+            answers[i] = completion(
+                request, allowed[i], made["token_ids"], log_probs, made["finish_reason"], len(seen), "the vLLM server"
+            )
+        return answers
+
+    def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Replace the weights by the named Hugging Face tensors (all of them), and forget cached prefixes.
+
+        They are written to disk first: ``UserError`` where fewer values come than the model has, with nothing replaced.
+        """
+        folder = self._next("weights")
+        try:
+            counted = Counted(weights)
+            write_weights(folder, counted)
+            counted.check(self._values, "the vLLM server")
+            rpc = {"method": REPLACE, "kwargs": {"weights_path": str(folder)}}
+            self._client.post("/collective_rpc", rpc)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._adapter:
+            self._load_adapter()  # replacing weights drops it
+        self._forget()
+
+    def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
+        """Replace the adapter (names as peft saves them), and forget cached prefixes."""
+        check_rank(rank, self._lora_rank)
+        folder = self._next("adapter")
+        write_adapter(folder, tensors, rank, alpha, targets)
+        current = self._private / "adapter"
+        shutil.rmtree(current, ignore_errors=True)
+        folder.rename(current)
+        self._load_adapter()
+        self._forget()
+
+    def sleep(self) -> None:
+        """Move the weights to the host's memory and drop the key-value cache, where ``enable_sleep_mode`` is set."""
+        if self._sleeps:
+            self._client.post("/sleep?level=1")
+
+    def wake(self) -> None:
+        if self._sleeps:
+            self._client.post("/wake_up")
+
+    def close(self) -> None:
+        """End the server and remove its files. Harmless when called twice."""
+        self._client.close()
+        self._process.close()
+        self._remove()
+
+    def _next(self, kind: str) -> Path:
+        self._versions += 1
+        return self._private / f"{kind}-{self._versions}"
+
+    def _load_adapter(self) -> None:
+        body = {"lora_name": ADAPTER, "lora_path": str(self._private / "adapter"), "load_inplace": self._adapter}
+        self._client.post("/v1/load_lora_adapter", body)
+        self._adapter = True
+
+    def _forget(self) -> None:
+        """Drop what was computed with the old weights: keys and values of prefixes, and encoded pictures."""
+        for _ in range(_FORGET_TRIES):  # a request whose client is gone holds its blocks for a moment
+            if self._client.post("/reset_prefix_cache")["success"]:
+                break
+            time.sleep(0.25)
+        else:
+            raise UserError(
+                "the vLLM server still holds a request, so that its prefix cache kept old keys and values; use it for "
+                "this run alone"
+            )
+        self._client.post("/reset_encoder_cache")
+
+    def _body(self, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": ADAPTER if self._adapter else _NAME,
+            "sampling_params": parameters,
+            "return_token_ids": True,
+        }
+        if request.clips:
+            raise UserError(
+                f"sample {label(request)} has a clip, and vLLM's server would be told neither its rate nor which "
+                "frames it shows: take vLLM in process, or transformers, for clips"
+            )
+        if not request.images:
+            return body | {"token_ids": [*request.prompt_ids, *request.partial]}
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self._model)
+        parts = [{"type": "image_url", "url": png_url(image)} for image in request.images]
+        return body | {"token_ids": unexpanded(request, self._tokenizer), "content_parts": parts}
+
+
+def _cpu() -> bool:
+    from torch import cuda
+
+    return not cuda.is_available()
+
+
+def _variables(key: str) -> dict[str, str]:
+    return {
+        **environment(),
+        "VLLM_LOGGING_LEVEL": "INFO",  # into a file of its own, whose end is shown where it fails
+        **os.environ,
+        "VLLM_API_KEY": key,  # not on the command line, which everybody can read
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        **({"TORCH_COMPILE_DISABLE": "1"} if _cpu() else {}),  # it would need a C++ compiler for the log-probs alone
+    }
+
+
+def _command(arguments: Mapping[str, Any], socket_path: Path) -> list[str]:
+    ours = {
+        "uds": socket_path,
+        "served_model_name": _NAME,
+        "enable_scale_out": True,
+        "disable_uvicorn_access_log": True,
+    }
+    return [sys.executable, "-m", "mmrl.engines.vllm_server", *flags({**ours, **arguments}, off="no-")]
+
+
+if __name__ in (
+    "__main__",
+    "__mp_main__",
+):  # the second: a process that the server starts, by importing its main module
+    if _cpu():
+        mend()
+    if __name__ == "__main__":
+        import runpy
+
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")

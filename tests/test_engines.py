@@ -1,0 +1,277 @@
+"""What rollout engines share: budgets, checks of what came back, weights as files, and servers that die with us."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mmrl.engines import external
+from mmrl.engines.external import Allowance, Counted, allowances, completion, values_of, write_adapter, write_weights
+from mmrl.engines.rollout import Request, Settings
+from mmrl.engines.served import Client, Process, flags
+from mmrl.engines.vllm import engine_arguments, sampling_parameters
+from mmrl.errors import UserError
+
+
+def ask(prompt=5, partial=(), seed=7, **extra):
+    return Request(list(range(prompt)), "What is 2 + 3?", seed=seed, partial=partial, **extra)
+
+
+def test_how_much_a_call_may_draw():
+    def tokens(request, **settings):
+        (made,) = allowances([request], Settings(10, **settings), max_model_len=20)
+        return made.tokens, made.at_end
+
+    assert tokens(ask()) == (10, "length")
+    assert tokens(ask(partial=[1] * 4)) == (6, "length")
+    assert tokens(ask(partial=[1] * 10)) == (0, "length")
+    assert tokens(ask(partial=[1] * 12)) == (0, "length")
+    assert tokens(ask(prompt=15)) == (5, "length")  # the context ends first
+    assert tokens(ask(), cut_after=4) == (4, "cut")
+    assert tokens(ask(partial=[1] * 7), cut_after=4) == (3, "length")
+    assert tokens(ask(partial=[1] * 6), cut_after=4) == (4, "length")
+
+
+def test_what_goes_on_is_drawn_with_other_numbers():
+    seeds = [allowances([ask(partial=[1] * n)], Settings(10), 64)[0].seed for n in (0, 3, 4, 3)]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
+    assert seeds[1] == seeds[3]
+
+
+def test_prompts_that_do_not_fit_are_counted_and_the_first_is_named():
+    requests = [ask(), ask(prompt=20), ask(prompt=30, name="sums/8")]
+    with pytest.raises(UserError, match=r"2 of 3 prompts .* context of 20 tokens; .* 1 \('What is 2 \+ 3\?'\) with 20"):
+        allowances(requests, Settings(10), 20)
+
+
+def test_an_answer_is_checked():
+    allowance = Allowance(8, "cut", 0)
+
+    def answer(tokens, log_probs, finish):
+        return completion(ask(partial=[9]), allowance, tokens, log_probs, finish, 6, "the engine")
+
+    cut = answer([1, 2], [-0.5, -1.0], "length")
+    assert (cut.finish, cut.prompt_tokens, cut.token_ids) == ("cut", 5, [1, 2])
+    assert answer([1], [-0.5], "stop").finish == "stop"
+    with pytest.raises(UserError, match=r"ended sample .* with 'abort'"):
+        answer([1], [-0.5], "abort")
+    with pytest.raises(UserError, match="2 tokens and 1 log-probs"):
+        answer([1, 2], [-0.5], "stop")
+    for broken in (float("nan"), float("-inf"), -9999.0):
+        with pytest.raises(UserError, match="the weights it was sent are not finite"):
+            answer([1], [broken], "stop")
+
+
+def test_a_prompt_that_was_read_otherwise_is_named_with_both_counts():
+    external.check_prompt(ask(partial=[9]), [0, 1, 2, 3, 4, 9], "it")
+    with pytest.raises(UserError, match=r"it made 6 tokens .* sample scenes/1 .* processor 5 \(they part at token 3\)"):
+        external.check_prompt(ask(partial=[9], name="scenes/1"), [0, 1, 2, 2, 3, 4, 9], "it")
+    with pytest.raises(UserError, match=r"it made 4 tokens .* processor 5"):
+        external.check_count(ask(), 4, "it")
+
+
+def test_an_update_must_bring_every_weight(tmp_path):
+    weights = {"model.embed": torch.randn(40, 50), "lm_head.weight": torch.randn(40, 50), "norm": torch.randn(50)}
+    write_weights(tmp_path / "m", weights.items())
+    for tied, expected in ((False, 4050), (True, 2050)):
+        (tmp_path / "m" / "config.json").write_text(json.dumps({"text_config": {"tie_word_embeddings": tied}}))
+        assert values_of(tmp_path / "m") == expected
+    counted = Counted((k, v) for k, v in weights.items() if k != "norm")
+    assert len(dict(counted)) == 2
+    counted.check(4000, "it")
+    with pytest.raises(UserError, match=r"brought 4,000 values in 2 tensors for it, and its model has 4,050"):
+        counted.check(4050, "it")
+
+
+def test_weights_travel_in_shards_whoever_shares_their_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(external, "SHARD_BYTES", 1000)
+    base = torch.randn(16, 16)
+    weights = {"a": base, "b": base, "c": base.T, "d": base[:2].to(torch.bfloat16).requires_grad_()}
+    write_weights(tmp_path / "w", weights.items())
+    files = sorted((tmp_path / "w").iterdir())
+    assert [f.name for f in files] == [f"model-0000{i}.safetensors" for i in range(4)]
+    read = {k: v for file in files for k, v in load_file(file).items()}
+    assert {k: v.dtype for k, v in read.items()} == {k: v.dtype for k, v in weights.items()}
+    assert all(torch.equal(read[k], weights[k]) for k in weights)
+    assert (tmp_path / "w").stat().st_mode & 0o777 == 0o700
+
+
+def test_an_adapter_is_what_peft_reads(tmp_path):
+    peft = pytest.importorskip("peft")
+    write_adapter(tmp_path / "a", {"x.lora_A.weight": torch.ones(4, 8)}, 4, 8.0, ["q_proj"])
+    config = peft.LoraConfig.from_pretrained(str(tmp_path / "a"))
+    assert (config.r, config.lora_alpha, config.target_modules) == (4, 8.0, {"q_proj"})
+    assert list(load_file(tmp_path / "a" / "adapter_model.safetensors")) == ["x.lora_A.weight"]
+
+
+def test_vllm_is_asked_for_what_the_recipe_says():
+    made = engine_arguments("m", True, 64, "auto", 2, 0, 24, {"max_num_seqs": 8, "enforce_eager": False})
+    assert made["dtype"] == "float32"
+    assert made["logprobs_mode"] == "processed_logprobs"
+    assert made["limit_mm_per_prompt"] == {"image": 2, "video": 0}
+    assert (made["enable_lora"], made["max_lora_rank"], made["max_num_seqs"]) == (True, 32, 8)
+    assert made["enforce_eager"] is False
+    gpu = engine_arguments("m", False, 64, "bfloat16", 0, 0, None, {})
+    assert not {"enable_lora", "limit_mm_per_prompt", "enforce_eager"} & gpu.keys()
+    with pytest.raises(UserError, match="rank 512 at most, not 600"):
+        engine_arguments("m", True, 64, "auto", 0, 0, 600, {})
+    with pytest.raises(UserError, match="engine options: max_model_len, seed: set by the recipe's other keys"):
+        engine_arguments("m", True, 64, "auto", 0, 0, None, {"seed": 1, "max_model_len": 3})
+    said = sampling_parameters(Allowance(8, "cut", 3), Settings(20, temperature=0.5, stop_token_ids=(4, 5)))
+    assert (said["max_tokens"], said["seed"], said["temperature"], said["top_k"]) == (8, 3, 0.5, 0)
+    assert (said["ignore_eos"], said["stop_token_ids"], said["logprobs"]) == (True, [4, 5], 0)
+
+
+def test_flags():
+    made = flags({"max_model_len": 64, "eager": True, "cache": False, "limit": {"image": 1}}, off="no-")
+    assert made == ["--max-model-len", "64", "--eager", "--no-cache", "--limit", '{"image": 1}']
+    assert flags({"cache": False}, off=None) == []
+
+
+def running(group):
+    """Processes of a group that run; one whose parent has not noticed its end does not."""
+    listed = subprocess.run(["ps", "-o", "stat=,pid=", "-g", str(group)], capture_output=True, text=True).stdout
+    return [line.split()[1] for line in listed.splitlines() if not line.startswith("Z")]
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+TREE = "import subprocess, sys, time; subprocess.Popen(['sleep', '100']); print('up', flush=True); time.sleep(100)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
+)
+STARTER = """
+import sys, time
+from pathlib import Path
+from mmrl.engines.served import Process
+folder = Path(sys.argv[1])
+process = Process("it", [sys.executable, "-c", sys.argv[2]], {}, folder, folder.parent / "log")
+process.wait_until(lambda: "up" in process.last_lines(), 10)
+print(process._process.pid, flush=True)
+time.sleep(100)
+"""
+
+
+def started(code, folder):
+    folder.mkdir()
+    process = Process("it", [sys.executable, "-c", code], {}, folder, folder.parent / "log")
+    process.wait_until(lambda: "up" in process.last_lines(), 10)
+    return process
+
+
+def test_a_process_ends_with_all_its_children_and_its_folder(tmp_path):
+    process = started(TREE, tmp_path / "private")
+    group = process._process.pid
+    assert len(running(group)) == 3
+    process.close()
+    process.close()
+    assert not running(group)
+    assert not (tmp_path / "private").exists()
+
+
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_ends_when_its_starter_is_killed(tmp_path, death):
+    (tmp_path / "private").mkdir()
+    command = [sys.executable, "-c", STARTER, str(tmp_path / "private"), TREE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
+        group = int(starter.stdout.readline())
+        assert len(running(group)) == 3
+        os.kill(starter.pid, death)
+    until(lambda: not running(group))
+    assert not (tmp_path / "private").exists()
+
+
+def test_a_process_that_does_not_listen_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("mmrl.engines.served._CLOSE_S", 0.5)
+    process = started(STUBBORN, tmp_path / "private")
+    process.close()
+    assert not running(process._process.pid)
+
+
+def test_a_process_that_does_not_start_shows_its_last_lines(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mmrl.engines.served.PROGRESS_EVERY_S", 0.1)
+    monkeypatch.setattr("mmrl.engines.served._CLOSE_S", 0.5)
+    folder = tmp_path / "private"
+    folder.mkdir()
+    code = "import time; print('loading'); time.sleep(0.5); print('no memory left'); raise SystemExit(3)"
+    process = Process("the server", [sys.executable, "-u", "-c", code], {}, folder, folder / "log")
+    with pytest.raises(UserError, match=r"the server did not start: it ended\.(.|\n)*no memory left\n.*with status 3"):
+        process.wait_until(lambda: False, 10)
+    assert "the server is starting, 0 s: loading" in capsys.readouterr().err
+    process = started(STUBBORN, tmp_path / "other")
+    with pytest.raises(UserError, match=r"not ready after 0 s \(raise start_timeout_s\)"):
+        process.wait_until(lambda: False, 0)
+    assert process.ended()
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Says what ``replies`` holds for a path; a float there is how long it stays silent."""
+
+    replies: dict = {}  # noqa: RUF012 (one server per test)
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        reply = self.replies[self.path]
+        if isinstance(reply, float):
+            time.sleep(reply)
+            reply = (200, b"{}")
+        with contextlib.suppress(BrokenPipeError):
+            self.send_response(reply[0])
+            self.end_headers()
+            self.wfile.write(reply[1])
+
+    def log_message(self, *_):
+        pass
+
+
+def test_what_a_server_answers_is_never_taken_for_something_else(tmp_path):
+    Answers.replies = {
+        "/ok": (200, b'{"a": 1}'),
+        "/empty": (200, b""),
+        "/html": (502, b"<html><body>Bad\n gateway</body></html>"),
+        "/error": (400, b'{"error": {"message": "too long", "code": 400}}'),
+        "/slow": 1.0,
+    }
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    Thread(target=server.serve_forever, daemon=True).start()
+    client = Client("the server", f"http://127.0.0.1:{server.server_port}", timeout_s=0.3)
+    try:
+        assert client.post_all("/ok", [{}] * 5) == [{"a": 1}] * 5
+        assert client.post_all("/ok", []) == []
+        assert client.post("/empty") is None
+        with pytest.raises(UserError, match="refused /html with status 502: <html><body>Bad gateway</body></html>"):
+            client.post("/html")
+        with pytest.raises(UserError, match="refused /error with status 400: too long"):
+            client.post_all("/error", [{}, {}])
+        with pytest.raises(UserError, match=r"did not answer /slow within 0 s; raise request_timeout_s"):
+            client.post("/slow")
+    finally:
+        server.shutdown()
+        server.server_close()
+    with pytest.raises(UserError, match=r"could not be asked .* the right server, and is it up"):
+        client.post("/ok")
+    assert not client.healthy()
+    log = tmp_path / "log"
+    (tmp_path / "private").mkdir()
+    process = Process("it", [sys.executable, "-c", "print('out of memory')"], {}, tmp_path / "private", log)
+    until(process.ended)
+    client = Client("it", "http://vllm", socket_path=Path(tmp_path / "none"), process=process)
+    with pytest.raises(UserError, match=r"Its process has ended; the end of .*\n.*out of memory"):
+        client.post("/ok")
+    process.close()

@@ -1,0 +1,481 @@
+"""vLLM as a rollout engine: the real one, against transformers in float32. Skipped where it is not installed.
+
+Models are tiny and random with sharp logits (initial deviation 0.3): near-uniform logits would hide errors. Every
+comparison has a control that must fail it.
+"""
+
+import json
+import random
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from mmrl._torchvision import allow_cpu_only
+from mmrl.engines.rollout import Clip, Request, Settings
+from mmrl.engines.vllm import VllmEngine
+from mmrl.engines.vllm_server import VllmServer
+from mmrl.errors import UserError
+
+allow_cpu_only()  # before anything imports torchvision
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
+
+SPECIAL = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+PAD, END, VISION, VISION_END, IMAGE, VIDEO = range(256, 262)
+TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": END,
+    "pad_token_id": PAD,
+}
+CLOSE, APART = 1e-4, 0.5
+PROMPT = list(range(5, 150))
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens(list(SPECIAL))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+    )
+
+
+def language_model(folder, seed):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(head_dim=32, tie_word_embeddings=True, **TEXT))  # the other model is not tied
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return model.eval()
+
+
+def vision_model(folder, seed):
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+    )
+
+    torch.manual_seed(seed)
+    sections = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [1],
+        "initializer_range": 0.2,
+    }
+    config = Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_parameters": sections, "initializer_range": 0.2},
+        vision_config=vision,
+        tie_word_embeddings=False,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VISION,
+        vision_end_token_id=VISION_END,
+    )
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    model.save_pretrained(folder)
+    size = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 64}
+    processor = Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=size),
+        tokenizer=tokenizer(),
+        video_processor=Qwen2VLVideoProcessor(size=size),
+        chat_template="{{ messages[0]['content'] }}",
+    )
+    processor.save_pretrained(folder)
+    return model.eval(), processor
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    return folder / "a", language_model(folder / "a", 0), language_model(folder / "b", 7)
+
+
+@pytest.fixture(scope="module")
+def engine(text):
+    before = (random.getstate()[1], np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    setter, threads = torch.set_num_threads, torch.get_num_threads()
+    engine = VllmEngine(str(text[0]), max_model_len=512, lora_rank=8)
+    after = (random.getstate()[1], np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    assert before == after
+    assert torch.set_num_threads is setter
+    assert torch.get_num_threads() == threads
+    yield engine
+    engine.close()
+    engine.close()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.fixture
+def fresh(engine, text):
+    """The engine with the weights of model a and without an adapter."""
+    engine.update(text[1].named_parameters())  # what is tied comes once, as in a checkpoint
+    engine._adapter = None
+    return engine
+
+
+def log_probs(model, prompt, tokens, temperature=1.0, **inputs):
+    ids = torch.tensor([[*prompt, *tokens]])
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs).logits[0].float()
+    rows = torch.log_softmax(logits / temperature, -1)[len(prompt) - 1 : -1]
+    return rows.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
+
+
+def gap(model, request, answer, temperature=1.0, **inputs):
+    prompt = [*request.prompt_ids, *request.partial]
+    expected = log_probs(model, prompt, answer.token_ids, temperature, **inputs)
+    return (expected - torch.tensor(answer.log_probs)).abs().max().item()
+
+
+def ask(seed=0, prompt=PROMPT, **extra):
+    return Request(prompt, "", seed=seed, **extra)
+
+
+def test_log_probs_are_those_of_transformers_at_every_temperature(fresh, text):
+    _, a, b = text
+    requests = [ask(seed, PROMPT[: 20 * (seed + 1)]) for seed in range(4)]
+    for temperature in (1.0, 0.7):
+        answers = fresh.generate(requests, Settings(24, temperature=temperature))
+        for request, answer in zip(requests, answers, strict=True):
+            assert len(answer.token_ids) == 24
+            assert answer.finish == "length"
+            assert answer.prompt_tokens == len(request.prompt_ids)
+            assert gap(a, request, answer, temperature) < CLOSE
+            assert gap(b, request, answer, temperature) > APART
+            assert gap(a, request, answer, 0.5 * temperature) > APART / 5
+
+
+def test_greedy_takes_the_likeliest_token(fresh, text):
+    model, tokens = text[1], []
+    for _ in range(16):
+        with torch.no_grad():
+            tokens.append(model(torch.tensor([PROMPT + tokens])).logits[0, -1].argmax().item())
+    (answer,) = fresh.generate([ask()], Settings(16, temperature=0))
+    assert answer.token_ids == tokens
+    assert gap(model, ask(), answer) < CLOSE
+
+
+def test_top_p_log_probs_are_of_what_is_left(fresh, text):
+    (answer,) = fresh.generate([ask()], Settings(16, top_p=0.6))
+    with torch.no_grad():
+        logits = text[1](torch.tensor([[*PROMPT, *answer.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
+    for row, token, said in zip(logits.softmax(-1), answer.token_ids, answer.log_probs, strict=True):
+        falling, order = row.sort(descending=True)
+        kept = order[(falling.cumsum(0) - falling) < 0.6]
+        assert token in kept.tolist()
+        assert said == pytest.approx((row[token] / row[kept].sum()).log().item(), abs=CLOSE)
+    assert gap(text[1], ask(), answer) > 0.01  # the whole distribution's are lower
+
+
+def test_a_seed_decides_a_sample_whoever_its_neighbours_are(fresh):
+    settings = Settings(12)
+    before = torch.get_rng_state()
+    (alone,) = fresh.generate([ask(3)], settings)
+    assert torch.equal(torch.get_rng_state(), before)  # the trainer's draws are its own
+    among = fresh.generate([ask(1), ask(3), ask(2, PROMPT[:40])], settings)
+    assert among[1].token_ids == alone.token_ids
+    assert among[0].token_ids != alone.token_ids
+
+
+def test_only_the_named_tokens_stop(fresh, text):
+    (whole,) = fresh.generate([ask()], Settings(24))
+    stop = whole.token_ids[5]
+    (stopped,) = fresh.generate([ask()], Settings(24, stop_token_ids=(stop,)))
+    first = whole.token_ids.index(stop)
+    assert stopped.finish == "stop"
+    assert stopped.token_ids == whole.token_ids[: first + 1]
+    assert len(stopped.log_probs) == first + 1
+    (ended,) = fresh.generate([ask()], Settings(200))  # the model's own end is a token like any other
+    assert len(ended.token_ids) == 200
+
+
+def test_cut_and_resumed_is_the_same_as_in_one_go(fresh, text):
+    (whole,) = fresh.generate([ask()], Settings(21, temperature=0))
+    tokens, said, finishes = [], [], []
+    while not finishes or finishes[-1] == "cut":
+        (part,) = fresh.generate([ask(partial=tokens)], Settings(21, temperature=0, cut_after=8))
+        assert part.prompt_tokens == len(PROMPT)
+        tokens, said = [*tokens, *part.token_ids], [*said, *part.log_probs]
+        finishes.append(part.finish)
+    assert finishes == ["cut", "cut", "length"]
+    assert tokens == whole.token_ids
+    assert said == pytest.approx(whole.log_probs, abs=CLOSE)
+    (empty,) = fresh.generate([ask(partial=tokens)], Settings(21))
+    assert (empty.token_ids, empty.finish) == ([], "length")
+
+
+def test_the_context_ends_a_sample_and_a_longer_prompt_is_named(fresh):
+    (answer,) = fresh.generate([ask(prompt=PROMPT * 3 + PROMPT[:70])], Settings(40))
+    assert (len(answer.token_ids), answer.finish) == (512 - 505, "length")
+    with pytest.raises(UserError, match=r"1 of 2 prompts do not fit the engine's context of 512 .* sums/7 with 580"):
+        fresh.generate([ask(), ask(prompt=PROMPT * 4, name="sums/7")], Settings(4))
+
+
+def test_update_brings_the_new_weights_and_forgets_old_prefixes(fresh, text):
+    _, a, b = text
+    request, settings = ask(), Settings(16)
+    (old,) = fresh.generate([request], settings)
+    assert gap(a, request, old) < CLOSE
+    # the control: new weights without forgetting go on from the old keys and values
+    fresh._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": b.named_parameters()})
+    (stale,) = fresh.generate([request], settings)
+    assert gap(b, request, stale) > APART
+
+    sent = {name: tensor.detach().clone() for name, tensor in b.named_parameters()}
+    assert "lm_head.weight" not in sent
+    fresh.update(iter(sent.items()))
+    for tensor in sent.values():
+        tensor.zero_()  # the engine keeps copies
+    (new,) = fresh.generate([request], settings)
+    assert gap(b, request, new) < CLOSE
+    assert gap(a, request, new) > APART
+
+
+def test_an_update_that_brings_too_little_is_an_error(fresh, text):
+    some = [(k, v) for k, v in text[1].state_dict().items() if "layers.1" not in k]
+    with pytest.raises(UserError, match=r"brought [\d,]+ values in \d+ tensors for vLLM, and its model has"):
+        fresh.update(iter(some))
+
+
+def lora(seed, prefix="base_model.model.model.layers"):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (64, 32), "mlp.down_proj": (128, 64)}
+    tensors = {}
+    for layer in range(2):
+        for name, (i, o) in shapes.items():
+            tensors[f"{prefix}.{layer}.{name}.lora_A.weight"] = 0.3 * torch.randn(4, i, generator=draw)
+            tensors[f"{prefix}.{layer}.{name}.lora_B.weight"] = 0.3 * torch.randn(o, 4, generator=draw)
+    return tensors, [name.split(".")[1] for name in shapes]
+
+
+def merged(model, tensors, scale):
+    import copy
+
+    changed = copy.deepcopy(model)
+    parameters = dict(changed.named_parameters())
+    with torch.no_grad():
+        for name in [n for n in tensors if ".lora_A." in n]:
+            target = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            parameters[target] += scale * tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+    return changed
+
+
+def test_an_adapter_is_worth_its_merged_weights_and_is_replaced(fresh, text):
+    request, settings = ask(), Settings(16)
+    for seed in (1, 2):
+        tensors, targets = lora(seed)
+        fresh.update_lora(tensors, rank=4, alpha=8.0, targets=targets)
+        (answer,) = fresh.generate([request], settings)
+        assert gap(merged(text[1], tensors, 2.0), request, answer) < CLOSE
+        assert gap(text[1], request, answer) > APART
+    fresh.update(text[2].named_parameters())  # it stays on new weights
+    (answer,) = fresh.generate([request], settings)
+    assert gap(merged(text[2], tensors, 2.0), request, answer) < CLOSE
+    with pytest.raises(UserError, match="for adapters of rank 8 at most; start it with lora_rank=16"):
+        fresh.update_lora(tensors, rank=16, alpha=8.0, targets=targets)
+
+
+def test_what_cannot_work_says_so(text, tmp_path):
+    with pytest.raises(UserError, match=r"there is no model directory .*nowhere; set model.path"):
+        VllmEngine(str(tmp_path / "nowhere"), max_model_len=64)
+    with pytest.raises(UserError, match="engine options: logprobs_mode: set by the recipe's other keys"):
+        VllmEngine(str(text[0]), max_model_len=64, options={"logprobs_mode": "raw_logprobs"})
+    with pytest.raises(UserError, match="take the vLLM server for tensor_parallel_size above 1"):
+        VllmEngine(str(text[0]), max_model_len=64, options={"tensor_parallel_size": 2})
+
+
+def picture(seed, size=(112, 84)):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8))
+
+
+class See:
+    """Requests about pictures and clips, and what transformers makes of them."""
+
+    def __init__(self, model, processor):
+        self.model, self.processor = model, processor
+
+    def request(self, images=(), clips=(), seed=0, partial=()):
+        shown = "<|vision_start|><|image_pad|><|vision_end|>" * len(images)
+        shown += "<|vision_start|><|video_pad|><|vision_end|>" * len(clips)
+        text = f"user: {shown}what is it? "
+        ids = self.inputs(text, images, clips)["input_ids"][0].tolist()
+        return Request(ids, text, seed=seed, images=images, clips=clips, partial=partial)
+
+    def inputs(self, text, images, clips):
+        media = {}
+        if images:
+            media["images"] = list(images)
+        if clips:
+            media["videos"] = [np.stack([np.asarray(f) for f in c.frames]) for c in clips]
+            media["video_metadata"] = [
+                {"total_num_frames": c.total, "fps": c.fps, "duration": c.total / c.fps, "frames_indices": c.indices}
+                for c in clips
+            ]
+            media["do_sample_frames"] = False
+        return self.processor(text=[text], return_tensors="pt", **media)
+
+    def gap(self, request, answer, images=None, clips=None):
+        """Against what transformers computes from the request's media, or from ``images`` and ``clips``."""
+        made = self.inputs(request.text, images or request.images, clips or request.clips)
+        more = len(request.partial) + len(answer.token_ids)
+        extra = {k: v for k, v in made.items() if k not in ("input_ids", "attention_mask")}
+        kinds = extra["mm_token_type_ids"]
+        extra["mm_token_type_ids"] = torch.cat([kinds, torch.zeros(1, more, dtype=kinds.dtype)], 1)
+        return gap(self.model, request, answer, **extra)
+
+
+def clip(seed, fps=16.0):
+    return Clip([picture(seed + i, (84, 84)) for i in range(4)], fps, [0, 2, 4, 6], 8)
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory):
+    pytest.importorskip("torchvision")
+    folder = tmp_path_factory.mktemp("qwen2_5_vl")
+    return folder / "a", See(*vision_model(folder / "a", 0)), See(*vision_model(folder / "b", 5))
+
+
+def test_pictures_and_clips_in_process(vision, capsys):
+    folder, a, b = vision
+    if ours := not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    engine = VllmEngine(str(folder), max_model_len=1024, images=2, clips=1)
+    assert "transformers 5 lets text after a clip start" in capsys.readouterr().err
+    try:
+        cases = [
+            (a.request([picture(1)]), {"images": [picture(2)]}),
+            (a.request([picture(2)]), {"images": [picture(1)]}),  # another of the same shape is another
+            (a.request([picture(1), picture(3, (140, 168))]), {"images": [picture(2), picture(3, (140, 168))]}),
+            (a.request(clips=[clip(10)]), {"clips": [clip(30)]}),
+            (a.request(clips=[clip(10, fps=8.0)]), {"clips": [clip(10)]}),  # its rate counts
+            (a.request([picture(1)], [clip(10)]), {"images": [picture(2)]}),
+        ]
+        requests = [request for request, _ in cases]
+        for (request, other), answer in zip(cases, engine.generate(requests, Settings(12)), strict=True):
+            assert answer.prompt_tokens == len(request.prompt_ids)
+            assert a.gap(request, answer) < CLOSE
+            assert a.gap(request, answer, **other) > 0.02
+
+        one = requests[0]
+        (whole,) = engine.generate([one], Settings(12, temperature=0))
+        (start,) = engine.generate([one], Settings(12, temperature=0, cut_after=5))
+        (rest,) = engine.generate([a.request([picture(1)], partial=start.token_ids)], Settings(12, temperature=0))
+        assert [*start.token_ids, *rest.token_ids] == whole.token_ids
+
+        wrong = Request([i for i in one.prompt_ids if i != IMAGE], one.text, seed=0, images=one.images, name="scenes/3")
+        made = len(one.prompt_ids)
+        said = (
+            f"made {made} tokens of the prompt of sample scenes/3 .*, the trainer's processor {len(wrong.prompt_ids)} "
+        )
+        with pytest.raises(UserError, match=said):
+            engine.generate([wrong], Settings(4))
+
+        engine.update(iter(b.model.state_dict().items()))  # what was encoded of a picture is forgotten too
+        (new,) = engine.generate([one], Settings(12))
+        assert b.gap(one, new) < CLOSE
+        assert a.gap(one, new) > APART
+    finally:
+        engine.close()
+    assert torch.distributed.is_initialized()  # it was there before
+    if ours:
+        torch.distributed.destroy_process_group()
+
+
+def alive(group):
+    """Processes of a group that run; one whose parent has not noticed its end does not."""
+    listed = subprocess.run(["ps", "-o", "stat=,pid=", "-g", str(group)], capture_output=True, text=True).stdout
+    return [line.split()[1] for line in listed.splitlines() if not line.startswith("Z")]
+
+
+def test_a_server_of_its_own(vision, tmp_path):
+    folder, a, b = vision
+    server = VllmServer(str(folder), max_model_len=1024, images=1, lora_rank=8, log=tmp_path / "vllm.log")
+    group = server._process._process.pid
+    try:
+        assert server._private.stat().st_mode & 0o777 == 0o700
+        assert b"key" not in Path(f"/proc/{group}/cmdline").read_bytes()
+        request, words, settings = a.request([picture(1)]), ask(), Settings(12)
+        shown, plain = server.generate([request, words], settings)
+        assert shown.prompt_tokens == len(request.prompt_ids)
+        assert a.gap(request, shown) < CLOSE
+        assert a.gap(request, shown, images=[picture(2)]) > 0.02
+        assert gap(a.model, words, plain) < CLOSE
+
+        (whole,) = server.generate([request], Settings(12, temperature=0))
+        (start,) = server.generate([request], Settings(12, temperature=0, cut_after=5))
+        assert start.finish == "cut"
+        (rest,) = server.generate([a.request([picture(1)], partial=start.token_ids)], Settings(12, temperature=0))
+        assert [*start.token_ids, *rest.token_ids] == whole.token_ids
+
+        # the control: new weights without forgetting go on from the old keys and values
+        save_file(b.model.state_dict(), tmp_path / "model.safetensors")
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
+        server._client.post("/collective_rpc", body)
+        (stale,) = server.generate([words], settings)
+        assert gap(b.model, words, stale) > APART
+        server.update(iter(b.model.state_dict().items()))
+        shown, plain = server.generate([request, words], settings)
+        assert b.gap(request, shown) < CLOSE
+        assert gap(b.model, words, plain) < CLOSE
+        assert gap(a.model, words, plain) > APART
+        assert [p.name for p in server._private.iterdir()] == ["socket"]
+
+        for seed in (1, 2):
+            tensors, targets = lora(seed, "base_model.model.model.language_model.layers")
+            server.update_lora(tensors, rank=4, alpha=8.0, targets=targets)
+            (adapted,) = server.generate([words], settings)
+            assert gap(merged(b.model, tensors, 2.0), words, adapted) < CLOSE
+            assert gap(b.model, words, adapted) > APART
+        with pytest.raises(UserError, match=r"brought .* values"):
+            server.update(iter([("lm_head.weight", torch.zeros(2, 2))]))
+        with pytest.raises(UserError, match="has a clip, and vLLM's server would be told neither its rate"):
+            server.generate([a.request(clips=[clip(1)])], settings)
+        wrong = Request([i for i in request.prompt_ids if i != IMAGE], request.text, seed=0, images=request.images)
+        with pytest.raises(UserError, match=f"made {len(request.prompt_ids)} tokens of the prompt"):
+            server.generate([wrong], settings)
+        assert len(alive(group)) > 2
+    finally:
+        server.close()
+    assert not alive(group)
+    assert not server._private.exists()
+
+
+def test_a_server_that_does_not_start_shows_its_last_lines(text, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    config = json.loads((text[0] / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"], "model_type": "none"}))
+    with pytest.raises(UserError, match=r"did not start: it ended. The end of .*log:(.|\n)*none"):
+        VllmServer(str(broken), max_model_len=64)
