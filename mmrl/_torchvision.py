@@ -32,7 +32,7 @@ def allow_cpu_only() -> None:
     ``torchvision.io``'s decoders stay unusable, and raise when they are called. Where torchaudio is installed and
     cannot be loaded, it counts as not installed from here on.
     """
-    if "torchvision" not in sys.modules and not any(isinstance(f, _Hook) for f in sys.meta_path):
+    if "torchvision" not in sys.modules and not _kept and not any(isinstance(f, _Hook) for f in sys.meta_path):
         sys.meta_path.insert(0, _Hook())
     if "torchaudio" not in sys.modules and (folder := _folder("torchaudio")) and _needs_cuda(folder / "lib"):
         sys.modules["torchaudio"] = None  # type: ignore[assignment]  # the import system's mark for "not there"

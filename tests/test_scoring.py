@@ -183,7 +183,7 @@ def test_close_ends_every_thread_and_closes_what_the_reward_holds(folder):
     both.close()
 
 
-def test_spans_come_back_per_label_and_are_not_weighted(folder):
+def test_spans_come_back_per_label_as_they_were_returned(folder):
     scores = rewards(folder, "pieces.py:steps", weight=3.0).score([sample(0, 0, text="abcd")], [[0]])
     assert scores.spans == {"steps": [[Span(0, 1, -1.0), Span(1, 4, 0.5)]]}
     assert scores.total.tolist() == [0.75]
@@ -193,13 +193,12 @@ def test_spans_come_back_per_label_and_are_not_weighted(folder):
     assert plain.score([sample(0, 0)], [[0]]).spans == {}
 
 
-def test_a_sample_whose_spans_failed_is_dropped_even_where_its_total_has_no_weight(folder):
-    scores = rewards(folder, "pieces.py:fails", weight=0.0, on_failure="drop").score(
-        [sample(0, 0), sample(0, 1)], [[0, 1]]
-    )
+def test_a_sample_whose_spans_failed_is_dropped(folder):
+    made = [sample(0, 0), sample(0, 1)]
+    scores = rewards(folder, "pieces.py:fails", on_failure="drop").score(made, [[0, 1]])
     assert scores.spans == {"fails": [None, []]}
     assert math.isnan(scores.total[0])
-    assert scores.total[1] == 0.0
+    assert scores.total[1] == 0.5
     assert scores.failures[0].reason == "prose"
 
 

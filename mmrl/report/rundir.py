@@ -5,6 +5,7 @@ resolved.json      every setting of the run, defaults included
 env.json           versions and machine
 metrics.jsonl      a row per training step          heldout.jsonl    a row per evaluation
 failures.jsonl     every sample or record left out, by name
+judge-*.jsonl      what generative judges read and wrote (transcripts), and verdicts by content (cache)
 samples/           step_000000.png (a grid), .json (prompts and scores) and the pictures themselves
 checkpoints/       report.html        run.lock (held by the process that writes here)
 """
@@ -34,6 +35,8 @@ FILES = (
     "metrics.jsonl",
     "heldout.jsonl",
     "failures.jsonl",
+    "judge-cache.jsonl",
+    "judge-transcripts.jsonl",
     "report.html",
 )
 FOLDERS = ("samples", "checkpoints", "tensorboard", "wandb", "trackio")
@@ -126,7 +129,7 @@ class RunDir:
         """Forget what was recorded after ``step``: rows, failures and samples of steps that resuming will repeat."""
         from mmrl.report.metrics import truncate_after
 
-        for file in (self.metrics, self.heldout, self.failures):
+        for file in (self.metrics, self.heldout, self.failures, self.path / "judge-transcripts.jsonl"):
             truncate_after(file, step)
         for entry in self.samples.glob("step_*"):
             if (found := re.match(r"step_(\d+)", entry.name)) and int(found[1]) > step:

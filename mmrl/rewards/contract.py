@@ -45,9 +45,9 @@ class Span(NamedTuple):
 class Spans:
     """Rewards of pieces of one response: ``Spans([(start, end, value), ...])``; every token of a piece gets its value.
 
-    They are per-token rewards in the reward's own units: its ``weight`` and ``normalize`` are for the total alone, and
-    what becomes of them is the algorithm's. Where pieces overlap they add up; characters in none get 0. Raises
-    ``ValueError`` for a piece that ends before it starts and for a value that is not finite.
+    They are per-token rewards beside the total: they count with the reward's ``weight``, and are not normalised. Where
+    pieces overlap they add up; characters in none get 0. Raises ``ValueError`` for a piece that ends before it starts
+    and for a value that is not finite.
     """
 
     spans: Sequence[tuple[int, int, float]] = ()

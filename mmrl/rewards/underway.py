@@ -148,7 +148,6 @@ class Scoring:
                 total += entry.config.weight * normal
             if entry.loaded.declaration.spans:
                 scores.spans[entry.label] = pieces
-                total[raw.isnan()] = NAN  # its spans are used whatever its weight: none would be a silent 0
         return scores
 
     def cancel(self) -> None:

@@ -1,0 +1,111 @@
+"""``judge``: how far a judge agrees with the truth, before a run is built on it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmrl.cli.arguments import OptionsOption, console, read_recipe, reward_options
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from mmrl.config.schema import Reward
+    from mmrl.judge.agreement import Agreement
+
+_NAMED = 5
+
+
+def judge(
+    source: Annotated[
+        str, typer.Argument(metavar="RECIPE|OPTIONS.yaml", help="A recipe with a judge, or a file with its options.")
+    ],
+    truth: Annotated[
+        str, typer.Option(metavar="FILE.jsonl|DATASET", help="Rows {prompt, response, truth, image}, or a data set.")
+    ],
+    reward: Annotated[
+        str | None, typer.Option(metavar="LABEL", help="Which reward of the recipe.", show_default="its only judge")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="How many rows.", show_default="all")] = None,
+    threshold: Annotated[float, typer.Option(help="From which score on the judge says yes.")] = 0.5,
+    at_least: Annotated[
+        float | None, typer.Option(metavar="X", help="Exit 1 where accuracy (or order of pairs) is below X.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep verdicts and transcripts there.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    options: OptionsOption = None,
+) -> None:
+    """Measure a judge's agreement with held-out truth."""
+    chosen, root, device = _read(source, reward)
+    chosen = chosen.model_copy(update={"options": chosen.options | reward_options(options)})
+    from mmrl.judge.agreement import as_json as plain
+    from mmrl.judge.agreement import measure
+    from mmrl.run import choose_device
+
+    found = measure(
+        chosen, truth, root, limit=limit, threshold=threshold, device=str(choose_device(device)), folder=out
+    )
+    if as_json:
+        print(json.dumps(plain(found), indent=2))
+    else:
+        _show(found)
+    headline = found.figures["accuracy" if "accuracy" in found.figures else "order of pairs"][0]
+    if at_least is not None and not headline >= at_least:
+        raise typer.Exit(1)
+
+
+def _read(source: str, label: str | None) -> tuple[Reward, Path, str]:
+    """The reward to measure, the folder its files are looked up from, and the device."""
+    from mmrl.config.checks import label_of
+    from mmrl.config.layers import read_layers
+    from mmrl.config.schema import Reward
+
+    if os.path.isfile(source):
+        tree = read_layers([Path(source)], [])
+        if "rubric" in tree.values and not tree.findings:
+            return Reward(name="judge:score", label="judge", options=tree.values), Path(source).resolve().parent, "auto"
+    loaded = read_recipe(source, [])
+    rewards = [*loaded.recipe.rewards, *loaded.recipe.eval.rewards]
+    labels = [label_of(r.name, r.label) for r in rewards]
+    wanted = [r for r, name in zip(rewards, labels, strict=True) if _chosen(r, name, label)]
+    if len(wanted) != 1:
+        raise UserError(
+            f"{source} has {len(wanted)} {'judges' if label is None else f'rewards called {label!r}'}; "
+            f"name one with --reward ({', '.join(labels)})"
+        )
+    return wanted[0], loaded.root, loaded.recipe.device
+
+
+def _chosen(reward: Reward, name: str, label: str | None) -> bool:
+    return name == label if label is not None else reward.name.partition(":")[0] == "judge"
+
+
+def _show(found: Agreement) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    print(f"{found.judged} of {found.cases} cases judged in {found.seconds:.1f} s")
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, (value, low, high) in found.figures.items():
+        interval = f"[{low:.3f}, {high:.3f}]" if low == low else ""
+        table.add_row(name, f"{value:.3f}", Text(interval))
+    console().print(table)
+    if found.confusions is not None:
+        said = found.confusions
+        what = "wrong" if found.kind == "steps" else "yes"
+        print(f"judge and truth say {what}: {said.both}; judge alone: {said.judge_alone}; ", end="")
+        print(f"truth alone: {said.truth_alone}; neither: {said.neither}")
+    for row in found.disagreements:
+        print(f"  off: said {_text(row['said'])}, truth {_text(row['truth'])}: {row['case']!r} -> {row['response']!r}")
+    for kind, lines in (("unjudged", [f"{n!r}: {why}" for n, why in found.unjudged]), ("skipped", found.skipped)):
+        for line in lines[:_NAMED]:
+            print(f"  {kind}: {line}")
+        if len(lines) > _NAMED:
+            print(f"  {kind}: {len(lines) - _NAMED} more")
+
+
+def _text(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

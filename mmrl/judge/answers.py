@@ -1,0 +1,230 @@
+"""What a judge answers and how it is read: a number, JSON, or the log-prob of one word against another.
+
+A verdict that cannot be read is ``UnreadableError``, with what is wrong in words that follow "the judge's answer".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from mmrl.errors import UserError
+from mmrl.judge.asking import Outcome
+from mmrl.judge.jsonschema import check_schema, json_in, mismatch, without_thoughts
+
+_NUMBER = r"[-+]?\d+(?:\.\d+)?"
+_LINE = re.compile(rf"(?:[a-z][a-z ]{{0,30}}[:=]\s*)?({_NUMBER})(?:\s*/\s*({_NUMBER}))?\.?")
+_PREFERENCE = {"a": 1.0, "b": 0.0, "tie": 0.5}
+
+
+class UnreadableError(ValueError):
+    """An answer of which no verdict can be read."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """The log-prob of ``yes`` against ``no`` as the answer's first token: P(yes) / (P(yes) + P(no)), in [0, 1].
+
+    Nothing is sampled. Tokens are compared without case and surrounding space, so " Yes" counts for "yes".
+    """
+
+    yes: str = "yes"
+    no: str = "no"
+
+    def tokens(self, texts: Iterable[tuple[Any, str]]) -> tuple[list[Any], list[Any]]:
+        """Of the tokens ``(key, text)`` those that stand for yes and those for no.
+
+        A token stands for a word it equals. Where no token equals either word (a vocabulary of characters), those that
+        begin a word stand for it, unless they begin both.
+        """
+        plain = [(key, text.strip().casefold()) for key, text in texts]
+        words = (self.yes.casefold(), self.no.casefold())
+        yes, no = ([key for key, text in plain if text == word] for word in words)
+        if yes or no:
+            return yes, no
+        begun = [(key, [word.startswith(text) for word in words]) for key, text in plain if text]
+        return [key for key, of in begun if of == [True, False]], [key for key, of in begun if of == [False, True]]
+
+    def verdict(self, yes: Iterable[float], no: Iterable[float]) -> float:
+        """From the log-probs of the tokens that stand for yes and for no. Raises ``UnreadableError``."""
+        of_yes, of_no = _log_sum(yes), _log_sum(no)
+        if of_yes == of_no == -math.inf:
+            raise UnreadableError(f"begins with neither {self.yes!r} nor {self.no!r} among its likeliest tokens")
+        if of_no == -math.inf or of_yes == -math.inf:
+            return float(of_no == -math.inf)
+        difference = of_no - of_yes
+        return 1 / (1 + math.exp(difference)) if difference < 700 else 0.0
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number from ``min`` to ``max``, brought to [0, 1]: alone, or on the last line as in ``Score: 7/10``."""
+
+    min: float
+    max: float
+
+    def read(self, text: str, items: int = 0) -> float:
+        """Raises ``UnreadableError``."""
+        lines = [line for line in without_thoughts(text).splitlines() if line.strip()]
+        found = _LINE.fullmatch(lines[-1].strip().strip("*_`#").strip().casefold()) if lines else None
+        if found is None:
+            raise UnreadableError("is no number")
+        if found[2] is not None and float(found[2]) != self.max:
+            raise UnreadableError(f"is out of {found[2]}, not out of {self.max:g}")
+        return scaled(float(found[1]), self.min, self.max)
+
+
+@dataclass(frozen=True)
+class Json:
+    """A JSON object that follows ``schema``; its field ``score`` is the verdict.
+
+    A number is brought to [0, 1] by the field's ``minimum`` and ``maximum``; true and false are 1 and 0. In pairwise
+    mode the field may say ``A``, ``B`` or ``tie``.
+    """
+
+    schema: Mapping[str, Any]
+    score: str = "score"
+
+    def read(self, text: str, items: int = 0) -> float:
+        """Raises ``UnreadableError``."""
+        value = checked(text, self.schema)[self.score]
+        if isinstance(value, bool):
+            return float(value)
+        if isinstance(value, str):
+            preference = _PREFERENCE.get(value.strip().casefold())
+            if preference is None:
+                raise UnreadableError(f"prefers {value!r}, which is not A, B or tie")
+            return preference
+        bounds = self.schema["properties"][self.score]
+        return scaled(float(value), bounds["minimum"], bounds["maximum"])
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """``{"ranking": [2, 1, 3]}``: the numbers of all candidates, best first."""
+
+    def read(self, text: str, items: int = 0) -> list[int]:
+        """Raises ``UnreadableError``."""
+        ranking = _numbers(checked(text, {"required": ["ranking"]})["ranking"], "ranking")
+        if sorted(ranking) != list(range(1, items + 1)):
+            raise UnreadableError(f"does not rank each of the {items} candidates once")
+        return ranking
+
+
+@dataclass(frozen=True)
+class WrongSteps:
+    """``{"wrong": [2, 3]}``: the numbers of the steps that are wrong; none, where all are right."""
+
+    def read(self, text: str, items: int = 0) -> list[int]:
+        """Raises ``UnreadableError``."""
+        wrong = sorted(set(_numbers(checked(text, {"required": ["wrong"]})["wrong"], "wrong")))
+        if wrong and not (wrong[0] >= 1 and wrong[-1] <= items):
+            raise UnreadableError(f"names a step that is not among the {items}")
+        return wrong
+
+
+Kind: TypeAlias = Words | Number | Json | Ranking | WrongSteps
+
+
+def parse_kind(mode: str, answer: Mapping[str, Any] | None) -> Kind:
+    """The kind of answer a recipe's ``options.answer`` asks for. Raises ``UserError``."""
+    if mode in ("ranking", "steps"):
+        if answer is not None:
+            raise UserError(f"options.answer: mode {mode} has an answer of its own; remove the key")
+        return Ranking() if mode == "ranking" else WrongSteps()
+    given = dict(answer or {"type": "yes_no"})
+    kind = given.pop("type", None)
+    known = {"yes_no": ("yes", "no"), "number": ("min", "max"), "json": ("schema", "score")}.get(str(kind))
+    if known is None:
+        raise UserError(f"options.answer.type: {kind!r}; write yes_no, number or json")
+    extra = set(given) - set(known)
+    if extra:
+        raise UserError(f"options.answer.{sorted(extra)[0]}: {kind} has no such key; it has {', '.join(known)}")
+    if kind == "yes_no":
+        words = ("A", "B") if mode == "pairwise" else ("yes", "no")
+        return _words(given.get("yes", words[0]), given.get("no", words[1]))
+    if kind == "number":
+        low, high = (_bound(given.get(name), f"options.answer.{name}") for name in ("min", "max"))
+        if not low < high:
+            raise UserError(f"options.answer: min is {low:g} and max {high:g}; max must be the greater")
+        return Number(low, high)
+    return _json(mode, given)
+
+
+def checked(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON object in an answer, checked against ``schema``. Raises ``UnreadableError``."""
+    try:
+        value = json_in(without_thoughts(text))
+    except ValueError as error:
+        raise UnreadableError(str(error)) from None
+    why = mismatch(value, schema)
+    if why is not None:
+        raise UnreadableError(f"does not follow the schema ({why})")
+    return value
+
+
+def scaled(value: float, low: float, high: float) -> float:
+    """``value`` brought from [low, high] to [0, 1]. Raises ``UnreadableError`` outside."""
+    if not low <= value <= high:
+        raise UnreadableError(f"is {value:g}, outside {low:g} to {high:g}")
+    return (value - low) / (high - low)
+
+
+def read(kind: Kind, text: str, items: int) -> Outcome:
+    """The outcome of one written answer; ``reason`` says what is wrong with it."""
+    assert not isinstance(kind, Words)
+    try:
+        return Outcome(kind.read(text, items), [text])
+    except UnreadableError as error:
+        return Outcome(raw=[text], reason=str(error))
+
+
+def _words(yes: Any, no: Any) -> Words:
+    for name, word in (("yes", yes), ("no", no)):
+        if not isinstance(word, str) or not word.strip() or word.strip() != word:
+            raise UserError(f"options.answer.{name}: {word!r} is no word; quote it and leave out spaces")
+    if yes.casefold() == no.casefold():
+        raise UserError(f"options.answer: yes and no are both {yes!r}; choose two words")
+    return Words(yes, no)
+
+
+def _json(mode: str, given: dict[str, Any]) -> Json:
+    where = "options.answer.schema"
+    schema, score = given.get("schema"), given.get("score", "score")
+    check_schema(schema, where)
+    assert schema is not None
+    bounds = schema.get("properties", {}).get(score)
+    if bounds is None or score not in schema.get("required", []):
+        raise UserError(f"{where}: the field {score!r} (options.answer.score) must stand in properties and in required")
+    kind = bounds.get("type")
+    if (mode == "pairwise" and kind == "string") or kind == "boolean":
+        return Json(schema, score)
+    if kind not in ("number", "integer") or not {"minimum", "maximum"} <= set(bounds):
+        allowed = "a number with minimum and maximum, or a boolean" + (", or a string" if mode == "pairwise" else "")
+        raise UserError(f"{where}.properties.{score}: must be {allowed}, so that it becomes a score from 0 to 1")
+    if not bounds["minimum"] < bounds["maximum"]:
+        raise UserError(f"{where}.properties.{score}: maximum must be greater than minimum")
+    return Json(schema, score)
+
+
+def _bound(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(f"{where}: {value!r}; write a number")
+    return float(value)
+
+
+def _numbers(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
+        raise UnreadableError(f"does not follow the schema ({name} is no list of numbers)")
+    return list(value)
+
+
+def _log_sum(values: Iterable[float]) -> float:
+    found = [value for value in values if value > -math.inf]
+    if not found:
+        return -math.inf
+    top = max(found)
+    return top + math.log(math.fsum(math.exp(value - top) for value in found))

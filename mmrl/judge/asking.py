@@ -1,0 +1,87 @@
+"""A question to a judge and what came of it: what the back ends and the modes exchange. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from PIL.Image import Image
+
+Verdict: TypeAlias = float | list[int]
+"""A number in [0, 1], a ranking (numbers of the candidates, best first) or the numbers of the wrong steps."""
+
+REASK_TEMPERATURE = 0.7
+"""At least this when a judge is asked again: at 0 it would write the same once more."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One question: text and pictures in the order in which the judge reads them.
+
+    ``items``: how many candidates or steps it numbers. ``seed`` is the judge's randomness for this question.
+    """
+
+    parts: tuple[str | Image, ...]
+    system: str | None = None
+    items: int = 0
+    seed: int = 0
+
+    @property
+    def pictures(self) -> list[Image]:
+        return [part for part in self.parts if not isinstance(part, str)]
+
+    @property
+    def text(self) -> str:
+        """What a person reads in a transcript: each picture is its size and the start of its digest."""
+        return "".join(part if isinstance(part, str) else f"[picture {named(part)}]" for part in self.parts)
+
+    def digest(self, *more: Any) -> str:
+        """Of its content and of ``more`` (JSON values), without the seed: what a cache knows it by."""
+        parts = [part if isinstance(part, str) else ["picture", picture_digest(part)] for part in self.parts]
+        content = json.dumps([parts, self.system, self.items, *more], sort_keys=True)
+        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a judge is asked: ``reasks`` times more, with another seed, where its answer cannot be read."""
+
+    temperature: float = 0.0
+    max_tokens: int = 256
+    reasks: int = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a question: a verdict, or the reason why there is none. ``raw`` is all that the judge wrote."""
+
+    verdict: Verdict | None = None
+    raw: list[str] = field(default_factory=list)
+    reason: str | None = None
+    seconds: float = 0.0
+    cached: bool = False
+
+
+def picture_digest(image: Image) -> str:
+    """Of the pixels, whatever file they came from."""
+    head = f"{image.mode} {image.width} {image.height} ".encode()
+    return hashlib.blake2b(head + image.tobytes(), digest_size=16).hexdigest()
+
+
+def named(image: Image) -> str:
+    return f"{image.width}x{image.height} {picture_digest(image)[:8]}"
+
+
+def first_words(text: str, length: int = 160) -> str:
+    """The start of something from outside, on one line, for a message."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[: length - 3] + "..."
+
+
+def unread(why: str, raw: Sequence[str]) -> str:
+    """The reason of a question whose answers could not be read."""
+    times = f" ({len(raw)} times)" if len(raw) > 1 else ""
+    return f"the judge's answer {why}{times}: {first_words(raw[-1])!r}"

@@ -1,0 +1,208 @@
+"""A judge in this process: a transformers model with a chat template, text or vision-language.
+
+Weights are frozen. Sampling takes its randomness from each question's own seed, so that an answer does not depend on
+what stands in the same batch (up to float rounding) or was asked before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmrl.errors import UserError
+from mmrl.judge.answers import Kind, UnreadableError, Words, read
+from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, unread
+from mmrl.judge.sampling import seeded
+
+if TYPE_CHECKING:
+    import torch
+
+_WHOLE = 64 << 20
+"""Bytes up to which a file of a model is read in full to know it again; larger ones by size and time."""
+
+
+class LocalModel:
+    """A judge model at ``path``, a directory or a hub name. Loaded when built, on the CPU; raises ``UserError``.
+
+    ``batch``: questions answered at once. ``dtype``: ``auto`` takes the checkpoint's. ``template``: arguments for the
+    chat template, such as ``{enable_thinking: false}``.
+    """
+
+    def __init__(self, path: str, batch: int = 16, dtype: str = "auto", template: Mapping[str, Any] | None = None):
+        self.path, self.batch, self.template = path, batch, dict(template or {})
+        self.model, self.processor, self.tokenizer = _load(path, dtype)
+        self.sees = self.processor is not None
+        self.tokenizer.padding_side = "left"
+        if getattr(self.processor or self.tokenizer, "chat_template", None) is None:
+            raise UserError(
+                f"options.model: {path} has no chat template, so nobody can say how to ask it; add one to it"
+            )
+        self.identity = f"transformers {fingerprint(path)} {dtype} {sorted(self.template.items())}"
+        self._words: dict[Words, tuple[list[int], list[int]]] = {}
+
+    @property
+    def control(self) -> tuple[str, ...]:
+        """The control tokens of its tokenizer: what a text must not contain."""
+        added = [str(token) for token in self.tokenizer.get_added_vocab()]
+        marks = {token for token in added if len(token) > 2 and token[0] in "<[" and token[-1] in ">]"}
+        return tuple(sorted(marks | {t for t in self.tokenizer.all_special_tokens if len(t) > 1}))
+
+    def ask(self, asks: Sequence[Ask], kind: Kind, settings: Settings, device: torch.device | str) -> list[Outcome]:
+        """An outcome for each question, in order. Never raises for what the model wrote."""
+        self.model.to(device)
+        outcomes: list[Outcome] = [Outcome()] * len(asks)
+        pending = list(range(len(asks)))
+        for round_ in range(1 if isinstance(kind, Words) else settings.reasks + 1):
+            for index in self._batches([asks[i] for i in pending], pending):
+                again = [replace(asks[i], seed=seeded(asks[i].seed, round_)) for i in index]
+                for i, outcome in zip(index, self._answer(again, kind, settings, round_), strict=True):
+                    raw = [*outcomes[i].raw, *outcome.raw]
+                    seconds = outcomes[i].seconds + outcome.seconds
+                    reason = unread(outcome.reason, raw) if outcome.reason and outcome.raw else outcome.reason
+                    outcomes[i] = Outcome(outcome.verdict, raw, reason, seconds)
+            pending = [i for i in pending if outcomes[i].verdict is None and outcomes[i].raw]
+            if not pending:
+                break
+        return outcomes
+
+    def _batches(self, asks: Sequence[Ask], index: Sequence[int]) -> list[list[int]]:
+        """Indices in batches of about equal length, those with pictures apart."""
+        order = sorted(range(len(asks)), key=lambda i: (bool(asks[i].pictures), len(asks[i].text)))
+        kinds = [[i for i in order if bool(asks[i].pictures) == seen] for seen in (False, True)]
+        return [[index[i] for i in of[n : n + self.batch]] for of in kinds for n in range(0, len(of), self.batch)]
+
+    def _answer(self, asks: list[Ask], kind: Kind, settings: Settings, round_: int) -> list[Outcome]:
+        began = time.perf_counter()
+        try:
+            outcomes = self._generate(asks, kind, settings, round_)
+        except UserError:
+            raise
+        except Exception as error:  # a picture the processor refuses, say, must not cost its neighbours their verdict
+            if len(asks) > 1:
+                return [self._answer([ask], kind, settings, round_)[0] for ask in asks]
+            said = (str(error).splitlines() or [""])[0]
+            outcomes = [Outcome(reason=f"the judge could not be asked: {type(error).__name__}: {said}")]
+        seconds = (time.perf_counter() - began) / len(asks)
+        return [replace(outcome, seconds=seconds) for outcome in outcomes]
+
+    def _fits(self, asks: list[Ask], inputs: Any, room: int) -> None:
+        """Raise ``ValueError`` where a question cannot be asked as a whole."""
+        if any(ask.pictures for ask in asks) and not self.sees:
+            raise ValueError("it reads text only and the question has pictures; write prompt_text for prompt")
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        length = inputs["input_ids"].shape[1]
+        if limit is not None and length + room > limit:
+            raise ValueError(f"the question has {length} tokens, and with {room} of answer the model takes {limit}")
+
+    def _generate(self, asks: list[Ask], kind: Kind, settings: Settings, round_: int) -> list[Outcome]:
+        import torch
+        from transformers import GenerationConfig
+
+        from mmrl.text.drawing import Draw
+
+        room = 1 if isinstance(kind, Words) else settings.max_tokens
+        inputs = self._encode(asks).to(self.model.device)
+        self._fits(asks, inputs, room)
+        config = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=room,
+            eos_token_id=self._stop(),
+            pad_token_id=self.tokenizer.pad_token_id,
+            return_dict_in_generate=True,
+            output_logits=isinstance(kind, Words),
+        )
+        if isinstance(kind, Words):
+            with torch.inference_mode():
+                logits = self.model.generate(**inputs, generation_config=config).logits[0]
+            return [self._weigh(row, kind) for row in torch.log_softmax(logits.float(), -1).cpu()]
+        temperature = max(settings.temperature, REASK_TEMPERATURE) if round_ else settings.temperature
+        draws = [torch.rand(room, generator=torch.Generator().manual_seed(a.seed), dtype=torch.float64) for a in asks]
+        draw = Draw(torch.stack(draws), temperature)
+        with torch.inference_mode():
+            made = self.model.generate(**inputs, generation_config=config, logits_processor=[draw]).sequences
+        texts = self.tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return [read(kind, text, ask.items) for text, ask in zip(texts, asks, strict=True)]
+
+    def _weigh(self, log_probs: torch.Tensor, words: Words) -> Outcome:
+        if words not in self._words:
+            size = len(self.tokenizer)
+            texts = self.tokenizer.batch_decode([[i] for i in range(size)])
+            self._words[words] = words.tokens(enumerate(texts))
+        yes, no = (log_probs[ids].double().tolist() for ids in self._words[words])
+        try:
+            return Outcome(words.verdict(yes, no), [f"{words.yes}: {_best(yes)}, {words.no}: {_best(no)}"])
+        except UnreadableError as error:
+            return Outcome(reason=f"the judge's vocabulary {error}")
+
+    def _encode(self, asks: Sequence[Ask]) -> Any:
+        template = {"tokenize": False, "add_generation_prompt": True, **self.template}
+        if self.processor is None:
+            texts = [self.tokenizer.apply_chat_template(_messages(ask, plain=True), **template) for ask in asks]
+            return self.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        texts = [self.processor.apply_chat_template(_messages(ask, plain=False), **template) for ask in asks]
+        pictures = {"images": [ask.pictures for ask in asks]} if asks[0].pictures else {}
+        return self.processor(text=texts, return_tensors="pt", padding=True, add_special_tokens=False, **pictures)
+
+    def _stop(self) -> list[int]:
+        given = self.model.generation_config.eos_token_id
+        return sorted({*(given if isinstance(given, list) else [given]), self.tokenizer.eos_token_id} - {None})
+
+
+def fingerprint(path: str) -> str:
+    """Of a model's files, so that other weights at the same path are another judge; the name itself for a hub model."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return path
+    digest = hashlib.blake2b(digest_size=12)
+    for file in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".jinja", ".txt")):
+        status = file.stat()
+        digest.update(f"{file.name} {status.st_size} ".encode())
+        digest.update(file.read_bytes() if status.st_size <= _WHOLE else str(status.st_mtime_ns).encode())
+    return digest.hexdigest()
+
+
+def _messages(ask: Ask, plain: bool) -> list[dict[str, Any]]:
+    content: Any = "".join(part for part in ask.parts if isinstance(part, str))
+    system: Any = ask.system
+    if not plain:
+        content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in ask.parts]
+        system = [{"type": "text", "text": ask.system}]
+    head = [{"role": "system", "content": system}] if ask.system else []
+    return [*head, {"role": "user", "content": content}]
+
+
+def _load(path: str, dtype: str) -> tuple[Any, Any, Any]:
+    """The model, its processor (None where it reads text only) and its tokenizer."""
+    from mmrl._torchvision import allow_cpu_only
+
+    allow_cpu_only()
+    import torch
+    import transformers.utils.logging
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(path)
+        sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        model = auto.from_pretrained(path, dtype=kind, use_safetensors=True).eval().requires_grad_(False)
+        if not sees:
+            return model, None, AutoTokenizer.from_pretrained(path)
+        processor = AutoProcessor.from_pretrained(path)
+        return model, processor, processor.tokenizer
+    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+        raise UserError(
+            f"options.model: the judge {path} cannot be loaded: {(str(error).splitlines() or [''])[0]}\n"
+            "  Give a directory with config.json, safetensors and a tokenizer as transformers saves it, or a hub name "
+            "while online. A judge that sees pictures also needs torchvision: pip install 'mmrl[vlm]'."
+        ) from error
+
+
+def _best(log_probs: list[float]) -> str:
+    return f"{max(log_probs):.4f}" if log_probs else "no token"

@@ -1,0 +1,292 @@
+"""A judge behind an OpenAI-compatible endpoint (``POST {url}/chat/completions``), asked concurrently.
+
+Pictures travel as base64 PNG in data URLs. What goes wrong on the way (a timeout, a broken connection, 408, 409, 425,
+429 and 5xx) is tried again with exponential backoff, or after the ``Retry-After`` the endpoint names; what an endpoint
+refuses for good, or answers in another format, is the reason why that one question has no verdict. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from PIL.Image import Image
+
+from mmrl.engines.served import png_url
+from mmrl.errors import UserError
+from mmrl.judge.answers import Kind, UnreadableError, Words, read
+from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, first_words, unread
+from mmrl.judge.sampling import seeded
+from mmrl.rewards.serve import is_loopback
+
+FIRST_BACKOFF_S = 0.5
+"""Seconds before the first retry, with up to as much again at random; doubled for each further one."""
+MAX_BACKOFF_S = 60.0
+"""The longest wait before a retry, whatever the endpoint asks for."""
+MAX_BYTES = 8 << 20
+"""Of one reply."""
+_AGAIN = frozenset({408, 409, 425, 429})
+_TOP = 20
+"""How many of the likeliest tokens are asked for: the most that endpoints give."""
+_HEALTH_S = 10.0
+
+
+class EndpointError(Exception):
+    """Why the endpoint gave no answer to a question."""
+
+
+class _PassingError(EndpointError):
+    """A failure that may pass; ``after``: seconds the endpoint asks to wait."""
+
+    def __init__(self, reason: str, after: float = 0.0) -> None:
+        super().__init__(reason)
+        self.after = after
+
+
+class Endpoint:
+    """A judge called ``name`` at ``url`` (up to and with ``/v1``). Asked for its models when built: ``UserError``.
+
+    ``token``: ``$NAME``, an environment variable; ``secret``: the token itself, of a server of ours. ``timeout``:
+    seconds for one request; ``retries``: how often one that failed is sent again; ``concurrency``: requests at once.
+    ``extra``: further fields of a request (null removes one). ``insecure``: allow plain HTTP to another machine.
+    ``identity``: what its verdicts are kept under in place of the address; ``state``: says what became of a server of
+    ours, for messages.
+    """
+
+    sees = True
+    control = ()
+
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        token: str | None = None,
+        timeout: float = 60.0,
+        retries: int = 3,
+        concurrency: int = 16,
+        extra: Mapping[str, Any] | None = None,
+        insecure: bool = False,
+        identity: str | None = None,
+        secret: str | None = None,
+        state: Callable[[], str] = str,
+    ) -> None:
+        host = _checked(url, insecure)
+        self.url, self.name = url.rstrip("/"), name
+        self.timeout, self.retries, self.concurrency, self.extra = timeout, retries, concurrency, dict(extra or {})
+        self.identity = f"{identity or f'{self.url} {name}'} {sorted(self.extra.items())}"
+        secret = secret or _secret(token)
+        self._options: dict[str, Any] = {
+            "headers": {"Authorization": f"Bearer {secret}"} if secret else {},
+            "trust_env": not is_loopback(host),  # a proxy cannot reach our loopback
+            "limits": httpx.Limits(max_connections=concurrency),
+        }
+        self._state = state
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._check_health()
+
+    async def ask(self, asks: Sequence[Ask], kind: Kind, settings: Settings) -> list[Outcome]:
+        """An outcome for each question, in order. Never raises for what the endpoint did."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # a client and a semaphore belong to the loop they were made in
+            self._loop = loop
+            self._client = httpx.AsyncClient(timeout=self.timeout, **self._options)
+            self._turns = asyncio.Semaphore(self.concurrency)
+        return list(await asyncio.gather(*(self._one(ask, kind, settings) for ask in asks)))
+
+    async def _one(self, ask: Ask, kind: Kind, settings: Settings) -> Outcome:
+        began, raw, why = time.perf_counter(), [], ""
+        reasks = 0 if isinstance(kind, Words) else settings.reasks
+        for attempt in range(reasks + 1):
+            try:
+                choice = await self._complete(self._body(ask, kind, settings, attempt), seeded(ask.seed, "wait"))
+                outcome = _weigh(choice, kind) if isinstance(kind, Words) else read(kind, _text(choice), ask.items)
+            except EndpointError as error:
+                return Outcome(raw=raw, reason=f"{self.url}: {error}", seconds=time.perf_counter() - began)
+            raw += outcome.raw
+            if outcome.verdict is not None:
+                return Outcome(outcome.verdict, raw, seconds=time.perf_counter() - began)
+            why = outcome.reason or ""
+            if choice.get("finish_reason") == "length" and not isinstance(kind, Words):
+                why += f", cut at max_tokens {settings.max_tokens}"
+        return Outcome(raw=raw, reason=unread(why, raw), seconds=time.perf_counter() - began)
+
+    def _body(self, ask: Ask, kind: Kind, settings: Settings, attempt: int) -> dict[str, Any]:
+        temperature = max(settings.temperature, REASK_TEMPERATURE) if attempt else settings.temperature
+        body: dict[str, Any] = {
+            "model": self.name,
+            "messages": _messages(ask),
+            "temperature": temperature,
+            "max_tokens": settings.max_tokens,
+            "seed": seeded(ask.seed, attempt),
+        }
+        if isinstance(kind, Words):  # at temperature 1 log-probs are the same before and after it
+            body |= {"temperature": 1.0, "max_tokens": 1, "logprobs": True, "top_logprobs": _TOP}
+        return {key: value for key, value in (body | self.extra).items() if value is not None}
+
+    async def _complete(self, body: dict[str, Any], seed: int) -> dict[str, Any]:
+        """The first choice of a reply. Raises ``EndpointError`` once retrying is of no use."""
+        content = json.dumps(body).encode()
+        failure = _PassingError("was not asked")
+        for attempt in range(self.retries + 1):
+            try:
+                async with self._turns:
+                    status, kind, reply = await asyncio.wait_for(self._post(content), self.timeout)
+                return _choice(status, kind, reply)
+            except TimeoutError:
+                failure = _PassingError(f"no answer within {self.timeout:g} s; raise options.timeout")
+            except httpx.HTTPError as error:
+                failure = _PassingError(f"the connection failed: {type(error).__name__} {error}".rstrip())
+            except _PassingError as error:
+                failure = error
+            if attempt < self.retries:
+                jitter = 1 + seeded(seed, attempt) / 2**31
+                await asyncio.sleep(min(max(FIRST_BACKOFF_S * 2**attempt * jitter, failure.after), MAX_BACKOFF_S))
+        raise EndpointError(f"{failure} (after {self.retries + 1} attempts){self._state()}")
+
+    async def _post(self, content: bytes) -> tuple[int, httpx.Headers, bytes]:
+        headers = {"Content-Type": "application/json"}
+        request = self._client.stream("POST", f"{self.url}/chat/completions", content=content, headers=headers)
+        async with request as reply:
+            body = bytearray()
+            async for piece in reply.aiter_bytes():
+                body += piece
+                if len(body) > MAX_BYTES:
+                    raise EndpointError(f"a reply of more than {MAX_BYTES:,} bytes")
+            return reply.status_code, reply.headers, bytes(body)
+
+    def _check_health(self) -> None:
+        """Ask for the list of models once, so that a wrong address or token is known before training."""
+        where = f"options.model.url: {self.url}"
+        try:
+            with httpx.Client(timeout=_HEALTH_S, **self._options) as client:
+                reply = client.get(f"{self.url}/models")
+        except httpx.HTTPError as error:
+            raise UserError(
+                f"{where} cannot be reached ({type(error).__name__} {error}); start the judge, or correct the address"
+            ) from error
+        if reply.status_code in (401, 403):
+            raise UserError(f"{where} refuses the token ({reply.status_code}); set options.model.token: $NAME")
+        if reply.status_code == 404:  # some gateways have no list
+            return
+        try:
+            listed = [str(model["id"]) for model in reply.json()["data"]] if reply.status_code == 200 else None
+        except (ValueError, KeyError, TypeError):
+            listed = None
+        if listed is None:
+            raise UserError(
+                f"{where} answered {reply.status_code} {_media_type(reply.headers)}, not a list of models: "
+                f"{first_words(reply.text)!r}; give the address of an OpenAI-compatible endpoint, up to and with /v1"
+            )
+        if listed and self.name not in listed:
+            raise UserError(f"options.model.name: {self.url} has no {self.name!r}; it has {', '.join(listed[:8])}")
+
+
+def _choice(status: int, headers: httpx.Headers, reply: bytes) -> dict[str, Any]:
+    said = first_words(reply.decode("utf-8", "replace"))
+    if status in _AGAIN or status >= 500:
+        raise _PassingError(f"answered {status}: {said!r}", _retry_after(headers.get("retry-after")))
+    if status != 200:
+        raise EndpointError(f"answered {status}: {said!r}")
+    try:
+        choice = json.loads(reply)["choices"][0]
+        if not isinstance(choice, dict):
+            raise TypeError
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        raise EndpointError(
+            f"answered {_media_type(headers)} that is no chat completion: {said!r}; check options.model.url"
+        ) from None
+    return choice
+
+
+def _text(choice: dict[str, Any]) -> str:
+    message = choice.get("message")
+    text = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(text, str):
+        raise EndpointError(f"answered a choice without text: {first_words(json.dumps(choice))!r}")
+    return text
+
+
+def _weigh(choice: dict[str, Any], words: Words) -> Outcome:
+    """The verdict from the log-probs of the first token."""
+    try:
+        top = choice["logprobs"]["content"][0]["top_logprobs"]
+        found = [(float(entry["logprob"]), str(entry["token"])) for entry in top]
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise EndpointError(
+            "gives no log-probs (logprobs.content[0].top_logprobs), which answer type yes_no needs; "
+            "use options.answer of type number or json, or another endpoint"
+        ) from None
+    yes, no = words.tokens((log_prob, token) for log_prob, token in found if math.isfinite(log_prob))
+    raw = [", ".join(f"{token!r} {log_prob:.4f}" for log_prob, token in found[:6])]
+    try:
+        return Outcome(words.verdict(yes, no), raw)
+    except UnreadableError as error:
+        return Outcome(raw=raw, reason=str(error))
+
+
+def _messages(ask: Ask) -> list[dict[str, Any]]:
+    content: Any = "".join(part for part in ask.parts if isinstance(part, str))
+    if ask.pictures:
+        content = [{"type": "text", "text": p} if isinstance(p, str) else _picture(p) for p in ask.parts]
+    head = [{"role": "system", "content": ask.system}] if ask.system else []
+    return [*head, {"role": "user", "content": content}]
+
+
+def _picture(image: Image) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": png_url(image)}}
+
+
+def _retry_after(value: str | None) -> float:
+    """Seconds from the header (RFC 9110, 10.2.3): a number or a date; 0 where there is none or it is neither."""
+    if value is None:
+        return 0.0
+    try:
+        return max(0.0, float(value)) if math.isfinite(float(value)) else 0.0
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
+def _media_type(headers: httpx.Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip() or "no content type"
+
+
+def _checked(url: str, insecure: bool) -> str:
+    """The host of ``url``. Raises ``UserError`` where it is none, or would send prompts and the token in the clear."""
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname if parts.scheme in ("http", "https") and parts.port != 0 else None
+    except ValueError:
+        host, parts = None, None
+    if not host or parts is None:
+        raise UserError(f"options.model.url: {url!r} is no address; write it as https://host/v1")
+    if parts.username or parts.password:
+        raise UserError("options.model.url: keep the password out of the address; set options.model.token: $NAME")
+    if parts.scheme == "http" and not insecure and not is_loopback(host):
+        raise UserError(
+            f"options.model.url: {url} is plain HTTP to another machine, which sends prompts and token in the clear; "
+            "use https, or set options.model.insecure: true for a network that is yours"
+        )
+    return host
+
+
+def _secret(token: str | None) -> str | None:
+    if token is None:
+        return None
+    if not token.startswith("$"):
+        raise UserError("options.model.token: name an environment variable ($NAME), so that the secret stays outside")
+    found = os.environ.get(token[1:])
+    if not found:
+        raise UserError(f"options.model.token: the environment variable {token[1:]} is not set; export it first")
+    return found

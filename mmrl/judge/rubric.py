@@ -1,0 +1,240 @@
+"""A rubric: a template that becomes the question a judge reads, with pictures where it names them.
+
+The template is Jinja, sandboxed. What comes from a prompt or a response is text and stays text: a response that writes
+a model's control tokens (``<|im_end|>``) or a picture's mark could otherwise end its own turn and answer for the judge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, nodes
+from jinja2.meta import find_undeclared_variables
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from PIL.Image import Image
+
+from mmrl.errors import UserError
+from mmrl.media import BadMediaError, Media, open_clip, open_image
+from mmrl.rewards.contract import Input
+from mmrl.trajectory import Prompt, Sample
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "pointwise": ("response", "image"),
+    "steps": ("steps", "response"),
+    "pairwise": ("a", "b"),
+    "ranking": ("candidates",),
+}
+"""What a template may use in each mode, beside ``prompt``, ``prompt_text``, ``media`` and ``meta``."""
+_COMMON = ("prompt", "prompt_text", "media", "meta")
+_SUFFIXES = (".txt", ".md", ".j2", ".jinja", ".jinja2")
+_OPEN, _SHUT = "\ue000", "\ue001"
+_MARK = re.compile(f"{_OPEN}(\\d+){_SHUT}")
+_CONTROL = re.compile(r"<(?=\|[^<>\n]{0,64}\|>)|<(?=/?s>)|\[(?=/?INST\])")
+_PLACEHOLDER = re.compile(r"<(image|video)>")
+_BLANK_LINES = re.compile(r"\n[ \t\r\f\v]*(?:\n[ \t\r\f\v]*)+")
+
+
+class RubricError(ValueError):
+    """A sample for which the template cannot be filled in."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A piece of a response between blank lines: its characters ``start`` to ``end`` (exclusive)."""
+
+    start: int
+    end: int
+    text: str
+
+
+def split_steps(response: str) -> list[Step]:
+    """The steps of a response: what stands between blank lines, without the space around it."""
+    edges = [0, *(edge for found in _BLANK_LINES.finditer(response) for edge in found.span()), len(response)]
+    steps = []
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        text = response[start:end].strip()
+        if text:
+            start = response.index(text, start)
+            steps.append(Step(start, start + len(text), text))
+    return steps
+
+
+class Steps(list[str]):
+    """The texts of the steps; as text, each between ``<step 1>`` and ``</step 1>``."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"<step {i}>\n{text}\n</step {i}>" for i, text in enumerate(self, 1))
+
+
+@dataclass
+class _Page:
+    """The pictures of one question, in the order in which the template's variables were made."""
+
+    pictures: list[Image] = field(default_factory=list)
+
+    def mark(self, image: Image) -> str:
+        self.pictures.append(image)
+        return f"{_OPEN}{len(self.pictures) - 1}{_SHUT}"
+
+    def parts(self, text: str) -> tuple[str | Image, ...]:
+        pieces = _MARK.split(text)
+        parts = [piece if i % 2 == 0 else self.pictures[int(piece)] for i, piece in enumerate(pieces)]
+        return tuple(part for part in parts if not isinstance(part, str) or part)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A sample in a comparison; a template names which of the two it shows."""
+
+    response: str | None
+    image: str | None
+
+
+class Rubric:
+    """A template and what of a sample it reads.
+
+    ``text``: the template, or the name of a file (.txt, .md, .j2) with it. ``meta``: the fields of a prompt's meta it
+    may see. ``frames``: how many frames of each clip are shown. Raises ``UserError`` for a template that cannot work.
+    """
+
+    def __init__(self, text: str, mode: str, meta: Collection[str] = (), frames: int = 8) -> None:
+        self.mode, self.meta, self.frames = mode, tuple(meta), frames
+        self.control: tuple[str, ...] = ()
+        """Further control tokens to keep out of texts, those of the judge's own tokenizer."""
+        self.source = _source(text)
+        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        try:
+            tree = environment.parse(self.source)
+            self.names = frozenset(find_undeclared_variables(tree))
+            self._template = environment.from_string(self.source)
+        except TemplateSyntaxError as error:
+            raise UserError(f"options.rubric: line {error.lineno}: {error.message}; mend the template") from None
+        self._check(tree)
+        self.inputs = self._inputs(tree)
+        """The fields of a sample that the template shows."""
+
+    def render(self, samples: list[Sample]) -> tuple[str | Image, ...]:
+        """The question about ``samples`` (one, or those to compare). Raises ``RubricError``."""
+        page = _Page()
+        try:
+            text = self._template.render(self._variables(samples, page))
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise RubricError(f"the rubric cannot be filled in: {error}") from None
+        return page.parts(text)
+
+    def clean(self, text: str) -> str:
+        """``text`` with every control token broken by a space after its first character, and no picture's mark."""
+        text = _CONTROL.sub(lambda found: f"{found[0]} ", text.replace(_OPEN, "").replace(_SHUT, ""))
+        for token in self.control:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    def _variables(self, samples: list[Sample], page: _Page) -> dict[str, Any]:
+        prompt = samples[0].prompt
+        found: dict[str, Any] = {"prompt_text": self.clean(_PLACEHOLDER.sub("", prompt.text).strip())}
+        if "meta" in self.names:
+            found["meta"] = {key: self._clean_value(prompt.meta[key]) for key in self.meta if key in prompt.meta}
+        if self.names & {"prompt", "media"}:
+            marks = [[page.mark(image) for image in images] for images in self._open(prompt)]
+            found["media"] = "".join(mark for of in marks for mark in of)
+            found["prompt"] = self._with_media(prompt, marks)
+        if self.mode in ("pairwise", "ranking"):
+            compared = [self._candidate(sample, page) for sample in samples]
+            names = dict(zip(("a", "b"), compared, strict=False)) if self.mode == "pairwise" else {}
+            return {**found, "candidates": compared, **names}
+        text = samples[0].text
+        if text is not None:
+            found["response"] = self.clean(text)
+            found["steps"] = Steps(self.clean(step.text) for step in split_steps(text))
+        image = samples[0].image
+        if image is not None and "image" in self.names:
+            found["image"] = page.mark(image)
+        return found
+
+    def _candidate(self, sample: Sample, page: _Page) -> Candidate:
+        response = None if sample.text is None else self.clean(sample.text)
+        shown = sample.image is not None and "image" in self.inputs
+        return Candidate(response, page.mark(sample.image) if shown and sample.image else None)
+
+    def _with_media(self, prompt: Prompt, marks: list[list[str]]) -> str:
+        """The prompt's text with the pictures in place of its placeholders, before it where it has none."""
+        pieces = _PLACEHOLDER.split(prompt.text)
+        places = len(pieces) // 2
+        if places == 0:
+            return "".join(mark for of in marks for mark in of) + self.clean(prompt.text)
+        if places != len(marks):
+            raise RubricError(f"the prompt has {places} placeholders for {len(marks)} pictures and clips")
+        rest: Iterator[list[str]] = iter(marks)
+        return "".join(self.clean(piece) if i % 2 == 0 else "".join(next(rest)) for i, piece in enumerate(pieces))
+
+    def _open(self, prompt: Prompt) -> list[list[Image]]:
+        try:
+            return [self._images(media) for media in prompt.media]
+        except BadMediaError as error:
+            raise RubricError(f"a picture of the prompt cannot be shown: {error}") from None
+
+    def _images(self, media: Media) -> list[Image]:
+        if media.kind == "image":
+            return [open_image(media)]
+        return list(open_clip(media, count=None if media.frames else self.frames).frames)
+
+    def _clean_value(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.clean(value)
+        if isinstance(value, Mapping):
+            return {self._clean_value(k): self._clean_value(v) for k, v in value.items()}
+        return [self._clean_value(v) for v in value] if isinstance(value, list | tuple) else value
+
+    def _inputs(self, tree: nodes.Template) -> tuple[Input, ...]:
+        if self.mode in ("pairwise", "ranking"):
+            shown = {node.attr for node in tree.find_all(nodes.Getattr)}
+            if not shown & {"response", "image"}:
+                name = "a" if self.mode == "pairwise" else "candidate"
+                raise UserError(f"options.rubric: say what of a candidate is shown: {name}.response or {name}.image")
+        else:
+            shown = {"response" if name == "steps" else name for name in self.names}
+        fields: tuple[tuple[str, Input], ...] = (("response", "text"), ("image", "image"))
+        return tuple(field for name, field in fields if name in shown)
+
+    def _check(self, tree: nodes.Template) -> None:
+        allowed = {*_COMMON, *NAMES[self.mode]}
+        unknown = sorted(self.names - allowed)
+        if unknown:
+            raise UserError(
+                f"options.rubric: there is no {unknown[0]!r} in mode {self.mode}; it has {', '.join(sorted(allowed))}"
+            )
+        if not self.names & {*NAMES[self.mode]}:
+            raise UserError(
+                f"options.rubric: the template shows the judge nothing of a sample; use {{{{ {NAMES[self.mode][0]} }}}}"
+            )
+        for node in tree.find_all((nodes.Getattr, nodes.Getitem)):
+            field_name = _field_of_meta(node)
+            if field_name is not None and field_name not in self.meta:
+                raise UserError(
+                    f"options.rubric: the template reads meta.{field_name}, which options.meta does not allow; "
+                    f"add it there if the judge may know it: meta: [{', '.join([*self.meta, field_name])}]"
+                )
+
+
+def _field_of_meta(node: nodes.Node) -> str | None:
+    if not (isinstance(node, nodes.Getattr | nodes.Getitem) and isinstance(node.node, nodes.Name)):
+        return None
+    if node.node.name != "meta":
+        return None
+    if isinstance(node, nodes.Getattr):
+        return node.attr
+    return node.arg.value if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str) else None
+
+
+def _source(text: str) -> str:
+    """The template, read from a file where ``text`` names one. Raises ``UserError``."""
+    if "\n" in text or "{" in text or not text.endswith(_SUFFIXES):
+        return text
+    try:
+        return Path(text).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"options.rubric: {text} cannot be read ({error}); correct the path") from None

@@ -1,0 +1,288 @@
+"""A generative judge: a model reads a rubric and writes a verdict (docs/judges.md). Scores are in [0, 1].
+
+- name: judge
+  options:
+    model: Qwen/Qwen2.5-VL-7B-Instruct      # or {url: https://host/v1, name: ...}, or {vllm: path}
+    rubric: "{{ image }}Does the picture show {{ prompt }}? Answer yes or no."
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mmrl
+from mmrl.errors import UserError
+from mmrl.judge.answers import Words, parse_kind
+from mmrl.judge.asking import Ask, Outcome, Settings
+from mmrl.judge.modes import Job, Mode
+from mmrl.judge.rubric import Rubric
+from mmrl.judge.sampling import seed_of_samples, seeded
+from mmrl.judge.store import TRANSCRIPTS, Cache, lines_of, thumbnail
+from mmrl.rewards.contract import Context, Declaration
+from mmrl.trajectory import Sample
+
+_LOCAL = ("path", "batch", "dtype", "template")
+_URL = ("url", "name", "token", "extra", "insecure")
+_VLLM = ("vllm", "args", "python", "extra", "start_s")
+
+
+@dataclass
+class _Hearing:
+    """The questions of one call: each with its key, what is known of them already, and what is to be asked."""
+
+    jobs: list[Job]
+    keys: list[str | None]
+    known: dict[str, Outcome]
+    open: dict[str, Ask]
+
+
+@mmrl.reward(paths=("model", "model.path", "model.vllm", "rubric"))
+class Judge:
+    """Scores by a model's verdict.
+
+    ``model``: a path or hub name (transformers, in process), ``{path, batch, dtype, template}``, ``{url, name, token,
+    extra, insecure}``, or ``{vllm: path, args, python, extra}`` (a server of our own). ``rubric``: a template or its
+    file. ``answer``: ``{type: yes_no}``, ``{type: number, min, max}`` or ``{type: json, schema, score}``. ``mode``:
+    pointwise, pairwise, ranking or steps. ``votes`` critiques become one by ``vote``. ``meta``: the fields of a
+    prompt's meta that the judge may know. ``timeout``, ``retries``, ``concurrency``: of requests to an endpoint.
+    Raises ``UserError`` for what cannot work, an endpoint that is down included.
+    """
+
+    def __init__(
+        self,
+        model: str | Mapping[str, Any],
+        rubric: str,
+        mode: str = "pointwise",
+        answer: Mapping[str, Any] | None = None,
+        system: str | None = None,
+        meta: Sequence[str] = (),
+        votes: int = 1,
+        vote: str | None = None,
+        temperature: float = 0.0,
+        max_tokens: int = 256,
+        reasks: int = 2,
+        opponents: int | None = None,
+        frames: int = 8,
+        timeout: float = 60.0,
+        retries: int = 3,
+        concurrency: int = 16,
+        cache: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.mode = Mode.of(mode, votes, vote, opponents, seed)
+        self.kind = parse_kind(mode, answer)
+        self.rubric = Rubric(rubric, mode, meta, frames)
+        self.settings = Settings(temperature, max_tokens, reasks)
+        _check_least({"temperature": temperature, "reasks": reasks, "retries": retries}, 0)
+        _check_least({"max_tokens": max_tokens, "frames": frames, "concurrency": concurrency}, 1)
+        _check_least({"timeout": timeout}, 0.001)
+        self.system, self.cache, self.seed = system, cache, seed
+        self._check_votes()
+        self.__mmrl_reward__ = Declaration(
+            inputs=self.rubric.inputs,
+            per="group" if self.mode.grouped else "sample",
+            spans=mode == "steps",
+            own_deadline=not _is_local(model),
+            paths=("model", "model.path", "model.vllm", "rubric"),
+        )
+        self._server: Any = None
+        self._caches: dict[Path | None, Cache] = {}
+        self.local: Any = None
+        self.remote: Any = None
+        if _is_local(model):
+            self.local = _local(model)
+        else:
+            self.remote = self._connect(model, timeout, retries, concurrency)
+            self.score = self._score_by_endpoint  # type: ignore[method-assign]
+        backend = self.local or self.remote
+        self.rubric.control = backend.control
+        self.identity = [backend.identity, repr(self.kind), self.mode.name, temperature, max_tokens, reasks]
+        if "image" in self.rubric.inputs and not backend.sees:
+            self.close()
+            raise UserError(
+                f"options.model: {model} reads text only, and the rubric shows pictures; use a model for both"
+            )
+
+    def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[Any]]:
+        """``score`` for each sample; in mode steps also ``right``, ``wrong`` and ``spans``."""
+        hearing = self._open(samples, context)
+        outcomes = self.local.ask(list(hearing.open.values()), self.kind, self.settings, context.device)
+        return self._close(samples, hearing, outcomes, context)
+
+    async def _score_by_endpoint(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[Any]]:
+        hearing = self._open(samples, context)
+        outcomes = await self.remote.ask(list(hearing.open.values()), self.kind, self.settings)
+        return self._close(samples, hearing, outcomes, context)
+
+    def close(self) -> None:
+        """End the server, where it is ours."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _open(self, samples: Sequence[Sample], context: Context) -> _Hearing:
+        jobs = [self._seeded(job, samples) for job in self.mode.jobs(samples, self.rubric, self.system)]
+        keys = [None if job.ask is None else job.ask.digest(self.identity, job.ask.seed) for job in jobs]
+        known, open_ = {}, {}
+        cache = self._cache(context.folder) if self.cache else None
+        for job, key in zip(jobs, keys, strict=True):
+            if key is not None and job.ask is not None:
+                found = cache.get(key) if cache is not None else None
+                if found is not None:
+                    known[key] = found
+                else:
+                    open_[key] = job.ask
+        return _Hearing(jobs, keys, known, open_)
+
+    def _seeded(self, job: Job, samples: Sequence[Sample]) -> Job:
+        """With the seed of its question: of its content, so that what is asked again is answered again; without a
+        cache, of the sample."""
+        if job.ask is None:
+            return job
+        if self.cache:
+            seed = seeded(self.seed, job.ask.digest(self.identity), job.vote)
+        else:
+            seed = seed_of_samples(self.seed, [samples[row].id for row in job.rows], job.vote)
+        return replace(job, ask=replace(job.ask, seed=seed))
+
+    def _close(
+        self, samples: Sequence[Sample], hearing: _Hearing, outcomes: Sequence[Outcome], context: Context
+    ) -> dict[str, list[Any]]:
+        fresh = dict(zip(hearing.open, outcomes, strict=True))
+        if self.cache:
+            self._cache(context.folder).put(fresh)
+        all_ = hearing.known | fresh
+        by_job = [
+            Outcome(reason=job.reason) if key is None else all_[key]
+            for job, key in zip(hearing.jobs, hearing.keys, strict=True)
+        ]
+        returned = self.mode.fold(samples, hearing.jobs, by_job)
+        shown = returned["right" if self.mode.name == "steps" else "score"]
+        if context.folder is not None:
+            rows = self._transcripts(samples, hearing.jobs, by_job, shown, context)
+            lines_of(context.folder / TRANSCRIPTS).append(*rows)
+        return returned
+
+    def _transcripts(
+        self,
+        samples: Sequence[Sample],
+        jobs: Sequence[Job],
+        outcomes: Sequence[Outcome],
+        scores: Sequence[Any],
+        context: Context,
+    ) -> list[dict[str, Any]]:
+        """A row for every question, its critiques together; the lowest and the highest with their pictures."""
+        merged: dict[tuple[int, ...], list[int]] = {}
+        for i, job in enumerate(jobs):
+            merged.setdefault(job.rows, []).append(i)
+        rows = []
+        for shown, index in merged.items():
+            mine, ask = [outcomes[i] for i in index], jobs[index[0]].ask
+            values = [scores[row] if isinstance(scores[row], float) else None for row in shown]
+            rows.append(
+                {
+                    "step": context.step,
+                    "judge": context.label,
+                    "samples": [[samples[i].id.slot, samples[i].id.attempt, samples[i].id.sample] for i in shown],
+                    "prompt": samples[shown[0]].prompt.text,
+                    "responses": [samples[i].text for i in shown],
+                    "system": self.system,
+                    "request": None if ask is None else ask.text,
+                    "answers": [text for outcome in mine for text in outcome.raw],
+                    "verdicts": [outcome.verdict for outcome in mine],
+                    "scores": values,
+                    "reason": next((o.reason for o in mine if o.reason is not None), None),
+                    "seconds": round(sum(0.0 if o.cached else o.seconds for o in mine), 4),
+                    "cached": all(o.cached for o in mine),
+                }
+            )
+        ranked = sorted((i for i in range(len(rows)) if rows[i]["scores"][0] is not None), key=_first_score(rows))
+        for i in {*ranked[:1], *ranked[-1:]}:
+            ask = jobs[list(merged.values())[i][0]].ask
+            rows[i]["pictures"] = [thumbnail(image) for image in ask.pictures] if ask else []
+        return rows
+
+    def _cache(self, folder: Path | None) -> Cache:
+        if folder not in self._caches:
+            self._caches[folder] = Cache(folder)
+        return self._caches[folder]
+
+    def _connect(self, model: Any, timeout: float, retries: int, concurrency: int) -> Any:
+        from mmrl.judge.remote import Endpoint
+
+        numbers = {"timeout": timeout, "retries": retries, "concurrency": concurrency}
+        if "url" in model:
+            return Endpoint(**_only(model, _URL), **numbers)
+        from mmrl.judge.local import fingerprint
+        from mmrl.judge.server import NAME, VllmServer
+
+        given = _only(model, _VLLM)
+        extra = given.pop("extra", None)
+        path = given.pop("vllm")
+        self._server = VllmServer(path, **given)
+        try:
+            return Endpoint(
+                self._server.url,
+                NAME,
+                extra=extra,
+                identity=f"vllm {fingerprint(path)}",
+                secret=self._server.key,
+                state=self._server.state,
+                **numbers,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_votes(self) -> None:
+        if self.mode.votes == 1:
+            return
+        if isinstance(self.kind, Words):
+            raise UserError(
+                "options.votes: answer type yes_no reads log-probs, which are the same every time; set votes: 1, or "
+                "options.answer of type number or json"
+            )
+        if self.settings.temperature == 0 and self.mode.name != "ranking":
+            raise UserError("options.votes: at temperature 0 all critiques are the same; set options.temperature: 1.0")
+
+
+score = Judge
+
+
+def _is_local(model: Any) -> bool:
+    if isinstance(model, Mapping):
+        kinds = [key for key in ("path", "url", "vllm") if key in model]
+        if len(kinds) != 1:
+            raise UserError("options.model: write a path, {path: ...}, {url: ..., name: ...} or {vllm: ...}")
+        return kinds == ["path"]
+    if not isinstance(model, str) or not model:
+        raise UserError(f"options.model: {model!r}; write a path, {{url: ..., name: ...}} or {{vllm: ...}}")
+    return True
+
+
+def _local(model: str | Mapping[str, Any]) -> Any:
+    from mmrl.judge.local import LocalModel
+
+    return LocalModel(model) if isinstance(model, str) else LocalModel(**_only(model, _LOCAL))
+
+
+def _check_least(options: Mapping[str, Any], least: float) -> None:
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
+            raise UserError(f"options.{name}: {value!r}; write a number, {least:g} or more")
+
+
+def _only(model: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+    unknown = sorted(set(model) - set(known))
+    if unknown:
+        raise UserError(f"options.model.{unknown[0]}: there is no such key; there are {', '.join(known)}")
+    if known is _URL and "name" not in model:
+        raise UserError("options.model.name: an endpoint needs the name of its model")
+    return dict(model)
+
+
+def _first_score(rows: list[dict[str, Any]]) -> Any:
+    return lambda i: rows[i]["scores"][0]

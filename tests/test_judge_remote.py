@@ -1,0 +1,421 @@
+"""Judges behind endpoints: a real server whose answers weights write, hostile ones, and a vLLM of our own."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from email.utils import formatdate
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import mmrl
+from mmrl.config.schema import Reward
+from mmrl.errors import UserError
+from mmrl.judge import remote
+from mmrl.judge.server import VllmServer
+from mmrl.media import Media
+from mmrl.rewards.contract import Context, Failed
+from mmrl.rewards.scoring import RewardError, RewardSet
+from mmrl.trajectory import Prompt, Sample, SampleId
+
+_spec = importlib.util.spec_from_file_location("judging", Path(__file__).with_name("judging.py"))
+judging = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(judging)
+
+REPO = Path(__file__).resolve().parent.parent
+NUMBER = {"type": "number", "min": 0, "max": 10}
+
+
+@pytest.fixture(scope="module")
+def unsure(tmp_path_factory):
+    """A model that says yes to some questions more often than to others, and never always."""
+    shares = {"a": 4, "b b": 2, "a longer c": 1}
+    pairs = [(q, "yes" if i < yes else "no") for q, yes in shares.items() for i in range(5)]
+    return judging.taught(tmp_path_factory.mktemp("unsure"), pairs, 120, within=0.5)
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    return judging.taught(
+        tmp_path_factory.mktemp("taught"), [("good", "7"), ("bad", "2"), ("prose", "I like it.")], 300
+    )
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(remote, "FIRST_BACKOFF_S", 0.01)
+
+
+def judge(url, rubric="{{ response }}", **options):
+    model = {**({"url": url, "name": "tiny"} if url else {}), **options.pop("model", {})}
+    return mmrl.load("rewards", "judge:score")(model=model, rubric=rubric, **options)
+
+
+def sample(text="good", k=0, **more):
+    return Sample(Prompt("p", "what"), SampleId(3, 1, 0, k), text=text, **more)
+
+
+def ask(one, *texts, **more):
+    return asyncio.run(one.score([sample(t, k) for k, t in enumerate(texts)], context=Context(**more)))["score"]
+
+
+def test_the_endpoint_and_the_model_in_process_agree(unsure):
+    texts = ("a", "b b", "a longer c")
+    with judging.Served(unsure) as server:
+        there = ask(judge(server.url), *texts)
+        body = server.requests[0]
+    assert (body["max_tokens"], body["top_logprobs"], body["temperature"]) == (1, 20, 1.0)
+    local = mmrl.load("rewards", "judge:score")(model=unsure, rubric="{{ response }}")
+    here = local.score([sample(t) for t in texts], context=Context())["score"]
+    assert there == pytest.approx(here, abs=1e-4)
+    assert here == pytest.approx([0.8, 0.4, 0.2], abs=0.1)  # graded, as it was taught
+
+
+def test_neither_word_among_the_likeliest_tokens_is_a_failure(learned):
+    with judging.Served(learned) as server:
+        (failed,) = ask(judge(server.url, answer={"type": "yes_no", "yes": "\u00e9", "no": "\u00fc"}), "good")
+    assert "begins with neither" in failed.reason
+
+
+def test_written_verdicts_and_prose(learned):
+    with judging.Served(learned) as server:
+        one = judge(server.url, answer=NUMBER, max_tokens=16, reasks=1)
+        good, bad, prose = ask(one, "good", "bad", "prose")
+        seeds = [b["seed"] for b in server.requests if b["messages"][0]["content"] == "prose"]
+        temperatures = [b["temperature"] for b in server.requests if b["messages"][0]["content"] == "prose"]
+    assert [good, bad] == [pytest.approx(0.7), pytest.approx(0.2)]
+    assert "is no number (2 times): 'I like it.'" in prose.reason
+    assert len(set(seeds)) == 2
+    assert temperatures == [0.0, 0.7]
+
+
+def test_an_answer_that_was_cut_says_so(learned):
+    with judging.Served(learned) as server:
+        (prose,) = ask(judge(server.url, answer=NUMBER, max_tokens=4, reasks=0), "prose")
+    assert "cut at max_tokens 4" in prose.reason
+
+
+def test_requests_run_at_once_up_to_the_limit_also_over_micro_batches(learned):
+    def slow(handler, body):
+        if body is not None:
+            time.sleep(0.15)
+        return False
+
+    with judging.Served(learned, before=slow) as server:
+        options = {"model": {"url": server.url, "name": "tiny"}, "rubric": "{{ response }}", "concurrency": 3}
+        options |= {"answer": NUMBER, "max_tokens": 4, "cache": False}
+        rewards = RewardSet([Reward(name="judge", timeout=0.2, on_failure="drop", options=options)], REPO)
+        scoring = rewards.start(1)
+        for k in range(4):  # 0.45 s in all: longer than the recipe's timeout, which is not a judge's
+            scoring.add([sample("good", 2 * k), sample("bad", 2 * k + 1)])
+        scores = scoring.finish([list(range(8))])
+        rewards.close()
+        assert server.most == 3
+    assert scores.total.tolist() == pytest.approx([0.7, 0.2] * 4)
+
+
+def reply(status, text, kind="application/json", **headers):
+    def before(handler, body):
+        if body is None:
+            return False
+        handler.say(status, text, kind, **headers)
+        return True
+
+    return before
+
+
+@pytest.mark.parametrize(
+    ("before", "reason", "asked"),
+    [
+        (reply(200, "<html>log in</html>", "text/html"), "answered text/html that is no chat completion.*log in", 1),
+        (reply(200, '{"choices": [{"message"'), "that is no chat completion", 1),
+        (reply(200, "[" * 100_000), "that is no chat completion", 1),
+        (reply(200, '{"choices": []}'), "that is no chat completion", 1),
+        (reply(200, '{"choices": [{"message": {"content": null}}]}'), "a choice without text", 1),
+        (reply(200, b"\xff\xfe\x00", "application/json"), "that is no chat completion", 1),
+        (reply(400, '{"error": "too long"}'), "answered 400: .*too long", 1),
+        (reply(404, "<html>nginx</html>", "text/html"), "answered 404", 1),
+        (reply(502, "<html>bad gateway</html>", "text/html"), r"answered 502.*bad gateway.*\(after 3 attempts\)", 3),
+        (reply(503, "busy"), r"answered 503: 'busy' \(after 3 attempts\)", 3),
+        (judging.hang, r"no answer within 0.2 s.*\(after 3 attempts\)", 3),
+        (reply(200, "x" * (9 << 20)), "more than 8,388,608 bytes", 1),
+    ],
+)
+def test_what_goes_wrong_is_a_named_failure_of_the_sample(before, reason, asked):
+    with judging.Served(before=before) as server:
+        one = judge(server.url, answer=NUMBER, retries=2, timeout=0.2 if before is judging.hang else 5)
+        (failed,) = ask(one, "a")
+        assert isinstance(failed, Failed)
+        assert re.search(reason, failed.reason), failed.reason
+        assert server.url in failed.reason
+        assert len(server.requests) == asked
+
+
+def test_a_connection_that_breaks_is_tried_again():
+    def cut(handler, body):
+        if body is None:
+            return False
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+        handler.connection.shutdown(socket.SHUT_RDWR)
+        return True
+
+    with judging.Served(before=cut) as server:
+        (failed,) = ask(judge(server.url, answer=NUMBER, retries=1), "a")
+        assert "the connection failed" in failed.reason
+        assert len(server.requests) == 2
+
+
+def test_a_slow_drip_is_cut_at_the_deadline():
+    def drip(handler, body):
+        if body is None:
+            return False
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n")
+        for _ in range(50):
+            handler.wfile.write(b" ")
+            handler.wfile.flush()
+            time.sleep(0.05)
+        return True
+
+    with judging.Served(before=drip) as server:
+        began = time.perf_counter()
+        (failed,) = ask(judge(server.url, answer=NUMBER, retries=0, timeout=0.3), "a")
+        assert "no answer within 0.3 s" in failed.reason
+        assert time.perf_counter() - began < 1.5
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+def test_429_waits_as_long_as_it_is_told(learned, form):
+    def once(handler, body):
+        if body is None or len(handler.server.requests) > 1:
+            return False
+        after = "1" if form == "seconds" else formatdate(time.time() + 2, usegmt=True)
+        handler.say(429, '{"error": "slow down"}', Retry_After=after)
+        return True
+
+    with judging.Served(learned, before=once) as server:
+        began = time.perf_counter()
+        assert ask(judge(server.url, answer=NUMBER, max_tokens=8), "good") == [pytest.approx(0.7)]
+        assert time.perf_counter() - began >= 0.9
+        assert len(server.requests) == 2
+
+
+def test_no_wait_is_longer_than_the_limit_and_nonsense_is_none():
+    after = remote._retry_after
+    assert [after(v) for v in (None, "3", "-3", "soon", "nan", "inf", "1e9")] == [0, 3, 0, 0, 0, 0, 1e9]
+    assert remote.MAX_BACKOFF_S == 60
+
+
+def test_an_endpoint_without_log_probs_says_what_to_do(learned):
+    with judging.Served(learned, log_probs=False) as server:
+        (failed,) = ask(judge(server.url), "good")
+    assert "gives no log-probs" in failed.reason
+    assert "number or json" in failed.reason
+
+
+def test_a_failing_judge_stops_the_run_or_drops_and_is_no_0(learned):
+    with judging.Served(before=reply(200, "<html>", "text/html")) as server:
+        options = {"model": {"url": server.url, "name": "tiny"}, "rubric": "{{ response }}", "answer": NUMBER}
+        with pytest.raises(RewardError, match=r"reward 'judge' \(judge\).*no chat completion[\s\S]*on_failure: drop"):
+            RewardSet([Reward(name="judge", options=options)], REPO).score([sample()], [[0]], step=2)
+        dropped = RewardSet([Reward(name="judge", on_failure="drop", options=options)], REPO).score([sample()], [[0]])
+    assert torch.isnan(dropped.total).all()
+    assert "no chat completion" in dropped.failures[0].reason
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        (reply(200, "x"), None),  # /models answers as it should
+        (
+            lambda h, b: h.say(200, "<html>hello</html>", "text/html") or True,
+            "answered 200 text/html, not a list of models",
+        ),
+        (lambda h, b: h.say(500, "{}") or True, "answered 500"),
+        (lambda h, b: h.say(401, "{}") or True, "refuses the token"),
+        (lambda h, b: h.say(200, '{"data": [{"id": "other"}]}') or True, "has no 'tiny'; it has other"),
+        (lambda h, b: h.say(404, "{}") or True, None),  # a gateway without a list
+    ],
+)
+def test_a_wrong_address_is_known_before_training(before, reason):
+    with judging.Served(before=before) as server:
+        if reason is None:
+            judge(server.url)
+        else:
+            with pytest.raises(UserError, match=reason):
+                judge(server.url)
+
+
+def test_an_endpoint_that_is_down_is_known_before_training():
+    with pytest.raises(UserError, match="cannot be reached"):
+        judge("http://127.0.0.1:9/v1")
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ({"url": "http://judge.example/v1"}, "plain HTTP to another machine"),
+        ({"url": "ftp://judge.example"}, "is no address"),
+        ({"url": "https://user:secret@judge.example/v1"}, "keep the password out"),
+        ({"token": "sk-123"}, r"name an environment variable \(\$NAME\)"),
+        ({"token": "$NOT_SET_HERE"}, "NOT_SET_HERE is not set"),
+    ],
+)
+def test_addresses_and_tokens_that_would_leak_are_refused(model, reason):
+    with pytest.raises(UserError, match=reason) as refused:
+        judge("http://127.0.0.1:9/v1", model=model)
+    assert "sk-123" not in str(refused.value)
+    assert "secret@" not in str(refused.value)
+
+
+def test_the_token_is_sent_and_never_told(learned, monkeypatch, tmp_path):
+    monkeypatch.setenv("JUDGE_KEY", "sk-hidden")
+    with judging.Served(learned, key="sk-hidden") as server:
+        one = judge(server.url, model={"token": "$JUDGE_KEY"}, answer=NUMBER, max_tokens=8)
+        assert ask(one, "good", folder=tmp_path, label="j") == [pytest.approx(0.7)]
+        (failed,) = ask(judge(server.url, answer=NUMBER), "good")
+        assert "answered 401" in failed.reason
+    assert all("sk-hidden" not in file.read_text() for file in tmp_path.iterdir())
+
+
+def test_extra_fields_are_sent_and_null_removes_one(learned):
+    with judging.Served(learned) as server:
+        extra = {"chat_template_kwargs": {"enable_thinking": False}, "seed": None}
+        ask(judge(server.url, model={"extra": extra}, answer=NUMBER, max_tokens=8, system="Be strict."), "good")
+        body = server.requests[0]
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert "seed" not in body
+    assert body["messages"][0] == {"role": "system", "content": "Be strict."}
+
+
+def test_pictures_and_frames_travel_in_their_places(learned, monkeypatch):
+    def png(colour):
+        import io
+
+        buffer = io.BytesIO()
+        Image.new("RGB", (5, 4), colour).save(buffer, "PNG")
+        return Media("image", data=buffer.getvalue())
+
+    prompt = Prompt("p", "Is <image> so?", media=(png("red"),))
+    made = Sample(prompt, SampleId(0, 0, 0, 0), Image.new("RGB", (3, 2), "blue"), text="yes")
+    with judging.Served(learned) as server:
+        one = judge(server.url, rubric="{{ prompt }} {{ image }} {{ response }}", answer=NUMBER, reasks=0, max_tokens=1)
+        asyncio.run(one.score([made], context=Context()))
+        (body,) = server.requests
+    content = body["messages"][0]["content"]
+    assert [part.get("text", "picture") for part in content] == ["Is ", "picture", " so? ", "picture", " yes"]
+    assert [(p.size, p.getpixel((0, 0))) for p in judging.picture_of(body)] == [
+        ((5, 4), (255, 0, 0)),
+        ((3, 2), (0, 0, 255)),
+    ]
+
+
+def test_frames_of_a_clip_are_pictures_in_order(learned):
+    av = pytest.importorskip("av")
+    import io
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as clip:
+        stream = clip.add_stream("libx264", rate=8)
+        stream.width = stream.height = 32
+        stream.pix_fmt = "yuv420p"
+        for shade in range(0, 240, 20):
+            frame = av.VideoFrame.from_image(Image.new("RGB", (32, 32), (shade,) * 3))
+            clip.mux(stream.encode(frame))
+        clip.mux(stream.encode())
+    prompt = Prompt("p", "Does <video> grow brighter?", media=(Media("video", data=buffer.getvalue()),))
+    with judging.Served(learned) as server:
+        one = judge(server.url, rubric="{{ prompt }} {{ response }}", frames=4, answer=NUMBER, reasks=0, max_tokens=1)
+        asyncio.run(one.score([Sample(prompt, SampleId(0, 0, 0, 0), text="yes")], context=Context()))
+        shades = [p.convert("L").getpixel((16, 16)) for p in judging.picture_of(server.requests[0])]
+    assert len(shades) == 4
+    assert shades == sorted(shades)
+    assert shades[-1] - shades[0] > 100
+
+
+def test_a_second_event_loop_gets_a_client_of_its_own(learned):
+    with judging.Served(learned) as server:
+        one = judge(server.url, answer=NUMBER, max_tokens=8, cache=False)
+        results = [ask(one, "good")]
+        thread = threading.Thread(target=lambda: results.append(ask(one, "bad")))
+        thread.start()
+        thread.join()
+    assert results == [[pytest.approx(0.7)], [pytest.approx(0.2)]]
+
+
+def test_a_vllm_that_is_not_there_or_does_not_start_is_a_clear_message(tmp_path):
+    if importlib.util.find_spec("vllm") is None:
+        with pytest.raises(UserError, match="vLLM is not installed"):
+            judge(None, model={"vllm": "x"})
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
+    program.chmod(0o755)
+    with pytest.raises(UserError, match=r"judge x did not start: it ended[\s\S]*no such model"):
+        VllmServer("x", python=str(program))
+
+
+@pytest.mark.slow
+def test_a_vllm_of_our_own_answers_as_the_model_in_process(unsure):
+    pytest.importorskip("vllm")
+    options = {"model": {"vllm": unsure, "args": VLLM_ARGS}, "rubric": "{{ response }}", "retries": 0}
+    rewards = RewardSet([Reward(name="judge", on_failure="drop", options=options)], REPO)
+    server = rewards._entries[0].loaded.call.__self__._server
+    texts = ["a", "b b", "a longer c"]
+    there = rewards.score([sample(t, k) for k, t in enumerate(texts)], [[0, 1, 2]])
+    rewards.close()
+    assert server.ended()
+    local = mmrl.load("rewards", "judge:score")(model=unsure, rubric="{{ response }}")
+    here = local.score([sample(t) for t in texts], context=Context())["score"]
+    assert not there.failures
+    assert there.total.tolist() == pytest.approx(here, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_a_vllm_of_our_own_ends_when_we_are_killed(unsure):
+    pytest.importorskip("vllm")
+    program = (
+        "import json, sys, time; from mmrl.judge.server import VllmServer\n"
+        "server = VllmServer(sys.argv[1], json.loads(sys.argv[2]))\n"
+        "print(server._process._process.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, unsure, json.dumps(VLLM_ARGS)], stdout=subprocess.PIPE, text=True
+    )
+    group = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    until = time.monotonic() + 20
+    while time.monotonic() < until and members(group):
+        time.sleep(0.2)
+    assert not members(group)
+
+
+VLLM_ARGS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "kv_cache_memory_bytes": 64 * 2**20,
+    "max_num_seqs": 8,
+}
+
+
+def members(group):
+    """Processes of a group that live."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == group and fields[0] != "Z":
+                found.append(int(entry))
+    return found

@@ -1,0 +1,98 @@
+"""Judges that see: pictures in process, through the model's own processor. Needs torchvision."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import mmrl
+from mmrl.rewards.contract import Context, Failed
+from mmrl.trajectory import Prompt, Sample, SampleId
+
+_spec = importlib.util.spec_from_file_location("judging", Path(__file__).with_name("judging.py"))
+judging = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(judging)
+pytest.importorskip("torchvision")
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    return judging.vision_model(tmp_path_factory.mktemp("seeing"))
+
+
+def judge(model, **options):
+    return mmrl.load("rewards", "judge:score")(model=model, **options)
+
+
+def pictures(*colours, size=(40, 30)):
+    return [Image.new("RGB", size, colour) for colour in colours]
+
+
+def shown(image, k=0, prompt="a red circle"):
+    return Sample(Prompt("p", prompt), SampleId(1, 0, 0, k), image)
+
+
+def own_answer(folder, image, question):
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
+    content = [{"type": "image"}, {"type": "text", "text": question}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    inputs = processor(text=[text], images=[image], return_tensors="pt")
+    with torch.no_grad():
+        log_probs = torch.log_softmax(model(**inputs).logits[0, -1].double(), -1).exp()
+    at = processor.tokenizer.convert_tokens_to_ids(["y", "Y", "n", "N"])
+    y, big_y, n, big_n = log_probs[at].tolist()
+    return (y + big_y) / (y + big_y + n + big_n)
+
+
+def test_a_picture_is_judged_by_the_models_own_log_probs(seeing):
+    images = [*pictures("red", "blue"), *pictures("green", size=(64, 28))]
+    one = judge(seeing, rubric="{{ image }}Does it show {{ prompt }}?")
+    assert one.__mmrl_reward__.inputs == ("image",)
+    scores = one.score([shown(image, k) for k, image in enumerate(images)], context=Context())["score"]
+    expected = [own_answer(seeing, image, "Does it show a red circle?") for image in images]
+    assert scores == pytest.approx(expected, abs=1e-4)
+    assert max(expected) - min(expected) > 1e-2  # the control: the picture matters
+
+
+def test_questions_with_and_without_pictures_stand_in_one_batch(seeing):
+    import io
+
+    from mmrl.media import Media
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (30, 30), "red").save(buffer, "PNG")
+    media = (Media("image", data=buffer.getvalue()),)
+    with_, two, without = (
+        Sample(Prompt("p", "What colour?", media=m), SampleId(1, 0, 0, k), text="red")
+        for k, m in enumerate([media, media * 2, ()])
+    )
+    one = judge(seeing, rubric="{{ prompt }} {{ response }}")
+    together = one.score([with_, two, without], context=Context())["score"]
+    alone = [
+        judge(seeing, rubric="{{ prompt }} {{ response }}").score([s], context=Context())["score"][0]
+        for s in (with_, two, without)
+    ]
+    assert together == pytest.approx(alone, abs=1e-4)
+    assert len({round(v, 3) for v in together}) == 3
+
+
+def test_a_picture_the_processor_refuses_costs_its_neighbours_nothing(seeing):
+    made = [shown(Image.new("RGB", (2000, 2)), 0), shown(pictures("red")[0], 1)]
+    first, second = judge(seeing, rubric="{{ image }}{{ prompt }}?").score(made, context=Context())["score"]
+    assert isinstance(first, Failed)
+    assert "aspect ratio" in first.reason
+    assert second == pytest.approx(own_answer(seeing, made[1].image, "a red circle?"), abs=1e-4)
+
+
+def test_candidates_are_compared_by_their_pictures(seeing):
+    made = [shown(image, k) for k, image in enumerate(pictures("red", "blue", "green"))]
+    rubric = "{{ a.image }}{{ b.image }}Which is more {{ prompt }}?"
+    scores = judge(seeing, rubric=rubric, mode="pairwise").score(made, context=Context())["score"]
+    assert sum(scores) == pytest.approx(1.5)
+    assert len({round(s, 4) for s in scores}) == 3
