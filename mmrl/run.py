@@ -60,7 +60,7 @@ def build(recipe: Recipe, root: Path) -> Run:
     policy = Policy(pipeline.policy, recipe.optim, recipe.train.steps * recipe.train.updates_per_step)
     for copy in objective.copies:
         policy.keep(copy)
-    if (objective.needs | objective.prepares) & {"reference_distance", "v_reference", "reference_log_probs"}:
+    if any("reference" in name for name in objective.needs | objective.prepares):
         policy.keep("reference")
     critic = None
     if isinstance(recipe.algorithm, PPO):
@@ -200,6 +200,8 @@ class Session:
         with Progress(1, "load", "model") as progress:
             self.run = build(self.recipe, loaded.root)
             self.heldout = Heldout(self.run, load_prompts(self.recipe, loaded.root, "heldout"), loaded.root)
+            for rewards in self.heldout.rewards:  # those of training among them
+                rewards.folder = directory.path
             progress.advance()
         self._name_bad_records()
         self.done = 0
@@ -310,7 +312,7 @@ class Session:
     def _measure(self, log: MetricsLog) -> str:
         """Evaluate on the held-out prompts: a row, a grid, and a line for the terminal."""
         row = measure(self.run, self.heldout, self.recipe.eval.samples, self.directory, self.done, log)
-        shown = {k.removeprefix("reward/"): v for k, v in row.items() if k.startswith("reward/")}
+        shown = {k.removeprefix("reward/"): v for k, v in row.items() if k not in ("samples", "dropped")}
         return "held-out: " + "  ".join(f"{k} {v:.3f}" for k, v in shown.items())
 
     def _save(self) -> None:
