@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmrl.batch import Run, chunks
+from mmrl.batch import Run, chunks, slices
+from mmrl.errors import BadPromptError, UserError
 from mmrl.report.grids import write_samples
 from mmrl.report.metrics import MetricsLog
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 from mmrl.report.texts import write_texts
 from mmrl.rewards.scoring import Failure, RewardSet
+from mmrl.rollout import prompts_alone
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 
 SEED = 20_261_121
@@ -32,7 +35,7 @@ class Made:
 
 
 class Heldout:
-    """The held-out prompts of a run with the rewards measured on them."""
+    """The held-out prompts of a run with the rewards measured on them; of an offline run the pairs."""
 
     def __init__(self, run: Run, prompts: Sequence[Prompt], root: Path) -> None:
         self.run, self.prompts = run, prompts
@@ -41,11 +44,25 @@ class Heldout:
     def score(self, samples: int) -> tuple[dict[str, float], Made, list[Failure]]:
         """Means over ``samples`` samples, what was made, and what could not be scored.
 
-        Sample ``i`` is of prompt ``i mod n``, always from the same noise.
+        Sample ``i`` is of prompt ``i mod n``, always from the same noise. An offline run is measured on its first
+        ``samples`` pairs by the objective's own figures, and samples only where the recipe has ``eval.rewards``.
         """
-        slots = [Slot(-1, i, 0, self.prompts[i % len(self.prompts)]) for i in range(samples)]
+        if self.run.objective.kind != "offline":
+            return self._score(self._slots(samples))
+        slots, row, bad = self._compare(self._slots(min(samples, len(self.prompts))))
+        made, failures = Made(), []
+        if self.run.recipe.eval.rewards:
+            rewards, made, failures = self._score(slots)
+            row |= rewards
+        return row | {"samples": len(slots), "dropped": row.get("dropped", 0) + len(bad)}, made, [*bad, *failures]
+
+    def _slots(self, samples: int) -> list[Slot]:
+        return [Slot(-1, i, 0, self.prompts[i % len(self.prompts)]) for i in range(samples)]
+
+    def _score(self, slots: list[Slot]) -> tuple[dict[str, float], Made, list[Failure]]:
+        """Sample ``slots`` and have the rewards score what was made."""
         made = self._make(slots)
-        n = len(self.prompts)
+        samples, n = len(slots), len(self.prompts)
         groups = [list(range(p, samples, n)) for p in range(min(n, samples))]
         with torch.no_grad():
             scores = [rewards.score(made, groups, step=-1) for rewards in self.rewards]
@@ -55,6 +72,39 @@ class Heldout:
         row = {f"reward/{name}": finite_mean(value) for name, value in parts.items()}
         row |= {"samples": samples, "dropped": len({f.sample.slot for f in failures})}
         return row, Made(made, rows), failures
+
+    def _compare(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, float], list[Failure]]:
+        """The objective's figures, mean over the pairs of ``slots`` under the evaluation's weights; the slots whose
+        pairs can be used, and why the others cannot."""
+        run, good, bad = self.run, list[Slot](), list[Failure]()
+        sums: defaultdict[str, float] = defaultdict(float)
+        with run.policy.for_evaluation(), torch.no_grad(), Progress(len(slots), "evaluate", "pairs") as progress:
+            for chunk in chunks(slots, run.recipe.train.micro_batch_size):
+                usable, keys, unusable = self._encode(chunk)
+                good, bad = good + usable, bad + unusable
+                batch = prompts_alone(run, usable, keys)
+                for piece in slices(run, batch, list(range(len(usable)))):
+                    new = run.pipeline.compare(piece.rows, run.objective.needs, run.policy.using)
+                    for name, value in run.objective.loss(new, piece.old, 1.0).sums.items():
+                        sums[name] += value.item()
+                run.pipeline.features.release(keys)
+                progress.advance(len(chunk))
+        if not good:
+            raise UserError(f"data.heldout: none of its pairs can be used; of {bad[0].prompt!r}: {bad[0].reason}")
+        return good, {name: value / len(good) for name, value in sums.items()}, bad
+
+    def _encode(self, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Failure]]:
+        """Encode what can be; nothing takes the place of the rest, so that every evaluation is of the same pairs."""
+        good, bad = list(slots), list[Failure]()
+        while True:
+            try:
+                return good, self.run.pipeline.encode(good), bad
+            except BadPromptError as error:
+                wrong = [s for s in good if s.prompt.id == error.prompt]
+                if not wrong:
+                    raise
+                good = [s for s in good if s.prompt.id != error.prompt]
+                bad += [Failure(SampleId(-1, s.index, 0, 0), s.prompt.text, "prompt", error.reason) for s in wrong]
 
     def _make(self, slots: list[Slot]) -> list[Sample]:
         """Sample as the recipe's evaluation says, under its weights."""
@@ -90,6 +140,6 @@ def measure(
     if run.pipeline.makes == "image":
         images = [s.image for s in shown if s.image is not None]
         log.picture(step, "samples", write_samples(directory, step, images, [s.prompt.text for s in shown], scores))
-    else:
+    elif shown:
         write_texts(directory, step, shown, scores)
     return row

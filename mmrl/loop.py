@@ -22,8 +22,8 @@ def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], lis
     train, seed = run.recipe.train, run.recipe.seed
     tally = Tally()
     slots = run.controller.slots(step, run.prompts, train.prompts_per_step)
-    pathwise = run.objective.kind == "pathwise"
-    batch = unsampled(run, slots, clock) if pathwise else rollout(run, slots, step, clock, tally)
+    sampled = run.objective.kind in ("policy_gradient", "forward_process")
+    batch = rollout(run, slots, step, clock, tally) if sampled else unsampled(run, slots, clock)
     for update in range(train.updates_per_step):
         rows = rows_of_update(batch, update, train.updates_per_step)
         total = run.controller.total(run.objective.amount(batch.weights[rows], batch.lengths[rows]))
@@ -34,7 +34,9 @@ def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], lis
                         new = run.pipeline.replay(piece.rows, piece.entry, run.objective.needs, run.policy.using)
                     case "forward_process":
                         new = run.pipeline.renoise(piece.rows, piece.entry, seed, run.objective.needs, run.policy.using)
-                    case _:
+                    case "offline":
+                        new = run.pipeline.compare(piece.rows, run.objective.needs, run.policy.using)
+                    case "pathwise":
                         new = {"rewards": rewards_of(run, piece.rows, step, tally)}
                 old = compared(run, piece.old, new, tally) if "rollout_log_probs" in piece.old else piece.old
                 loss = run.objective.loss(new, old, total)

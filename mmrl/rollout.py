@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -185,14 +186,20 @@ def prepare(run: Run, batch: Batch, scored: Scored) -> Scored:
 
 
 def unsampled(run: Run, slots: list[Slot], clock: Clock) -> Batch:
-    """The rows of a pathwise step, which samples inside its update."""
+    """The rows of a step that has nothing to sample: a pathwise one samples in its update, an offline one has pairs."""
     with clock("encode"):
-        keys = run.pipeline.encode(slots)
+        slots, keys, bad = encode(run, slots)
+    return prompts_alone(run, slots, keys, bad)
+
+
+def prompts_alone(run: Run, slots: list[Slot], keys: list[str], failures: Sequence[Failure] = ()) -> Batch:
+    """The rows of every slot, all of weight 1, with nothing in them but their prompts."""
     rows = samples_of(slots, run.recipe.train.group_size)
-    empty = torch.empty(len(rows), 0)
+    empty = torch.empty(len(rows), 0, device=next(iter(run.policy.trainable.values())).device)
     trajectory = Trajectory([s for s, _ in rows], [i for _, i in rows], empty, [s.prompt.text for s, _ in rows])
     ones = torch.ones(len(rows))
-    return Batch([trajectory], [(0, i) for i in range(len(rows))], torch.zeros(len(rows)), ones, ones, keys)
+    places = [(0, i) for i in range(len(rows))]
+    return Batch([trajectory], places, torch.zeros(len(rows)), ones, ones, keys, failures=list(failures))
 
 
 def reward_metrics(scores: Scores) -> dict[str, float]:

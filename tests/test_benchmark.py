@@ -1,4 +1,4 @@
-"""The step benchmark: its arms do the same work and its output is whole. No time is judged here."""
+"""The step benchmarks: their arms do the same work and their output is whole. No time is judged here."""
 
 import argparse
 import importlib
@@ -139,3 +139,149 @@ def test_the_peer_computes_what_we_compute(modules, run):
     root = peer.find(Path(os.environ["FLOW_GRPO"]))
     step.warm_up(["bare", "mmrl", "mmrl-per-sample", "flow_grpo"], run, root)
     assert max(peer.parity(peer.load(root), run).values()) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def text_modules():
+    """The benchmark of text, its arms and its peer, imported as its command imports them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        yield [importlib.import_module(name) for name in ("llm_step", "llm_arms", "peer_trl")]
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def text_model(text_modules, tmp_path_factory):
+    path = tmp_path_factory.mktemp("benchmark") / "tiny"
+    text_modules[1].write_model(text_modules[1].SIZES["tiny"], path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def text_run(text_modules, text_model):
+    return text_modules[1].make_run(text_modules[1].SIZES["tiny"], text_model)
+
+
+def test_output_of_the_text_benchmark_is_whole(text_modules, tmp_path, capsys):
+    step, arms, _ = text_modules
+    step.main(["--sizes", "tiny", "--repeats", "2", "--memory-repeats", "0", "--json", str(tmp_path / "out.json")])
+    result = json.loads((tmp_path / "out.json").read_text())
+    found = result["sizes"]["tiny"]
+    assert list(found["arms"]) == ["bare", "mmrl"]
+    for name, arm in found["arms"].items():
+        expected = {"sample", "train"} if name == "bare" else set(arms.PHASES)
+        for row in arm["seconds"]:
+            assert set(row) == expected | {"total", "cpu"}
+            assert 0 < sum(row[p] for p in expected) <= row["total"]
+    for key, of in (("ratios", "total"), ("cpu_ratios", "cpu")):
+        pairs = zip(found["arms"]["mmrl"]["seconds"], found["arms"]["bare"]["seconds"], strict=True)
+        assert found[key]["mmrl / bare"]["median"] == pytest.approx(sum(a[of] / b[of] for a, b in pairs) / 2)
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(table) == 4
+    assert {line.count("|") for line in table} == {table[0].count("|")}
+
+
+def test_bare_repeats_the_calls_of_our_text_step(text_modules, text_run):
+    step, arms, _ = text_modules
+    before = {name: p.detach().clone() for name, p in text_run.policy.trainable.items()}
+    _, work, calls = step.warm_up(["bare", "mmrl"], text_run, None)
+    size, prompt = arms.SIZES["tiny"], calls[0].kwargs["input_ids"].shape[1]
+    rows, new = size.rows, size.new_tokens
+    assert work["mmrl"] == {
+        "prefill": {"calls": 1, "tokens": rows * prompt},
+        "decode": {"calls": new - 1, "tokens": rows * (new - 1)},  # the last token is drawn and never read
+        "train": {"calls": rows // size.micro_batch, "tokens": rows * (prompt + new)},
+    }
+    assert work["bare"] == work["mmrl"]
+    assert [c.past for c in calls] == [0, *range(prompt, prompt + new - 1), *[None] * (rows // size.micro_batch)]
+    assert any((p != before[name]).any() for name, p in text_run.policy.trainable.items()), "our step trained nothing"
+    with pytest.raises(ValueError, match=r"do not do the same work; only in mmrl: .*'train'"):
+        arms.same_work({"mmrl": calls, "bare": calls[:-1]})
+    emptier = [arms.Call(c.train, c.past and c.past - 1, c.kwargs) for c in calls]
+    with pytest.raises(ValueError, match=r"do not do the same work; only in mmrl: .*'decode'"):
+        arms.same_work({"mmrl": calls, "bare": emptier})
+
+
+def test_the_bare_text_arm_computes_the_same_logits_and_every_gradient(text_modules, text_run, monkeypatch):
+    """It decodes over a cache of its own: were that not filled, its logits would be others than ours."""
+    step, arms, _ = text_modules
+    seen = {"mmrl": [], "bare": []}
+    model = text_run.pipeline.policy
+    kept = {name: p.detach().clone() for name, p in model.state_dict().items()}
+    with arms.recording(model) as calls:
+        hook = model.register_forward_hook(lambda m, a, out: seen["mmrl"].append(out.logits.detach().clone()))
+        arms.ours(text_run)(0, step.Clock(step.CPU))
+        hook.remove()
+    model.load_state_dict(kept)
+    graded = []
+    plain = step.torch.optim.AdamW.step
+    monkeypatch.setattr(
+        step.torch.optim.AdamW,
+        "step",
+        lambda self: graded.extend(p.grad is not None for g in self.param_groups for p in g["params"]) or plain(self),
+    )
+    hook = model.register_forward_hook(lambda m, a, out: seen["bare"].append(out.logits.detach().clone()))
+    arms.bare(text_run, calls)(0, step.Clock(step.CPU))
+    hook.remove()
+    assert len(seen["mmrl"]) == len(seen["bare"]) == len(calls)
+    for mine, theirs in zip(seen["mmrl"], seen["bare"], strict=True):
+        step.torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert graded == [True] * len(text_run.policy.trainable)
+
+
+def test_nobody_can_draw_the_end_token(text_modules, text_model, text_run):
+    _, arms, _ = text_modules
+    size = arms.SIZES["tiny"]
+    assert text_run.pipeline.conditioner.stop_tokens == [size.vocabulary]
+    assert text_run.pipeline.policy.get_output_embeddings().weight.shape[0] == size.vocabulary
+    tokenizer = text_run.pipeline.conditioner.saved
+    for text in ("Hello, W\u00f6rld <|pad|>!", "\n\t 0123"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    lengths = {len(text_run.pipeline.conditioner.encode(p)["input_ids"]) for p in arms.prompts("train")}
+    assert len(lengths) == 1
+
+
+def test_calls_of_text_survive_a_file(text_modules, text_run, tmp_path):
+    step, arms, _ = text_modules
+    with arms.recording(text_run.pipeline.policy) as calls:
+        arms.ours(text_run)(0, step.Clock(step.CPU))
+    arms.save_calls(calls, tmp_path / "calls.pt")
+    assert [c.shape() for c in arms.load_calls(tmp_path / "calls.pt")] == [c.shape() for c in calls]
+
+
+def test_a_peer_that_is_not_installed_is_refused(text_modules, monkeypatch, capsys):
+    step, _, peer = text_modules
+    monkeypatch.setattr(peer, "version", lambda: None)
+    with pytest.raises(SystemExit) as stopped:
+        step.main(["--peer"])
+    assert stopped.value.code == 2
+    assert "TRL is not installed here; pip install" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_trl_does_the_same_work_and_computes_the_same_gradient(text_modules, text_model, text_run):
+    pytest.importorskip("trl")
+    step, arms, trl = text_modules
+    with step.opened(arms.SIZES["tiny"], text_model) as peer:
+        made, work, _ = step.warm_up(["bare", "mmrl", "trl"], text_run, peer)
+        assert work["trl"] == work["mmrl"] == work["bare"]
+        before = {name: p.detach().clone() for name, p in peer.model.named_parameters()}
+        rows = step.measure(made, 4)
+        assert any((p != before[name]).any() for name, p in peer.model.named_parameters()), "TRL trained nothing"
+        assert peer.trainer.state.global_step == 5
+        assert all(row["sample"] + row["train"] <= row["total"] * (1 + 1e-9) for row in rows["trl"])
+        assert trl.parity(peer, text_run)["gradient"] < 1e-5
+    assert not peer._thread.is_alive()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+def test_memory_of_text_arms_is_measured_in_a_process_of_its_own(text_modules, text_run, text_model, tmp_path):
+    step, arms, peer = text_modules
+    with arms.recording(text_run.pipeline.policy) as calls:
+        arms.ours(text_run)(0, step.Clock(step.CPU))
+    arms.save_calls(calls, tmp_path / "calls.pt")
+    for name in ("bare", "mmrl", *(["trl"] if peer.version() else [])):
+        found = step.memory_of(name, "tiny", text_model, tmp_path / "calls.pt")
+        assert 50 < found["built"] < found["peak"] < 4000

@@ -296,6 +296,9 @@ def test_the_output_says_where_the_sizes_come_from(medium):
 def test_every_shipped_recipe_resolves(name, medium):
     made = medium[0] if name == "sd35-medium" else planned(name=name)
     assert made.problems == []
+    if made.recipe.sampling.type == "text":  # the memory of text is not reckoned yet, and the plan says so
+        assert any("its memory is not known" in note for note in made.notes)
+        return
     assert made.peak is not None
     assert not [note for note in made.notes if "not known" in note]
 

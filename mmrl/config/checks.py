@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 def impossibilities(recipe: Recipe) -> list[str]:
     """All contradictions between sections, at once; each names the key to change."""
     if recipe.sampling.type == "text":
-        return [*_groups(recipe), *_batches(recipe), *_half(recipe), *_text(recipe), *_labels(recipe)]
+        return [
+            *_groups(recipe),
+            *_batches(recipe),
+            *_half(recipe),
+            *_text(recipe),
+            *_pairs(recipe),
+            *_labels(recipe),
+        ]
     return [
         *_groups(recipe),
         *_diffusion(recipe),
@@ -53,6 +60,29 @@ def _text(recipe: Recipe) -> Iterator[str]:
                 f"train.micro_batch_tokens: one response may have {needed} tokens (sampling.max_new_tokens), which do "
                 f"not fit; set it to {needed} plus the longest prompt, or more"
             )
+
+
+def _pairs(recipe: Recipe) -> Iterator[str]:
+    algorithm = recipe.algorithm
+    if algorithm.trains_on != "pairs":
+        return
+    if recipe.train.group_size != 1:
+        yield (
+            f"train.group_size: {algorithm.type} trains on one given pair per prompt and samples no group; "
+            "set train.group_size to 1"
+        )
+    if recipe.rewards:
+        yield (
+            f"rewards: {algorithm.type} trains on given pairs and samples nothing that could be rewarded; remove "
+            "rewards (eval.rewards measures held-out samples of dpo)"
+        )
+    if algorithm.type == "reward_model" and recipe.eval.rewards:
+        yield "eval.rewards: a reward model writes no text that could be rewarded; remove eval.rewards"
+    if recipe.rollout.engine != "transformers" and not recipe.eval.rewards:
+        yield (
+            f"rollout.engine: {algorithm.type} samples nothing without eval.rewards, so {recipe.rollout.engine} would "
+            "idle; remove rollout"
+        )
 
 
 def _diffusion(recipe: Recipe) -> Iterator[str]:

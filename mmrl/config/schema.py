@@ -5,11 +5,21 @@ The defaults of an algorithm's section are the settings of its paper; what a rec
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
-from mmrl.config.algorithms import Algorithm, DiffusionNFT, DRaFT, FlowGRPO
+from mmrl.config.algorithms import Algorithm, AlgorithmSection, DiffusionNFT, DRaFT, FlowGRPO
 from mmrl.config.sampling import Sampling, Sde, TextSampling, Window, kind_of
 from mmrl.config.section import Decay, Fraction, NonNegative, Section
 
@@ -67,6 +77,21 @@ class Reward(Section):
     on_failure: Literal["fail", "drop"] = "fail"
     """Stop the run, or leave the sample out of the update (counted, named in failures.jsonl). Never a silent 0."""
     options: dict[str, Any] = Field(default_factory=dict)
+
+
+_NO_REWARDS = ()
+"""In place of ``rewards``, which every recipe must have, in one whose algorithm trains on pairs."""
+
+
+def _none_asked(value: Any, check: ValidatorFunctionWrapHandler) -> list[Reward]:
+    return [] if value is _NO_REWARDS else check(value)
+
+
+def _trains_on_pairs(algorithm: Any) -> bool:
+    """Whether the section ``algorithm``, as it is written, is of an algorithm that trains on pairs."""
+    name = algorithm.get("type") if isinstance(algorithm, Mapping) else getattr(algorithm, "type", None)
+    sections: tuple[type[AlgorithmSection], ...] = get_args(get_args(Algorithm)[0])
+    return any(s.trains_on == "pairs" and s.model_fields["type"].default == name for s in sections)
 
 
 class Rollout(Section):
@@ -139,7 +164,8 @@ class Recipe(Section):
         Annotated[Sampling, Tag("diffusion")] | Annotated[TextSampling, Tag("text")], Discriminator(kind_of)
     ]
     rollout: Rollout = Rollout()
-    rewards: Annotated[list[Reward], Field(min_length=1)]
+    rewards: Annotated[list[Reward], Field(min_length=1), WrapValidator(_none_asked)]
+    """At least one; algorithms that train on pairs (dpo, reward_model) have none."""
     algorithm: Algorithm
     train: Train
     optim: Optim = Optim()
@@ -167,6 +193,17 @@ class Recipe(Section):
         if not isinstance(self.sampling, TextSampling):
             raise TypeError(f"{self.name} samples pictures")
         return self.sampling
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pairs_need_no_rewards(cls, values: Any) -> Any:
+        if (
+            isinstance(values, Mapping)
+            and values.get("rewards") in (None, [])
+            and _trains_on_pairs(values.get("algorithm"))
+        ):
+            return {**values, "rewards": _NO_REWARDS}
+        return values
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:

@@ -92,12 +92,13 @@ class Pipeline(Protocol):
         ...
 
     def lengths(self, trajectory: Trajectory) -> list[int]:
-        """Tokens of each row, prompt and response, by which micro-batches are packed; pictures: 1 each."""
+        """Tokens of each row, prompt and response, by which micro-batches are packed; pairs: of both texts;
+        pictures: 1 each."""
         ...
 
     def recorded(self, trajectory: Trajectory, entry: int) -> dict[str, Tensor]:
         """What an objective may compare slice ``entry`` with. Pictures: log_probs ``[B, 1]``, std and dt ``[1]``; text:
-        mask and rollout_log_probs ``[B, T]``."""
+        mask and rollout_log_probs ``[B, T]``; pairs: margins ``[B]``."""
         ...
 
     def replay(self, trajectory: Trajectory, action: int, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
@@ -109,6 +110,11 @@ class Pipeline(Protocol):
     ) -> dict[str, Tensor]:
         """Noise clean results afresh to the ``level``-th noise level of each sample's own shuffle, predict with a
         graph: v, v_old, ... ``[B, ...]``, x_s, x0 and sigma ``[B]``."""
+        ...
+
+    def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+        """Both texts of each row's given pair with a graph (offline; text): chosen_log_probs and rejected_log_probs
+        ``[B]``, the same with ``reference_`` before it, or chosen_scores and rejected_scores ``[B]``, as needed."""
         ...
 
     def generate(self, slots: Sequence[Slot], ids: Sequence[SampleId], last_steps: int, seed: int) -> Tensor:

@@ -84,6 +84,7 @@ def usage(policy: Any, saved: Any, recipe: Recipe, what: What, folder: str, prom
         "    tokenize=True,",
         "    return_dict=True,",
         '    return_tensors="pt",',
+        *(['    processor_kwargs={"do_sample_frames": False},'] if sees and '"video"' in content else []),
         *(f"    {name}={value!r}," for name, value in recipe.decoding.chat_template.items()),
         ").to(model.device)",
         f"tokens = model.generate(**inputs, {', '.join(_generation(policy, saved, recipe, what))})",

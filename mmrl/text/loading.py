@@ -96,7 +96,7 @@ def _adapted(model: Any, recipe: Recipe) -> nn.Module:
         init_lora_weights="gaussian" if lora.init == "gaussian" else True,
         target_modules=lora.targets or LORA_TARGETS,
         exclude_modules=_VISION if not lora.targets and sees else None,
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if model.can_generate() else None,
     )
     try:
         return get_peft_model(model, config)

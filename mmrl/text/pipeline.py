@@ -6,7 +6,6 @@ its own. Prompts are padded on the left in both, so that responses align; paddin
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -14,7 +13,6 @@ from typing import Any, Literal, Protocol
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from mmrl.algorithms.objective import Kind
 from mmrl.config.schema import Recipe
@@ -22,14 +20,15 @@ from mmrl.controller.features import FeatureStore
 from mmrl.engines.rollout import Clip, Request, RolloutEngine
 from mmrl.errors import UserError
 from mmrl.pipelines.protocol import Usage, Weights, What
-from mmrl.text import export, external
+from mmrl.text import export, external, scoring
 from mmrl.text.critic import Critic
 from mmrl.text.drawing import Draw, uniforms, without
+from mmrl.text.features import PER_TOKEN, joined, key_of
 from mmrl.text.likelihood import entropy, token_log_probs
+from mmrl.text.pairs import Pairs, key_of_pair
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 
-PER_TOKEN = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
-"""Features with one entry per prompt token; all others belong to media and are joined along their first dimension."""
+__all__ = ["PER_TOKEN", "Conditioner", "TextPipeline", "key_of"]
 
 
 class Conditioner(Protocol):
@@ -83,16 +82,25 @@ class TextPipeline:
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         self.context: int | None = getattr(self._text_config(), "max_position_embeddings", None)
+        self.pairs = Pairs(self) if recipe.algorithm.trains_on == "pairs" else None
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 
     def encode(self, slots: Sequence[Slot]) -> list[str]:
         prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
         made = {key: self._encoded(prompt) for key, prompt in prompts.items() if key not in self.features}
-        self.features.hold(list(prompts))  # before the first put, which drops what nobody holds
+        keys = list(prompts)
+        if self.pairs is not None:
+            paired = {key_of_pair(slot.prompt): slot.prompt for slot in slots}
+            for key, prompt in paired.items():
+                if key not in self.features:
+                    alone = made.get(key_of(prompt)) or self.features.get(key_of(prompt))
+                    made[key] = self.pairs.encoded(prompt, len(alone["input_ids"]))
+            keys += paired
+        self.features.hold(keys)  # before the first put, which drops what nobody holds
         for key, features in made.items():
             self.features.put(key, features)
-        return list(prompts)
+        return keys
 
     def _encoded(self, prompt: Prompt) -> dict[str, Tensor]:
         features = self.conditioner.encode(prompt)
@@ -106,7 +114,8 @@ class TextPipeline:
                 f"the prompt {prompt.id} has {length} tokens, and sampling.max_prompt_tokens is {most}; shorten it, "
                 "take it out of the data, or raise the limit"
             )
-        if self.context is not None and length + self.settings.max_new_tokens > self.context:
+        samples = self.pairs is None or self.recipe.eval.rewards
+        if samples and self.context is not None and length + self.settings.max_new_tokens > self.context:
             raise UserError(
                 f"the prompt {prompt.id} has {length} tokens; with {self.settings.max_new_tokens} new ones "
                 f"(sampling.max_new_tokens) it does not fit into the model's context of {self.context}; shorten one of "
@@ -122,22 +131,7 @@ class TextPipeline:
     ) -> dict[str, Any]:
         """The model's arguments for prompts padded on the left, and responses ``[B, T]`` behind them."""
         rows = [self.features.get(k) for k in keys]
-        longest = max(len(row["input_ids"]) for row in rows)
-        own = [torch.ones_like(row["input_ids"]) for row in rows]
-        out: dict[str, Any] = {"attention_mask": torch.stack([pad(m, (longest - len(m), 0)) for m in own])}
-        for name in rows[0]:
-            if name in PER_TOKEN:
-                fill = self.conditioner.pad_token if name == "input_ids" else 0
-                out[name] = torch.stack([pad(row[name], (longest - len(row[name]), 0), value=fill) for row in rows])
-        for name in {name for row in rows for name in row} - PER_TOKEN:
-            out[name] = torch.cat([row[name] for row in rows if name in row])
-        if responses is not None and mask is not None:
-            behind = {"input_ids": responses, "attention_mask": mask.long()}
-            for name in set(out) & PER_TOKEN:
-                out[name] = torch.cat([out[name], behind.get(name, torch.zeros_like(responses))], 1)
-        if not self.conditioner.own_positions:
-            out["position_ids"] = (out["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        return out
+        return joined(rows, self.conditioner.pad_token, self.conditioner.own_positions, responses, mask)
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
@@ -242,11 +236,15 @@ class TextPipeline:
         return trajectory.mask.sum(1).long().tolist()
 
     def lengths(self, trajectory: Trajectory) -> list[int]:
+        if self.pairs is not None:
+            return self.pairs.lengths(trajectory)
         assert trajectory.mask is not None
         responses = trajectory.mask.sum(1).long().tolist()
         return [len(self.features.get(k)["input_ids"]) + n for k, n in zip(trajectory.features, responses, strict=True)]
 
     def recorded(self, trajectory: Trajectory, entry: int) -> dict[str, Tensor]:
+        if self.pairs is not None:
+            return {"margins": self.pairs.margins(trajectory)}
         assert trajectory.mask is not None
         assert trajectory.log_probs is not None
         return {"mask": trajectory.mask, "rollout_log_probs": trajectory.log_probs}
@@ -263,6 +261,10 @@ class TextPipeline:
             with torch.no_grad(), weights("reference"):
                 out["reference_log_probs"] = token_log_probs(self._logits(trajectory), trajectory.clean, temperature)
         return out
+
+    def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+        assert self.pairs is not None
+        return self.pairs.compare(trajectory, needs, weights)
 
     def open_critic(self) -> nn.Module:
         self.critic = Critic(self.policy).to(self.device)
@@ -295,13 +297,12 @@ class TextPipeline:
     # -- export ------------------------------------------------------------------------------------------------------
 
     def write(self, out: Path, what: What) -> None:
-        export.write(self.policy, self.conditioner.saved, self.recipe, out, what)
+        if self.pairs is not None and self.pairs.scores:
+            scoring.write(self.policy, self.conditioner, self.recipe, out, what)
+        else:
+            export.write(self.policy, self.conditioner.saved, self.recipe, out, what)
 
     def usage(self, folder: str, what: What, prompt: str) -> Usage:
+        if self.pairs is not None and self.pairs.scores:
+            return scoring.usage(self.policy, self.conditioner, self.recipe, what, folder, prompt)
         return export.usage(self.policy, self.conditioner.saved, self.recipe, what, folder, prompt)
-
-
-def key_of(prompt: Prompt) -> str:
-    """Names a prompt's features: equal for equal content, whatever the prompt is called."""
-    media = [(m.kind, m.path, m.offset, m.size, m.data, m.frames) for m in prompt.media]
-    return hashlib.blake2b(repr((prompt.system, prompt.text, media)).encode(), digest_size=12).hexdigest()

@@ -174,6 +174,9 @@ class FlowPipeline:
     def open_critic(self) -> nn.Module:
         raise TypeError("pictures have no critic; the recipe's checks refuse it")
 
+    def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+        raise TypeError("pairs are of texts; the recipe's checks refuse it")
+
     def close(self) -> None:
         """Nothing to free."""
 

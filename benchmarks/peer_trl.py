@@ -1,0 +1,193 @@
+"""TRL's ``GRPOTrainer`` as an arm of ``llm_step.py``: its own loop, stopped after every step until it is asked again.
+
+It trains in a thread of its own (only one arm runs at a time) and nothing in it is replaced: methods are timed from
+outside. What departs from its defaults makes it do what the other arms do, and no more: float32, no checkpointing of
+activations, prompts in order, no logs and no files.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from llm_arms import LR, Size, prompts
+
+from mmrl.batch import Run
+from mmrl.report.clock import Clock
+from mmrl.trajectory import Trajectory
+
+TIMED = {"_tokenize_prompts": "encode", "_generate_single_turn": "sample", "_calculate_rewards": "reward"}
+"""Its methods and the phases they are; all else of its step counts as ``train``, advantages and metrics among it."""
+
+
+def version() -> str | None:
+    """The installed TRL's version; None where there is none."""
+    return importlib.metadata.version("trl") if importlib.util.find_spec("trl") else None
+
+
+def length(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
+    """The reward of all arms: characters of the response."""
+    return [float(len(message[-1]["content"])) for message in completions]
+
+
+class Peer:
+    """Final class. ``step`` is an arm; ``close`` ends the thread."""
+
+    def __init__(self, size: Size, model: Path, out: Path) -> None:
+        self.model: Any = None
+        self.inputs: dict[str, Any] = {}
+        """Of the last micro-batch: what ``compute_loss`` was called with."""
+        self._clock: Clock | None = None
+        self._stopping = False
+        self._error: BaseException | None = None
+        self._go, self._done = threading.Event(), threading.Event()
+        self.trainer = self._make(size, model, out)
+        self._thread = threading.Thread(target=self._train, name="GRPOTrainer", daemon=True)
+
+    def _make(self, size: Size, path: Path, out: Path) -> Any:
+        from datasets import Dataset
+        from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+        from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+        peer = self
+
+        class Pause(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                peer._pause(control, finished=False)
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                peer._pause(control, finished=True)
+
+        config = GRPOConfig(
+            output_dir=str(out),
+            per_device_train_batch_size=size.micro_batch,
+            gradient_accumulation_steps=size.rows // size.micro_batch,
+            num_generations=size.group,
+            max_completion_length=size.new_tokens,
+            max_steps=1_000_000,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            weight_decay=1e-4,
+            max_grad_norm=1.0,
+            beta=0.0,
+            loss_type="grpo",
+            shuffle_dataset=False,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            dataloader_pin_memory=False,
+            report_to="none",
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        asked = [{"prompt": [{"role": "user", "content": p.text}]} for p in prompts("train")]
+        trainer = GRPOTrainer(
+            model=self.model,
+            reward_funcs=length,
+            args=config,
+            train_dataset=Dataset.from_list(asked),
+            processing_class=tokenizer,
+            callbacks=[Pause()],
+        )
+        trainer.remove_callback(PrinterCallback)
+        for name, phase in TIMED.items():
+            setattr(trainer, name, self._timed(getattr(trainer, name), phase))
+        trainer.compute_loss = self._kept(trainer.compute_loss)
+        return trainer
+
+    def step(self, step: int, clock: Clock) -> None:
+        """One step of the trainer, the next in its own count."""
+        self._clock = clock
+        if not self._thread.ident:
+            self._thread.start()
+        self._done.clear()
+        self._go.set()
+        self._done.wait()
+        if self._error is not None:
+            raise RuntimeError("GRPOTrainer failed") from self._error
+
+    def close(self) -> None:
+        """End the thread. Harmless when called twice."""
+        self._stopping = True
+        self._go.set()
+        if self._thread.ident:
+            self._thread.join()
+
+    def _train(self) -> None:
+        torch.set_num_threads(1)  # OpenMP counts by thread
+        try:
+            self.trainer.train()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    def _pause(self, control: Any, *, finished: bool) -> None:
+        """Wait until the next step is asked for. The first wait lies before step 1."""
+        if finished:
+            self._done.set()
+        self._go.wait()
+        self._go.clear()
+        if self._stopping:
+            control.should_training_stop = True
+
+    def _timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            assert self._clock is not None
+            with self._clock(phase):
+                return function(*args, **kwargs)
+
+        return call
+
+    def _kept(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            self.inputs = inputs
+            return function(model, inputs, *args, **kwargs)
+
+        return call
+
+
+def parity(peer: Peer, run: Run) -> dict[str, float]:
+    """Our loss on the last micro-batch that the trainer took, with its weights, against its own.
+
+    Returns the relative difference of the loss's gradients, as a norm over all weights. The run's weights are put back.
+    Advantages are given: GRPOTrainer divides by the sample's standard deviation, we by the population's.
+    """
+    advantages = torch.linspace(-1, 2, len(peer.inputs["advantages"]))
+    trainer, inputs = peer.trainer, peer.inputs | {"advantages": advantages}
+    theirs = torch.autograd.grad(trainer.compute_loss(peer.model, inputs), list(peer.model.parameters()))
+    policy: Any = run.pipeline.policy
+    kept = {name: p.detach().clone() for name, p in policy.state_dict().items()}
+    policy.load_state_dict(peer.model.state_dict())
+    try:
+        mine = torch.autograd.grad(our_loss(run, inputs), list(policy.parameters()))
+    finally:
+        policy.load_state_dict(kept)
+    apart = torch.stack([(a - b).norm() for a, b in zip(theirs, mine, strict=True)]).norm()
+    return {"gradient": (apart / torch.stack([a.norm() for a in theirs]).norm()).item()}
+
+
+def our_loss(run: Run, inputs: dict[str, Any]) -> torch.Tensor:
+    """What the loop would make of the trainer's micro-batch: its share of the step's loss."""
+    keys = [f"peer/{n}" for n in range(len(inputs["prompt_ids"]))]
+    for key, tokens, mask in zip(keys, inputs["prompt_ids"], inputs["prompt_mask"], strict=True):
+        run.pipeline.features.put(key, {"input_ids": tokens[mask.bool()]})
+    mask = inputs["completion_mask"].float()
+    rows = Trajectory([], [], inputs["completion_ids"], keys, mask=mask)
+    new = run.pipeline.replay(rows, 0, run.objective.needs, run.policy.using)
+    old = {
+        "log_probs": new["log_probs"].detach(),
+        "advantages": inputs["advantages"],
+        "weights": torch.ones(len(keys)),
+        "mask": mask,
+    }
+    train = run.recipe.train
+    return run.objective.loss(new, old, train.prompts_per_step * train.group_size).value

@@ -1,0 +1,51 @@
+"""What prompts are encoded to, and how rows of it become the arguments of one forward."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmrl.trajectory import Prompt
+
+PER_TOKEN = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+"""Features with one entry per prompt token; all others belong to media and are joined along their first dimension."""
+
+
+def key_of(prompt: Prompt) -> str:
+    """Names a prompt's features: equal for equal content, whatever the prompt is called."""
+    media = [(m.kind, m.path, m.offset, m.size, m.data, m.frames) for m in prompt.media]
+    return hashlib.blake2b(repr((prompt.system, prompt.text, media)).encode(), digest_size=12).hexdigest()
+
+
+def joined(
+    rows: Sequence[Mapping[str, Tensor]],
+    pad_token: int,
+    own_positions: bool,
+    responses: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> dict[str, Any]:
+    """The model's arguments for prompts padded on the left, and responses ``[B, T]`` with their mask behind them.
+
+    ``own_positions``: the model counts positions itself; otherwise they are counted here, from the attention mask.
+    """
+    longest = max(len(row["input_ids"]) for row in rows)
+    own = [torch.ones_like(row["input_ids"]) for row in rows]
+    out: dict[str, Any] = {"attention_mask": torch.stack([pad(m, (longest - len(m), 0)) for m in own])}
+    for name in rows[0]:
+        if name in PER_TOKEN:
+            fill = pad_token if name == "input_ids" else 0
+            out[name] = torch.stack([pad(row[name], (longest - len(row[name]), 0), value=fill) for row in rows])
+    for name in {name for row in rows for name in row} - PER_TOKEN:
+        out[name] = torch.cat([row[name] for row in rows if name in row])
+    if responses is not None and mask is not None:
+        behind = {"input_ids": responses, "attention_mask": mask.long()}
+        for name in set(out) & PER_TOKEN:
+            out[name] = torch.cat([out[name], behind.get(name, torch.zeros_like(responses))], 1)
+    if not own_positions:
+        out["position_ids"] = (out["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return out

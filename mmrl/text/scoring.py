@@ -1,0 +1,283 @@
+"""Reward models: a transformer with one number in place of the vocabulary, read at the end of prompt and response.
+
+Where transformers has a class for sequence classification (language models), it is used; for other families the same
+class is put together from transformers' own parts, so that a vision-language model scores what it sees. Directories are
+in the library's own format, and the number is what that class computes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.schema import Recipe
+from mmrl.errors import BadPromptError, UserError
+from mmrl.pipelines.protocol import Usage, What
+from mmrl.report.card import public
+from mmrl.rewards.contract import Failed
+from mmrl.text.export import plain
+from mmrl.text.features import joined
+from mmrl.text.loading import open_weights
+from mmrl.text.pairs import ending, response_tokens, stacked
+from mmrl.trajectory import Prompt
+
+if TYPE_CHECKING:
+    from mmrl.text.pipeline import Conditioner
+
+SETTINGS = "mmrl_reward_model.json"
+"""Beside exported weights: the pipeline that reads them, and the variables of the chat template."""
+HEAD = "score"
+
+
+def score_class(config: Any) -> Any:
+    """The class that scores with a model of ``config``. Raises ``UserError`` for a family that is unknown."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, PreTrainedModel
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    if type(config) not in MODEL_MAPPING:
+        raise UserError(f"model.path: transformers has no model of type {config.model_type!r}; take another")
+    body: Any = MODEL_MAPPING[type(config)]
+    family = next(c for c in body.__mro__[1:] if issubclass(c, PreTrainedModel) and c.base_model_prefix == "model")
+    name = f"{body.__name__.removesuffix('Model')}ForSequenceClassification"
+    return type(name, (GenericForSequenceClassification, family), {"__module__": __name__})
+
+
+def load_scorer(path: str, pad_token: int, dtype: torch.dtype, seed: int, trained: bool = False) -> Any:
+    """The model at ``path``, a reward model or one that writes text, whose new head is drawn from ``seed``.
+
+    Frozen and without dropout. ``trained``: a head must be there. Raises ``UserError``.
+    """
+    import transformers
+    from transformers import AutoConfig
+
+    logging = transformers.utils.logging
+    said = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # a new head is what is wanted here, and no warning
+    torch.manual_seed(seed)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        kind = score_class(config)
+        scores = any(str(name).endswith("ForSequenceClassification") for name in config.architectures or ())
+        if scores or kind.__module__ != __name__:
+            model, found = kind.from_pretrained(path, num_labels=1, dtype=dtype, output_loading_info=True)
+            lacking = {*found["missing_keys"]}
+        else:
+            model, lacking = _with_head(kind, config, path, dtype), {f"{HEAD}.weight"}
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
+        raise UserError(
+            f"path: {where} cannot be loaded as a reward model: {str(error).strip().splitlines()[0]}\n"
+            "  Give a directory with config.json and safetensors as transformers saves it, or a hub name while online."
+        ) from error
+    finally:
+        logging.set_verbosity(said)
+    lacking -= set() if trained else {f"{HEAD}.weight"}
+    if lacking:
+        raise UserError(
+            f"path: {path} lacks the weights {', '.join(sorted(lacking)[:3])}, so it is no whole "
+            f"{'reward model; name what mmrl export of a reward_model run wrote' if trained else 'model; save it anew'}"
+        )
+    model.config.get_text_config().pad_token_id = pad_token
+    model.exported_generation_config = None
+    return model.requires_grad_(False).eval()
+
+
+def _with_head(kind: Any, config: Any, path: str, dtype: torch.dtype) -> Any:
+    """A ``kind`` on the transformer of the model at ``path``, which writes text and is loaded by its own class: only
+    under that name does transformers know how its older checkpoints are called."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    writer = auto.from_pretrained(path, dtype=dtype)
+    writer.config.num_labels = 1
+    with torch.device("meta"):
+        made = kind(writer.config)
+    setattr(made, made.base_model_prefix, writer.base_model)
+    text = writer.config.get_text_config()
+    head = nn.Linear(text.hidden_size, 1, bias=False, dtype=dtype)
+    nn.init.normal_(head.weight, std=getattr(text, "initializer_range", 0.02))
+    setattr(made, HEAD, head)
+    return made
+
+
+def open_policy(recipe: Recipe, path: str, pad_token: int, device: torch.device) -> nn.Module:
+    """A reward model to train: what the recipe says of it, and always the head, which is new. Raises ``UserError``."""
+    dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
+    model = load_scorer(path, pad_token, dtype, recipe.seed)
+    policy = open_weights(model, recipe)
+    head = getattr(model, HEAD).float().requires_grad_(True)
+    head.register_forward_pre_hook(_in_its_own_precision)
+    return policy.to(device)
+
+
+def _in_its_own_precision(head: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The layers below may be of half precision."""
+    return (given[0].to(head.weight.dtype),)
+
+
+class Scorer:
+    """Final class. A trained reward model with its chat format: numbers for responses to prompts.
+
+    ``context``: tokens that prompt and response may have together.
+    """
+
+    def __init__(self, model: Any, conditioner: Conditioner) -> None:
+        self.model, self.conditioner = model, conditioner
+        self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._ending = ending(conditioner)
+
+    def score(self, prompts: Sequence[Prompt], texts: Sequence[str], batch_size: int) -> list[float | Failed]:
+        """One number per row, or why there is none; rows of neighbouring length share a forward."""
+        prompt_features: dict[int, dict[str, Tensor]] = {}
+        rows: list[tuple[dict[str, Tensor], Tensor] | Failed] = []
+        for prompt, text in zip(prompts, texts, strict=True):
+            try:
+                if id(prompt) not in prompt_features:  # a group's samples share their prompt, pictures and all
+                    prompt_features[id(prompt)] = self.conditioner.encode(prompt)
+                rows.append(self._row(prompt_features[id(prompt)], text))
+            except (BadPromptError, ValueError) as error:
+                rows.append(Failed(str(error)))
+        out: list[float | Failed] = [row if isinstance(row, Failed) else 0.0 for row in rows]
+        good = {n: row for n, row in enumerate(rows) if not isinstance(row, Failed)}
+        order = sorted(good, key=lambda n: len(good[n][0]["input_ids"]) + len(good[n][1]))
+        for start in range(0, len(order), batch_size):
+            places = order[start : start + batch_size]
+            for n, value in zip(places, self._forward([good[n] for n in places]), strict=True):
+                out[n] = value
+        return out
+
+    def _row(self, features: dict[str, Tensor], text: str) -> tuple[dict[str, Tensor], Tensor]:
+        """Raises ``ValueError`` where the model cannot read it."""
+        tokens = torch.tensor([*response_tokens(self.conditioner, text), *self._ending])
+        n = len(features["input_ids"]) + len(tokens)
+        if self.context is not None and n > self.context:
+            raise ValueError(f"prompt and response have {n} tokens, and the reward model's context {self.context}")
+        return features, tokens
+
+    @torch.inference_mode()
+    def _forward(self, rows: Sequence[tuple[Mapping[str, Tensor], Tensor]]) -> list[float]:
+        device = self.model.device
+        features = [{name: value.to(device) for name, value in row.items()} for row, _ in rows]
+        pad_token = self.conditioner.pad_token
+        texts, mask = stacked([tokens for _, tokens in rows], pad_token, device)
+        inputs = joined(features, pad_token, self.conditioner.own_positions, texts, mask)
+        return self.model(**inputs, use_cache=False).logits[:, 0].float().tolist()
+
+
+def settings_at(path: str) -> dict[str, Any]:
+    """What ``mmrl export`` noted beside a reward model; empty for one of another origin. Raises ``UserError``."""
+    file = Path(path) / SETTINGS
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"path: {file} cannot be read ({error}); export the reward model again") from error
+    return found if isinstance(found, dict) else {}
+
+
+def refuse_others(recipe: Recipe, chat: str) -> None:
+    """Raise ``UserError`` where the recipe asks a reward model for something else than its training."""
+    if recipe.algorithm.type != "reward_model":
+        raise UserError(
+            f"pipeline: {recipe.pipeline} is a model that scores, and {recipe.algorithm.type} trains one that writes "
+            f"text; set pipeline: {chat}, or algorithm.type: reward_model"
+        )
+
+
+def write(policy: Any, conditioner: Conditioner, recipe: Recipe, out: Path, what: What) -> None:
+    """Write a reward model, or its adapter and head for peft, with its tokenizer and what ``settings_at`` reads.
+
+    The policy in memory stays as it is.
+    """
+    if what == "lora":
+        config = policy.peft_config["default"]
+        kept = config.base_model_name_or_path, config.task_type, config.modules_to_save
+        config.base_model_name_or_path, config.task_type = public(recipe.model.path), "SEQ_CLS"
+        config.modules_to_save = [HEAD]
+        try:
+            _save_adapter(policy, out)
+        finally:
+            config.base_model_name_or_path, config.task_type, config.modules_to_save = kept
+    else:
+        plain(policy, getattr(torch, recipe.model.dtype)).save_pretrained(out)
+    conditioner.saved.save_pretrained(out)
+    noted = {"pipeline": "vlm/score" if hasattr(conditioner.saved, "image_processor") else "llm/score"}
+    settings = {**noted, "chat_template": recipe.decoding.chat_template}
+    (out / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+
+
+def _save_adapter(policy: Any, out: Path) -> None:
+    """The adapter with the head under the name that peft gives a module it saves whole."""
+    from peft.utils import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
+    head = getattr(policy.get_base_model(), HEAD).weight
+    tensors |= {f"base_model.model.{HEAD}.weight": head.detach()}
+    out.mkdir(parents=True, exist_ok=True)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, out / "adapter_model.safetensors", {"format": "pt"})
+    policy.peft_config["default"].save_pretrained(out)
+
+
+def usage(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What, folder: str, prompt: str) -> Usage:
+    """Code that leaves the ``score`` of a response to ``prompt`` behind, with what was written to ``folder``."""
+    model = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+    kind, saved = type(model).__name__, conditioner.saved
+    library, tags = ("peft", [kind, "lora"]) if what == "lora" else ("transformers", [kind])
+    seeing = _SEEING if what == "merged" else _SEEING_LORA  # transformers has no such class: mmrl puts it together
+    source = seeing if hasattr(saved, "image_processor") else _READING
+    base = public(recipe.model.path)
+    code = source.format(
+        folder=repr(folder),
+        base=repr(folder if what == "merged" else base),
+        prompt=repr(prompt),
+        ending=repr(getattr(saved, "tokenizer", saved).decode(ending(conditioner))),
+        variables="".join(f", {name}={value!r}" for name, value in recipe.decoding.chat_template.items()),
+        variables_of=repr(recipe.decoding.chat_template),
+        peft="from peft import PeftModel\n" if what == "lora" else "",
+        adapter=f"model = PeftModel.from_pretrained(model, {folder!r})\n" if what == "lora" else "",
+    )
+    return Usage(library, "text-classification", [*tags, "reward-model"], {f"With {library}": code})
+
+
+_READING = """\
+import torch
+{peft}from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+model = AutoModelForSequenceClassification.from_pretrained({base}, num_labels=1)
+{adapter}tokenizer = AutoTokenizer.from_pretrained({folder})
+messages = [{{"role": "user", "content": {prompt}}}]
+text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False{variables})
+text += "An answer." + {ending}
+inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+with torch.no_grad():
+    score = model(**inputs).logits[0, 0].item()
+"""
+_SEEING = """\
+import mmrl
+from mmrl.media import Media
+from mmrl.trajectory import Prompt
+
+scorer = mmrl.load("pipelines", "vlm/score").scorer({folder}, {variables_of})
+prompt = Prompt("1", {prompt})  # with pictures: media=(Media("image", path="picture.jpg"),)
+score = scorer.score([prompt], ["An answer."], batch_size=1)[0]
+"""
+_SEEING_LORA = """\
+import torch
+from peft import PeftModel
+
+from mmrl.text.scoring import load_scorer
+
+model = load_scorer({base}, pad_token=0, dtype=torch.float32, seed=0)
+model = PeftModel.from_pretrained(model, {folder})  # an export of the whole model is easier to use
+"""

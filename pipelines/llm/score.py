@@ -1,0 +1,37 @@
+"""Language models that score a response: reward models, trained on pairs (``AutoModelForSequenceClassification``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mmrl.config.schema import Recipe
+from mmrl.errors import UserError
+from mmrl.text.pipeline import TextPipeline
+from mmrl.text.scoring import Scorer, load_scorer, open_policy, refuse_others
+
+from .chat import Chat, load_tokenizer
+
+
+def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
+    """Load the model and tokenizer at ``path``. Raises ``UserError`` where they cannot chat, or are to write text."""
+    refuse_others(recipe, "llm/chat")
+    chat = _chat(path, recipe.decoding.chat_template)
+    return TextPipeline(chat, open_policy(recipe, path, chat.pad_token, device), recipe, device)
+
+
+def scorer(path: str, variables: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Scorer:
+    """The trained reward model at ``path``; ``variables`` of the chat template. Raises ``UserError``."""
+    chat = _chat(path, variables)
+    return Scorer(load_scorer(path, chat.pad_token, dtype, 0, trained=True), chat)
+
+
+def _chat(path: str, variables: Mapping[str, Any]) -> Chat:
+    from transformers import AutoTokenizer
+
+    tokenizer = load_tokenizer(AutoTokenizer, path)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"model.path: the tokenizer of {path} has no eos_token; set it in tokenizer_config.json")
+    return Chat(tokenizer, [tokenizer.eos_token_id], dict(variables))

@@ -1,0 +1,68 @@
+"""A scalar reward model as a reward: what ``mmrl export`` wrote of a run with ``algorithm.type: reward_model``.
+
+    - name: reward_model
+      options: {path: my-reward-model}       # from the recipe's folder
+
+It scores each response behind its prompt, with the prompt's pictures and clips where the model sees. A language model
+of the same format from elsewhere (``AutoModelForSequenceClassification`` with one label) will do too, where it has a
+chat template. Scores have no scale of their own: ``normalize: batch`` or ``group`` gives them one. A sample that cannot
+be read (too long, broken pictures, control tokens in its text) fails and gets no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mmrl
+from mmrl.errors import UserError
+from mmrl.rewards.contract import Context, Failed
+from mmrl.trajectory import Sample
+
+
+@mmrl.reward(inputs=("text",), paths=("path",))
+class RewardModel:
+    """The reward model's number for each response.
+
+    ``batch_size``: responses in a forward. ``dtype``: of its weights. ``chat_template``: variables of the template, and
+    ``pipeline``: which of ``llm/score`` and ``vlm/score`` reads it; both are known of what was exported here.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        batch_size: int = 16,
+        dtype: str = "float32",
+        chat_template: Mapping[str, Any] | None = None,
+        pipeline: str | None = None,
+    ) -> None:
+        import torch
+
+        from mmrl.text.scoring import settings_at
+
+        if batch_size < 1:
+            raise UserError(f"options.batch_size is {batch_size}; set it to 1 or more")
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise UserError(f"options.dtype is {dtype!r}; set it to float32, bfloat16 or float16")
+        noted = settings_at(path)
+        variables = noted.get("chat_template", {}) if chat_template is None else chat_template
+        name = pipeline or str(noted.get("pipeline") or _guess(path))
+        if name not in ("llm/score", "vlm/score"):
+            raise UserError(f"options.pipeline is {name!r}; set it to llm/score, or vlm/score for a model that sees")
+        self.batch_size = batch_size
+        self._scorer = mmrl.load("pipelines", name).scorer(path, variables, getattr(torch, dtype))
+
+    def score(self, samples: Sequence[Sample], *, context: Context) -> list[float | Failed]:
+        """One number per sample."""
+        self._scorer.model.to(context.device)
+        return self._scorer.score([s.prompt for s in samples], [s.text or "" for s in samples], self.batch_size)
+
+
+score = RewardModel
+
+
+def _guess(path: str) -> str:
+    """What reads a directory that says nothing: one with an image processor holds a model that sees."""
+    sees = any((Path(path) / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
+    return "vlm/score" if sees else "llm/score"
