@@ -35,7 +35,7 @@ def recipe(path, **changes):
     return Recipe.model_validate(values)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama"])
 def path(request, tmp_path_factory):
     return tiny.language_model(tmp_path_factory.mktemp(request.param), request.param)
 

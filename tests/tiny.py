@@ -30,9 +30,13 @@ def tokenizer():
 
 def language_model(folder: Path, kind: str = "qwen3", sharp: float = 0.3, seed: int = 0) -> Path:
     """Save a model of ``kind`` with its tokenizer into ``folder``; ``sharp`` weights make its choices matter."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers as t
 
-    config, model = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[kind]
+    config, model = {
+        "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM),
+        "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM),
+        "llama": (t.LlamaConfig, t.LlamaForCausalLM),
+    }[kind]
     tok = tokenizer()
     torch.manual_seed(seed)
     made = model(
