@@ -97,12 +97,13 @@ def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
         if not hasattr(module, "describe"):
             made.notes.append(f"{name} has no describe(recipe, path, architecture), so its memory is not known")
             return made
+        prompts = _prompts(loaded, made)
         architecture = Path(loaded.resolve(recipe.architecture)) if recipe.architecture else None
         description = module.describe(recipe, loaded.resolve(recipe.model.path), architecture)
     except UserError as error:
         made.problems.append(str(error))
         return made
-    _account(made, description, objective, _prompts(loaded, made), inputs)
+    _account(made, description, objective, prompts, inputs)
     if made.device_memory and made.peak and made.peak.total > made.device_memory:
         made.problems.append(_too_big(made, made.peak))
     return made

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from mmrl.errors import UserError
 from mmrl.rewards.contract import Declaration, declaration_of
 
 _FORM = "def score(samples, *, context)"
+_PARSING = threading.Lock()
+"""``inspect`` parses a file to find a class in it, and Python 3.11's parser fails when two threads do that at once
+(SystemError: AST constructor recursion depth mismatch; python/cpython#106905)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,9 @@ class Found:
     def place(self) -> str:
         """``file:line`` of its definition, for messages."""
         try:
-            return f"{short_path(self.file or '')}:{inspect.getsourcelines(self.target)[1]}"
+            with _PARSING:
+                line = inspect.getsourcelines(self.target)[1]
+            return f"{short_path(self.file or '')}:{line}"
         except (OSError, TypeError):
             return self.name
 
