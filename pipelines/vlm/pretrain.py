@@ -200,12 +200,14 @@ def describe(objects: Sequence[Sequence[Any]]) -> str:
     return ", ".join(f"{name} {rows[r]} {columns[c]}" for r, c, name in cells)
 
 
-def from_scenes(prompts: Sequence[Any], described: bool = True) -> Iterator[Example]:
-    """Conversations about the prompts of the ``scenes`` data set."""
-    for p in prompts:
+def from_scenes(prompts: Sequence[Any], described: bool = True, untold: float = 0.0) -> Iterator[Example]:
+    """Conversations about the prompts of the ``scenes`` data set: question and answer, then, where ``described``, a
+    description; a share ``untold`` of them has the description alone."""
+    for i, p in enumerate(prompts):
         images = [Image.open(io.BytesIO(m.data)).convert("RGB") for m in p.media]
         told = "; ".join(describe(o) for o in p.meta["objects"])
         turns = [(p.text.replace("<image>", ""), p.meta["answer"])]
+        turns = [] if int(i * untold) < int((i + 1) * untold) else turns
         yield Example([*turns, (DESCRIBE, told)] if described else turns, images)
 
 
@@ -238,11 +240,12 @@ def accuracy(model: Any, processor: Any, examples: Sequence[Example], rows: int 
 def train_vision(model: Any, processor: Any, minutes: float, log: Log) -> None:
     """Teach the vision tower alone what each picture token shows, for ``minutes`` of CPU time.
 
-    The truth is the share of the token's pixels that each of the 20 sorts of object and the background cover; a linear
-    layer that is thrown away predicts it (soft cross-entropy).
+    The truth is the share of the token's pixels that each colour covers, and each kind of object, with the background
+    as one more; two linear layers that are thrown away predict them (soft cross-entropy, less the truth's
+    own entropy).
     """
-    visual, head = model.model.visual, torch.nn.Linear(WIDTH, 21)
-    optimizer = _optimizer([visual, head], 2e-3)
+    visual, heads = model.model.visual, torch.nn.ModuleList([torch.nn.Linear(WIDTH, 6), torch.nn.Linear(WIDTH, 5)])
+    optimizer = _optimizer([visual, heads], 2e-3)
     rng, started, step = random.Random(5), time.process_time(), 0
     running: list[float] = []
     while (spent := (time.process_time() - started) / 60) < minutes:
@@ -250,8 +253,13 @@ def train_vision(model: Any, processor: Any, minutes: float, log: Log) -> None:
         drawn = [_segmented(rng) for _ in range(_BATCH)]
         inputs = processor.image_processor(images=[image for image, _ in drawn], return_tensors="pt")
         features = visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"]).pooler_output
-        truth = torch.from_numpy(np.concatenate([shares for _, shares in drawn]))
-        loss = F.cross_entropy(head(features), truth) + (truth * truth.clamp(min=1e-9).log()).sum(-1).mean()
+        shares = torch.from_numpy(np.concatenate([shares for _, shares in drawn])).split([6, 5], -1)
+        pairs = list(zip(heads, shares, strict=True))
+        excess = [
+            F.cross_entropy(head(features), truth) + (truth * truth.clamp(min=1e-9).log()).sum(-1).mean()
+            for head, truth in pairs
+        ]
+        loss = torch.stack(excess).sum()
         _step(optimizer, loss)
         running.append(loss.item())
         step += 1
@@ -261,24 +269,24 @@ def train_vision(model: Any, processor: Any, minutes: float, log: Log) -> None:
 
 
 def _segmented(rng: random.Random) -> tuple[Image.Image, np.ndarray]:
-    """A picture of one to four objects anywhere, and what each of its tokens shows: ``[tokens, 21]`` float32."""
+    """A picture of one to four objects anywhere, and what each of its tokens shows: ``[tokens, 6 + 5]`` float32."""
     shapes, scenes = mmrl.load("datasets", "shapes"), mmrl.load("datasets", "scenes")
     width, height = rng.choice(scenes.SIZES)
-    sorts = [(colour, kind) for colour in shapes.COLOURS for kind in shapes.KINDS]
-    scene, covered = [], np.zeros((21, height, width), np.float32)
+    colours, kinds = list(shapes.COLOURS), list(shapes.KINDS)
+    scene, covered = [], np.zeros((11, height, width), np.float32)
     for _ in range(rng.randint(1, 4)):
-        r, (colour, kind) = rng.uniform(4.2, 7.0), rng.choice(sorts)
+        r, colour, kind = rng.uniform(4.2, 7.0), rng.choice(colours), rng.choice(kinds)
         x, y = rng.uniform(r, width - r), rng.uniform(r, height - r)
         if any(max(abs(s.x - x), abs(s.y - y)) < s.radius + r + 1 for s in scene):
             continue
         scene.append(shapes.Shape(colour, kind, x, y, r))
         alone = np.asarray(scenes.render(scene[-1:], (width, height)), np.float32)
         difference = np.abs(alone - shapes.BACKGROUND).sum(-1)
-        covered[sorts.index((colour, kind))] += difference / difference.max()
-    covered[20] = 1 - covered[:20].sum(0)
+        covered[[colours.index(colour), 6 + kinds.index(kind)]] += difference / difference.max()
+    covered[5], covered[10] = 1 - covered[:5].sum(0), 1 - covered[6:10].sum(0)
     side = PATCH * MERGE
-    cells = covered.reshape(21, height // side, side, width // side, side).mean((2, 4))
-    return scenes.render(scene, (width, height)), cells.reshape(21, -1).T.clip(0, 1)
+    cells = covered.reshape(11, height // side, side, width // side, side).mean((2, 4))
+    return scenes.render(scene, (width, height)), cells.reshape(11, -1).T.clip(0, 1)
 
 
 def train(
