@@ -374,7 +374,7 @@ def restored(path: Path, which: str) -> tuple[Run, RunDir, int]:
             found, skipped = checkpoint.load_latest(directory.checkpoints)
             for line in skipped:
                 print(f"warning: {line}; an older one is taken", file=sys.stderr)
-        elif which.isdigit():
+        elif which.isascii() and which.isdigit():
             found = checkpoint.load(directory.checkpoints, int(which))
         else:
             raise UserError(f"--checkpoint {which}: give latest, base or a step")

@@ -443,6 +443,8 @@ def test_parse_key() -> None:
 )
 @example(["rewards=[null]", "rewards[0].name=x"], RECIPE)
 @example(["algorithm=3"], RECIPE)
+@example(["²"], RECIPE)
+@example(["rewards.².name=x"], RECIPE)
 @example(["algorithm.type=[1]"], RECIPE)
 @example(["data.name=:"], RECIPE)
 @example(["rewards[0].name=.py"], RECIPE)

@@ -84,9 +84,9 @@ def shown(path: Path) -> str:
 
 def parse_key(text: str) -> KeyPath | None:
     """``rewards[0].weight`` or ``rewards.0.weight`` as ``("rewards", 0, "weight")``; None where it is no key."""
-    if not re.fullmatch(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[\d+\])*", text):
+    if not re.fullmatch(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[[0-9]+\])*", text):
         return None
-    return tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", text))
+    return tuple(int(part) if part.isascii() and part.isdigit() else part for part in re.findall(r"[^.\[\]]+", text))
 
 
 def parse_value(text: str) -> Any:
