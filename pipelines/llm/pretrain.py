@@ -36,12 +36,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import mmrl
+from mmrl._torchvision import allow_cpu_only
 from mmrl.judge.rubric import Rubric
 from mmrl.rewards.contract import Context
 from mmrl.trajectory import Prompt, Sample, SampleId
+
+allow_cpu_only()  # transformers imports torchvision wherever it is installed
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT = (
