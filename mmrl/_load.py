@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from mmrl._torchvision import allow_cpu_only
 from mmrl.errors import UserError
 
 Kind = Literal["pipelines", "rewards", "datasets"]
@@ -26,6 +27,7 @@ def load(kind: Kind, name: str) -> Any:
     ``shapes`` is the module ``mmrl.<kind>.shapes``, ``shapes:verify`` an attribute of it, ``diffusion/sd3`` a module in
     a folder, and ``path/to/mine.py:name`` an attribute of a file. Raises ``LoadError``.
     """
+    allow_cpu_only()  # transformers and diffusers, which drop-ins import, import torchvision wherever it is installed
     target, _, attribute = name.partition(":")
     with _LOCK:  # a thread must not see a module that another is still executing
         module = _from_file(Path(target)) if target.endswith(".py") else _from_package(kind, target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +15,9 @@ from mmrl.engines.policy import Policy
 from mmrl.pipelines.protocol import Pipeline
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+
+if TYPE_CHECKING:
+    from mmrl.flight import Flight
 
 T = TypeVar("T")
 
@@ -32,6 +35,8 @@ class Run:
     prompts: Sequence[Prompt]
     critic: Policy | None = None
     """The critic's weights and optimizer, where the objective has one."""
+    flight: Flight | None = None
+    """Responses that take more than a step, where the recipe cuts them."""
 
 
 @dataclass

@@ -13,13 +13,16 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from mmrl.batch import Run
 
 _NAME = re.compile(r"step_(\d{6,})$")
 
@@ -31,6 +34,27 @@ class Checkpoint:
     step: int
     tensors: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
+
+
+def of_run(run: Run, step: int, **state: Any) -> Checkpoint:
+    """All that going on after ``step`` finished steps needs: policy, critic, responses in flight, and ``state``."""
+    tensors, state["policy"] = run.policy.state()
+    if run.critic is not None:
+        theirs, state["critic"] = run.critic.state()
+        tensors |= {f"critic_{part}": values for part, values in theirs.items()}
+    if run.flight is not None:
+        tensors["flight"], state["flight"] = run.flight.state()
+    return Checkpoint(step, tensors, state)
+
+
+def restore(run: Run, found: Checkpoint) -> None:
+    """Bring ``run`` to where ``of_run`` left it. Raises ``UserError`` where the checkpoint is of another run."""
+    run.policy.load_state(found.tensors, found.state["policy"])
+    if run.critic is not None:
+        theirs = {k.removeprefix("critic_"): v for k, v in found.tensors.items() if k.startswith("critic_")}
+        run.critic.load_state(theirs, found.state["critic"])
+    if run.flight is not None:
+        run.flight.load_state(run, found.tensors["flight"], found.state["flight"])
 
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:

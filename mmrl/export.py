@@ -62,7 +62,7 @@ def _check(recipe: Recipe, out: Path, what: str) -> None:
 def _write(run: Run, directory: RunDir, step: int, folder: Path, name: str, what: What) -> None:
     with run.policy.for_evaluation():
         run.pipeline.write(folder, what)
-    usage = run.pipeline.usage(name, what, run.prompts[0].text)
+    usage = run.pipeline.usage(name, what, run.prompts[0])
     if not write_card(folder, name, run.recipe, directory, step, what, usage):
         print(f"note: {directory.path} has no held-out evaluation up to step {step} for the card", file=sys.stderr)
 

@@ -51,6 +51,8 @@ def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], lis
     for name, decay in run.objective.copies.items():
         run.policy.move(name, decay(step))
     run.pipeline.features.release(batch.keys)
+    if run.flight is not None:
+        run.flight.settle()
     return tally.means(), batch.failures
 
 

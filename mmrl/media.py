@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -216,7 +217,8 @@ def _decode(media: Media, wanted: dict[str, Any], limits: Limits) -> tuple[dict[
             header, pixels = {"error": str(error)}, b""
         if "error" not in header:
             because = f" (decord cannot: {reasons[0]})" if reasons else "" if name == "decord" else " (no decord here)"
-            _once(media, logging.INFO, f"decoded with {'PyAV' if name == 'av' else name}{because}")
+            level = logging.WARNING if reasons else logging.INFO
+            _once(media, level, f"decoded with {'PyAV' if name == 'av' else name}{because}")
             return header, pixels
         if header.get("final"):
             raise BadMediaError(f"{describe(media)} {header['error']}")
@@ -239,8 +241,8 @@ def _bounded(media: Media, data: bytes, limits: Limits) -> bytes:
 
 
 def _once(media: Media, level: int, text: str) -> None:
-    """Say it of a file once; of inline bytes once per text."""
-    key = f"{describe(media)} {text}"
+    """Say it of a file once; of inline bytes once per text. Numbers in it may differ: decord tells the time of day."""
+    key = f"{describe(media)} {re.sub('[0-9]+', '', text)}"
     if key not in _LOGGED and len(_LOGGED) < 1_000_000:
         _LOGGED.add(key)
         _log.log(level, "%s: %s", describe(media), text)

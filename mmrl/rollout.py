@@ -25,7 +25,10 @@ MOST_REPLACED = 4
 
 def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) -> Batch:
     """Sample a group for every slot, score it, and turn rewards into advantages."""
-    rounds = [sample_and_score(run, slots, step, clock)]
+    if run.flight is None:
+        rounds = [sample_and_score(run, slots, step, clock)]
+    else:
+        rounds = [run.flight.land(run, len(slots), step, clock, tally)]  # some begun in earlier steps
     groups = [(0, n) for n in range(len(slots))]
     algorithm = run.recipe.algorithm
     if isinstance(algorithm, TokenAlgorithm) and algorithm.dynamic_sampling:
@@ -135,7 +138,8 @@ def assemble(run: Run, rounds: list[Round], groups: list[tuple[int, int]]) -> tu
         failures=[failure for r in rounds for failure in r.scores.failures],
     )
     rewards = torch.stack([rounds[r].scores.total[i] for r, i in rows])
-    return batch, Scored(rewards, group_of_row(len(groups), run), token_rewards=spread_spans(run, batch, rounds, rows))
+    token_rewards, all_sum = spread_spans(run, batch, rounds, rows), run.controller.total
+    return batch, Scored(rewards, group_of_row(len(groups), run), token_rewards=token_rewards, all_sum=all_sum)
 
 
 def spread_spans(run: Run, batch: Batch, rounds: list[Round], rows: list[tuple[int, int]]) -> Tensor | None:

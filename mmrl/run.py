@@ -19,15 +19,16 @@ import torch
 import mmrl
 from mmrl import checkpoint
 from mmrl.batch import Run
-from mmrl.checkpoint import Checkpoint
 from mmrl.config.algorithms import PPO, with_length_limit
-from mmrl.config.loader import LoadedRecipe, resolve
+from mmrl.config.loader import LoadedRecipe
+from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.datasets.records import checked
 from mmrl.engines.policy import Policy
 from mmrl.errors import UserError
 from mmrl.evaluation import Heldout, measure
+from mmrl.flight import Flight
 from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import MetricsLog, read
@@ -47,14 +48,15 @@ def build(recipe: Recipe, root: Path) -> Run:
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     prompts = load_prompts(recipe, root, "train")
-    rewards = RewardSet(recipe.rewards, root, device)
+    controller = Controller(recipe.seed)
+    rewards = RewardSet(recipe.rewards, root, device, controller.total)
     objective = load_objective(recipe)
     if objective.kind == "pathwise" and not rewards.differentiable:
         raise UserError(
             f"algorithm.type: {recipe.algorithm.type} follows the reward's gradient, and not every reward declares "
             "@mmrl.reward(differentiable=True); use a differentiable one (colour:target), or algorithm.type=flow_grpo"
         )
-    pipeline = mmrl.load("pipelines", resolve(root, recipe.pipeline)).build(
+    pipeline = mmrl.load("pipelines", resolve_drop_in(root, recipe.pipeline)).build(
         recipe, resolve(root, recipe.model.path), device
     )
     policy = Policy(pipeline.policy, recipe.optim, recipe.train.steps * recipe.train.updates_per_step)
@@ -66,7 +68,8 @@ def build(recipe: Recipe, root: Path) -> Run:
     if isinstance(recipe.algorithm, PPO):
         settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
         critic = Policy(pipeline.open_critic(), settings, policy.total_updates)
-    return Run(recipe, Controller(recipe.seed), pipeline, policy, objective, rewards, prompts, critic)
+    flight = Flight(recipe.rollout.partial) if recipe.rollout.partial else None
+    return Run(recipe, controller, pipeline, policy, objective, rewards, prompts, critic, flight)
 
 
 def choose_device(name: str) -> torch.device:
@@ -91,7 +94,7 @@ def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
     if isinstance(options.get("path"), str):
         options["path"] = resolve(root, options["path"])
     try:
-        made = mmrl.load("datasets", resolve(root, name))(split, **options)
+        made = mmrl.load("datasets", resolve_drop_in(root, name))(split, **options)
         prompts = made if isinstance(made, Sequence) else list(made)
     except (TypeError, ValueError) as error:
         raise UserError(
@@ -226,10 +229,7 @@ class Session:
         for line in skipped:
             print(f"warning: {line}; an older one is taken", file=sys.stderr)
         if found is not None:
-            self.run.policy.load_state(found.tensors, found.state["policy"])
-            if self.run.critic is not None:
-                theirs = {k.removeprefix("critic_"): v for k, v in found.tensors.items() if k.startswith("critic_")}
-                self.run.critic.load_state(theirs, found.state["critic"])
+            checkpoint.restore(self.run, found)
             self.done, self.cpu_seconds = found.step, found.state["cpu_seconds"]
             self.saved, self.updates = self.done, self.run.policy.updates
         print(
@@ -317,15 +317,9 @@ class Session:
 
     def _save(self) -> None:
         """Save; a disk that is full is told and the run goes on with the last good checkpoint."""
-        tensors, numbers = self.run.policy.state()
-        state = {"policy": numbers, "cpu_seconds": self.cpu_seconds}
-        if self.run.critic is not None:
-            theirs, state["critic"] = self.run.critic.state()
-            tensors |= {f"critic_{part}": values for part, values in theirs.items()}
+        whole = checkpoint.of_run(self.run, self.done, cpu_seconds=self.cpu_seconds)
         try:
-            checkpoint.save(
-                self.directory.checkpoints, Checkpoint(self.done, tensors, state), self.recipe.checkpoint.keep
-            )
+            checkpoint.save(self.directory.checkpoints, whole, self.recipe.checkpoint.keep)
             self.saved, self.last_save_failed = self.done, None
         except OSError as error:
             kept = checkpoint.steps(self.directory.checkpoints)

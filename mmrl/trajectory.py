@@ -69,7 +69,7 @@ class Sample:
     truncated: bool = False
 
 
-_ROWS = ("clean", "states", "log_probs", "mask", "truncated")
+_ROWS = ("clean", "states", "log_probs", "mask", "truncated", "under_way", "drawn_at")
 """The tensors of a trajectory that have a row per sample."""
 
 
@@ -84,7 +84,8 @@ class Trajectory:
     Of denoising: ``states`` before and after each recorded action, ``[B, T + 1, ...]`` float32, and ``actions``
     ``[T]``, their indices in the schedule; None where no action was recorded (forward-process objectives). Of text:
     ``mask`` ``[B, T]`` float32, 1 on response tokens (the end-of-text token among them), 0 on padding; ``truncated``
-    ``[B]`` bool, cut at the length limit.
+    ``[B]`` bool, cut at the length limit. Of text drawn in parts: ``under_way`` ``[B]`` bool, to be gone on with, and
+    ``drawn_at`` ``[B, T]`` int64, the training step under whose weights each token was drawn.
     """
 
     slots: list[Slot]
@@ -96,6 +97,8 @@ class Trajectory:
     log_probs: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     truncated: torch.Tensor | None = None
+    under_way: torch.Tensor | None = None
+    drawn_at: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

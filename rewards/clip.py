@@ -21,6 +21,7 @@ DEFAULT = "openai/clip-vit-large-patch14"
 WEIGHT = 2.5
 
 
+@mmrl.reward(paths=("path",))
 class ClipScore:
     """CLIPScore of each picture with its prompt, 0 to 2.5. Prompts are cut at the text encoder's length."""
 
@@ -33,7 +34,7 @@ class ClipScore:
         return WEIGHT * cosine(self.model, self.processor, samples, pixels, context).clamp(min=0)
 
 
-@mmrl.reward(inputs=("tensor",), differentiable=True)
+@mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path",))
 class PathwiseClip:
     """2.5 * cosine, with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 

@@ -19,7 +19,7 @@ import httpx
 
 from mmrl.errors import UserError
 from mmrl.rewards import wire
-from mmrl.rewards.contract import Context, Declaration, Input, Value
+from mmrl.rewards.contract import Context, Declaration, Input
 from mmrl.trajectory import Sample
 
 _PAUSES_S = (0.1, 0.5)
@@ -29,7 +29,8 @@ _PAUSES_S = (0.1, 0.5)
 class Http:
     """Scores by a remote reward.
 
-    ``reward``: the name the server must serve (None: any). ``per`` and ``inputs``: as the remote reward declares them.
+    ``reward``: the name the server must serve (None: any). ``per``, ``inputs`` and ``spans``: as the remote reward
+    declares them. Prompts go with their media (a file once per request) and system messages, whatever it reads.
     ``timeout``: seconds for one request. The server is asked what it is at the first call, not before.
     """
 
@@ -41,6 +42,7 @@ class Http:
         reward: str | None = None,
         per: str = "sample",
         inputs: Sequence[Input] = ("image",),
+        spans: bool = False,
     ) -> None:
         try:
             parts = urlsplit(url)
@@ -52,7 +54,7 @@ class Http:
         if per not in ("sample", "group"):
             raise UserError(f"options.per: {per!r}; write sample or group")
         self.url, self.reward, self.per = url.rstrip("/"), reward, per
-        self.__mmrl_reward__ = Declaration(tuple(inputs), "group" if per == "group" else "sample")
+        self.__mmrl_reward__ = Declaration(tuple(inputs), "group" if per == "group" else "sample", spans=spans)
         secret = _secret(token)
         self._client = httpx.Client(
             timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
@@ -61,8 +63,11 @@ class Http:
         )
         self._max_bytes: int | None = None
 
-    def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[Value]]:
-        """Named parts, ``score`` among them; a sample the server could not score is ``Failed`` with its reason."""
+    def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[Any]]:
+        """Named parts, ``score`` and perhaps ``spans`` among them.
+
+        A sample the server could not score is ``Failed`` with its reason.
+        """
         if self._max_bytes is None:
             self._max_bytes = self._check_health()
         groups = [list(range(len(samples)))] if self.per == "group" else []
@@ -74,7 +79,7 @@ class Http:
                     "lower this reward's batch_size"
                 )
             answer = self._ask("POST", "/score", content=body, headers={"Content-Type": "application/json"})
-            return wire.decode_reply(answer, len(samples))
+            return wire.decode_reply(answer, len(samples), self.__mmrl_reward__.spans)
         except wire.WireError as error:
             raise UserError(f"{self.url}: {error}") from error
 
@@ -83,7 +88,7 @@ class Http:
         try:
             health = json.loads(body)
             version, name, per = health["mmrl"], health["reward"], health["per"]
-            reads, limit = health["inputs"], int(health["max_bytes"])
+            reads, limit, spans = health["inputs"], int(health["max_bytes"]), health.get("spans", False)
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{self.url}/health is not an mmrl reward server's; check options.url") from None
         if version != wire.VERSION:
@@ -94,6 +99,11 @@ class Http:
             raise UserError(f"{self.url} serves {name!r}, not {self.reward!r}; correct options.url or options.reward")
         if per != self.per:
             raise UserError(f"{self.url} serves {name!r}, which scores per {per}; set options.per to {per}")
+        if spans != self.__mmrl_reward__.spans:
+            said = "spans, rewards of pieces of responses" if spans else "no spans"
+            raise UserError(
+                f"{self.url} serves {name!r}, which returns {said}; set options.spans to {str(spans).lower()}"
+            )
         lacks = set(reads) - {"tensor"} - set(self.__mmrl_reward__.inputs)
         if lacks:
             raise UserError(f"{self.url} serves {name!r}, which reads {sorted(reads)}; set options.inputs to that")

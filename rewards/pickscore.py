@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import mmrl
 from mmrl.rewards.contract import Context
 from mmrl.trajectory import Sample
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 SCALE = 26.0
 
 
+@mmrl.reward(paths=("path", "processor"))
 class PickScore:
     """PickScore of each picture with its prompt."""
 

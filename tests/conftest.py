@@ -11,3 +11,8 @@ for name, value in {
     "DIFFUSERS_VERBOSITY": "error",
 }.items():
     os.environ.setdefault(name, value)
+
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("unhurried", deadline=None)  # how long an example takes says nothing on a busy machine
+settings.load_profile("unhurried")

@@ -11,72 +11,26 @@ import torch
 from PIL import Image
 
 from mmrl._torchvision import allow_cpu_only
+from tests import tiny
 
 allow_cpu_only()  # before transformers imports torchvision
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
-    "{% if c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-SPECIAL += ["<|video_pad|>"]
-
-
-def byte_characters():
-    """The characters that stand for bytes in a byte-level vocabulary."""
-    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [b for b in range(256) if b not in seen]
-    return [chr(b) for b in seen] + [chr(256 + i) for i in range(len(rest))]
-
-
-def tokenizer(words=()):
-    """Byte-level; ``words`` are single tokens beside the bytes."""
-    from transformers import Qwen2Tokenizer
-
-    vocabulary = {c: i for i, c in enumerate(byte_characters())}
-    merges = []
-    for word in words:
-        for i in range(1, len(word)):
-            if word[: i + 1] not in vocabulary:
-                vocabulary[word[: i + 1]] = len(vocabulary)
-                merges.append((word[:i], word[i]))
-    made = Qwen2Tokenizer(
-        vocab=vocabulary,
-        merges=merges,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
-    )
-    made.add_tokens([t for t in SPECIAL if t not in made.get_vocab()], special_tokens=True)
-    made.chat_template = TEMPLATE
-    return made
 
 
 def text_model(folder, words=(), positions=512, std=0.3):
     """A random Qwen3 with sharp logits, saved in ``folder``."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    tok = tokenizer(words)
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
+    return str(
+        tiny.language_model(
+            folder,
+            sharp=std,
+            words=words,
+            max_position_embeddings=positions,
             hidden_size=64,
             intermediate_size=128,
-            num_hidden_layers=2,
             num_attention_heads=2,
             num_key_value_heads=1,
             head_dim=32,
-            vocab_size=len(tok),
-            max_position_embeddings=positions,
-            initializer_range=std,
-            tie_word_embeddings=True,
-            eos_token_id=tok.eos_token_id,
-            pad_token_id=tok.pad_token_id,
-            bos_token_id=None,
         )
     )
-    return save(model, tok, folder)
 
 
 def save(model, tok, folder):
@@ -118,67 +72,6 @@ def taught(folder, answers, steps=150, within=0.05):
 def ask_text(tok, question):
     message = [{"role": "user", "content": question}]
     return tok.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-
-
-def vision_model(folder):
-    """A random Qwen2.5-VL with its processor, saved in ``folder``. Needs torchvision."""
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-    )
-
-    tok = tokenizer()
-    at = tok.convert_tokens_to_ids
-    torch.manual_seed(0)
-    text = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": len(tok),
-        "max_position_embeddings": 512,
-        "initializer_range": 0.3,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-        "eos_token_id": tok.eos_token_id,
-        "pad_token_id": tok.pad_token_id,
-        "bos_token_id": None,
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
-        "initializer_range": 0.3,
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        tie_word_embeddings=True,
-        image_token_id=at("<|image_pad|>"),
-        video_token_id=at("<|video_pad|>"),
-        vision_start_token_id=at("<|vision_start|>"),
-        vision_end_token_id=at("<|vision_end|>"),
-    )
-    sizes = {"min_pixels": 28 * 28, "max_pixels": 56 * 56, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
-    processor = Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**sizes),
-        video_processor=Qwen2VLVideoProcessor(**sizes),
-        tokenizer=tok,
-        chat_template=TEMPLATE,
-    )
-    Qwen2_5_VLForConditionalGeneration(config).eval().save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return str(folder)
 
 
 class Served(ThreadingHTTPServer):

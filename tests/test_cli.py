@@ -117,6 +117,25 @@ def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str], arguments: l
     assert "Traceback" not in err
 
 
+def test_what_mmrl_logs_reaches_stderr_from_the_level_on(folder: Path) -> None:
+    """In a process of its own, as handlers stay; other libraries' loggers and the root's handlers are left alone."""
+    code = (
+        "import logging, sys, mmrl.cli\nsys.argv = ['mmrl', 'ls', 'rewards']\n"
+        "try:\n    mmrl.cli.main()\nexcept SystemExit:\n    pass\n"
+        "log = logging.getLogger('mmrl.media')\nlog.warning('%s: odd', 'a.mp4')\nlog.info('plain')\n"
+        "logging.getLogger('other').info('theirs')\nprint(logging.getLogger().handlers, logging.getLogger().level)\n"
+    )
+
+    def said(**level: str) -> tuple[str, str]:
+        env = {**os.environ, **level}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=env)
+        return done.stdout.splitlines()[-1], done.stderr
+
+    assert said() == ("[] 30", "warning: a.mp4: odd\n")
+    assert said(MMRL_LOG="info") == ("[] 30", "warning: a.mp4: odd\ninfo: plain\n")
+    assert "error: MMRL_LOG=loud is no level; write debug," in said(MMRL_LOG="loud")[1]
+
+
 def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mmrl("ls") == 0
     everything = capsys.readouterr().out

@@ -16,6 +16,7 @@ from mmrl.config.algorithms import Algorithm
 from mmrl.config.drop_ins import entries
 from mmrl.config.layers import parse_key, parse_value
 from mmrl.config.loader import LoadedRecipe, RecipeError, find_recipe, load_recipe, resolve, shipped_recipes
+from mmrl.config.names import resolve_drop_in
 from mmrl.errors import UserError
 
 RECIPE = """\
@@ -482,6 +483,50 @@ def test_resolved_is_json_and_loads_to_the_same_recipe_from_anywhere(
     monkeypatch.chdir(elsewhere)
     (elsewhere / "resolved.json").write_text(json.dumps(resolved))
     assert load_recipe(["resolved.json"]).resolved() == resolved
+
+
+def test_resolved_holds_the_paths_in_the_options_of_rewards(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As each reward declares them: ours, and a user's behind an alias, whose file cannot even be imported here."""
+    (folder / "judges" / "small").mkdir(parents=True)
+    (folder / "judges" / "small" / "config.json").write_text("{}")
+    (folder / "rubric.md").write_text("{{ response }}?")
+    (folder / "aliased.py").write_text(
+        "import mmrl, not_installed_anywhere\n@mmrl.reward(paths=('table',))\nclass Looks:\n"
+        "    def score(self, samples, *, context): ...\nscore = Looks\n"
+    )
+    path, rubric = str(folder / "judges" / "small"), str(folder / "rubric.md")
+    cases = {
+        "judge": ({"model": "judges/small", "rubric": "rubric.md"}, {"model": path, "rubric": rubric}),
+        "judge:Judge": ({"model": {"path": "judges/small", "batch": 2}}, {"model": {"path": path, "batch": 2}}),
+        "judge:score": ({"model": {"vllm": "judges/small"}, "system": "x"}, {"model": {"vllm": path}, "system": "x"}),
+        "reward_model": ({"path": "judges/small"}, {"path": path}),
+        "clip": ({"path": "org/clip"}, {"path": "org/clip"}),
+        "pickscore": ({"path": "org/clip", "processor": "judges/small"}, {"path": "org/clip", "processor": path}),
+        "aliased.py": ({"table": "rubric.md", "other": "rubric.md"}, {"table": rubric, "other": "rubric.md"}),
+        "mine.py": ({"path": "rubric.md"}, {"path": "rubric.md"}),
+    }  # fmt: skip
+    listed = json.dumps([{"name": n, "label": f"r{i}", "options": o} for i, (n, (o, _)) in enumerate(cases.items())])
+    resolved = load(f"rewards={listed}", "eval.rewards=" + listed.replace('"label": "r', '"label": "e')).resolved()
+    for rewards in (resolved["rewards"], resolved["eval"]["rewards"]):
+        assert {name: reward["options"] for name, reward in zip(cases, rewards, strict=True)} == {
+            name: expected for name, (_, expected) in cases.items()
+        }
+    (elsewhere := tmp_path_factory.mktemp("run") / "resolved.json").write_text(json.dumps(resolved))
+    monkeypatch.chdir(elsewhere.parent)
+    assert load_recipe([elsewhere]).resolved() == resolved
+
+
+def test_a_folder_takes_nothing_from_the_drop_in_of_its_name(folder: Path) -> None:
+    for name in ("judge", "shapes", "diffusion/sd3"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text("{}")
+    (folder / "clip").write_text("")
+    resolved = load("rewards[0].name=judge", "eval.rewards=[{name: clip}]").resolved()
+    assert [resolved["rewards"][0]["name"], resolved["eval"]["rewards"][0]["name"]] == ["judge", "clip"]
+    assert (resolved["data"]["name"], resolved["pipeline"]) == ("shapes", "diffusion/sd3")
+    assert resolve_drop_in(folder, "mine.py:score") == f"{folder / 'mine.py'}:score"
 
 
 def test_resolve(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -1,6 +1,5 @@
 """A judge against held-out truth: the statistics against closed forms and scipy, and ``mmrl judge``."""
 
-import importlib.util
 import json
 import math
 import random
@@ -18,10 +17,7 @@ from mmrl.errors import UserError
 from mmrl.judge.agreement import measure, read_cases
 from mmrl.judge.statistics import Confusions, auc, auc_interval, concordance, ranks, spearman, wilson
 from mmrl.judge.store import TRANSCRIPTS, rows_of
-
-_spec = importlib.util.spec_from_file_location("judging", Path(__file__).with_name("judging.py"))
-judging = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(judging)
+from tests import judging
 
 ROOT = Path(__file__).resolve().parents[1]
 

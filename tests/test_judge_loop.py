@@ -1,8 +1,6 @@
 """A judge in the loop: text and diffusion are trained on its verdicts, which a resumed run finds in the cache."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +10,7 @@ from mmrl.judge.store import CACHE, TRANSCRIPTS, rows_of
 from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.run import build
-
-_spec = importlib.util.spec_from_file_location("judging", Path(__file__).with_name("judging.py"))
-judging = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(judging)
+from tests import judging, tiny
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +82,7 @@ def test_a_policy_is_trained_on_a_judges_verdicts_and_a_second_run_finds_them_ag
 
 def test_pictures_of_a_diffusion_policy_are_judged(folder, tmp_path):
     pytest.importorskip("torchvision")
-    judging.vision_model(tmp_path / "seeing")
+    tiny.vision_model(tmp_path / "seeing", "qwen2_5_vl")
     judge = {"model": str(tmp_path / "seeing"), "rubric": "{{ image }}Does it show {{ prompt }}?"}
     small = ["train.prompts_per_step=1", "train.group_size=4", "train.micro_batch_size=2", "sampling.steps=3"]
     loaded = load_recipe(["shapes-lora"], [*small, f"rewards=[{{name: judge, options: {json.dumps(judge)}}}]"])

@@ -26,10 +26,7 @@ from mmrl.media import Media
 from mmrl.rewards.contract import Context, Failed
 from mmrl.rewards.scoring import RewardError, RewardSet
 from mmrl.trajectory import Prompt, Sample, SampleId
-
-_spec = importlib.util.spec_from_file_location("judging", Path(__file__).with_name("judging.py"))
-judging = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(judging)
+from tests import judging
 
 REPO = Path(__file__).resolve().parent.parent
 NUMBER = {"type": "number", "min": 0, "max": 10}

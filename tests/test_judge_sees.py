@@ -1,25 +1,22 @@
 """Judges that see: pictures in process, through the model's own processor. Needs torchvision."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from PIL import Image
 
 import mmrl
+from mmrl._torchvision import allow_cpu_only
 from mmrl.rewards.contract import Context, Failed
 from mmrl.trajectory import Prompt, Sample, SampleId
+from tests import tiny
 
-_spec = importlib.util.spec_from_file_location("judging", Path(__file__).with_name("judging.py"))
-judging = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(judging)
+allow_cpu_only()  # before transformers imports torchvision
 pytest.importorskip("torchvision")
 
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory):
-    return judging.vision_model(tmp_path_factory.mktemp("seeing"))
+    return str(tiny.vision_model(tmp_path_factory.mktemp("seeing"), "qwen2_5_vl"))
 
 
 def judge(model, **options):

@@ -62,6 +62,13 @@ def test_drop_ins_import_the_core_and_not_each_others_folder(folder):
         assert not wrong, f"{path} imports {wrong}"
 
 
+def test_drop_ins_import_only_what_is_public():
+    for path in (path for folder in DROP_INS for path in (ROOT / folder).rglob("*.py")):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        private = [alias.name for node in nodes for alias in node.names if alias.name.startswith("_")]
+        assert not private, f"{path} imports {private}; make it public where it belongs"
+
+
 def test_config_imports_no_torch():
     code = "import sys, mmrl.config.loader, mmrl.cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -321,6 +321,7 @@ def test_what_decord_cannot_decode_goes_to_pyav_and_the_log_says_so_once(tmp_pat
         for name in ("odd.mp4", "plain.mp4", "odd.mp4", "plain.mp4"):
             assert numbers(open_clip(Media("video", str(tmp_path / name)))) == list(range(8))
     odd, plain = (r.getMessage() for r in caplog.records)
+    assert [r.levelno for r in caplog.records] == [logging.WARNING, logging.INFO]
     assert "odd.mp4: decoded with PyAV (decord cannot: " in odd
     assert plain.endswith("plain.mp4: decoded with decord")
 

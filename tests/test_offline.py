@@ -372,7 +372,7 @@ def test_the_code_on_the_card_computes_the_same_score(trained, tmp_path, monkeyp
     run, _, _ = restored(trained("score-lora"), "latest")
     for what in ("merged", "lora"):
         out = export(trained("score-lora"), tmp_path / what, what)
-        usage = run.pipeline.usage(str(out), what, "Say a number, not 5")
+        usage = run.pipeline.usage(str(out), what, Prompt("a", "Say a number, not 5"))
         (code,) = usage.code.values()
         code = code.replace("'model'", repr(str(trained("score-lora").parent / "model")))
         left: dict = {}

@@ -13,6 +13,7 @@ from PIL import Image
 
 import mmrl
 from mmrl.errors import UserError
+from mmrl.report.card import _table
 from mmrl.report.charts import Series, line_chart, short, stacked_chart, ticks
 from mmrl.report.grids import before_after, grid, score_line, write_samples
 from mmrl.report.html import curve_png, write_report
@@ -180,6 +181,35 @@ def test_report_loads_nothing_and_shows_everything(tmp_path, shapes):
     frames = json.loads(re.findall(r'id="frames">(.*?)</script>', html, re.S)[0])
     assert frames["steps"] == [0, 10, 20]
     assert all(frame["src"].startswith("data:image/png;base64,") for cell in frames["cells"] for frame in cell)
+
+
+def test_report_and_card_show_what_a_run_on_pairs_measures(tmp_path):
+    (tmp_path / "given.yaml").write_text("name: pairs\n")
+    with (
+        RunDir.create(tmp_path / "run") as run,
+        MetricsLog(run.metrics) as metrics,
+        MetricsLog(run.heldout) as heldout,
+    ):
+        run.write_recipe([tmp_path / "given.yaml"], [], {"name": "pairs", "rewards": [], "train": {"steps": 2}})
+        for step in range(3):
+            row = {"dpo/accuracy": step / 2, "dpo/margin": 0.3 * step, "dpo/chosen_reward": 0.2 * step}
+            heldout.write(step, {"samples": 8, **row, "reward/my_reward": 0.5})
+            if step:
+                metrics.write(step, row)
+    html, page = page_of(run)
+    for label, value, detail in (
+        ("dpo/accuracy", "1", "from 0 (+1)"),
+        ("dpo/margin", "0.6", "from 0 (+0.6)"),
+        ("my_reward (not trained on)", "0.5", "from 0.5 (+0)"),
+    ):
+        assert f"<span>held-out {label}</span><b>{value}</b><span>{detail}</span>" in html, label
+    assert "<span>held-out dpo/chosen_reward</span>" not in html
+    charts = [json.loads(a["data-chart"] or "") for tag, a in page.tags if tag == "figure" and "data-chart" in a]
+    named = {name: ys for chart in charts for name, _, ys in chart["series"] if ys[-1] == pytest.approx(0.4)}
+    assert {"held-out", "training samples"} <= named.keys()
+    table = _table([{"step": n, "samples": 8, "dpo/accuracy": n / 2} for n in (0, 2)], 2, "drawn")
+    assert "| held-out figure | before (step 0) | after (step 2) | change |" in table
+    assert "| dpo/accuracy | 0.000 | 1.000 | +1.000 |" in table
 
 
 def test_report_escapes_hostile_text_everywhere(tmp_path, shapes):

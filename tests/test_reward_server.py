@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
+import mmrl
 from mmrl.config.schema import Reward
 from mmrl.errors import UserError
+from mmrl.media import Media
 from mmrl.rewards import elsewhere, wire
 from mmrl.rewards.elsewhere import started_elsewhere
 from mmrl.rewards.scoring import RewardError, RewardSet
@@ -133,6 +135,72 @@ def test_group_text_and_tensor_rewards_are_served_too(file):
             remote(server.url, "fail").score(samples([1]), [[0]], step=0)
 
 
+WHOLE = """
+import hashlib, mmrl
+from mmrl.media import open_image, read_bytes
+from mmrl.rewards.contract import Failed, Spans
+seen = []
+@mmrl.reward(inputs=("text",), spans=True)
+def pieces(samples, *, context):
+    for s in samples:
+        media = [(m.kind, hashlib.md5(read_bytes(m)).hexdigest(), m.frames) for m in s.prompt.media]
+        seen.append((s.prompt.system, media, s.id, s.truncated))
+    cut = [s.truncated for s in samples]
+    return {
+        "score": [Failed("cut") if c else float(len(s.text)) for s, c in zip(samples, cut)],
+        "red": [float(open_image(s.prompt.media[0]).getpixel((0, 0))[0]) for s in samples],
+        "spans": [None if c else Spans([(0, 1, -1.0), (1, len(s.text), 0.5)]) for s, c in zip(samples, cut)],
+    }
+"""
+
+
+def test_prompts_go_whole_and_spans_come_back(tmp_path):
+    """System messages, media (a file once per request), the sample's place, and rewards of pieces of a response."""
+    (tmp_path / "whole.py").write_text(WHOLE)
+    Image.new("RGB", (4, 4), (9, 0, 0)).save(tmp_path / "red.png")
+    shared = Media("image", path=str(tmp_path / "red.png"))
+    clip = Media("video", data=b"no clip, only bytes", frames=(0, 7))
+    prompt = Prompt("p", "<image><video>?", {}, (shared, clip), "Be brief.")
+    texts = [("an é and more", False), ("cut", True), ("x", False)]
+    made = [Sample(prompt, SampleId(4, 2, 1, k), text=t, truncated=c) for k, (t, c) in enumerate(texts)]
+    made.append(Sample(Prompt("q", "?", {}, (shared,)), SampleId(4, 3, 0, 0), text="plain"))
+    groups, name = [[0, 1, 2], [3]], f"{tmp_path / 'whole.py'}:pieces"
+    here = RewardSet([Reward(name=name, label="http", on_failure="drop")], REPO).score(made, groups, step=4)
+    seen = mmrl.load("rewards", name.removesuffix(":pieces")).seen
+    locally, seen[:] = list(seen), []
+    with serving(name) as server:
+        there = remote(server.url, inputs=["text"], spans=True).score(made, groups, step=4)
+        with pytest.raises(RewardError, match=r"returns spans, .*; set options\.spans to true"):
+            remote(server.url, "fail", inputs=["text"]).score(made, groups, step=4)
+    assert seen == locally
+    assert here.spans["http"][0] == [(0, 1, -1.0), (1, 13, 0.5)]
+    assert there.spans == here.spans
+    assert there.total.tolist()[::2] == here.total.tolist()[::2] == [13, 1]
+    assert there.parts["http/red"].tolist() == [9] * 4
+    assert [f.reason for f in there.failures] == ["cut"]
+    sent = json.loads(wire.encode_request(made, groups, 4))
+    assert len(sent["files"]) == 2
+
+
+def test_media_that_cannot_be_read_are_named_before_anything_is_sent(tmp_path):
+    gone = Prompt("p", "?", {}, (Media("image", path=str(tmp_path / "gone.png")),))
+    (tmp_path / "whole.py").write_text(WHOLE)
+    with (
+        serving(f"{tmp_path / 'whole.py'}:pieces") as server,
+        pytest.raises(RewardError, match=r"the prompt's image cannot be sent: .*gone.png cannot be read"),
+    ):
+        remote(server.url, "fail", inputs=["text"], spans=True).score(
+            [Sample(gone, SampleId(0, 0, 0, 0), text="t")], [[0]], step=0
+        )
+
+
+@pytest.mark.parametrize("spans", [None, [], [[[0, 1]]], [["abc"]], [[[2, 1, 0.0]]], [3], {}])
+def test_spans_that_are_none_are_an_error(spans):
+    body = json.dumps({"version": 1, "scores": [0.5], "spans": spans})
+    with pytest.raises(wire.WireError, match="spans: "):
+        wire.decode_reply(body.encode(), 1, spans=True)
+
+
 def test_many_clients_at_once_get_their_own_answers(file):
     with serving(file) as server, ThreadPoolExecutor(20) as pool:
 
@@ -199,6 +267,17 @@ GARBAGE = {
     "a group below": (body_of({}, groups=[[-1]]), "-1 is no index"),
     "a group of truths": (body_of({}, groups=[[True]]), "expected int, got bool"),
     "a sample twice": (body_of({}, groups=[[0, 0]]), "more than one place"),
+    "a system message of numbers": (body_of({"system": 3}), "samples\\[0\\].system: expected str"),
+    "a truth that is none": (body_of({"truncated": 1}), "samples\\[0\\].truncated: expected true"),
+    "half a place": (body_of({"place": [1, 2]}), "samples\\[0\\].place: 2 numbers"),
+    "a path of ours": (
+        body_of({"media": [{"kind": "image", "path": "/etc/passwd"}]}),
+        "media\\[0\\].file: expected int",
+    ),
+    "media of another kind": (body_of({"media": [{"kind": "tar", "file": 0}]}, files=[""]), "kind: 'tar'"),
+    "a file beyond": (body_of({"media": [{"kind": "image", "file": 1}]}, files=[""]), "1 is no index of 1 files"),
+    "a file of noise": (body_of({}, files=["%"]), "files\\[0\\]: not base64"),
+    "frames of words": (body_of({"media": [{"kind": "video", "file": 0, "frames": ["a"]}]}, files=[""]), "frames"),
     "too many": (body_of(*[{}] * 5000), "at most 4096"),
 }
 

@@ -1,5 +1,6 @@
 """Scoring that overlaps sampling: rewards run while samples come, groups when they are whole, spans of responses."""
 
+import dataclasses
 import math
 import threading
 import time
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 import mmrl
+from mmrl.config.names import resolve_options
 from mmrl.config.schema import Reward
-from mmrl.rewards.contract import Declaration, Span, Spans
-from mmrl.rewards.scoring import RewardError, RewardSet, resolve_paths
+from mmrl.rewards.contract import Span, Spans
+from mmrl.rewards.scoring import RewardError, RewardSet
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 SLEEPER = """
@@ -245,15 +247,21 @@ def test_options_that_name_files_are_looked_up_from_the_recipes_folder(tmp_path)
     (tmp_path / "rubric.txt").write_text("?")
     (tmp_path / "judge").mkdir()
     (tmp_path / "judge" / "config.json").write_text("{}")
-    found = mmrl.rewards.loading.Found("x", lambda: 0, None)
-    found.target.__mmrl_reward__ = Declaration(paths=("rubric", "model.vllm", "model"))
+    (tmp_path / "says.py").write_text(
+        "import mmrl\n@mmrl.reward(inputs=('text',), paths=('rubric', 'model.vllm', 'model'))\n"
+        "def score(samples, *, context, rubric, model, votes):\n"
+        "    return {'score': [1.0], 'right': [float([rubric, model, votes] == eval(samples[0].prompt.text))]}\n"
+    )
     options = {"rubric": "rubric.txt", "model": {"vllm": "judge", "x": 1}, "votes": 3}
-    assert resolve_paths(found, options, tmp_path) == {
-        "rubric": str(tmp_path / "rubric.txt"),
-        "model": {"vllm": str(tmp_path / "judge"), "x": 1},
-        "votes": 3,
+    expected = [str(tmp_path / "rubric.txt"), {"vllm": str(tmp_path / "judge"), "x": 1}, 3]
+    asked = dataclasses.replace(sample(0, 0), prompt=Prompt("p", repr(expected)))
+    said = rewards(tmp_path, "says.py", options=options).score([asked], [[0]])
+    assert said.parts["says/right"].tolist() == [1.0]
+    template = "Is it {{ response }}?\nyes or no"
+    assert resolve_options(tmp_path, {"rubric": template, "model": ""}, ["rubric", "model"]) == {
+        "rubric": template,
+        "model": "",
     }
-    assert resolve_paths(found, {"rubric": "Is it {{ response }}?\nyes or no"}, tmp_path)["rubric"].startswith("Is it")
 
 
 def test_spans_hold_plain_numbers():

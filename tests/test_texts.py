@@ -460,12 +460,12 @@ def test_the_code_of_a_vision_language_model_runs(
     monkeypatch.chdir(tmp_path)
     white = Media("image", data=png("white", (224, 224)))
     for text, media in (("What colour?", (white,)), ("<image>And <image>?", (white, white))):
-        (code,) = built.usage("out", what, text).code.values()
+        (code,) = built.usage("out", what, Prompt("a", text, media=media)).code.values()
         namespace: dict[str, Any] = {}
         exec(compile(code, what, "exec"), namespace)
         slots, ids = [Slot(-1, 0, 0, Prompt("a", text, media=media))], [SampleId(-1, 0, 0, 0)]
         built.encode(slots)
         ours = built.samples(built.sample(slots, ids, [], 0, evaluate=True), frozenset({"text"}))[0].text
         assert namespace["text"] == ours
-    (code,) = built.usage("out", what, "<video>What moves?").code.values()
+    (code,) = built.usage("out", what, Prompt("a", "<video>What moves?")).code.values()
     exec(compile(code, what, "exec"), {})

@@ -4,8 +4,10 @@ Values marked "verl" were printed by the functions of verl's core_algos.py (comm
 the batch below. verl whitens with the sample's standard deviation, this package with the population's.
 """
 
+import dataclasses
 import importlib
 import math
+import threading
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from mmrl.algorithms.advantages import flat_groups, group_statistics, leave_one_out
+from mmrl.algorithms.advantages import flat_groups, group_advantages, group_statistics, leave_one_out
 from mmrl.algorithms.dapo import overlong_punishment
 from mmrl.algorithms.mismatch import mismatch
 from mmrl.algorithms.objective import Scored
@@ -141,6 +143,67 @@ def test_ppo_returns_and_advantages_are_verls():
     assert a.returns is not None
     assert a.returns.flatten().tolist() == pytest.approx(returns, abs=1e-6)
     assert a.values.flatten().tolist() == pytest.approx([v * SAMPLE_TO_POPULATION for v in whitened], abs=1e-6)
+
+
+def in_shards(work, n):
+    """``[work(0, all_sum), ..., work(n - 1, all_sum)]``, run at once and meeting at every sum."""
+    meeting, posted, results = threading.Barrier(n, timeout=5), [None] * n, [None] * n
+
+    def controller(rank):
+        def all_sum(tensor):
+            posted[rank] = tensor
+            meeting.wait()
+            total = torch.stack(posted).sum(0)
+            meeting.wait()  # nobody posts the next before all have read this
+            return total
+
+        results[rank] = work(rank, all_sum)
+
+    threads = [threading.Thread(target=controller, args=(rank,)) for rank in range(n)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    return results
+
+
+def test_whitening_is_over_the_tokens_of_all_controllers():
+    values = 1e3 + torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = f64([[1, 1, 1, 0, 0]] * 3 + [[0] * 5] + [[1, 1, 1, 1, 1]] * 3)
+    cuts = [slice(0, 3), slice(3, 4), slice(4, 7)]  # the second shard has nothing to add
+    parts = in_shards(lambda n, all_sum: whiten(values[cuts[n]], mask[cuts[n]], all_sum), 3)
+    torch.testing.assert_close(torch.cat(parts), whiten(values, mask), rtol=0, atol=1e-12)
+    assert not torch.allclose(whiten(values[cuts[0]], mask[cuts[0]]), parts[0], atol=0.01)
+
+
+SHARDED = {
+    "ppo": {"kl_coef": 0.1}, "reinforce_pp": {"kl_coef": 0.1}, "grpo": {"advantage_std": "batch"},
+    "dapo": {"advantage_std": "batch"}, "gspo": {"advantage_std": "batch"}, "cispo": {"advantage_std": "batch"},
+    "flow_grpo": {"advantage_std": "batch"}, "diffusion_nft": {"advantage_std": "batch"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*SHARDED, "reinforce_pp baseline"])
+def test_two_controllers_have_the_advantages_of_one(name):
+    name, _, variant = name.partition(" ")
+    algorithm = objective(name, **({"variant": variant} if variant else SHARDED[name]))
+    one = algorithm.advantages(scored()).values
+
+    def shard(rank, all_sum):
+        mine = slice(2 * rank, 2 * rank + 2)
+        columns = {"rewards": REWARDS, "mask": MASK, "log_probs": OLD, "reference_log_probs": REFERENCE}
+        cut = {key: value[mine] for key, value in {**columns, "values": VALUES}.items()}
+        own = scored(groups=torch.tensor([0, 0]), **cut)
+        return algorithm.advantages(dataclasses.replace(own, all_sum=all_sum)).values, algorithm.advantages(own).values
+
+    shards = in_shards(shard, 2)
+    torch.testing.assert_close(torch.cat([together for together, _ in shards]), one, rtol=0, atol=1e-6)
+    assert not torch.allclose(torch.cat([apart for _, apart in shards]), one, atol=0.01)
+
+
+def test_a_controller_without_a_valid_row_still_takes_part_in_the_sums():
+    rewards = f64([1.0, 0.0, math.nan, math.nan])
+    parts = in_shards(lambda n, s: group_advantages(rewards[2 * n :][:2], torch.tensor([0, 0]), "batch", s), 2)
+    whole = group_advantages(rewards, GROUPS, "batch").values
+    assert torch.equal(torch.cat([part.values for part in parts]), whole)
 
 
 @given(st.integers(1, 6), st.floats(0, 1), st.floats(0, 1), st.integers(0, 1000))

@@ -6,7 +6,9 @@ comparison has a control that must fail it.
 
 import json
 import random
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -479,3 +481,54 @@ def test_a_server_that_does_not_start_shows_its_last_lines(text, tmp_path):
     (broken / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"], "model_type": "none"}))
     with pytest.raises(UserError, match=r"did not start: it ended. The end of .*log:(.|\n)*none"):
         VllmServer(str(broken), max_model_len=64)
+
+
+FLIGHT = """
+name: flight
+pipeline: llm/chat
+model: {path: model}
+data: {name: jsonl, train: {path: data.jsonl, heldout: 4}, heldout: {path: data.jsonl, heldout: 4}}
+sampling: {max_new_tokens: 24}
+rollout: {engine: vllm, partial: {cut_after: 6, extra: 3}}
+rewards: [{name: reward.py}]
+algorithm: {type: grpo, kl_coef: 0.0}
+train: {steps: 5, prompts_per_step: 2, group_size: 2, micro_batch_size: 4}
+optim: {lr: 1.0e-2}
+eval: {every: null}
+checkpoint: {every: 1, keep: 5}
+"""
+
+
+def test_responses_that_take_several_steps_are_trained_on_and_resumed(text, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(text[0], folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": list(range(0, 256, 8))}))
+    rows = [{"id": str(i), "prompt": f"Say {i}."} for i in range(30)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(
+        'import mmrl\n\n@mmrl.reward(inputs=("text",))\ndef score(samples, *, context):\n'
+        "    return [sum(map(ord, s.text)) % 7 / 7 for s in samples]\n"
+    )
+    (tmp_path / "recipe.yaml").write_text(FLIGHT)
+
+    def train(*words):
+        command = [sys.executable, "-m", "mmrl.cli", "train", "recipe.yaml", "--out", "run", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))} for line in lines]
+
+    whole = train()
+    for row in whole:
+        fresh = row["sampling/stale_tokens"] == 0
+        assert fresh == (row["mismatch/log_prob_gap_max"] < 1e-3), row
+        assert row["policy/first_ratio_max_dev"] == 0
+    assert whole[0]["sampling/stale_tokens"] == 0
+    assert max(row["sampling/stale_steps"] for row in whole) >= 2
+    for step in (3, 4, 5):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_00000{step}")
+    again = train("--resume")
+    for one, other in zip(whole, again, strict=True):
+        assert one == pytest.approx(other, abs=1e-3)

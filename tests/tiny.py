@@ -18,45 +18,42 @@ def byte_characters():
     return [chr(c) for c in (*kept, *(256 + n for n in range(len(others))))]
 
 
-def tokenizer():
+def tokenizer(words=(), special=(), template=CHATML, **named):
+    """Byte-level; ``words`` are single tokens beside the bytes, ``special`` further special tokens, ``named`` such that
+    a processor asks for by name."""
     from transformers import Qwen2Tokenizer
 
     vocab = {c: i for i, c in enumerate(byte_characters())}
-    made = Qwen2Tokenizer(vocab=vocab, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    made.add_tokens(SPECIAL, special_tokens=True)
-    made.chat_template = CHATML
+    merges = []
+    for word in words:
+        for i in range(1, len(word)):
+            if word[: i + 1] not in vocab:
+                vocab[word[: i + 1]] = len(vocab)
+                merges.append((word[:i], word[i]))
+    made = Qwen2Tokenizer(
+        vocab=vocab, merges=merges, eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=named
+    )
+    made.add_tokens([t for t in (*SPECIAL, *special) if t not in made.get_vocab()], special_tokens=True)
+    made.chat_template = template
     return made
 
 
-def language_model(folder: Path, kind: str = "qwen3", sharp: float = 0.3, seed: int = 0) -> Path:
-    """Save a model of ``kind`` with its tokenizer into ``folder``; ``sharp`` weights make its choices matter."""
+def language_model(folder: Path, kind: str = "qwen3", sharp: float = 0.3, seed: int = 0, words=(), **config) -> Path:
+    """Save a model of ``kind`` with its tokenizer into ``folder``; ``sharp`` weights make its choices matter.
+
+    ``words``: single tokens beside the bytes; ``config``: what differs in the model's configuration.
+    """
     import transformers as t
 
-    config, model = {
+    made, model = {
         "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM),
         "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM),
         "llama": (t.LlamaConfig, t.LlamaForCausalLM),
     }[kind]
-    tok = tokenizer()
+    tok = tokenizer(words)
     torch.manual_seed(seed)
-    made = model(
-        config(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            vocab_size=len(tok),
-            max_position_embeddings=256,
-            initializer_range=sharp,
-            tie_word_embeddings=True,
-            eos_token_id=tok.eos_token_id,
-            pad_token_id=tok.pad_token_id,
-            bos_token_id=None,
-        )
-    )
-    made.save_pretrained(folder)
+    usual = {"head_dim": 8, "max_position_embeddings": 256, "initializer_range": sharp, "tie_word_embeddings": True}
+    model(made(**_text(tok, **usual | config))).save_pretrained(folder)
     tok.save_pretrained(folder)
     return folder
 
@@ -71,17 +68,6 @@ QWEN = SEES.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>").repl
 )
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 SMOL = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
-
-
-def seeing_tokenizer(special, **named):
-    from transformers import Qwen2Tokenizer
-
-    vocab = {c: i for i, c in enumerate(byte_characters())}
-    made = Qwen2Tokenizer(
-        vocab=vocab, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=named
-    )
-    made.add_tokens([t for t in (*SPECIAL, *special) if t not in made.get_vocab()], special_tokens=True)
-    return made
 
 
 def vision_model(folder: Path, kind: str, sharp: float = 0.2, seed: int = 0) -> Path:
@@ -124,8 +110,9 @@ def _ids(tok):
 
 
 def _qwen_tokenizer():
-    return seeing_tokenizer(
-        VISION,
+    return tokenizer(
+        special=VISION,
+        template=None,  # the processor has one
         image_token="<|image_pad|>",
         video_token="<|video_pad|>",
         vision_bos_token="<|vision_start|>",
@@ -211,7 +198,7 @@ def _smol():
         "end_of_utterance_token": "<end_of_utterance>",
     }
     rows = [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
-    tok = seeing_tokenizer([*SMOL, *rows], **named)
+    tok = tokenizer(special=[*SMOL, *rows], template=None, **named)
     images = t.SmolVLMImageProcessor(
         size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=False
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,14 @@ from torch import Tensor
 from mmrl.config.algorithms import Spread
 
 _EPSILON = 1e-4
+
+AllSum = Callable[[Tensor], Tensor]
+"""Adds a small float64 tensor over all controllers. Every one must call it equally often, also with no rows to add."""
+
+
+def alone(values: Tensor) -> Tensor:
+    """The ``AllSum`` of a single controller."""
+    return values
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,20 @@ def group_statistics(values: Tensor, weights: Tensor, groups: Tensor) -> GroupSt
     return GroupStatistics(mean, variance, count)
 
 
+def batch_statistics(values: Tensor, weights: Tensor, all_sum: AllSum = alone) -> tuple[Tensor, Tensor]:
+    """Mean and population variance of ``values`` where ``weights`` (same shape) are above 0, over all controllers.
+
+    float64 scalars, 0 of nothing. In two sums, as squares of what is not centred would lose the digits of a small
+    variance. A value that is left out may be anything, NaN too.
+    """
+    w = weights.double()
+    v = torch.where(w > 0, values.double(), 0.0)
+    count, total = all_sum(torch.stack([w.sum(), (v * w).sum()])).unbind()
+    count = count.clamp(min=1)
+    mean = total / count
+    return mean, all_sum(((v - mean).square() * w).sum()) / count
+
+
 def flat_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     """``[G]`` bool: groups that teach nothing, as their valid rewards ``[B]`` are all equal or fewer than two.
 
@@ -69,12 +91,13 @@ def flat_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     return group_statistics(rewards, torch.isfinite(rewards), groups).flat
 
 
-def group_advantages(rewards: Tensor, groups: Tensor, std: Spread) -> Advantages:
+def group_advantages(rewards: Tensor, groups: Tensor, std: Spread, all_sum: AllSum = alone) -> Advantages:
     """``(r - mean of its group) / (std + 1e-4)`` (GRPO, arXiv 2402.03300, sec. 4.1.2).
 
     ``rewards`` ``[B]``, NaN where a sample was dropped; ``groups`` ``[B]`` integers. ``std``: of the group, of the
     batch (Flow-GRPO's ``global_std``), or no division (Dr.GRPO). Population standard deviations. A group whose rewards
-    are all equal, or with fewer than two valid samples, has advantage 0 and is counted.
+    are all equal, or with fewer than two valid samples, has advantage 0 and is counted. A group is whole; ``all_sum``
+    adds what is known of the batch over all controllers.
     """
     valid = torch.isfinite(rewards)
     stats = group_statistics(rewards, valid, groups)
@@ -83,7 +106,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, std: Spread) -> Advantages
     if std == "group":
         scale = stats.variance.sqrt()[groups] + _EPSILON
     elif std == "batch":
-        scale = (r[valid].std(correction=0) if valid.any() else torch.tensor(0.0)) + _EPSILON
+        scale = batch_statistics(rewards, valid, all_sum)[1].sqrt() + _EPSILON
     else:
         scale = torch.tensor(1.0, dtype=torch.double)
     values = torch.where(stats.flat[groups], 0.0, centred / scale)

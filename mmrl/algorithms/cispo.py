@@ -25,7 +25,7 @@ class Objective(TokenObjective):
         self.advantage_std: Spread = settings.advantage_std
 
     def advantages(self, scored: Scored) -> Advantages:
-        return group_advantages(scored.rewards, scored.groups, self.advantage_std)
+        return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
 
     def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
         ratio = log_ratio.detach().exp()

@@ -34,7 +34,7 @@ class Objective(TokenObjective):
             punishment = overlong_punishment(scored.mask.sum(1), self.limit, self.buffer)
             rewards = rewards + self.overlong_penalty * punishment
             metrics = {"advantage/overlong_fraction": (punishment < 0).double().mean().item()}
-        return replace(group_advantages(rewards, scored.groups, self.advantage_std), metrics=metrics)
+        return replace(group_advantages(rewards, scored.groups, self.advantage_std, scored.all_sum), metrics=metrics)
 
     def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
         return clipped_surrogate(log_ratio, advantages, *self.clip)

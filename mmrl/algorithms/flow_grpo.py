@@ -36,7 +36,7 @@ class Objective:
         self.needs = frozenset({"log_probs"} | ({"reference_distance"} if settings.kl_coef else set()))
 
     def advantages(self, scored: Scored) -> Advantages:
-        return group_advantages(scored.rewards, scored.groups, self.advantage_std)
+        return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
 
     def amount(self, weights: Tensor, lengths: Tensor) -> float:
         """Every entry (denoising step, noise level) of every sample counts the same."""

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages
+from mmrl.algorithms.advantages import Advantages, AllSum, alone
 
 Kind = Literal["policy_gradient", "forward_process", "pathwise", "offline"]
 """What an update is made of (DESIGN 2): recorded actions, clean results noised afresh, a differentiable reward, or
@@ -30,7 +30,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class Scored:
-    """A whole batch as advantages see it: ``B`` samples of up to ``T`` response tokens (diffusion: no token fields).
+    """A controller's whole batch as advantages see it: ``B`` samples of up to ``T`` response tokens (diffusion: no
+    token fields).
 
     What the objective ``prepares`` is there; positions outside ``mask`` may hold anything finite.
     """
@@ -49,6 +50,8 @@ class Scored:
     """``[B, T]`` of the reference."""
     values: Tensor | None = None
     """``[B, T]`` of the critic before this step's updates."""
+    all_sum: AllSum = alone
+    """Adds over all controllers what is known of these rows, for statistics of the whole batch."""
 
 
 class Objective(Protocol):

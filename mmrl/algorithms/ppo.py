@@ -43,7 +43,7 @@ class Objective(TokenObjective):
         counted = (scored.mask > 0) & valid.unsqueeze(1)
         returns = torch.where(counted, estimate + scored.values.double(), 0.0)
         metrics |= {"value/explained_variance": explained_variance(returns, scored.values, counted)}
-        values = whiten(estimate, counted)
+        values = whiten(estimate, counted, scored.all_sum)
         return Advantages(values.float(), valid, len(flat), int(flat.sum()), returns.float(), metrics)
 
     def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:

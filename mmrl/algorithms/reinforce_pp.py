@@ -4,7 +4,7 @@
             with gamma < 1, and with rewards of single tokens, the discounted reward-to-go
 - baseline  A = r - mean of its group, whitened likewise; the divergence is a term of the loss, with Schulman's k2
 
-The batch is this controller's. Statistics are over tokens, so that a response weighs with its length, as in verl.
+The batch is that of all controllers. Statistics are over tokens, so that a response weighs with its length, as in verl.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Objective(TokenObjective):
             scored = replace(scored, rewards=group_advantages(scored.rewards, scored.groups, "none").values.double())
         rewards, metrics = token_rewards(scored, self.reward_kl_coef)
         returns = reward_to_go(rewards, mask, self.gamma)
-        values = whiten(returns, mask * valid.unsqueeze(1))
+        values = whiten(returns, mask * valid.unsqueeze(1), scored.all_sum)
         return Advantages(values.float(), valid, len(flat), int(flat.sum()), metrics=metrics)
 
     def surrogate(self, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:

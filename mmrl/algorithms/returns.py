@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmrl.algorithms.advantages import AllSum, alone, batch_statistics
 from mmrl.algorithms.objective import Scored
 
 
@@ -69,13 +70,11 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return out
 
 
-def whiten(values: Tensor, mask: Tensor) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, all_sum: AllSum = alone) -> Tensor:
     """``(x - mean) / std`` over the tokens inside ``mask``; population standard deviation, 1e-8 under its root.
 
-    Nothing is divided where all are equal. float64, 0 outside ``mask``.
+    Nothing is divided where all are equal. ``all_sum`` makes the statistics those of all controllers' tokens. float64,
+    0 outside ``mask``.
     """
-    w = mask.double()
-    v = torch.where(w > 0, values.double(), 0.0)
-    count = w.sum().clamp(min=1)
-    centred = torch.where(w > 0, v - v.sum() / count, 0.0)
-    return centred / (centred.square().sum() / count + 1e-8).sqrt()
+    mean, variance = batch_statistics(values, mask, all_sum)
+    return torch.where(mask > 0, (values.double() - mean) / (variance + 1e-8).sqrt(), 0.0)

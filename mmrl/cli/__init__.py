@@ -7,6 +7,7 @@ torch. What a user can mend (``UserError``) is printed without a traceback and e
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 
@@ -69,11 +70,32 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
+class _Stderr(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        """Onto the stderr of the moment, which a progress bar may have wrapped."""
+        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+
+
+def show_log(level: str) -> None:
+    """Print what ``mmrl``'s own modules log, from ``level`` on; the root logger stays as it is.
+
+    Raises ``UserError`` for a level that is none.
+    """
+    log = logging.getLogger("mmrl")
+    try:
+        log.setLevel(level.upper())
+    except ValueError:
+        raise UserError(f"MMRL_LOG={level} is no level; write debug, info, warning or error") from None
+    if not any(isinstance(handler, _Stderr) for handler in log.handlers):
+        log.addHandler(_Stderr())
+
+
 def main() -> None:
     """Entry point of ``mmrl`` and ``python -m mmrl.cli``."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     try:
+        show_log(os.environ.get("MMRL_LOG", "warning"))
         app(prog_name="mmrl")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

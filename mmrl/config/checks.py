@@ -19,6 +19,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_half(recipe),
             *_text(recipe),
             *_pairs(recipe),
+            *_partial(recipe),
             *_labels(recipe),
         ]
     return [
@@ -85,6 +86,29 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _partial(recipe: Recipe) -> Iterator[str]:
+    partial, algorithm = recipe.rollout.partial, recipe.algorithm
+    if partial is None:
+        return
+    if recipe.rollout.engine == "transformers":
+        yield (
+            "rollout.partial: only an engine with weights of its own can stop in the middle of a response and go on; "
+            "set rollout.engine to vllm, vllm_server or sglang, or remove rollout.partial"
+        )
+    if algorithm.trains_on == "pairs":
+        yield f"rollout.partial: {algorithm.type} samples nothing in training; remove rollout.partial"
+    if getattr(algorithm, "dynamic_sampling", False):
+        yield (
+            "rollout.partial: dynamic sampling draws groups anew until they differ, and a response in flight cannot be "
+            "waited for; set algorithm.dynamic_sampling to false, or remove rollout.partial"
+        )
+    if partial.cut_after >= recipe.decoding.max_new_tokens:
+        yield (
+            f"rollout.partial.cut_after: no response is longer than {recipe.decoding.max_new_tokens} tokens "
+            "(sampling.max_new_tokens), so none would be cut; set it lower, or remove rollout.partial"
+        )
+
+
 def _diffusion(recipe: Recipe) -> Iterator[str]:
     if recipe.algorithm.trains_on != "denoising":
         yield (
@@ -95,6 +119,8 @@ def _diffusion(recipe: Recipe) -> Iterator[str]:
         yield "train.micro_batch_tokens: pictures have no tokens to count; set train.micro_batch_size and remove it"
     if recipe.rollout.engine != "transformers":
         yield f"rollout.engine: {recipe.rollout.engine} samples text; remove rollout"
+    if recipe.rollout.partial is not None:
+        yield "rollout.partial: pictures are not drawn in parts; remove rollout"
 
 
 def _window(recipe: Recipe) -> Iterator[str]:

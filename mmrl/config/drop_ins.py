@@ -64,6 +64,36 @@ def missing_drop_in(kind: Kind, name: str, looked: str) -> str:
     return f"there is no {NOUN[kind]} {target!r}{meant}  ({listed}; a file of your own is path/to/file.py:name)"
 
 
+def declared_paths(name: str) -> tuple[str, ...]:
+    """The options that the reward ``name`` declares as files: ``@mmrl.reward(paths=("model",))``, spelled out there.
+
+    Nothing for a reward that cannot be found or read; whoever builds it says so.
+    """
+    file_text, attribute = split_file(name)
+    target, _, own = name.partition(":")
+    file = _module_file("rewards", target) if file_text is None else Path(file_text)
+    try:
+        body = [] if file is None else list(_statements(_parse(file).body))
+    except (SyntaxError, OSError, ValueError):
+        return ()
+    wanted = (own if file_text is None else attribute) or DEFAULT["rewards"]
+    for _ in body:  # ``score = Judge``: no longer a chain than there are statements
+        named = [n.value for n in body if isinstance(n, ast.Assign) and _assigns(n, wanted)]
+        wanted = next((value.id for value in reversed(named) if isinstance(value, ast.Name)), wanted)
+    definitions = [node for node in body if getattr(node, "name", None) == wanted]
+    calls = [call for node in definitions for call in getattr(node, "decorator_list", ()) if isinstance(call, ast.Call)]
+    for keyword in (keyword for call in calls for keyword in call.keywords if keyword.arg == "paths"):
+        try:
+            return tuple(map(str, ast.literal_eval(keyword.value)))
+        except (ValueError, TypeError):
+            return ()
+    return ()
+
+
+def _assigns(node: ast.Assign, name: str) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+
+
 def split_file(text: str) -> tuple[str | None, str]:
     """``my.py:name`` as file and attribute; the file is None where the text names no Python file."""
     if text.endswith(".py"):

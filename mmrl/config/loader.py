@@ -9,10 +9,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mmrl.config.drop_ins import declared_paths
 from mmrl.config.errors import Finding, RecipeError, recipe_error
 from mmrl.config.explain import explain, implicit_booleans
 from mmrl.config.layers import Tree, parse_key, read_layers
-from mmrl.config.names import find_recipe, missing_names, resolve, shipped_recipes
+from mmrl.config.names import (
+    find_recipe,
+    missing_names,
+    resolve,
+    resolve_drop_in,
+    resolve_options,
+    shipped_recipes,
+)
 from mmrl.config.schema import Recipe
 
 __all__ = ["LoadedRecipe", "RecipeError", "find_recipe", "load_recipe", "resolve", "shipped_recipes"]
@@ -34,14 +42,22 @@ class LoadedRecipe:
     tree: Tree = field(repr=False)
 
     def resolve(self, text: str) -> str:
-        """The absolute path of something named in this recipe, or ``text`` where nothing local is meant."""
+        """The absolute path of a model or file named in this recipe, or ``text`` where nothing local is meant."""
         return resolve(self.root, text)
+
+    def resolve_drop_in(self, text: str) -> str:
+        """As ``resolve``, of a pipeline, reward or data set."""
+        return resolve_drop_in(self.root, text)
 
     def resolved(self) -> dict[str, Any]:
         """All settings, defaults too, ready for JSON; local names are absolute, so that it loads from any folder."""
         settings = self.recipe.model_dump(mode="json")
-        places = [(settings["model"], "path"), (settings["data"], "name"), (settings, "pipeline")]
-        places += [(reward, "name") for reward in [*settings["rewards"], *settings["eval"]["rewards"]]]
+        rewards = [*settings["rewards"], *settings["eval"]["rewards"]]
+        for section, key in [(settings["data"], "name"), (settings, "pipeline"), *((r, "name") for r in rewards)]:
+            section[key] = self.resolve_drop_in(section[key])
+        for reward in rewards:
+            reward["options"] = resolve_options(self.root, reward["options"], declared_paths(reward["name"]))
+        places = [(settings["model"], "path")]
         places += [(settings, "architecture")] if settings["architecture"] else []
         splits = (settings["data"]["train"], settings["data"]["heldout"])
         places += [(options, "path") for options in splits if isinstance(options.get("path"), str)]

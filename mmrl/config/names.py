@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,22 +51,43 @@ def find_recipe(text: str) -> Path:
 
 
 def resolve(root: Path, text: str) -> str:
-    """The absolute path that ``text`` stands for, or ``text`` itself where nothing local is meant.
+    """The absolute path of the model or file that ``text`` stands for, or ``text`` itself where nothing local is meant.
 
     Looked up in ``root`` (the recipe's folder), the current folder and the folders of the shipped recipes, so that a
     copied recipe still finds what lay beside the original. ``my.py:name`` keeps its ``:name``. What could as well be
-    a name (``jpeg``, ``org/model``) is a path only where it leads to a model in the library's format, or to a file.
+    a name (``org/model``) is a path only where it leads to a model in the library's format, or to a file.
     """
-    file, attribute = split_file(text)
-    if file is not None:
-        found = _look_up(root, file)
-        return text if found is None else f"{found}:{attribute}" if attribute else str(found)
-    found = _look_up(root, text)
+    if split_file(text)[0] is not None:
+        return resolve_drop_in(root, text)
+    found = _look_up(root, text) if text else None
     if found is None:
         return text
     if _HUB_LIKE.fullmatch(text) and found.is_dir() and not any((found / name).is_file() for name in _MODEL_FILES):
         return text
     return str(found)
+
+
+def resolve_drop_in(root: Path, text: str) -> str:
+    """As ``resolve``, of a pipeline, reward or data set: ``my.py`` and ``my.py:name`` are files, all else is a name.
+
+    So a folder called ``judge``, with a model in it, takes nothing from the reward of that name.
+    """
+    file, attribute = split_file(text)
+    found = None if file is None else _look_up(root, file)
+    return text if found is None else f"{found}:{attribute}" if attribute else str(found)
+
+
+def resolve_options(root: Path, options: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """``options`` of a reward with those that it declares as ``paths`` (``"model"``, ``"model.path"``) resolved."""
+    resolved = dict(options)
+    for name in paths:
+        key, _, inner = name.partition(".")
+        value = resolved.get(key)
+        if inner and isinstance(value, Mapping) and isinstance(value.get(inner), str):
+            resolved[key] = {**value, inner: resolve(root, value[inner])}
+        elif not inner and isinstance(value, str):
+            resolved[key] = resolve(root, value)
+    return resolved
 
 
 def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
@@ -79,7 +100,7 @@ def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
         yield ("architecture",), f"there is no file {architecture!r} ({_looked(root)}); correct the path"
     for kind, key in _drop_in_keys(tree.values):
         name = _text(tree.values, key)
-        if name and (wrong := missing_drop_in(kind, resolve(root, name), _looked(root))):
+        if name and (wrong := missing_drop_in(kind, resolve_drop_in(root, name), _looked(root))):
             yield key, wrong
 
 

@@ -94,6 +94,15 @@ def _trains_on_pairs(algorithm: Any) -> bool:
     return any(s.trains_on == "pairs" and s.model_fields["type"].default == name for s in sections)
 
 
+class Partial(Section):
+    """Cut long responses and go on with them in the next step, under the weights of then (partial rollout)."""
+
+    cut_after: PositiveInt
+    """Tokens drawn for a response at a time."""
+    extra: PositiveInt
+    """Groups in flight beyond train.prompts_per_step: the step trains on the first that are whole."""
+
+
 class Rollout(Section):
     """What samples text: the training process itself, or an engine with weights of its own."""
 
@@ -104,6 +113,8 @@ class Rollout(Section):
     """Truncated importance sampling against the gap between engine and trainer; ``auto`` is ``token`` for an engine
     with weights of its own, and ``none`` in process."""
     importance_cap: PositiveFloat = 2.0
+    partial: Partial | None = None
+    """None waits for the longest response of every step."""
 
 
 class Train(Section):

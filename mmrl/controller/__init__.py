@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.controller.randomness import permutation, seed_of
 from mmrl.trajectory import Prompt, Slot
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T", "float", "torch.Tensor")
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,8 @@ class Controller:
         if self.size != 1:
             raise NotImplementedError("this edition of mmrl runs one controller; several need the Ray runtime to come")
 
-    def total(self, value: float) -> float:
-        """The sum of ``value`` over all controllers."""
+    def total(self, value: T) -> T:
+        """The sum of ``value``, a number or a small tensor, over all controllers."""
         return value
 
     def slots(self, step: int, prompts: Sequence[Prompt], per_step: int) -> list[Slot]:

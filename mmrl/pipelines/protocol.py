@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmrl.algorithms.objective import Kind
 from mmrl.controller.features import FeatureStore
-from mmrl.trajectory import Sample, SampleId, Slot, Trajectory
+from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 
 Weights = Callable[[str], AbstractContextManager[None]]
 """``with weights("reference"):`` computes under that copy of the trained weights (``policy.using``)."""
@@ -75,6 +75,11 @@ class Pipeline(Protocol):
         """
         ...
 
+    def go_on(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
+        """Draw at most ``most`` further tokens for every row, all of them under way (text; an engine with weights of
+        its own)."""
+        ...
+
     def samples(self, trajectory: Trajectory, inputs: frozenset[str]) -> list[Sample]:
         """Decode clean results to what rewards see, with the ``inputs`` they declared, no others."""
         ...
@@ -128,6 +133,6 @@ class Pipeline(Protocol):
         """
         ...
 
-    def usage(self, folder: str, what: What, prompt: str) -> Usage:
+    def usage(self, folder: str, what: What, prompt: Prompt) -> Usage:
         """How to load what ``write`` wrote into ``folder``, and draw ``prompt`` with it."""
         ...

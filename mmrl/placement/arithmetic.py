@@ -10,7 +10,11 @@ from mmrl.config.schema import Recipe
 @dataclass(frozen=True)
 class Counts:
     """Of one step. ``batch`` and ``slice_rows`` are the largest micro-batch of sampling and slice of training; a
-    pathwise objective samples inside its slices and has no micro-batches of its own."""
+    pathwise objective samples inside its slices and an offline one not at all, and neither has micro-batches.
+
+    Of text, ``row_tokens`` is the longest row, prompt and response (0 for pictures); forwards of sampling and slices
+    are the most there can be, for responses end earlier and short rows share a slice.
+    """
 
     prompts: int
     samples: int
@@ -21,26 +25,37 @@ class Counts:
     slices: int
     slice_rows: int
     optimizer_steps: int
+    row_tokens: int = 0
 
 
-def count(recipe: Recipe, entries: int, pathwise: bool) -> Counts:
-    """As ``mmrl.loop`` cuts; ``entries``: how many actions or noise levels of a sample an update goes through."""
+def count(recipe: Recipe, entries: int, sampled: bool = True, row_tokens: int = 0) -> Counts:
+    """As ``mmrl.loop`` cuts; ``entries``: how many actions or noise levels of a sample an update goes through;
+    ``sampled``: samples are drawn before the updates; ``row_tokens`` as in ``Counts``."""
     train = recipe.train
     samples = train.prompts_per_step * train.group_size
-    batch = samples if pathwise else recipe.sampling.batch_size or train.micro_batch_size
+    batch = recipe.sampling.batch_size or train.micro_batch_size if sampled else samples
     chunks = [range(start, min(start + batch, samples)) for start in range(0, samples, batch)]
     turns = [
         sum(k % train.updates_per_step == u for k in range(train.group_size)) for u in range(train.updates_per_step)
     ]
-    rows = [samples] if pathwise else [n * train.prompts_per_step for n in turns]
+    rows = [n * train.prompts_per_step for n in turns] if sampled else [samples]
+    most = train.micro_batch_size
+    if train.micro_batch_tokens is not None and row_tokens:
+        most = min(most, max(1, train.micro_batch_tokens // row_tokens))
     return Counts(
         prompts=train.prompts_per_step,
         samples=samples,
         batch=min(batch, samples),
-        micro_batches=0 if pathwise else len(chunks),
-        sampling_forwards=0 if pathwise else len(chunks) * recipe.denoising.steps,
+        micro_batches=len(chunks) if sampled else 0,
+        sampling_forwards=len(chunks) * forwards_of_a_sample(recipe) if sampled else 0,
         entries=entries,
-        slices=sum(-(-n // train.micro_batch_size) for n in rows) * entries,
-        slice_rows=min(train.micro_batch_size, max(rows)),
+        slices=sum(-(-n // most) for n in rows) * entries,
+        slice_rows=min(most, max(rows)),
         optimizer_steps=train.updates_per_step,
+        row_tokens=row_tokens,
     )
+
+
+def forwards_of_a_sample(recipe: Recipe) -> int:
+    """Denoising steps, or tokens at most: the prompt's forward gives the first."""
+    return recipe.decoding.max_new_tokens if recipe.sampling.type == "text" else recipe.denoising.steps

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
 from mmrl.pipelines.protocol import Pipeline
+from mmrl.trajectory import Prompt
 
 Phase = Literal["encode", "sample", "decode", "train", "optimizer"]
 """The parts of a step, in order. A pathwise objective samples and decodes inside ``train``."""
@@ -27,13 +29,30 @@ class Component:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What is on the device beside the pipeline in every phase: an engine with weights of its own.
+
+    ``bytes``, or a ``share`` (0 to 1) of the device's memory; both 0 where it is elsewhere, or its size is not known.
+    """
+
+    role: str
+    what: str
+    bytes: int = 0
+    share: float = 0.0
+
+
+@dataclass(frozen=True)
 class Description:
     """What ``describe(recipe, path, architecture)`` of a pipeline's module returns.
 
     ``pipeline`` is the pipeline itself, as ``build`` makes it (the adapters of LoRA too) but on the meta device;
-    ``source`` says where the sizes come from.
+    ``source`` says where the sizes come from. ``longest``, of a pipeline whose samples are of many lengths: given some
+    prompts, the one that takes most, and the tokens of a row with it (prompt and response); raises ``UserError`` where
+    one cannot be used.
     """
 
     pipeline: Pipeline
     components: list[Component]
     source: str
+    longest: Callable[[Sequence[Prompt]], tuple[Prompt, int]] | None = None
+    beside: Sequence[Beside] = ()

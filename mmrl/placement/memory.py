@@ -28,6 +28,7 @@ from mmrl.algorithms.objective import Objective
 from mmrl.config.schema import Recipe
 from mmrl.engines.policy import Policy
 from mmrl.pipelines.protocol import Pipeline
+from mmrl.placement.arithmetic import Counts
 from mmrl.placement.description import Description
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
@@ -72,6 +73,35 @@ class LiveBytes(TorchDispatchMode):
     def again(self, working: int) -> None:
         """Count work that was measured before and takes ``working`` bytes more than what is alive now."""
         self.peak = max(self.peak, self.now + working)
+
+
+class KnownMasks(TorchDispatchMode):
+    """Inside the block, a mask picks as many entries of a fake tensor as it would of a real one.
+
+    A model that sees puts its pictures where their placeholders stand. The placeholders are real, but on a fake tensor
+    torch counts no mask; so masks become the indices that they stand for.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _INDEXED:
+            args = (args[0], [i for given in args[1] for i in _counted(given)], *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+_INDEXED = frozenset(
+    {
+        torch.ops.aten.index.Tensor,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.index_put_.default,
+        torch.ops.aten._index_put_impl_.default,
+    }
+)
+
+
+def _counted(index: Tensor | None) -> Iterable[Tensor | None]:
+    if index is None or isinstance(index, FakeTensor) or index.dtype != torch.bool:
+        return [index]
+    return index.nonzero().unbind(1)
 
 
 @dataclass(frozen=True)
@@ -121,36 +151,37 @@ def fake(modules: Iterable[nn.Module]) -> None:
 
 
 def measure(
-    description: Description, recipe: Recipe, objective: Objective, batch: int, slice_rows: int, foreach: bool
+    description: Description, recipe: Recipe, objective: Objective, counts: Counts, foreach: bool, prompt: Prompt
 ) -> Measured:
-    """Run the parts of a step for a micro-batch of ``batch`` samples and a training slice of ``slice_rows``.
+    """Run the parts of a step for the largest micro-batch of sampling and slice of training, each row ``prompt``'s.
 
     ``foreach``: the optimizer works on all parameters at once, as it does on CUDA, and takes more memory for it. The
     description's modules are made fake, so that this is the last thing done with them.
     """
     fake(component.module for component in description.components)
     pipeline = description.pipeline
-    policy = Policy(pipeline.policy, recipe.optim, recipe.train.steps * recipe.train.updates_per_step)
-    for name in sorted(objective.copies) + ["reference"] * bool(
-        objective.needs & {"reference_distance", "v_reference"}
-    ):
+    total = recipe.train.steps * recipe.train.updates_per_step
+    policy = Policy(pipeline.policy, recipe.optim, total)
+    for name in kept_copies(objective):
         policy.keep(name)
-    for group in policy.optimizer.param_groups:
-        group["foreach"] = foreach
-    slots, ids = _rows(max(batch, slice_rows))
+    others = [c.module for c in description.components if c.role == "critic"]
+    trained = [policy, *(Policy(module, recipe.optim, total) for module in others)]
+    for one in trained:
+        for group in one.optimizer.param_groups:
+            group["foreach"] = foreach
+    slots, ids = _rows(max(counts.batch, counts.slice_rows), prompt)
 
     with LiveBytes() as live:
         keys = pipeline.encode(slots[:1])
-    keys = [slots[0].prompt.text]
-    features = pipeline.features.bytes // len(pipeline.features)
-    encode = live.peak - pipeline.features.bytes
+    features = pipeline.features.bytes
+    encode = max(0, live.peak - features)  # where an encoder only makes what is kept, that is not counted twice
 
     trajectory, picture, sample, decode = None, 0, 0, 0
-    if objective.kind != "pathwise":
+    if counts.micro_batches:
         with torch.no_grad(), policy.using(objective.samples_with):
             actions = pipeline.noisy_steps(0) if "log_probs" in objective.needs else []
-            with LiveBytes() as live, once(pipeline.policy, live):
-                trajectory = pipeline.sample(slots[:batch], ids[:batch], actions, recipe.seed)
+            with LiveBytes() as live, once(pipeline, live), KnownMasks():
+                trajectory = pipeline.sample(slots[: counts.batch], ids[: counts.batch], actions, recipe.seed)
             sample = live.peak - live.now
             with LiveBytes() as live:
                 made = pipeline.samples(trajectory, frozenset({"tensor"}))
@@ -158,39 +189,70 @@ def measure(
         decode = live.peak
         del made
     else:
-        trajectory = Trajectory(slots[:slice_rows], ids[:slice_rows], torch.empty(slice_rows, 0), keys * slice_rows)
+        n = counts.slice_rows
+        trajectory = Trajectory(slots[:n], ids[:n], torch.empty(n, 0), keys[:1] * n)
     kept = nbytes(t for t in vars(trajectory).values() if isinstance(t, Tensor)) // len(trajectory)
 
-    train, forwards, graph_forwards = _slice(pipeline, recipe, objective, policy, trajectory, slice_rows)
-    with LiveBytes() as live:
-        policy.optimizer.step()
-    state = nbytes(t for s in policy.optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
-    optimizer = live.peak - state
-    return Measured(features, kept, picture, encode, sample, decode, train, optimizer, state, forwards, graph_forwards)
+    train, forwards, graph_forwards = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
+    optimizer = state = 0
+    for one in trained:
+        with LiveBytes() as live:
+            one.optimizer.step()
+        its = nbytes(t for s in one.optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
+        optimizer, state = max(optimizer, live.peak - its), state + its
+    return Measured(
+        features if pipeline.makes == "text" else features // len(pipeline.features),
+        kept,
+        picture,
+        encode,
+        sample,
+        decode,
+        train,
+        optimizer,
+        state,
+        forwards,
+        graph_forwards,
+    )
 
 
-def _rows(n: int) -> tuple[list[Slot], list[SampleId]]:
-    slot = Slot(0, 0, 0, Prompt("plan", "plan"))
+def kept_copies(objective: Objective) -> list[str]:
+    """Copies of the trained weights that the objective keeps; ``reference`` among them is none where LoRA trains."""
+    asks = any("reference" in name for name in objective.needs | objective.prepares)
+    return [*sorted(objective.copies), *(["reference"] if asks else [])]
+
+
+def _rows(n: int, prompt: Prompt) -> tuple[list[Slot], list[SampleId]]:
+    slot = Slot(0, 0, 0, prompt)
     return [slot] * n, [SampleId(0, 0, 0, k) for k in range(n)]
 
 
 def _slice(
-    pipeline: Pipeline, recipe: Recipe, objective: Objective, policy: Policy, trajectory: Trajectory, n: int
+    pipeline: Pipeline, recipe: Recipe, objective: Objective, trained: list[Policy], trajectory: Trajectory, n: int
 ) -> tuple[int, int, int]:
-    """One training slice of ``n`` rows, forward and backward, with gradients already there from an earlier one."""
-    for p in policy.trainable.values():
+    """One training slice of ``n`` rows, forward and backward, with gradients already there from an earlier one.
+
+    ``trained``: the policy, and the critic where there is one.
+    """
+    policy = trained[0]
+    for p in (p for one in trained for p in one.trainable.values()):
         p.grad = p.detach().clone()
     old = {"advantages": torch.zeros(n), "weights": torch.ones(n)}
-    with LiveBytes() as live, counted(pipeline.policy) as calls:
+    with LiveBytes() as live, counted(pipeline.policy) as calls, KnownMasks():
         rows = trajectory if n == len(trajectory) else trajectory.rows(list(range(n)))
         match objective.kind:
             case "policy_gradient":
                 new = pipeline.replay(rows, 0, objective.needs, policy.using)
                 old |= pipeline.recorded(rows, 0)
+                if pipeline.makes == "text":  # what was prepared has the shape of what is computed
+                    old |= {"log_probs": new["log_probs"].detach(), "returns": old["mask"]}
+                    old |= {"values": new["values"].detach()} if "values" in new else {}
             case "forward_process":
                 new = pipeline.renoise(rows, 0, recipe.seed, objective.needs, policy.using)
+            case "offline":
+                new = pipeline.compare(rows, objective.needs, policy.using)
+                old |= pipeline.recorded(rows, 0)
             case _:
-                with once(pipeline.policy, live):
+                with once(pipeline, live):
                     images = pipeline.generate(rows.slots, rows.ids, objective.last_steps, recipe.seed)
                 new = {"rewards": images.flatten(1).mean(1)}
                 del images
@@ -214,12 +276,16 @@ def counted(module: nn.Module) -> Iterator[dict[bool, int]]:
 
 
 @contextmanager
-def once(module: nn.Module, live: LiveBytes) -> Iterator[None]:
-    """Inside the block, a forward without gradients runs once for each set of shapes.
+def once(pipeline: Pipeline, live: LiveBytes) -> Iterator[None]:
+    """Inside the block, a forward of the policy without gradients runs once for each set of shapes.
 
     The denoising steps of a sample take the same memory; running one of them on fake tensors is enough, and the rest
-    return empty tensors of the right shapes.
+    return empty tensors of the right shapes. Text has no such steps.
     """
+    if pipeline.makes == "text":
+        yield
+        return
+    module = pipeline.policy
     original: Callable[..., Any] = module.forward
     seen: dict[Any, tuple[Any, int]] = {}
 

@@ -5,7 +5,7 @@ One controller on one device: everything is in that device's memory at some phas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mmrl.algorithms.objective import Objective
-    from mmrl.placement.description import Component, Description
+    from mmrl.placement.description import Beside, Component, Description
     from mmrl.placement.memory import Measured
+    from mmrl.trajectory import Prompt
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
     made = Plan(recipe, device, device_memory or memory)
     objective = load_objective(recipe)
     inputs = _rewards(loaded, objective, made)
-    name = loaded.resolve(recipe.pipeline)
+    name = loaded.resolve_drop_in(recipe.pipeline)
     try:
         module = mmrl.load("pipelines", name)
         if not hasattr(module, "describe"):
@@ -130,18 +131,23 @@ def _main_memory() -> int:
         return total
 
 
-def _prompts(loaded: LoadedRecipe, made: Plan) -> int | None:
-    """How many different prompts the run may encode, at most; None where the data set cannot be read."""
+def _prompts(loaded: LoadedRecipe, made: Plan) -> list[Sequence[Prompt]]:
+    """The prompts of both splits, as lazy as the data set makes them; none where it cannot be read."""
     from mmrl.run import load_prompts
 
-    texts: set[str] = set()
-    for split in ("train", "heldout"):
-        try:
-            texts |= {prompt.text for prompt in load_prompts(loaded.recipe, loaded.root, split)}
-        except UserError as error:
-            made.problems.append(str(error))
-            return None
-    return len(texts) + 1  # the empty prompt of guidance
+    try:
+        return [load_prompts(loaded.recipe, loaded.root, split) for split in ("train", "heldout")]
+    except UserError as error:
+        made.problems.append(str(error))
+        return []
+
+
+def _looked_at(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """All prompts, or where they are read as they are asked for, some in equal distances: pictures cost time."""
+    if isinstance(prompts, list):
+        return prompts
+    most = 100 if prompts[0].media else 4000
+    return [prompts[n * len(prompts) // min(most, len(prompts))] for n in range(min(most, len(prompts)))]
 
 
 def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozenset[str]:
@@ -167,21 +173,30 @@ def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozense
 
 
 def _account(
-    made: Plan, description: Description, objective: Objective, prompts: int | None, inputs: frozenset[str]
+    made: Plan,
+    description: Description,
+    objective: Objective,
+    prompts: list[Sequence[Prompt]],
+    inputs: frozenset[str],
 ) -> None:
     """Fill in counts, measured sizes, roles and phases."""
     from mmrl.placement.memory import measure
+    from mmrl.trajectory import Prompt
 
     recipe, made.source = made.recipe, description.source
     pathwise = objective.kind == "pathwise"
     entries = objective.entries or description.pipeline.entries(objective.kind)
-    made.counts = counts = count(recipe, entries, pathwise)
     store = description.pipeline.features
     sizes = _sizes(description)
+    prompt, row_tokens = Prompt("plan", "plan"), 0
     try:
-        measured = measure(
-            description, recipe, objective, counts.batch, counts.slice_rows, made.device.startswith("cuda")
-        )
+        if description.longest is not None:
+            if not prompts:
+                return
+            prompt, row_tokens = description.longest([p for split in prompts for p in _looked_at(split)])
+        sampled = objective.kind in ("policy_gradient", "forward_process")
+        made.counts = counts = count(recipe, entries, sampled, row_tokens)
+        measured = measure(description, recipe, objective, counts, made.device.startswith("cuda"), prompt)
     except UserError as error:
         made.problems.append(str(error))
         return
@@ -189,13 +204,24 @@ def _account(
         made.notes.append(f"memory is not known: the step cannot be run without data ({type(error).__name__}: {error})")
         return
     made.measured = measured
-    kept = min(prompts or store.budget_bytes, max(counts.prompts + 1, store.budget_bytes // max(1, measured.features)))
+    different = _different(prompts, description)
+    kept = min(
+        different or store.budget_bytes, max(counts.prompts + 1, store.budget_bytes // max(1, measured.features))
+    )
     features = measured.features * kept
-    made.roles = list(_roles(made, description.components, sizes, objective, features))
-    made.phases = list(_phases(made, description.components, sizes, objective, features, inputs, pathwise))
+    made.roles = list(_roles(made, description, sizes, objective, features))
+    made.phases = list(_phases(made, description, sizes, objective, features, inputs, pathwise))
     if _offloads(made):
         moved = (c for c in description.components if len(c.needed) < len(PHASES))
         made.host = sum(sizes[id(c)].total for c in moved)
+
+
+def _different(prompts: list[Sequence[Prompt]], description: Description) -> int:
+    """How many different prompts the run may encode, at most; 0 where that is not known."""
+    if description.longest is not None:
+        return sum(map(len, prompts))
+    texts = {prompt.text for split in prompts for prompt in split}
+    return len(texts) + 1 if texts else 0  # the empty prompt of guidance
 
 
 PHASES = ("encode", "sample", "decode", "train", "optimizer")
@@ -236,48 +262,63 @@ def _offloads(made: Plan) -> bool:
 
 def _copies(recipe: Recipe, objective: Objective) -> list[str]:
     """Copies of the trained weights that the run keeps; LoRA's reference is the base with the adapter off."""
-    reference = bool(objective.needs & {"reference_distance", "v_reference"}) and recipe.model.lora is None
-    return [*objective.copies, *(["reference"] if reference else []), *(["ema"] if recipe.optim.ema_decay else [])]
+    from mmrl.placement.memory import kept_copies
+
+    kept = [name for name in kept_copies(objective) if name != "reference" or recipe.model.lora is None]
+    return [*kept, *(["ema"] if recipe.optim.ema_decay else [])]
 
 
 def _roles(
-    made: Plan, components: list[Component], sizes: dict[int, Size], objective: Objective, features: int
+    made: Plan, description: Description, sizes: dict[int, Size], objective: Objective, features: int
 ) -> Iterator[Role]:
-    measured, counts, recipe = made.measured, made.counts, made.recipe
+    from mmrl.placement.tables import size as amount
+
+    measured, counts = made.measured, made.counts
     assert measured is not None
     assert counts is not None
-    for component in components:
+    for component in description.components:
         size = sizes[id(component)]
         always = len(component.needed) == len(PHASES) or not _offloads(made)
         where = "always" if always else " and ".join(sorted(component.needed)) + ", else in host memory"
         what = f"{component.name}, {size.dtypes}"
-        if size.trained and size.trained < size.total:
-            frozen = size.parameters - size.trained_parameters
+        frozen = size.parameters - size.trained_parameters
+        if size.trained and frozen:
             yield Role(f"{component.role}, frozen", what, frozen, size.total - size.trained, where)
         elif not size.trained:
             yield Role(component.role, what, size.parameters, size.total, where)
         if size.trained:
-            kind = f"LoRA of rank {recipe.model.lora.rank}" if recipe.model.lora else component.name
-            yield Role(f"{component.role}, trained", f"{kind}, float32", size.trained_parameters, size.trained, where)
-            yield Role("gradients", "float32", size.trained_parameters, size.trained, "train")
-            yield Role("optimizer", "Adam's two moments, float32", size.trained_parameters * 2, measured.adam, "always")
-            for name in _copies(recipe, objective):
-                yield Role(f"copy: {name}", "float32", size.trained_parameters, size.trained, "always")
-            if recipe.model.lora and objective.needs & {"reference_distance", "v_reference"}:
-                yield Role("reference", "the policy with its adapter switched off", 0, 0, "train")
-    yield Role("prompt features", f"{_mib(measured.features)} a prompt", 0, features, "always")
+            yield from _trained_roles(made, component, size, where, objective)
+    trained = sum(size.trained_parameters for size in sizes.values())
+    yield Role("optimizer", "Adam's two moments, float32", trained * 2, measured.adam, "always")
+    for one in description.beside:
+        yield Role(one.role, one.what, 0, _held(made, one), "always")
+    yield Role("prompt features", f"{amount(measured.features)} a prompt", 0, features, "always")
     if measured.trajectory:
         total = measured.trajectory * counts.samples
-        yield Role("trajectories", f"{_mib(measured.trajectory)} a sample, float32", 0, total, "sample to optimizer")
+        yield Role("trajectories", f"{amount(measured.trajectory)} a sample, float32", 0, total, "sample to optimizer")
 
 
-def _mib(n: int) -> str:
-    return f"{n / 2**20:.2g} MiB"
+def _trained_roles(made: Plan, component: Component, size: Size, where: str, objective: Objective) -> Iterator[Role]:
+    """What trains of a component, its gradients, and of the policy its copies."""
+    lora, policy = made.recipe.model.lora, component.role == "policy"
+    kind = f"LoRA of rank {lora.rank}" if lora and policy else component.name
+    yield Role(f"{component.role}, trained", f"{kind}, float32", size.trained_parameters, size.trained, where)
+    of = "" if policy else f", {component.role}"
+    yield Role(f"gradients{of}", "float32", size.trained_parameters, size.trained, "train")
+    if policy:
+        for name in _copies(made.recipe, objective):
+            yield Role(f"copy: {name}", "float32", size.trained_parameters, size.trained, "always")
+        if lora and any("reference" in name for name in objective.needs | objective.prepares):
+            yield Role("reference", "the policy with its adapter switched off", 0, 0, "train")
+
+
+def _held(made: Plan, one: Beside) -> int:
+    return one.bytes + int(one.share * (made.device_memory or 0))
 
 
 def _phases(
     made: Plan,
-    components: list[Component],
+    description: Description,
     sizes: dict[int, Size],
     objective: Objective,
     features: int,
@@ -288,9 +329,11 @@ def _phases(
     assert measured is not None
     assert counts is not None
     trained = sum(size.trained for size in sizes.values())
+    copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
     always = {
         "optimizer state": measured.adam,
-        "copies of the trained weights": trained * len(_copies(made.recipe, objective)),
+        "copies of the trained weights": copied * len(_copies(made.recipe, objective)),
+        **{one.role: _held(made, one) for one in description.beside},
         "prompt features": features,
     }
     pictures = measured.picture * counts.samples if "tensor" in inputs else 0
@@ -305,13 +348,13 @@ def _phases(
         "optimizer": {**trajectories, "gradients": trained, "working memory": measured.optimizer},
     }
     for phase in PHASES:
-        if pathwise and phase in ("sample", "decode"):
+        if not counts.micro_batches and phase in ("sample", "decode"):
             continue
         inside = (
             {phase, "sample", "decode"} if pathwise else {phase}
         )  # what its update samples with stays between updates
         weights: dict[str, int] = {}
-        for component in components:
+        for component in description.components:
             if not _offloads(made) or component.needed & inside:
                 weights[component.role] = weights.get(component.role, 0) + sizes[id(component)].total
         parts = {**weights, **always, **own[phase]}
@@ -333,15 +376,16 @@ def _too_big(made: Plan, peak: PhaseMemory) -> str:
 def _edits(made: Plan, peak: PhaseMemory) -> Iterator[str]:
     """Edits that lower the peak, the cheapest first."""
     recipe = made.recipe
-    train, sampling = recipe.train, recipe.denoising
-    if not recipe.model.offload and made.device != "cpu":
+    train, sampling, text = recipe.train, recipe.sampling, recipe.sampling.type == "text"
+    rows = made.counts.slice_rows if made.counts and peak.name == "train" else train.micro_batch_size
+    if not recipe.model.offload and made.device != "cpu" and not text:
         yield "model.offload=true"
     if peak.name == "train" and not recipe.model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true"
     if peak.name in ("sample", "decode") and sampling.batch_size and sampling.batch_size > 1:
         yield f"sampling.batch_size={sampling.batch_size // 2}"
-    elif peak.name in ("sample", "decode", "train") and train.micro_batch_size > 1:
-        yield f"train.micro_batch_size={train.micro_batch_size // 2}"
+    elif peak.name in ("sample", "decode", "train") and rows > 1:
+        yield f"train.micro_batch_size={rows // 2}"
     if recipe.model.lora is None:
         yield "model.lora={rank: 32} (its gradients and optimizer state take megabytes)"
     if recipe.model.dtype == "float32":

@@ -76,19 +76,21 @@ def _arithmetic(plan: Plan) -> list[str]:
     c, m, recipe = plan.counts, plan.measured, plan.recipe
     assert c is not None
     assert m is not None
-    guided = recipe.denoising.guidance_scale > 1
-    twice = " (twice that with guidance)" if guided else ""
+    text = recipe.sampling.type == "text"
+    twice = " (twice that with guidance)" if not text and recipe.denoising.guidance_scale > 1 else ""
     lines = [_step(plan)]
     if c.micro_batches:
+        each = f"up to {recipe.decoding.max_new_tokens} tokens" if text else f"{recipe.denoising.steps} denoising steps"
         lines.append(
-            f"  sampling: {c.micro_batches:,} micro-batches of {c.batch} samples{twice} x {recipe.denoising.steps} "
-            f"denoising steps = {c.sampling_forwards:,} forwards"
+            f"  sampling: {c.micro_batches:,} micro-batches of {c.batch} samples{twice} x {each} = "
+            f"{c.sampling_forwards:,} forwards{_engine(plan)}"
         )
     without = f" and {m.forwards} without" if m.forwards else ""
     plural = "s" * (m.graph_forwards > 1)
     checkpointed = ", recomputed in it (gradient checkpointing)" if recipe.model.gradient_checkpointing else ""
+    taken = f" of up to {c.row_tokens:,} tokens" if text else f"{twice}, {c.entries} entries of each sample"
     lines.append(
-        f"  training: {c.slices:,} slices of up to {c.slice_rows} samples{twice}, {c.entries} entries of each sample; "
+        f"  training: {c.slices:,} slices of up to {c.slice_rows} samples{taken}; "
         f"a slice is {m.graph_forwards} forward{plural} with a graph{without}, and a backward{checkpointed}"
     )
     steps = recipe.train.steps
@@ -98,6 +100,12 @@ def _arithmetic(plan: Plan) -> list[str]:
         f"{steps * c.slices:,} backwards, {steps * c.optimizer_steps:,} optimizer steps (evaluation not counted)"
     )
     return lines
+
+
+def _engine(plan: Plan) -> str:
+    if plan.recipe.sampling.type != "text" or plan.recipe.rollout.engine == "transformers":
+        return ""
+    return f" of {plan.recipe.rollout.engine}, which batches them its own way"
 
 
 def _roles(plan: Plan) -> Table:

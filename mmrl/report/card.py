@@ -12,7 +12,7 @@ import yaml
 
 from mmrl.config.sampling import Sampling
 from mmrl.config.schema import Recipe
-from mmrl.report.metrics import read
+from mmrl.report.metrics import of_pairs, read
 from mmrl.report.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -173,16 +173,17 @@ def _drawn(recipe: Recipe) -> str:
 
 
 def _table(rows: list[dict[str, Any]], step: int, drawn: str) -> str:
-    """Held-out rewards of the first and last evaluation; one column where there was only one."""
+    """Held-out rewards, and what was measured on given pairs, at first and last; one column where that is one."""
     if not rows:
         return ""
     first, last = rows[0], rows[-1]
-    keys = [key for key in last if key.startswith("reward/")]
+    keys = [*of_pairs(last), *(key for key in last if key.startswith("reward/"))]
+    figure = "held-out figure" if of_pairs(last) else "held-out reward"
     if first is last:
-        lines = [f"| held-out reward | step {last['step']} |", "|---|---:|"]
+        lines = [f"| {figure} | step {last['step']} |", "|---|---:|"]
         lines += [f"| {_label(k)} | {_number(last[k])} |" for k in keys]
     else:
-        lines = [f"| held-out reward | before (step {first['step']}) | after (step {last['step']}) | change |"]
+        lines = [f"| {figure} | before (step {first['step']}) | after (step {last['step']}) | change |"]
         lines.append("|---|---:|---:|---:|")
         for k in keys:
             before, after = first.get(k), last[k]

@@ -17,7 +17,7 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.report.charts import LINES, Series, line_chart, short, stacked_chart
 from mmrl.report.curve import curve_png
-from mmrl.report.metrics import describe, read
+from mmrl.report.metrics import describe, of_pairs, read
 from mmrl.report.pictures import Evaluation, extremes, pairs, read_evaluations
 from mmrl.report.progress import duration
 from mmrl.report.rundir import RunDir, looks_like_run, write_atomic
@@ -64,6 +64,14 @@ class _Run:
         ]
         known = [label for label in [*self.trained, *seen] if label in seen]
         return [label for label in dict.fromkeys(known) if label not in _RESERVED]
+
+    @property
+    def measured(self) -> list[tuple[str, str, str]]:
+        """(key, name, remark) of what an evaluation says: figures of given pairs, and every reward."""
+        seen = dict.fromkeys(key for row in [*self.heldout[-1:], *self.metrics[-1:]] for key in row)
+        watched = "not trained on" if self.resolved else ""
+        rewards = [(f"reward/{x}", x, "" if x in self.trained else watched) for x in self.labels]
+        return [*((key, key, "") for key in of_pairs(seen)), *rewards]
 
     def column(self, key: str) -> list[tuple[float, float | None]]:
         """(step, value) of a metric in training."""
@@ -195,12 +203,11 @@ def _head(run: _Run) -> dict[str, Any]:
         tiles.append(("wall time of training", duration(sum(times)), f"{short(sum(times) / len(times))} s a step"))
     if run.heldout:
         first, now = run.heldout[0], run.heldout[-1]
-        for label in run.labels:
-            a, b = first.get(f"reward/{label}"), now.get(f"reward/{label}")
-            if a is not None and b is not None:
-                kept = "" if label in run.trained else " (not trained on)"
+        for key, label, note in run.measured:
+            a, b = first.get(key), now.get(key)
+            if a is not None and b is not None and key not in ("dpo/chosen_reward", "dpo/rejected_reward"):
                 detail = f"from {short(round(a, 4))} ({_signed(b - a)})"
-                tiles.append((f"held-out {label}{kept}", short(round(b, 4)), detail))
+                tiles.append((f"held-out {label}{f' ({note})' if note else ''}", short(round(b, 4)), detail))
     written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     return {"status": status, "tiles": tiles, "written": written, "samples": _samples(run)}
 
@@ -226,11 +233,9 @@ def _remarks(run: _Run) -> list[str]:
 
 def _heldout_charts(run: _Run) -> list[Any]:
     charts = []
-    for label in run.labels:
-        key = f"reward/{label}"
+    for key, label, note in run.measured:
         held = Series("held-out", [(row["step"], row.get(key)) for row in run.heldout], "dots")
         training = Series("training samples", run.column(key), "faint")
-        note = "" if label in run.trained or not run.trained else "not trained on"
         charts.append(line_chart(label, [held, training], note=note))
         parts = sorted({k for row in run.heldout for k in row if k.startswith(f"{key}/")})
         lines = [Series(k.removeprefix(f"{key}/"), [(r["step"], r.get(k)) for r in run.heldout], "dots") for k in parts]
@@ -272,11 +277,10 @@ def _phases(rows: Iterable[Row]) -> set[str]:
 
 
 def _reward_table(run: _Run) -> list[dict[str, Any]]:
-    """A row per reward and part: training and held-out, at first and now."""
-    keys = {k for row in [*run.metrics[-1:], *run.heldout[-1:]] for k in row if k.startswith("reward/")}
+    """A row per figure of pairs, reward and part: training and held-out, at first and now."""
+    keys = {key for row in [*run.metrics[-1:], *run.heldout[-1:]] for key in row}
     table = []
-    for label in run.labels:
-        own = f"reward/{label}"
+    for own, label, _ in run.measured:
         for key in sorted(k for k in keys if k == own or k.startswith(f"{own}/")):
             training = [value for _, value in run.column(key) if value is not None]
             held = [row[key] for row in run.heldout if row.get(key) is not None]

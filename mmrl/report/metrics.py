@@ -12,7 +12,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -51,8 +51,12 @@ METRICS: dict[str, str] = {
     "mismatch/weight_clipped": "Fraction of tokens whose weight was cut at the cap.",
     "text/length": "Tokens of a response, the end-of-text token among them, mean.",
     "text/truncated": "Fraction of responses cut at sampling.max_new_tokens.",
-    "sampling/rounds": "Dynamic sampling: rounds of sampling in the step.",
+    "sampling/rounds": "Dynamic sampling: rounds of sampling in the step. Partial rollout: of cut_after tokens each.",
     "sampling/groups": "Dynamic sampling: groups sampled in the step, replaced ones among them.",
+    "sampling/in_flight": "Partial rollout: groups that stay in flight with responses under way.",
+    "sampling/waiting": "Partial rollout: groups that stay in flight whole, for a later step.",
+    "sampling/stale_tokens": "Partial rollout: fraction of the batch's tokens drawn under weights of earlier steps.",
+    "sampling/stale_steps": "Partial rollout: steps since the oldest token of the batch was drawn; 0 is this step.",
     "policy/kl_k2": "reinforce_pp, variant baseline: half the squared log-ratio to the reference, mean.",
     "advantage/overlong_fraction": "dapo: fraction of responses punished for their length.",
     "advantage/kl": "Divergence from the reference taken from the reward, nats (reinforce_pp, ppo, rloo).",
@@ -78,6 +82,11 @@ METRICS: dict[str, str] = {
 }
 """Every metric of metrics.jsonl; heldout.jsonl has ``samples`` and the ``reward/<label>`` keys. docs/metrics.md is
 made from this table (a test compares them)."""
+
+
+def of_pairs(keys: Iterable[str]) -> list[str]:
+    """Those that say how a model judges given pairs (``dpo/accuracy``), which stand where others have rewards."""
+    return [key for key in keys if key.startswith(("dpo/", "reward_model/"))]
 
 
 def describe(key: str) -> str | None:

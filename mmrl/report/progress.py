@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
+from mmrl.report.metrics import of_pairs
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
@@ -123,9 +125,10 @@ def status_line(
     if "reward/mean" in row:
         spread = f" ±{row['reward/std']:.2g}" if "reward/std" in row else ""
         parts.append(f"reward {_number(row['reward/mean'])}{spread}")
-    for key, value in (heldout or {}).items():
-        if key.startswith("reward/") and key.count("/") == 1:
-            parts.append(f"held-out {key.partition('/')[2]} {_number(value)}")
+    for where, values in (("", row), ("held-out ", heldout or {})):
+        own = [key for key in of_pairs(values) if key.endswith(("/accuracy", "/margin"))]
+        own += [key for key in values if where and key.startswith("reward/") and key.count("/") == 1]
+        parts += [f"{where}{key.removeprefix('reward/')} {_number(values[key])}" for key in own]
     if "policy/ratio_max_dev" in row:
         parts.append(f"ratio dev {row['policy/ratio_max_dev']:.1e}")
     if "policy/kl" in row:

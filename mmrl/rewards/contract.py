@@ -73,6 +73,7 @@ class Declaration:
     tensor ``[B]`` whose graph reaches it. ``spans``: it returns a part ``spans`` beside ``score``. ``own_deadline``: it
     gives up by itself what takes too long, so the recipe's ``timeout`` is not applied. ``paths``: its options that may
     name files (``"model"``, or ``"model.path"`` inside a mapping); the core looks them up from the recipe's folder.
+    Spell them out in the decorator: a recipe's paths are resolved without importing its rewards.
     """
 
     inputs: tuple[Input, ...] = ("image",)

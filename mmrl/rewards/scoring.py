@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from mmrl.algorithms.advantages import AllSum, alone
 from mmrl.config import schema
 from mmrl.config.checks import label_of
-from mmrl.config.names import resolve
+from mmrl.config.names import resolve_options
 from mmrl.errors import UserError
 from mmrl.rewards.calling import Caller
 from mmrl.rewards.contract import Context, Input
 from mmrl.rewards.loading import Found, build, describe, find, place_of, problems
 from mmrl.rewards.underway import (
-    AllSum,
     Entry,
     Failure,
     RewardError,
@@ -34,7 +33,7 @@ from mmrl.rewards.underway import (
 )
 from mmrl.trajectory import Sample
 
-__all__ = ["Failure", "RewardError", "RewardSet", "Scores", "Scoring", "check", "normalise", "resolve_paths"]
+__all__ = ["Failure", "RewardError", "RewardSet", "Scores", "Scoring", "check", "normalise"]
 
 
 def check(rewards: Sequence[schema.Reward], root: Path) -> list[Found]:
@@ -68,14 +67,14 @@ class RewardSet:
         rewards: Sequence[schema.Reward],
         root: Path,
         device: torch.device | str = "cpu",
-        all_sum: AllSum | None = None,
+        all_sum: AllSum = alone,
         folder: Path | None = None,
     ) -> None:
         self.device, self.folder = device, folder
-        self._all_sum: AllSum = all_sum or (lambda tensor: tensor)
+        self._all_sum = all_sum
         self._entries: list[Entry] = []
         for found, config in zip(check(rewards, root), rewards, strict=True):
-            loaded = build(found, resolve_paths(found, config.options, root))
+            loaded = build(found, resolve_options(root, config.options, found.declaration.paths))
             caller = Caller(loaded, config.timeout, config.retries)
             self._entries.append(Entry(label_of(config.name, config.label), config, loaded, caller))
 
@@ -156,19 +155,6 @@ class RewardSet:
                 raise RewardError(f"{where} raised {describe(error)} at {place}, step {step}; mend {place}") from error
             found.append(_checked_gradient(value, [samples[i] for i in batch], where))
         return torch.cat(found)
-
-
-def resolve_paths(found: Found, options: Mapping[str, Any], root: Path) -> dict[str, Any]:
-    """``options`` with those that the reward declares as ``paths`` looked up from ``root``, the recipe's folder."""
-    resolved = dict(options)
-    for name in found.declaration.paths:
-        key, _, inner = name.partition(".")
-        value = resolved.get(key)
-        if inner and isinstance(value, Mapping) and isinstance(value.get(inner), str):
-            resolved[key] = {**value, inner: resolve(root, value[inner])}
-        elif not inner and isinstance(value, str):
-            resolved[key] = resolve(root, value)
-    return resolved
 
 
 def _checked_gradient(value: object, samples: Sequence[Sample], where: str) -> torch.Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.rewards import wire
 from mmrl.rewards.calling import NAN, Answer, Caller
-from mmrl.rewards.contract import Context
+from mmrl.rewards.contract import Context, Span
 from mmrl.rewards.images import MAX_PIXELS
 from mmrl.rewards.loading import build, find
 
@@ -99,6 +99,7 @@ class RewardServer(ThreadingHTTPServer):
             "reward": self.reward.name,
             "inputs": list(declared.inputs),
             "per": declared.per,
+            "spans": declared.spans,
             "max_bytes": self.max_bytes,
         }
 
@@ -113,9 +114,12 @@ class RewardServer(ThreadingHTTPServer):
         answers = list(self.caller.many(given, context))
         if answers and all(answer.error for answer in answers) and not any(request.errors):
             raise RuntimeError(f"the reward {self.reward.name} {answers[0].reasons[0]}")
+        spans: list[list[Span] | None] = [None] * len(request.samples)
         for batch, answer in zip(batches, answers, strict=True):
             _spread(batch, answer, scores, errors, parts)
-        return wire.Reply(scores, parts, errors)
+            for i, pieces in zip(batch, answer.spans, strict=True):
+                spans[i] = pieces
+        return wire.Reply(scores, parts, errors, spans if self.reward.declaration.spans else None)
 
     def _batches(self, request: wire.Request, errors: list[str | None]) -> list[list[int]]:
         """Indices to score together; a group with a sample that cannot be read fails as one."""

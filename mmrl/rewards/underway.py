@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from mmrl.algorithms.advantages import AllSum, alone, batch_statistics
 from mmrl.config import schema
 from mmrl.errors import UserError
 from mmrl.rewards.calling import NAN, Answer, BatchError, Caller
@@ -21,8 +22,6 @@ from mmrl.trajectory import Sample, SampleId
 STD_FLOOR = 1e-4
 """Added to the standard deviations that rewards are divided by."""
 _NAMED = 5
-
-AllSum = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RewardError(UserError):
@@ -100,7 +99,7 @@ class Scoring:
         self._entries, self._step, self._all_sum = entries, step, all_sum
         self._contexts = {entry.label: Context(step, device, folder, entry.label) for entry in entries}
         self._group_size = group_size
-        self._open: dict[tuple[int, int], list[int]] = {}
+        self._open: dict[tuple[int, int, int], list[int]] = {}
         self._whole: set[frozenset[int]] = set()
         self._calls: list[_Call] = []
         self._unread: list[_Call] = []
@@ -119,7 +118,7 @@ class Scoring:
                 for batch in batches(entry, rows):
                     self._submit(entry, batch)
         for row, sample in zip(rows, samples, strict=True):
-            group = self._open.setdefault((sample.id.slot, sample.id.attempt), [])
+            group = self._open.setdefault((sample.id.step, sample.id.slot, sample.id.attempt), [])
             group.append(row)
             if len(group) == self._group_size:
                 self._submit_group(group)
@@ -226,9 +225,7 @@ class Scoring:
         return Failure(sample.id, sample.prompt.text, entry.label, reason)
 
 
-def normalise(
-    raw: torch.Tensor, groups: Sequence[Sequence[int]], how: str, all_sum: AllSum = lambda tensor: tensor
-) -> torch.Tensor:
+def normalise(raw: torch.Tensor, groups: Sequence[Sequence[int]], how: str, all_sum: AllSum = alone) -> torch.Tensor:
     """Bring one reward ``[B]`` to a common scale, ignoring NaN; standard deviations are of the population, + 1e-4.
 
     ``none``: as it is; ``batch``: divided by the batch's standard deviation; ``group``: centred and divided by the
@@ -237,10 +234,7 @@ def normalise(
     if how == "none":
         return raw
     if how == "batch":
-        valid = raw[~raw.isnan()]
-        count, total = all_sum(torch.stack([torch.tensor(float(len(valid)), dtype=raw.dtype), valid.sum()]))
-        squares = all_sum((valid - total / count.clamp(min=1)).square().sum())
-        return raw / ((squares / count.clamp(min=1)).sqrt() + STD_FLOOR)
+        return raw / (batch_statistics(raw, ~raw.isnan(), all_sum)[1].sqrt() + STD_FLOOR)
     result = raw.clone()
     for group in groups:
         rows = raw[list(group)]

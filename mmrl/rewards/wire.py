@@ -1,9 +1,15 @@
 """How a reward is asked over HTTP: JSON with PNG bytes in base64, versioned; nothing in it is ever executed.
 
-``GET /health``   -> ``{"mmrl": 1, "reward": name, "inputs": [...], "per": "sample", "max_bytes": n}``
-``POST /score``   ``{"version": 1, "step": 7, "groups": [[0, 1]],``
-                  `` "samples": [{"id": "", "prompt": "", "meta": {}, "image": PNG, "text": null}]}``
-                  -> ``{"version": 1, "scores": [0.5, null], "parts": {"name": [...]}, "errors": [null, "why"]}``
+``GET /health``   -> ``{"mmrl": 1, "reward": name, "inputs": [...], "per": "sample", "spans": false, "max_bytes": n}``
+``POST /score``   ``{"version": 1, "step": 7, "groups": [[0, 1]], "files": [BYTES],``
+                  `` "samples": [{"id": "", "prompt": "", "meta": {}, "system": null, "place": [7, 0, 0, 1],``
+                  ``   "media": [{"kind": "video", "file": 0, "frames": null}],``
+                  ``   "image": PNG, "text": null, "truncated": false}]}``
+                  -> ``{"version": 1, "scores": [0.5, null], "parts": {"name": [...]}, "errors": [null, "why"],``
+                  ``    "spans": [[[0, 4, -1.0]], null]}``
+``files`` are the encoded pictures and clips of the prompts as they lie on the disk, each once however many samples
+share it. ``place`` is step, slot, attempt and sample; ``spans`` are there where the reward declares them.
+
 An error of the whole request is a status of 400 or more with ``{"error": "why"}``. Imports no torch.
 """
 
@@ -18,7 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrl.rewards.contract import Failed, Value
+from mmrl.media import BadMediaError, Media, read_bytes
+from mmrl.rewards.contract import Failed, Span, Spans, Value
 from mmrl.rewards.images import MAX_PIXELS, BadImageError, read_rgb, to_tensor
 from mmrl.trajectory import Prompt, Sample, SampleId
 
@@ -44,27 +51,44 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """Scores of ``n`` samples: None where ``errors`` says why; and named parts, None where one says nothing."""
+    """Scores of ``n`` samples: None where ``errors`` says why; and named parts, None where one says nothing.
+
+    ``spans``: pieces of each response, of a reward that declares them.
+    """
 
     scores: list[float | None]
     parts: dict[str, list[float | None]] = field(default_factory=dict)
     errors: list[str | None] = field(default_factory=list)
+    spans: list[list[Span] | None] | None = None
 
 
 def encode_request(samples: Sequence[Sample], groups: Sequence[Sequence[int]], step: int) -> bytes:
-    """The body of ``POST /score``. Raises ``WireError`` where a prompt's meta is not JSON."""
+    """The body of ``POST /score``.
+
+    Raises ``WireError`` where a prompt's meta is not JSON or its media cannot be read.
+    """
     items = []
+    files: dict[tuple[Any, ...], str] = {}
     for sample in samples:
-        item: dict[str, Any] = {"id": sample.prompt.id, "prompt": sample.prompt.text, "meta": dict(sample.prompt.meta)}
+        prompt, place = sample.prompt, sample.id
+        item: dict[str, Any] = {"id": prompt.id, "prompt": prompt.text, "meta": dict(prompt.meta)}
+        item["place"] = [place.step, place.slot, place.attempt, place.sample]
+        if prompt.system is not None:
+            item["system"] = prompt.system
+        if prompt.media:
+            item["media"] = [_sent(media, files) for media in prompt.media]
         if sample.image is not None:
             buffer = io.BytesIO()
             sample.image.save(buffer, "PNG", compress_level=1)
             item["image"] = base64.b64encode(buffer.getvalue()).decode("ascii")
         if sample.text is not None:
             item["text"] = sample.text
+        if sample.truncated:
+            item["truncated"] = True
         items.append(item)
+    message = {"version": VERSION, "step": step, "groups": [list(g) for g in groups], "samples": items}
     try:
-        return _dump({"version": VERSION, "step": step, "groups": [list(g) for g in groups], "samples": items})
+        return _dump(message | ({"files": list(files.values())} if files else {}))
     except (TypeError, ValueError) as error:
         raise WireError(f"a prompt's meta cannot be written as JSON: {error}; keep JSON values in it") from None
 
@@ -81,12 +105,13 @@ def decode_request(body: bytes, *, max_pixels: int = MAX_PIXELS, tensor: bool = 
     ]
     if len({i for group in groups for i in group}) != sum(map(len, groups)):
         raise WireError("groups: a sample stands in more than one place")
+    files = [_file(data, i) for i, data in enumerate(_typed(message.get("files", []), list, "files"))]
     samples: list[Sample | None] = []
     errors: list[str | None] = []
     decoded = 0
     for i, item in enumerate(items):
         try:
-            sample = _sample(_typed(item, dict, f"samples[{i}]"), i, max_pixels, tensor)
+            sample = _sample(_typed(item, dict, f"samples[{i}]"), i, files, max_pixels, tensor)
             decoded += 0 if sample.image is None else sample.image.width * sample.image.height
             samples.append(sample)
             errors.append(None)
@@ -102,22 +127,26 @@ def encode_reply(reply: Reply) -> bytes:
     """The answer to ``POST /score``; numbers that are not finite become null."""
     parts = {name: [_finite(v) for v in values] for name, values in reply.parts.items()}
     scores = [_finite(v) for v in reply.scores]
-    return _dump({"version": VERSION, "scores": scores, "parts": parts, "errors": reply.errors})
+    message = {"version": VERSION, "scores": scores, "parts": parts, "errors": reply.errors}
+    return _dump(message | ({} if reply.spans is None else {"spans": reply.spans}))
 
 
-def decode_reply(body: bytes, n: int) -> dict[str, list[Value]]:
-    """The named parts of a reward's answer for ``n`` samples, ``score`` among them. Raises ``WireError``."""
+def decode_reply(body: bytes, n: int, spans: bool = False) -> dict[str, list[Any]]:
+    """The named parts of a reward's answer for ``n`` samples, ``score`` and, where wanted, ``spans`` among them.
+
+    Raises ``WireError``.
+    """
     message = _versioned(body)
     errors = _typed(message.get("errors", [None] * n), list, "errors")
     if len(errors) != n:
         raise WireError(f"errors: {len(errors)} for {n} samples")
     found = {**_typed(message.get("parts", {}), dict, "parts"), "score": message.get("scores")}
-    answer = {str(name): _values(values, n, str(name)) for name, values in found.items()}
+    answer: dict[str, list[Any]] = {str(name): _values(values, n, str(name)) for name, values in found.items()}
     answer["score"] = [
         Failed(str(errors[i] or "the server gave no score")) if value is None else value
         for i, value in enumerate(answer["score"])
     ]
-    return answer
+    return answer | ({"spans": _spans(message.get("spans"), n)} if spans else {})
 
 
 def _dump(message: Any) -> bytes:
@@ -151,19 +180,69 @@ def _index(value: Any, n: int) -> int:
     return value
 
 
-def _sample(item: dict[str, Any], index: int, max_pixels: int, tensor: bool) -> Sample:
-    text = item.get("text")
-    if text is not None:
-        _typed(text, str, f"samples[{index}].text")
+def _sent(media: Media, files: dict[tuple[Any, ...], str]) -> dict[str, Any]:
+    """A medium by its place in ``files``, where its bytes are entered if they are not there yet."""
+    source = (media.path, media.offset, media.size, media.data)
+    if source not in files:
+        try:
+            files[source] = base64.b64encode(read_bytes(media)).decode("ascii")
+        except BadMediaError as error:
+            raise WireError(f"the prompt's {media.kind} cannot be sent: {error}") from None
+    frames = None if media.frames is None else list(media.frames)
+    return {"kind": media.kind, "file": list(files).index(source), "frames": frames}
+
+
+def _file(encoded: Any, index: int) -> bytes:
+    try:
+        return base64.b64decode(_typed(encoded, str, f"files[{index}]"), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise error if isinstance(error, WireError) else WireError(f"files[{index}]: not base64: {error}") from None
+
+
+def _media(items: Any, files: list[bytes], where: str) -> tuple[Media, ...]:
+    found = []
+    for j, item in enumerate(_typed(items, list, where)):
+        at = f"{where}[{j}]"
+        _typed(item, dict, at)
+        kind, frames = item.get("kind"), item.get("frames")
+        if kind not in ("image", "video"):
+            raise WireError(f"{at}.kind: {kind!r}; write image or video")
+        if frames is not None:
+            frames = tuple(_typed(frame, int, f"{at}.frames[]") for frame in _typed(frames, list, f"{at}.frames"))
+        file = _typed(item.get("file"), int, f"{at}.file")
+        if not 0 <= file < len(files):
+            raise WireError(f"{at}.file: {file} is no index of {len(files)} files")
+        found.append(Media(kind, data=files[file], frames=frames))
+    return tuple(found)
+
+
+def _place(item: dict[str, Any], index: int) -> SampleId:
+    """Where the sample's randomness comes from; ``index`` for a client that does not say."""
+    where = f"samples[{index}].place"
+    place = [_typed(number, int, f"{where}[]") for number in _typed(item.get("place", [-1, 0, 0, index]), list, where)]
+    if len(place) != 4:
+        raise WireError(f"{where}: {len(place)} numbers; write step, slot, attempt and sample")
+    return SampleId(*place)
+
+
+def _sample(item: dict[str, Any], index: int, files: list[bytes], max_pixels: int, tensor: bool) -> Sample:
     where = f"samples[{index}]"
+    text, system, truncated = item.get("text"), item.get("system"), item.get("truncated", False)
+    for name, value in (("text", text), ("system", system)):
+        if value is not None:
+            _typed(value, str, f"{where}.{name}")
+    if not isinstance(truncated, bool):
+        raise WireError(f"{where}.truncated: expected true or false")
     prompt = Prompt(
         id=_typed(item.get("id", str(index)), str, f"{where}.id"),
         text=_typed(item.get("prompt", ""), str, f"{where}.prompt"),
         meta=_typed(item.get("meta", {}), dict, f"{where}.meta"),
+        media=_media(item.get("media", []), files, f"{where}.media"),
+        system=system,
     )
-    encoded = item.get("image")
+    encoded, place = item.get("image"), _place(item, index)
     if encoded is None:
-        return Sample(prompt, SampleId(-1, 0, 0, index), text=text)
+        return Sample(prompt, place, text=text, truncated=truncated)
     try:
         data = base64.b64decode(_typed(encoded, str, f"{where}.image"), validate=True)
     except (binascii.Error, ValueError) as error:
@@ -172,7 +251,7 @@ def _sample(item: dict[str, Any], index: int, max_pixels: int, tensor: bool) -> 
         raise BadImageError(f"not base64: {error}") from None
     image, _ = read_rgb(io.BytesIO(data), formats=("PNG",), max_pixels=max_pixels)
     pixels = to_tensor(image) if tensor else None
-    return Sample(prompt, SampleId(-1, 0, 0, index), image=image, tensor=pixels, text=text)
+    return Sample(prompt, place, image=image, tensor=pixels, text=text, truncated=truncated)
 
 
 def _values(values: Any, n: int, name: str) -> list[Value]:
@@ -185,6 +264,19 @@ def _values(values: Any, n: int, name: str) -> list[Value]:
         return [None if v is None else float(v) for v in numbers]
     except OverflowError:
         raise WireError(f"{name}: a number too large for a float") from None
+
+
+def _spans(values: Any, n: int) -> list[Spans | None]:
+    """Raises ``WireError`` where they are not ``n`` lists of (start, end, value), or null."""
+    if len(_typed(values, list, "spans")) != n:
+        raise WireError(f"spans: {len(values)} values for {n} samples")
+    found: list[Spans | None] = []
+    for spans in values:
+        try:
+            found.append(None if spans is None else Spans([(start, end, value) for start, end, value in spans]))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise WireError(f"spans: expected lists of [start, end, value] and null: {error}") from None
+    return found
 
 
 def _finite(value: float | None) -> float | None:

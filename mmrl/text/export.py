@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy as copying
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +16,10 @@ from mmrl.engines.merging import merged_weights
 from mmrl.pipelines.protocol import Usage, What
 from mmrl.report.card import public
 from mmrl.text.loading import stop_tokens
+from mmrl.trajectory import Prompt
+
+if TYPE_CHECKING:
+    from mmrl.text.pipeline import Conditioner
 
 _PLACEHOLDER = re.compile("<(image|video)>")
 _PICTURE = 'picture = Image.new("RGB", (224, 224), "white")  # yours instead: Image.open("picture.jpg")'
@@ -24,9 +29,12 @@ _MEDIUM = {
 }
 
 
-def write(policy: Any, saved: Any, recipe: Recipe, out: Path, what: What) -> None:
+def write(policy: Any, saved: Any, recipe: Recipe, out: Path, what: What, forbidden: Sequence[int] = ()) -> None:
     """Write the model (adapters merged in float32, then cast to ``model.dtype``) or the adapter alone, with the
-    tokenizer or processor ``saved``. The policy in memory stays as it is."""
+    tokenizer or processor ``saved``. The policy in memory stays as it is.
+
+    ``forbidden`` tokens, which training never sampled, are none that ``generate`` takes: they stand for media.
+    """
     if what == "lora":
         policy.peft_config["default"].base_model_name_or_path = public(recipe.model.path)
         # save_embedding_layers: peft would ask the hub for the base model's vocabulary, which training never changes
@@ -36,6 +44,8 @@ def write(policy: Any, saved: Any, recipe: Recipe, out: Path, what: What) -> Non
         made = plain(policy, getattr(torch, recipe.model.dtype))
         made.generation_config = copying.deepcopy(made.generation_config)
         made.generation_config.eos_token_id = _ends(policy, saved)
+        suppressed = {*(made.generation_config.suppress_tokens or ()), *forbidden}
+        made.generation_config.suppress_tokens = sorted(suppressed) or None
         made.save_pretrained(out)
     saved.save_pretrained(out)
 
@@ -55,17 +65,20 @@ def plain(policy: Any, dtype: torch.dtype) -> Any:
     return made.eval()
 
 
-def usage(policy: Any, saved: Any, recipe: Recipe, what: What, folder: str, prompt: str) -> Usage:
+def usage(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What, folder: str, prompt: Prompt) -> Usage:
     """Code that answers ``prompt`` with what was written to ``folder``, greedily.
 
-    Where the model sees and the prompt names no placeholder, one picture stands before it.
+    Its pictures and clips are plain ones that stand where its placeholders stand, or before the text; where the model
+    sees and the prompt has none, one picture does.
     """
+    saved = conditioner.saved
     model = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     kind = type(model).__name__
     sees = hasattr(saved, "image_processor")
     auto, loaded = ("AutoProcessor", "processor") if sees else ("AutoTokenizer", "tokenizer")
     source = folder if what == "merged" else public(recipe.model.path)
-    content = _content(prompt) if sees else _quoted(prompt)
+    content = _content(prompt) if sees else _quoted(prompt.text)
+    system = _system(prompt.system, sees)
     lines = [
         "import torch",
         *(["from peft import PeftModel"] if what == "lora" else []),
@@ -77,7 +90,7 @@ def usage(policy: Any, saved: Any, recipe: Recipe, what: What, folder: str, prom
         'model.to("cuda" if torch.cuda.is_available() else "cpu")',
         f"{loaded} = {auto}.from_pretrained({_quoted(folder)})",
         *([_PICTURE] if sees else []),
-        f'messages = [{{"role": "user", "content": {content}}}]',
+        f'messages = [{system}{{"role": "user", "content": {content}}}]',
         f"inputs = {loaded}.apply_chat_template(",
         "    messages,",
         "    add_generation_prompt=True,",
@@ -87,7 +100,7 @@ def usage(policy: Any, saved: Any, recipe: Recipe, what: What, folder: str, prom
         *(['    processor_kwargs={"do_sample_frames": False},'] if sees and '"video"' in content else []),
         *(f"    {name}={value!r}," for name, value in recipe.decoding.chat_template.items()),
         ").to(model.device)",
-        f"tokens = model.generate(**inputs, {', '.join(_generation(policy, saved, recipe, what))})",
+        f"tokens = model.generate(**inputs, {', '.join(_generation(policy, conditioner, recipe, what))})",
         f'text = {loaded}.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)',
     ]
     library, tags = ("peft", [kind, "lora"]) if what == "lora" else ("transformers", [kind])
@@ -95,11 +108,19 @@ def usage(policy: Any, saved: Any, recipe: Recipe, what: What, folder: str, prom
     return Usage(library, task, tags, {f"With {library}": "\n".join(lines) + "\n"})
 
 
-def _content(prompt: str) -> str:
+def _system(text: str | None, sees: bool) -> str:
+    """The system message as Python source, with the comma behind it; nothing where there is none."""
+    if not text:
+        return ""
+    content = f'[{{"type": "text", "text": {_quoted(text)}}}]' if sees else _quoted(text)
+    return f'{{"role": "system", "content": {content}}}, '
+
+
+def _content(prompt: Prompt) -> str:
     """The parts of a user's message as Python source: a picture for every placeholder, a clip of two pictures."""
-    pieces = _PLACEHOLDER.split(prompt)  # text, kind, text, kind, ..., text
+    pieces = _PLACEHOLDER.split(prompt.text)  # text, kind, text, kind, ..., text
     if len(pieces) == 1:
-        pieces = ["", "image", prompt]
+        pieces = [part for kind in [m.kind for m in prompt.media] or ["image"] for part in ("", kind)] + pieces
     parts = [
         _MEDIUM[piece] if i % 2 else f'{{"type": "text", "text": {_quoted(piece)}}}'
         for i, piece in enumerate(pieces)
@@ -108,14 +129,16 @@ def _content(prompt: str) -> str:
     return "[\n" + "".join(f"    {part},\n" for part in parts) + "]"
 
 
-def _generation(policy: Any, saved: Any, recipe: Recipe, what: What) -> list[str]:
-    """Arguments of ``generate``; an adapter's base model may end at fewer tokens than responses in training did."""
+def _generation(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What) -> list[str]:
+    """Arguments of ``generate``; an adapter's base model may end at fewer tokens than responses in training did, and
+    take tokens that training never sampled."""
     model = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
-    ends = _ends(policy, saved)
+    ends = _ends(policy, conditioner.saved)
     given = model.exported_generation_config.eos_token_id
     known = what == "merged" or ends == (given if isinstance(given, list) else [given])
     limit = f"max_new_tokens={recipe.decoding.max_new_tokens}"
-    return [limit, "do_sample=False", *([] if known else [f"eos_token_id={ends}"])]
+    without = [f"suppress_tokens={conditioner.forbidden}"] if what == "lora" and conditioner.forbidden else []
+    return [limit, "do_sample=False", *([] if known else [f"eos_token_id={ends}"]), *without]
 
 
 def _ends(policy: Any, saved: Any) -> list[int]:

@@ -13,7 +13,7 @@ from mmrl.controller.randomness import seed_of
 from mmrl.engines.merging import merged_weights
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.errors import UserError
-from mmrl.trajectory import SampleId
+from mmrl.trajectory import SampleId, Trajectory
 
 
 def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> RolloutEngine | None:
@@ -95,6 +95,20 @@ def settings_of(recipe: Recipe, temperature: float, stop: Sequence[int]) -> Sett
     """The recipe's sampling in the engine's words."""
     decoding = recipe.decoding
     return Settings(decoding.max_new_tokens, temperature, decoding.top_p, decoding.top_k, stop)
+
+
+def unstack(trajectory: Trajectory) -> list[Completion]:
+    """What was drawn of each row so far, to be gone on with; the prompts' tokens are not counted."""
+    assert trajectory.mask is not None
+    assert trajectory.log_probs is not None
+    rows = zip(trajectory.clean.tolist(), trajectory.log_probs.tolist(), trajectory.mask.sum(1).int(), strict=True)
+    return [Completion(tokens[:n], log_probs[:n], "cut", 0) for tokens, log_probs, n in rows]
+
+
+def appended(done: Completion, more: Completion) -> Completion:
+    """A response with what was drawn after it: each token keeps the log-prob that it was drawn with."""
+    tokens, log_probs = [*done.token_ids, *more.token_ids], [*done.log_probs, *more.log_probs]
+    return Completion(tokens, log_probs, more.finish, more.prompt_tokens)
 
 
 def stack(

@@ -43,9 +43,16 @@ def load_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...]) ->
             "mismatch/log_prob_gap_max, which is near 0 where sampling and training agree",
             file=sys.stderr,
         )
+    return without_wishes(model)
+
+
+def without_wishes(model: Any) -> Any:
+    """The model frozen, without dropout, and with generation settings that only say where a response ends.
+
+    What the checkpoint wishes for sampling (a repetition penalty, say) would change the distribution behind the
+    log-probs' back; it is kept for export only.
+    """
     model.requires_grad_(False).eval()
-    # What the checkpoint wishes for sampling (a repetition penalty, say) would change the distribution behind the
-    # log-probs' back; it is kept for export only.
     model.exported_generation_config = model.generation_config
     plain = copy.deepcopy(model.generation_config)
     stop, padding = plain.eos_token_id, plain.pad_token_id
@@ -57,6 +64,7 @@ def open_weights(model: Any, recipe: Recipe) -> nn.Module:
     """Let train what the recipe says; what trains is float32. Raises ``UserError`` where it names no such module."""
     if recipe.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.base_model.register_forward_pre_hook(_checkpoint_graphs)
     policy = _adapted(model, recipe) if recipe.model.lora else model.requires_grad_(True)
     for frozen in recipe.model.freeze:
         found = [m for name, m in policy.named_modules() if frozen in (name, name.rpartition(".")[2])]
@@ -69,6 +77,16 @@ def open_weights(model: Any, recipe: Recipe) -> nn.Module:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return policy
+
+
+def _checkpoint_graphs(body: nn.Module, _: Any) -> None:
+    """The library's layers checkpoint in training mode alone, and then keep no cache. The models here never are in that
+    mode, for it would bring dropout; so each layer, and nothing in it, is put there where a graph is made."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for layer in body.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = torch.is_grad_enabled()
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:

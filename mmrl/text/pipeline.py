@@ -7,6 +7,7 @@ its own. Prompts are padded on the left in both, so that responses align; paddin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -157,10 +158,8 @@ class TextPipeline:
         if self.engine is None:
             tokens, log_probs, mask, truncated = self._generate(keys, ids, seed, temperature)
         else:
-            made = self.engine.generate(
-                self._requests(slots, ids, seed),
-                external.settings_of(self.recipe, temperature, self.conditioner.stop_tokens),
-            )
+            settings = external.settings_of(self.recipe, temperature, self.conditioner.stop_tokens)
+            made = self.engine.generate(self._requests(slots, ids, seed), settings)
             tokens, log_probs, mask, truncated = external.stack(made, self.conditioner.forbidden, self.device)
         return Trajectory(
             slots=list(slots),
@@ -170,6 +169,29 @@ class TextPipeline:
             log_probs=log_probs * mask,
             mask=mask,
             truncated=truncated,
+        )
+
+    @torch.no_grad()
+    def go_on(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
+        assert self.engine is not None
+        before = external.unstack(trajectory)
+        asked = self._requests(trajectory.slots, trajectory.ids, seed)
+        settings = external.settings_of(self.recipe, self.settings.temperature, self.conditioner.stop_tokens)
+        drawn = self.engine.generate(
+            [replace(r, partial=done.token_ids) for r, done in zip(asked, before, strict=True)],
+            replace(settings, cut_after=most),
+        )
+        made = [external.appended(done, more) for done, more in zip(before, drawn, strict=True)]
+        tokens, log_probs, mask, truncated = external.stack(made, self.conditioner.forbidden, self.device)
+        kept = mask.sum(1).tolist()  # less where a forbidden token was drawn: nothing may follow it
+        cut = [c.finish == "cut" and n == len(c.token_ids) for c, n in zip(made, kept, strict=True)]
+        return replace(
+            trajectory,
+            clean=tokens,
+            log_probs=log_probs,
+            mask=mask,
+            truncated=truncated,
+            under_way=torch.tensor(cut, device=self.device),
         )
 
     def _generate(
@@ -288,10 +310,10 @@ class TextPipeline:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
 
-    def renoise(self, *_: Any) -> dict[str, Tensor]:
+    def renoise(self, *_: Any, **__: Any) -> dict[str, Tensor]:
         raise TypeError("text has no forward process; the recipe's checks refuse it")
 
-    def generate(self, *_: Any) -> Tensor:
+    def generate(self, *_: Any, **__: Any) -> Tensor:
         raise TypeError("tokens carry no gradient; the recipe's checks refuse it")
 
     # -- export ------------------------------------------------------------------------------------------------------
@@ -300,9 +322,9 @@ class TextPipeline:
         if self.pairs is not None and self.pairs.scores:
             scoring.write(self.policy, self.conditioner, self.recipe, out, what)
         else:
-            export.write(self.policy, self.conditioner.saved, self.recipe, out, what)
+            export.write(self.policy, self.conditioner.saved, self.recipe, out, what, self.conditioner.forbidden)
 
-    def usage(self, folder: str, what: What, prompt: str) -> Usage:
+    def usage(self, folder: str, what: What, prompt: Prompt) -> Usage:
         if self.pairs is not None and self.pairs.scores:
             return scoring.usage(self.policy, self.conditioner, self.recipe, what, folder, prompt)
-        return export.usage(self.policy, self.conditioner.saved, self.recipe, what, folder, prompt)
+        return export.usage(self.policy, self.conditioner, self.recipe, what, folder, prompt)

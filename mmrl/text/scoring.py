@@ -112,11 +112,15 @@ def _with_head(kind: Any, config: Any, path: str, dtype: torch.dtype) -> Any:
 def open_policy(recipe: Recipe, path: str, pad_token: int, device: torch.device) -> nn.Module:
     """A reward model to train: what the recipe says of it, and always the head, which is new. Raises ``UserError``."""
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
-    model = load_scorer(path, pad_token, dtype, recipe.seed)
+    return open_scorer(load_scorer(path, pad_token, dtype, recipe.seed), recipe).to(device)
+
+
+def open_scorer(model: Any, recipe: Recipe) -> nn.Module:
+    """Let train what the recipe says of a reward model, and its head. Raises ``UserError``."""
     policy = open_weights(model, recipe)
     head = getattr(model, HEAD).float().requires_grad_(True)
     head.register_forward_pre_hook(_in_its_own_precision)
-    return policy.to(device)
+    return policy
 
 
 def _in_its_own_precision(head: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -229,7 +233,7 @@ def _save_adapter(policy: Any, out: Path) -> None:
     policy.peft_config["default"].save_pretrained(out)
 
 
-def usage(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What, folder: str, prompt: str) -> Usage:
+def usage(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What, folder: str, prompt: Prompt) -> Usage:
     """Code that leaves the ``score`` of a response to ``prompt`` behind, with what was written to ``folder``."""
     model = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     kind, saved = type(model).__name__, conditioner.saved
@@ -240,7 +244,9 @@ def usage(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What, fol
     code = source.format(
         folder=repr(folder),
         base=repr(folder if what == "merged" else base),
-        prompt=repr(prompt),
+        prompt=repr(prompt.text),
+        system=f'{{"role": "system", "content": {prompt.system!r}}}, ' if prompt.system else "",
+        given=_given(prompt),
         ending=repr(getattr(saved, "tokenizer", saved).decode(ending(conditioner))),
         variables="".join(f", {name}={value!r}" for name, value in recipe.decoding.chat_template.items()),
         variables_of=repr(recipe.decoding.chat_template),
@@ -250,13 +256,21 @@ def usage(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What, fol
     return Usage(library, "text-classification", [*tags, "reward-model"], {f"With {library}": code})
 
 
+def _given(prompt: Prompt) -> str:
+    """What a prompt has beside its text, as further arguments in Python source; yours instead of the paths."""
+    names = {"image": "picture.jpg", "video": "clip.mp4"}
+    media = "".join(f'Media("{m.kind}", path="{names[m.kind]}"), ' for m in prompt.media)
+    system = f", system={prompt.system!r}" if prompt.system else ""
+    return (f", media=({media.rstrip()})" if media else "") + system
+
+
 _READING = """\
 import torch
 {peft}from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 model = AutoModelForSequenceClassification.from_pretrained({base}, num_labels=1)
 {adapter}tokenizer = AutoTokenizer.from_pretrained({folder})
-messages = [{{"role": "user", "content": {prompt}}}]
+messages = [{system}{{"role": "user", "content": {prompt}}}]
 text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False{variables})
 text += "An answer." + {ending}
 inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
@@ -269,7 +283,7 @@ from mmrl.media import Media
 from mmrl.trajectory import Prompt
 
 scorer = mmrl.load("pipelines", "vlm/score").scorer({folder}, {variables_of})
-prompt = Prompt("1", {prompt})  # with pictures: media=(Media("image", path="picture.jpg"),)
+prompt = Prompt("1", {prompt}{given})
 score = scorer.score([prompt], ["An answer."], batch_size=1)[0]
 """
 _SEEING_LORA = """\

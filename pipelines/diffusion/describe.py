@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mmrl.errors import UserError
+from mmrl.placement.hub import file_of
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 FILES = {name: f"{name}/config.json" for name in ("transformer", "vae", *TEXT_ENCODERS)} | {
@@ -128,23 +129,4 @@ def _of_checkpoint(path: str) -> dict[str, dict[str, Any]]:
 
 
 def _read(path: str, file: str) -> dict[str, Any]:
-    if Path(path).exists():
-        return json.loads((Path(path) / file).read_text(encoding="utf-8"))
-    return json.loads(Path(_from_hub(path, file)).read_text(encoding="utf-8"))
-
-
-def _from_hub(name: str, file: str) -> str:
-    """The path of a file of the hub, from the cache first. Raises ``OSError``, within seconds where there is no net."""
-    import httpx
-    from huggingface_hub import constants, hf_hub_download
-
-    try:
-        return hf_hub_download(name, file, local_files_only=True)
-    except OSError:
-        if constants.HF_HUB_OFFLINE:
-            raise
-    try:
-        httpx.head(constants.ENDPOINT, timeout=3)
-    except httpx.HTTPError as error:  # else the hub's client tries for half a minute
-        raise OSError(f"{constants.ENDPOINT} cannot be reached: {error}") from error
-    return hf_hub_download(name, file, etag_timeout=3)
+    return json.loads(file_of(path, file).read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ from mmrl.controller.randomness import generator, noise
 from mmrl.pipelines.protocol import Usage, Weights, What
 from mmrl.report.card import public
 from mmrl.samples import make_samples
-from mmrl.trajectory import Sample, SampleId, Slot, Trajectory
+from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 
 from . import export
 
@@ -168,6 +168,9 @@ class FlowPipeline:
     def token_values(self, row: Trajectory, spans: Sequence[tuple[int, int, float]]) -> list[float]:
         raise TypeError("pictures have no tokens; rewards of spans belong to text")
 
+    def go_on(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
+        raise TypeError("pictures are not drawn in parts; the recipe's checks refuse it")
+
     def sync(self, tag: object) -> None:
         """Nothing to do: sampling reads the weights that train."""
 
@@ -283,8 +286,8 @@ class FlowPipeline:
         else:
             export.write_merged(self.adapter.pipe, getattr(torch, self.recipe.model.dtype), out)
 
-    def usage(self, folder: str, what: What, prompt: str) -> Usage:
-        return export.usage(self.adapter.pipe, self.recipe, what, folder, prompt)
+    def usage(self, folder: str, what: What, prompt: Prompt) -> Usage:
+        return export.usage(self.adapter.pipe, self.recipe, what, folder, prompt.text)
 
     @contextmanager
     def _awake(self, modules: list[nn.Module]) -> Iterator[None]:

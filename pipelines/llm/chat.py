@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,13 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Recipe
 from mmrl.engines.rollout import Clip
 from mmrl.errors import UserError
+from mmrl.placement.description import Description
+from mmrl.text.describing import describe as describe_text
+from mmrl.text.describing import empty_model
 from mmrl.text.external import open_engine
 from mmrl.text.loading import load_model, open_weights, stop_tokens
 from mmrl.text.pipeline import TextPipeline
+from mmrl.text.recorded import files_of
 from mmrl.trajectory import Prompt
 
 TESTED = ("qwen3", "qwen2", "llama")
@@ -55,16 +60,30 @@ class Chat:
 
 def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
     """Load the model and tokenizer at ``path``. Raises ``UserError`` where they cannot chat."""
+    chat, model = _parts(recipe, path, load_model)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    engine = open_engine(recipe, path, context, sees=False)
+    policy = open_weights(model, recipe).to(device)
+    return TextPipeline(chat, policy, recipe, device, engine)
+
+
+def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
+    """The pipeline that ``build`` would make, on the meta device: from the checkpoint's configuration and tokenizer, or
+    from the ``architecture`` file where they cannot be read. Raises ``UserError`` as ``build`` does."""
+    with files_of(path, architecture) as files:
+        chat, model = _parts(recipe, files.path, empty_model)
+    policy = open_weights(model, recipe)
+    return describe_text(TextPipeline(chat, policy, recipe, torch.device("cpu")), files)
+
+
+def _parts(recipe: Recipe, path: str, load: Callable[..., Any]) -> tuple[Chat, Any]:
+    """The conditioner, and the model as ``load`` makes it."""
     allow_cpu_only()  # transformers imports torchvision wherever it is installed
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = load_tokenizer(AutoTokenizer, path)
-    model = load_model(AutoModelForCausalLM, recipe, path, TESTED)
-    stop = stop_tokens(model, tokenizer)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    engine = open_engine(recipe, path, context, sees=False)
-    policy = open_weights(model, recipe).to(device)
-    return TextPipeline(Chat(tokenizer, stop, recipe.decoding.chat_template), policy, recipe, device, engine)
+    model = load(AutoModelForCausalLM, recipe, path, TESTED)
+    return Chat(tokenizer, stop_tokens(model, tokenizer), recipe.decoding.chat_template), model
 
 
 def load_tokenizer(auto: Any, path: str) -> Any:

@@ -7,7 +7,8 @@ processor sees each prompt once; what it made is shared by the prompt's samples,
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,13 @@ from mmrl.config.schema import Recipe
 from mmrl.engines.rollout import Clip
 from mmrl.errors import BadPromptError, UserError
 from mmrl.media import BadMediaError, open_clip, open_image
+from mmrl.placement.description import Description
+from mmrl.text.describing import describe as describe_text
+from mmrl.text.describing import empty_model
 from mmrl.text.external import open_engine
 from mmrl.text.loading import load_model, open_weights, stop_tokens
 from mmrl.text.pipeline import PER_TOKEN, TextPipeline
+from mmrl.text.recorded import files_of
 from mmrl.trajectory import Prompt
 
 TESTED = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
@@ -98,24 +103,30 @@ def content_of(prompt: Prompt) -> list[dict[str, str]]:
 
 def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
     """Load the model and processor at ``path``. Raises ``UserError`` where they cannot see or chat."""
-    allow_cpu_only()
-    try:
-        import torchvision  # type: ignore[import-not-found]  # noqa: F401  its absence is found inside transformers much later, in other words
-    except ImportError as error:
-        raise UserError(
-            "vision-language models need torchvision for their processors: pip install 'mmrl[vlm]'"
-        ) from error
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    processor = _load_processor(AutoProcessor, path)
-    model = load_model(AutoModelForImageTextToText, recipe, path, TESTED)
-    stop = stop_tokens(model, processor.tokenizer)
+    chat, model = _parts(recipe, path, load_model)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     engine = open_engine(recipe, path, context, sees=True)
     policy = open_weights(model, recipe).to(device)
-    return TextPipeline(
-        Chat(processor, stop, placeholders(model.config), recipe.decoding.chat_template), policy, recipe, device, engine
-    )
+    return TextPipeline(chat, policy, recipe, device, engine)
+
+
+def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
+    """The pipeline that ``build`` would make, on the meta device: from the checkpoint's configuration and processor, or
+    from the ``architecture`` file where they cannot be read. Raises ``UserError`` as ``build`` does."""
+    with files_of(path, architecture) as files:
+        chat, model = _parts(recipe, files.path, empty_model)
+    policy = open_weights(model, recipe)
+    return describe_text(TextPipeline(chat, policy, recipe, torch.device("cpu")), files)
+
+
+def _parts(recipe: Recipe, path: str, load: Callable[..., Any]) -> tuple[Chat, Any]:
+    """The conditioner, and the model as ``load`` makes it."""
+    processor = load_processor(path)
+    from transformers import AutoModelForImageTextToText
+
+    model = load(AutoModelForImageTextToText, recipe, path, TESTED)
+    stop = stop_tokens(model, processor.tokenizer)
+    return Chat(processor, stop, placeholders(model.config), recipe.decoding.chat_template), model
 
 
 def placeholders(config: Any) -> list[int]:
@@ -124,9 +135,19 @@ def placeholders(config: Any) -> list[int]:
     return sorted({token for name in names if (token := getattr(config, name, None)) is not None})
 
 
-def _load_processor(auto: Any, path: str) -> Any:
+def load_processor(path: str) -> Any:
+    """The processor at ``path``. Raises ``UserError`` where it cannot see or chat, or torchvision is missing."""
+    allow_cpu_only()
     try:
-        processor = auto.from_pretrained(path)
+        import torchvision  # type: ignore[import-not-found]  # noqa: F401  its absence is found inside transformers much later, in other words
+    except ImportError as error:
+        raise UserError(
+            "vision-language models need torchvision for their processors: pip install 'mmrl[vlm]'"
+        ) from error
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"model.path: {path} has no processor that can be loaded: {reason}") from error

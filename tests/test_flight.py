@@ -1,0 +1,373 @@
+"""Partial rollout in the loop: responses that take several steps, sampled by a real engine with weights of its own."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmrl import checkpoint
+from mmrl.config.loader import load_recipe
+from mmrl.engines.external import allowances, completion, nothing_left
+from mmrl.errors import BadPromptError, UserError
+from mmrl.loop import train_step
+from mmrl.report.clock import Clock
+from mmrl.report.metrics import describe
+from mmrl.run import build, train
+from mmrl.tally import Tally
+from tests import tiny
+
+REWARD = '''
+from pathlib import Path
+
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    """The share of letters that are vowels."""
+    return [sum(c in "aeiou" for c in s.text) / max(1, len(s.text)) for s in samples]
+
+@mmrl.reward(inputs=("text",))
+def breaks_once(samples, *, context):
+    """As score, but for one failure in step 2."""
+    mark = Path(__file__).with_name("broken")
+    if context.step == 2 and not mark.exists():
+        mark.touch()
+        raise RuntimeError("down for once")
+    return score(samples, context=context)
+
+@mmrl.reward(inputs=("text",), per="group")
+def whole(samples, *, context):
+    """Only for whole groups of one prompt."""
+    assert len(samples) == 2 and len({s.prompt.id for s in samples}) == 1, [s.id for s in samples]
+    return [float(s.id.sample) for s in samples]
+'''
+PER_STEP, EXTRA, CUT, LONGEST = 2, 3, 4, 14
+
+
+class Sampler:
+    """A rollout engine: a transformers model of its own, token by token, a response at a time.
+
+    Each response depends on its prompt, its seed and the weights alone.
+    """
+
+    def __init__(self, model, *, max_model_len, dtype, lora_rank, options):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(model).eval()
+        self.max_model_len = max_model_len
+        self.calls = []
+
+    @torch.no_grad()
+    def generate(self, requests, settings):
+        allowed = allowances(requests, settings, self.max_model_len)
+        self.calls.append((settings.cut_after, len(requests)))
+        return [
+            self.one(r, a, settings) if a.tokens else nothing_left(r) for r, a in zip(requests, allowed, strict=True)
+        ]
+
+    def one(self, request, allowance, settings):
+        from transformers import DynamicCache
+
+        draw = torch.Generator().manual_seed(allowance.seed)
+        given = torch.tensor([[*request.prompt_ids, *request.partial]])
+        tokens, log_probs, past = [], [], DynamicCache(config=self.model.config)
+        while len(tokens) < allowance.tokens:
+            logits = self.model(given, past_key_values=past, use_cache=True).logits[0, -1].float()
+            row = torch.log_softmax(logits / (settings.temperature or 1.0), -1)
+            token = row.argmax() if settings.temperature == 0 else torch.multinomial(row.exp(), 1, generator=draw)[0]
+            tokens.append(token.item())
+            log_probs.append(row[token].item())
+            if tokens[-1] in settings.stop_token_ids:
+                break
+            given = token.reshape(1, 1)
+        stopped = bool(tokens) and tokens[-1] in settings.stop_token_ids
+        seen = len(request.prompt_ids) + len(request.partial)
+        return completion(request, allowance, tokens, log_probs, "stop" if stopped else "length", seen, "the sampler")
+
+    def update(self, weights):
+        missing = self.model.load_state_dict({k: v.clone() for k, v in weights}, strict=False).missing_keys
+        assert set(missing) <= {"lm_head.weight"}
+        self.model.tie_weights()
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("flight")
+    tiny.language_model(folder / "model", sharp=0.1)
+    settings = json.loads((folder / "model" / "generation_config.json").read_text())
+    settings["eos_token_id"] = list(range(0, 256, 6))  # many ways to stop: lengths of all kinds
+    (folder / "model" / "generation_config.json").write_text(json.dumps(settings))
+    (folder / "reward.py").write_text(REWARD)
+    rows = [{"id": str(i), "prompt": f"Say {i} letters."} for i in range(40)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "few.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:3]))
+    (folder / "recipe.yaml").write_text(
+        f"""
+name: flight
+pipeline: llm/chat
+model: {{path: model}}
+data: {{name: jsonl, train: {{path: data.jsonl, heldout: 8}}, heldout: {{path: data.jsonl, heldout: 8}}}}
+sampling: {{max_new_tokens: {LONGEST}}}
+rollout: {{engine: vllm, partial: {{cut_after: {CUT}, extra: {EXTRA}}}}}
+rewards: [{{name: reward.py, label: vowels}}]
+algorithm: {{type: grpo, kl_coef: 0.0}}
+train: {{steps: 5, prompts_per_step: {PER_STEP}, group_size: 2, micro_batch_size: 4}}
+optim: {{lr: 1.0e-2}}
+eval: {{every: 2, samples: 4, temperature: 0.0}}
+checkpoint: {{every: 1}}
+"""
+    )
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def sampler(monkeypatch):
+    monkeypatch.setattr("mmrl.text.external._engine", lambda name: Sampler)
+
+
+def load(folder, *overrides):
+    return load_recipe([folder / "recipe.yaml"], [*overrides])
+
+
+def make(folder, *overrides):
+    loaded = load(folder, *overrides)
+    return build(loaded.recipe, loaded.root)
+
+
+def step(run, number=0):
+    return train_step(run, number, Clock(torch.device("cpu")))
+
+
+def watched(run):
+    """The rounds that the flight hands over, as they come."""
+    rounds, land = [], run.flight.land
+    run.flight.land = lambda *args: rounds.append(land(*args)) or rounds[-1]
+    return rounds
+
+
+def positions(slots):
+    return [slot.step * PER_STEP + slot.index for slot in slots]
+
+
+def test_every_step_trains_on_as_many_groups_and_nothing_is_lost_or_trained_twice(folder):
+    run = make(folder)
+    rounds, rows = watched(run), []
+    for n in range(10):
+        rows.append(step(run, n)[0])
+        trained, flying = [s for r in rounds for s in r.slots], [g.slot for g in run.flight.groups]
+        assert len(rounds[-1].slots) == PER_STEP
+        assert len(rounds[-1].scores.total) == PER_STEP * 2
+        assert sorted(positions([*trained, *flying])) == list(range(PER_STEP * (n + 1) + EXTRA))
+        assert positions(flying) == sorted(positions(flying))
+        assert rows[-1]["sampling/in_flight"] + rows[-1]["sampling/waiting"] == EXTRA
+        assert all(describe(key) for key in rows[-1]), [key for key in rows[-1] if not describe(key)]
+    assert positions(trained) != sorted(positions(trained))  # a long one was overtaken
+    assert {most for most, _ in run.pipeline.engine.calls} == {CUT}
+    assert rows[0]["sampling/stale_tokens"] == 0
+    assert rows[0]["sampling/stale_steps"] == 0
+    assert max(row["sampling/stale_steps"] for row in rows) >= 2
+    assert max(row["sampling/in_flight"] for row in rows) > 0
+
+
+def replayed(weights, model, prompt, tokens):
+    """Log-probs of ``tokens`` under ``weights``, in float64."""
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
+
+
+def test_every_token_keeps_the_log_prob_of_the_weights_that_drew_it(folder):
+    import copy
+
+    run = make(folder)
+    model = copy.deepcopy(run.pipeline.policy).double()
+    rounds, weights, rows = watched(run), [], []
+    for n in range(6):
+        weights.append({k: v.double() for k, v in run.pipeline.policy.state_dict().items()})
+        rows.append(step(run, n)[0])
+    mixed = 0
+    for now, landed in enumerate(rounds):
+        ages, gaps = [], []
+        for rows_of_step in landed.micro_batches:
+            for i, n in enumerate(rows_of_step.mask.sum(1).long().tolist()):
+                tokens, dates = rows_of_step.clean[i, :n].tolist(), rows_of_step.drawn_at[i, :n]
+                prompt = run.pipeline.conditioner.encode(rows_of_step.slots[i].prompt)["input_ids"].tolist()
+                under = {v: replayed(weights[v], model, prompt, tokens) for v in {*dates.tolist(), now}}
+                then = torch.stack([under[v][t] for t, v in enumerate(dates.tolist())])
+                assert (rows_of_step.log_probs[i, :n] - then).abs().max() < 1e-5
+                assert dates.tolist() == sorted(dates.tolist())
+                mixed += len(set(dates.tolist())) > 1
+                ages.append(now - dates)
+                gaps.append((under[now] - then).abs())
+        ages, gaps = torch.cat(ages), torch.cat(gaps)
+        assert rows[now]["sampling/stale_tokens"] == pytest.approx((ages > 0).double().mean().item())
+        assert rows[now]["sampling/stale_steps"] == ages.max()
+        assert rows[now]["mismatch/log_prob_gap_max"] == pytest.approx(gaps.max().item(), abs=1e-4)
+        assert bool((gaps > 1e-2).any()) == bool((ages > 0).any())  # what is stale is not what trains
+    assert mixed >= 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drawn_in_parts_or_whole_a_greedy_response_is_the_same(folder, temperature):
+    run = make(folder)
+    run.pipeline.settings = run.pipeline.settings.model_copy(update={"temperature": temperature})
+    clock = Clock(torch.device("cpu"))
+    rounds = [run.flight.land(run, PER_STEP, n, clock, Tally()) for n in range(4)]  # the weights stay
+    assert max(len(t.drawn_at.unique()) for r in rounds for t in r.micro_batches) > 1
+    equal = []
+    for cut in (t for r in rounds for t in r.micro_batches):
+        keys = run.pipeline.encode(cut.slots)
+        whole = run.pipeline.sample(cut.slots, cut.ids, [], run.recipe.seed)
+        run.pipeline.features.release(keys)
+        for i, n in enumerate(whole.mask.sum(1).long().tolist()):
+            equal.append(
+                n == cut.mask[i].sum()
+                and torch.equal(cut.clean[i, :n], whole.clean[i, :n])
+                and bool(cut.truncated[i] == whole.truncated[i])
+                and bool((cut.log_probs[i, :n] - whole.log_probs[i, :n]).abs().max() < 1e-5)
+            )
+    assert all(equal) == (temperature == 0)  # what goes on draws with numbers of its own
+
+
+def test_what_the_engine_must_not_draw_ends_a_response(folder):
+    run = make(folder)
+    run.pipeline.conditioner.forbidden = list(range(1, 256, 6))
+    rounds = watched(run)
+    for n in range(4):
+        step(run, n)
+    ends = 0
+    for rows in (t for r in rounds for t in r.micro_batches):
+        assert not torch.isin(rows.clean, torch.tensor(run.pipeline.conditioner.forbidden)).any()
+        for i, n in enumerate(rows.mask.sum(1).long().tolist()):
+            stopped = n > 0 and rows.clean[i, n - 1].item() in run.pipeline.conditioner.stop_tokens
+            assert bool(rows.truncated[i]) != stopped
+            ends += not stopped and n < LONGEST
+    assert ends >= 2
+
+
+def test_features_stay_while_a_group_is_in_flight_and_no_longer(folder):
+    run = make(folder, "data.train={path: few.jsonl, heldout: 0}")  # several groups share a prompt
+    run.pipeline.features.budget_bytes = 0  # what nobody holds is dropped
+    for n in range(5):
+        step(run, n)
+        keys = [key for g in run.flight.groups for key in g.keys]
+        assert len(keys) == EXTRA
+        assert +run.pipeline.features._held == {key: keys.count(key) for key in keys}
+
+
+def test_a_prompt_that_cannot_be_used_is_replaced_in_the_flight_and_named(folder):
+    run = make(folder)
+    encode = run.pipeline.conditioner.encode
+    bad = {slot.prompt.id for slot in run.controller.slots(1, run.prompts, PER_STEP)}
+
+    def picky(prompt):
+        if prompt.id in bad:
+            raise BadPromptError(prompt.id, "its picture is torn")
+        return encode(prompt)
+
+    run.pipeline.conditioner.encode = picky
+    rounds, failures = watched(run), []
+    for n in range(5):
+        failures += step(run, n)[1]
+    assert [(f.sample.step, f.sample.slot, f.reason) for f in failures] == [
+        (1, 0, "its picture is torn"),
+        (1, 1, "its picture is torn"),
+    ]
+    slots = {
+        (s.step, s.index): s for s in [*(s for r in rounds for s in r.slots), *(g.slot for g in run.flight.groups)]
+    }
+    for index in range(PER_STEP):
+        assert slots[1, index].attempt == 1
+        assert slots[1, index].prompt.id not in bad
+
+
+def test_rewards_of_groups_see_whole_groups(folder):
+    run = make(folder, "rewards[0].name=reward.py:whole")
+    for n in range(4):
+        assert step(run, n)[0]["reward/mean"] == 0.5
+
+
+def rows_of(path):
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+
+
+def same_end(one, other):
+    """Whether two runs ended alike: metrics, evaluations, and all that their last checkpoints hold."""
+    assert rows_of(one) == rows_of(other)
+    assert (one / "heldout.jsonl").read_text() == (other / "heldout.jsonl").read_text()
+    a, b = (checkpoint.load_latest(path / "checkpoints")[0] for path in (one, other))
+    assert a.state["flight"] == b.state["flight"]
+    assert len(a.state["flight"]["slots"]) == EXTRA
+    for part in a.tensors:
+        assert a.tensors[part].keys() == b.tensors[part].keys()
+        assert all(torch.equal(a.tensors[part][name], b.tensors[part][name]) for name in a.tensors[part]), part
+    assert not (a.tensors["flight"]["under_way"] & ~a.tensors["flight"]["truncated"]).any()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmrl.text.external._engine", lambda name: Sampler)
+        return train(load(folder), tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.mark.parametrize("done", [2, 4])
+def test_a_resumed_run_takes_the_steps_that_would_have_come(folder, tmp_path, uninterrupted, done):
+    train(load(folder, f"train.steps={done}"), tmp_path / "run")
+    flight = checkpoint.load(tmp_path / "run" / "checkpoints", done)
+    assert flight.tensors["flight"]["mask"].sum() > 0  # tokens were in flight
+    train(load(folder), tmp_path / "run", resume=True)
+    same_end(tmp_path / "run", uninterrupted)
+
+
+def test_a_step_that_failed_leaves_the_flight_of_the_step_before(folder, tmp_path, uninterrupted):
+    loaded = load(folder, "rewards[0].name=reward.py:breaks_once", "checkpoint.every=100")
+    with pytest.raises(UserError, match="steps up to 2 are saved"):
+        train(loaded, tmp_path / "run")
+    train(loaded, tmp_path / "run", resume=True)
+    same_end(tmp_path / "run", uninterrupted)
+
+
+def test_other_data_than_what_is_in_flight_is_refused(folder, tmp_path, uninterrupted):
+    run = make(folder)
+    found, _ = checkpoint.load_latest(uninterrupted / "checkpoints")
+    run = replace(run, prompts=[*run.prompts[1:], run.prompts[0]])
+    with pytest.raises(
+        UserError, match=r"slot \d of step \d held the prompt data:\d+, and now .* the data set has changed"
+    ):
+        checkpoint.restore(run, found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["rollout.engine=transformers"], "rollout.partial: only an engine with weights of its own"),
+        (["algorithm={type: dapo}"], "set algorithm.dynamic_sampling to false"),
+        ([f"rollout.partial.cut_after={LONGEST}"], "rollout.partial.cut_after: no response is longer than 14 tokens"),
+        (["rollout.partial.extra=0"], "rollout.partial.extra"),
+        (["algorithm={type: dpo}", "train.group_size=1", "rewards=[]"], "rollout.partial: dpo samples nothing"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(folder, overrides, why):
+    with pytest.raises(UserError) as refused:
+        load(folder, *overrides)
+    assert why in str(refused.value)
+
+
+def test_pictures_are_not_drawn_in_parts():
+    with pytest.raises(UserError, match=r"rollout\.partial: pictures are not drawn in parts"):
+        load_recipe(["shapes-lora"], ["rollout={partial: {cut_after: 2, extra: 2}}"])
+
+
+def test_without_partial_rollout_the_engine_is_never_told_to_cut(folder):
+    run = make(folder, "rollout={engine: vllm}")
+    row, _ = step(run)
+    assert {most for most, _ in run.pipeline.engine.calls} == {None}
+    assert run.flight is None
+    assert "sampling/stale_tokens" not in row

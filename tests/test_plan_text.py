@@ -1,0 +1,295 @@
+"""The plan of text against the run: what it says a step takes is what a step takes, within a tenth, both ways."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrl._torchvision import allow_cpu_only
+from mmrl.batch import packed
+from mmrl.config.loader import load_recipe
+from mmrl.loop import train_step
+from mmrl.placement.arithmetic import count
+from mmrl.placement.memory import LiveBytes, nbytes
+from mmrl.placement.plan import plan
+from mmrl.report.clock import Clock
+from mmrl.run import build
+from tests import tiny
+
+RECIPE = """
+name: tiny
+device: cpu
+pipeline: llm/chat
+model: {path: model}
+data: {name: jsonl, train: {path: data.jsonl, heldout: 8}, heldout: {path: data.jsonl, heldout: 8}}
+sampling: {max_new_tokens: 12, batch_size: 24}
+rewards: [{name: reward.py}]
+algorithm: {type: grpo, kl_coef: 0.0}
+train: {steps: 4, prompts_per_step: 6, group_size: 4, micro_batch_size: 8}
+"""
+REWARD = """
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    return [float(len(s.text) % 3) for s in samples]
+"""
+META = "meta=[chosen, rejected]"
+PAIRS = ["rewards=[]", "train.group_size=1", f"data.train.{META}", f"data.heldout.{META}"]
+HALF = ["model.dtype=bfloat16"]
+LORA = ["model.lora={rank: 4}"]
+KL = ["algorithm.kl_coef=0.1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    tiny.language_model(folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    pair = {"chosen": "aeiou" * 4, "rejected": "x" * 18}
+    rows = [{"prompt": f"Say {i + 10} letters" + "!" * (i % 4), **pair} for i in range(40)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def planned(folder, *changes):
+    return plan(load_recipe([folder / "recipe.yaml"], changes))
+
+
+def real(loaded, steps=2):
+    """Bytes of the weights and copies, and the highest bytes of everything else while ``steps`` real steps run."""
+    run = build(loaded.recipe, loaded.root)
+    modules = [run.policy.module, *([run.critic.module] if run.critic else [])]
+    held = nbytes(t for m in modules for t in [*m.parameters(), *m.buffers()])
+    held += nbytes(t for copy in run.policy.copies.values() for t in copy.values())
+    gc.collect()
+    with LiveBytes() as live:
+        for step in range(steps):
+            train_step(run, step, Clock(torch.device("cpu")))
+    return {"held": held, "peak": live.peak, "features": run.pipeline.features.bytes}
+
+
+def ratio(folder, *changes):
+    """What the plan says over what is; the feature store fills over a whole run, so its real size counts."""
+    return ratio_of(load_recipe([folder / "recipe.yaml"], changes))
+
+
+def ratio_of(loaded):
+    made = plan(loaded)
+    assert made.problems == []
+    assert made.notes == []
+    found = real(loaded)
+    said = made.peak.total - made.peak.parts["prompt features"] + found["features"]
+    is_so = found["held"] + found["peak"]
+    print(f"{loaded.overrides}: said {said:,} in {made.peak.name}, real {is_so:,}: {said / is_so:.3f}")
+    return said / is_so
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(KL, id="full, reference"),
+        pytest.param([*LORA, *KL, "train.updates_per_step=2"], id="lora, reference", marks=pytest.mark.slow),
+        pytest.param([*LORA, *HALF], id="lora, half", marks=pytest.mark.slow),
+        pytest.param([*HALF, "model.gradient_checkpointing=true"], id="half, checkpointing"),
+        pytest.param(["algorithm={type: ppo}", "optim.ema_decay=0.9"], id="critic"),
+        pytest.param(["algorithm={type: gspo, kl_coef: 0.0, entropy_coef: 0.1}"], id="entropy", marks=pytest.mark.slow),
+        pytest.param(["train.micro_batch_size=24", "train.micro_batch_tokens=300"], id="packed"),
+        pytest.param(["sampling.batch_size=24", "train.micro_batch_size=1"], id="sampling is the peak"),
+        pytest.param([*PAIRS, "algorithm={type: dpo}"], id="dpo", marks=pytest.mark.slow),
+        pytest.param([*PAIRS, "algorithm={type: reward_model}", "pipeline=llm/score"], id="reward model"),
+    ],
+)
+def test_a_real_step_takes_what_the_plan_says_within_a_tenth(folder, changes):
+    assert 0.9 < ratio(folder, *changes) < 1.1
+
+
+SEES = ["pipeline=vlm/chat", "data={name: scenes, train: {size: 42}, heldout: {size: 42}}", "sampling.max_new_tokens=4"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        pytest.param("qwen2_5_vl", KL, id="qwen2.5"),
+        pytest.param("qwen2_5_vl", [*LORA, *HALF], id="qwen2.5, lora", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", ["model.freeze=[visual]"], id="qwen3, frozen vision", marks=pytest.mark.slow),
+        pytest.param("smolvlm", [], id="smolvlm", marks=pytest.mark.slow),
+    ],
+)
+def test_a_real_step_of_a_model_that_sees_takes_what_the_plan_says_within_a_fifth(folder, tmp_path, kind, changes):
+    """A row of the plan has the most pictures there are, so that it says more than most steps take."""
+    allow_cpu_only()
+    pytest.importorskip("torchvision")
+    if kind == "smolvlm":
+        pytest.importorskip("num2words")
+    tiny.vision_model(tmp_path / "model", kind)
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    assert 0.9 < ratio(tmp_path, *SEES, *changes) < 1.25
+
+
+@pytest.mark.slow
+def test_the_shipped_recipe_takes_what_the_plan_says(tmp_path):
+    """Tensors within a tenth; resident memory, as the run logs it, less that of the process before its first step."""
+    loaded = load_recipe(["sums"], [])
+    assert 0.9 < ratio_of(loaded) < 1.1
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=1800, env=os.environ)
+    assert done.returncode == 0, done.stderr[-3000:]
+    logged = float(done.stdout.splitlines()[-1]) * 2**20
+    said = plan(loaded).peak.total
+    print(f"said {said / 2**20:.0f} MiB, resident memory grew by {logged / 2**20:.0f} MiB")
+    assert 0.6 < said / logged < 1.4
+
+
+def test_gradient_checkpointing_changes_the_memory_and_nothing_else(folder):
+    def after_a_step(*changes):
+        loaded = load_recipe([folder / "recipe.yaml"], ["train.micro_batch_size=24", *changes])
+        run = build(loaded.recipe, loaded.root)
+        with LiveBytes() as live:
+            train_step(run, 0, Clock(torch.device("cpu")))
+        return run, live.peak
+
+    plain, more = after_a_step()
+    saving, less = after_a_step("model.gradient_checkpointing=true")
+    assert less < 0.9 * more
+    for (name, ours), theirs in zip(saving.policy.trainable.items(), plain.policy.trainable.values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+# -- roles and counts ------------------------------------------------------------------------------------------------
+
+
+def test_the_roles_of_a_critic_and_an_engine(folder):
+    made = planned(folder, "algorithm={type: ppo, kl_coef: 0.05}")
+    roles = {role.name: role for role in made.roles}
+    policy, critic = roles["policy, trained"].parameters, roles["critic, trained"].parameters
+    assert critic == policy + 32 + 1, "the head is a number for each of 32 dimensions; the embedding was tied"
+    assert roles["gradients, critic"].bytes == 4 * critic
+    assert roles["copy: reference"].parameters == policy
+    assert roles["optimizer"].parameters == 2 * (policy + critic)
+    kept = made.measured.trajectory
+    assert 12 * (8 + 4 + 4) <= kept <= 12 * (8 + 4 + 4) + 8, "a token, its log-prob, its mask, and whether it was cut"
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        (["rollout.engine=vllm", "device=cuda"], int(0.4 * 2**33)),
+        (["rollout={engine: vllm, options: {gpu_memory_utilization: 0.25}}", "device=cuda"], 2**31),
+        (["rollout.engine=vllm_server", "device=cuda"], int(0.92 * 2**33)),
+        (["rollout={engine: vllm_server, options: {environment: {CUDA_VISIBLE_DEVICES: '1'}}}", "device=cuda"], 0),
+        (["rollout={engine: vllm, options: {kv_cache_memory_bytes: 1000}}"], None),
+    ],
+)
+def test_an_engine_takes_what_was_configured_or_its_default(folder, changes, size):
+    made = plan(load_recipe([folder / "recipe.yaml"], changes), device_memory=2**33)
+    engine = next(role for role in made.roles if role.name == "engine")
+    weights = next(role.parameters for role in made.roles if role.name == "policy, trained")
+    assert engine.bytes == (4 * weights + 1000 if size is None else size)
+    assert all(phase.parts.get("engine", 0) == engine.bytes for phase in made.phases)
+
+
+@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=40), most=st.integers(1, 9), room=st.integers(90, 400))
+@settings(deadline=None)
+def test_no_step_has_more_slices_than_the_plan_counts(lengths, most, room):
+    base = load_recipe(["sums"]).recipe
+    train = base.train.model_copy(
+        update={
+            "prompts_per_step": len(lengths),
+            "group_size": 1,
+            "micro_batch_size": most,
+            "micro_batch_tokens": room,
+        }
+    )
+    counts = count(base.model_copy(update={"train": train}), 1, True, max(lengths))
+    pieces = list(packed(list(range(len(lengths))), lengths, most, room))
+    assert len(pieces) <= counts.slices
+    assert max(len(p) * max(lengths[n] for n in p) for p in pieces) <= max(room, max(lengths))
+
+
+def test_the_longest_prompt_is_the_one_that_counts(folder, tmp_path):
+    rows = [{"prompt": "a" * n} for n in (5, 60, 7, 30)] * 3
+    (folder / "long.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    data = [f"data.{split}={{path: {folder / 'long.jsonl'}, heldout: 0}}" for split in ("train", "heldout")]
+    template = len("SuserN" + "EN" + "SassistantN")  # a token for each control token, newline and byte
+    assert planned(folder, *data).counts.row_tokens == 60 + template + 12
+
+
+# -- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["sampling.max_new_tokens=256"], "256 tokens leave no room for a prompt in the model's context of 256"),
+        (["sampling.max_new_tokens=240"], "does not fit into the model's context of 256"),
+        (["sampling.max_prompt_tokens=10"], "and sampling.max_prompt_tokens is 10"),
+        (["model.path=gone"], "cannot be read here"),
+        (["model.freeze=[nothing]"], "the model has no module 'nothing'"),
+        (["model.lora={targets: [nothing]}"], "model.lora.targets"),
+        (["model.path=gone", "architecture=reward.py"], "cannot be read as configuration files"),
+        (["pipeline=llm/score"], "set pipeline: llm/chat"),
+    ],
+)
+def test_what_cannot_run_is_a_problem(folder, changes, message):
+    assert any(message in problem for problem in planned(folder, *changes).problems)
+
+
+def test_a_folder_without_a_chat_template_is_refused_and_weights_are_not_missed(folder, tmp_path):
+    tiny.language_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert planned(folder, f"model.path={tmp_path}").problems == []
+    (tmp_path / "chat_template.jinja").unlink()
+    assert "has no chat template" in planned(folder, f"model.path={tmp_path}").problems[0]
+
+
+# -- real models -----------------------------------------------------------------------------------------------------
+
+SMALL = ["train.micro_batch_size=2", "sampling.batch_size=2"]
+
+
+def test_the_real_language_recipe_has_its_published_size():
+    made = plan(load_recipe(["qwen25-0.5b-gsm8k"], SMALL))
+    assert made.problems == []
+    roles = {role.name: role for role in made.roles}
+    assert roles["policy, trained"].parameters == 494_032_768
+    assert made.counts.row_tokens == 512 + 1024, "without the tokenizer, sampling.max_prompt_tokens counts"
+    assert "recorded in qwen25-0.5b.architecture.json" in made.source
+    logits = 2 * 1025 * 151_936 * 4
+    assert logits < made.measured.train < 12 * logits, "of two rows; the vocabulary's logits are most of it"
+    cache = 2 * 24 * 2 * 2 * 64 * 1536 * 2  # rows, layers, keys and values, heads, width, tokens, bytes
+    assert cache < made.measured.sample
+
+
+def test_the_real_vision_recipe_has_its_published_size():
+    allow_cpu_only()
+    pytest.importorskip("torchvision")
+    made = plan(load_recipe(["qwen25-vl-3b"], SMALL))
+    assert made.problems == []
+    roles = {role.name: role for role in made.roles}
+    assert roles["policy, frozen"].parameters == 3_754_622_976
+    # 36 layers of width 2048, with 256 for keys and values each, and 11008 between the three others
+    pairs = [(2048, 2048), (2048, 256), (2048, 256), (2048, 2048), *[(2048, 11008)] * 3]
+    assert roles["policy, trained"].parameters == 36 * 16 * sum(a + b for a, b in pairs)
+    assert made.counts.row_tokens == 1024 + 512
+
+
+if __name__ == "__main__":  # a step in a process of its own: MiB that its resident memory grew by
+    import resource
+
+    def resident():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+    opened = build((loaded := load_recipe(["sums"], [])).recipe, loaded.root)
+    small = load_recipe(["sums"], ["train.prompts_per_step=1", "train.group_size=2"])
+    train_step(build(small.recipe, small.root), 0, Clock(torch.device("cpu")))  # imports, and the libraries' own
+    before = resident()
+    train_step(opened, 0, Clock(torch.device("cpu")))
+    print(resident() - before)
