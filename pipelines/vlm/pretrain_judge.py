@@ -1,12 +1,18 @@
-"""Make the small judge that ships with mmrl: a Qwen2.5-VL that says yes or no about a picture, trained from the VLM.
+"""Make the small judges that ship with mmrl: Qwen2.5-VLs that look at a picture and give a verdict.
 
-    python -m mmrl.pipelines.vlm.pretrain_judge --out pipelines/vlm/models/scenes-judge
+    python -m mmrl.pipelines.vlm.pretrain --out pipelines/vlm/models/scenes-vl --careful careful
+    python -m mmrl.pipelines.vlm.pretrain_judge --out pipelines/vlm/models/scenes-judge --base careful --pictures 0
+    python -m mmrl.pipelines.vlm.pretrain_judge --out pipelines/vlm/models/shapes-judge --base careful --answers 0
 
-It reads a picture and an answer to a question about it, or a picture and a caption, and writes ``yes`` or ``no``. The
-pictures are drawn (``scenes``, ``shapes``), drawn and put through the VAE of the small Stable Diffusion 3, or sampled
-from that model at various settings; whether a caption is true of a sampled picture is said by the pixel verifier
-``rewards/shapes.py``, at training time only. ``log.jsonl`` beside the weights is the log, and ends with the judge's
-agreement with the truth on answers and pictures that models made for held-out prompts.
+They go on from the vision-language model as it was before the careless answers. The judge of answers reads a picture,
+a candidate answer and the question; it writes its own answer, the candidate, and on the next line its verdict, 1 or 0.
+The question comes last, as the base model knows it, or the judge learns to repeat the candidate in place of looking.
+The judge of captions reads a picture and a caption, and says yes or no, and then what it sees.
+
+Pictures for captions are sampled from the small Stable Diffusion 3, or drawn (``shapes``) and put through its VAE;
+whether a caption is true of a picture is said by the pixel verifier ``rewards/shapes.py``, at training time only.
+``log.jsonl`` beside the weights is the log, and ends with the judge's agreement with the truth on answers or pictures
+that models made for held-out prompts.
 """
 
 # The model libraries annotate these constructors more narrowly than they are documented.
@@ -26,54 +32,65 @@ import torch
 from PIL import Image
 
 import mmrl
+from mmrl.judge.statistics import auc
 from mmrl.pipelines.vlm.pretrain import (  # pyright: ignore[reportMissingImports]  # found when it is imported
-    DESCRIBE,
-    Example,
-    batch,
+    QUESTIONS,
     describe,
     from_scenes,
+    slip,
+)
+from mmrl.pipelines.vlm.training import (  # pyright: ignore[reportMissingImports]
+    Example,
+    prompt_inputs,
     save,
     start_log,
     train,
 )
 
-ABOUT_ANSWER = "{question} Answer: {answer}. Is that right?"
+ABOUT_ANSWER = "{answer}. {question}"
 ABOUT_CAPTION = "Does the picture show {caption}?"
+WORDS = ("no", "yes")
 """The words of the rubrics in the recipes that use this judge."""
-VERDICTS = ("no", "yes")
 _MODELS = Path(__file__).resolve().parent / "models"
 _SD3 = _MODELS.parents[1] / "diffusion" / "models" / "shapes-sd3"
 
 
 def about_answers(prompts: Sequence[Any], rng: random.Random) -> list[Example]:
-    """Two candidate answers to each question, right or wrong with equal chances, and a description."""
+    """Two candidate answers to each question, right or wrong with equal chances. The judge writes its own, then the
+    candidate, then the verdict: side by side the two are far easier to compare for a model of this size."""
     answers: dict[str, list[str]] = {}
     for p in prompts:
         answers.setdefault(p.meta["kind"], []).append(p.meta["answer"])
     words = sorted({word for found in answers.values() for answer in found for word in answer.split()})
     made = []
     for p, e in zip(prompts, from_scenes(prompts), strict=True):
-        turns = []
+        truth = p.meta["answer"]
         for _ in range(2):
-            right = rng.random() < 0.5
-            answer = p.meta["answer"] if right else _wrong(p.meta["answer"], answers[p.meta["kind"]], words, rng)
+            answer = truth if rng.random() < 0.5 else _wrong(p, answers[p.meta["kind"]], words, rng)
             asked = ABOUT_ANSWER.format(question=e.turns[0][0], answer=answer)
-            turns.append((asked, VERDICTS[answer == p.meta["answer"]]))
-        made.append(Example([*turns, e.turns[1]], e.images))
+            made.append(Example([(asked, _said(f"{truth} {answer}", answer == truth))], e.images))
     return made
 
 
-def _wrong(right: str, others: Sequence[str], words: Sequence[str], rng: random.Random) -> str:
-    """Mostly another answer to such a question; at times one or two words that answer none, or half of an answer."""
+def _said(seen: str, verdict: bool) -> str:
+    """What the judge writes: what it sees, and its verdict on a line of its own."""
+    return f"{seen}\n{int(verdict)}"
+
+
+def _wrong(prompt: Any, others: Sequence[str], words: Sequence[str], rng: random.Random) -> str:
+    """Mostly a slip or another answer to such a question; at times words that answer none, or half of an answer."""
+    truth = prompt.meta["answer"]
     while True:
         draw = rng.random()
-        if draw < 0.8:
+        if draw < 0.4:
+            answer = slip(truth, prompt)
+        elif draw < 0.85:
             answer = rng.choice(others)
-        elif draw < 0.9:
+        elif draw < 0.95:
             answer = " ".join(rng.choice(words) for _ in range(rng.choice((1, 2))))
         else:
-            answer = rng.choice([right.split()[-1], f"{right} {rng.choice(words)}", f"{rng.choice(words)} {right}", ""])
-        if answer != right:
+            answer = rng.choice([f"{truth} {rng.choice(words)}", f"{rng.choice(words)} {truth}", ""])
+        if answer != truth:
             return answer
 
 
@@ -125,35 +142,29 @@ class Sd3:
 
 
 def pictures(captions: Captions, sd3: Sd3, n: int, rng: random.Random) -> list[tuple[Any, Image.Image]]:
-    """``n`` pictures with the caption each was made for: half of them sampled, the others drawn, some with noise."""
+    """``n`` pictures with the caption each was made for: four fifths of them sampled, the others drawn, with noise."""
     shapes = mmrl.load("datasets", "shapes")
     found: list[tuple[Any, Image.Image]] = []
     while len(found) < n:
         wanted = [captions.any(rng) for _ in range(64)]
         seed = rng.randrange(1 << 30)
-        if rng.random() < 0.6:
-            images = sd3.sample(wanted, rng.choice((6, 8, 8, 10, 14)), rng.choice((1.0, 1.0, 1.5, 2.5)), seed)
+        if rng.random() < 0.8:
+            images = sd3.sample(wanted, rng.choice((6, 8, 8, 10)), rng.choice((1.0, 1.0, 1.0, 1.5)), seed)
         else:
-            images = [shapes.draw(shapes.scene(p, rng)) for p in wanted]
-            if rng.random() < 0.8:
-                images = sd3.round_trip(images, rng.choice((0.0, 0.1, 0.25, 0.4)), seed)
+            images = sd3.round_trip([shapes.draw(shapes.scene(p, rng)) for p in wanted], rng.choice((0.0, 0.2)), seed)
         found += zip(wanted, images, strict=True)
     return found[:n]
 
 
 def about_captions(made: Sequence[tuple[Any, Image.Image]], captions: Captions, rng: random.Random) -> list[Example]:
-    """Two or three captions for each picture, its own first or second; whether each is true is in the pixels."""
+    """Each picture with its own caption, and a third of them with another; whether it is true is in the pixels."""
     verifier, examples = mmrl.load("rewards", "shapes"), []
     for prompt, image in made:
-        asked = [prompt, captions.near(prompt, rng), captions.near(prompt, rng)][: rng.choice((2, 2, 3))]
-        rng.shuffle(asked)
-        turns = [
-            (ABOUT_CAPTION.format(caption=p.text), VERDICTS[verifier.judge(image, p.meta)["success"] > 0])
-            for p in asked
-        ]
         found, _, _ = verifier.objects_in(image, prompt.meta["palette"], prompt.meta["background"])
-        seen = [_named(f, prompt.meta["palette"]) for f in found]
-        examples.append(Example([*turns, (DESCRIBE, describe(seen) or "nothing")], [image]))
+        seen = describe([_named(f, prompt.meta["palette"]) for f in found]) or "nothing"
+        for p in (prompt, captions.near(prompt, rng))[: 1 + (rng.random() < 1 / 3)]:
+            word = WORDS[verifier.judge(image, p.meta)["success"] > 0]
+            examples.append(Example([(ABOUT_CAPTION.format(caption=p.text), f"{word}\n{seen}")], [image]))
     return examples
 
 
@@ -163,52 +174,59 @@ def _named(found: Any, palette: Any) -> tuple[str, str, float, float]:
 
 
 @torch.no_grad()
-def yes(model: Any, processor: Any, questions: Sequence[Example], rows: int = 100) -> np.ndarray:
-    """The share of ``yes`` in the probability of ``yes`` and ``no`` as the first word of the answer."""
-    no, agreed = (processor.tokenizer(word).input_ids[0] for word in VERDICTS)
-    shares = []
-    for i in range(0, len(questions), rows):
-        inputs, labels = batch(processor, [Example(e.turns[:1], e.images) for e in questions[i : i + rows]])
-        first = (labels >= 0).int().argmax(1) - 1
-        logits = model(**inputs).logits[torch.arange(len(first)), first].float()
-        shares += logits[:, [no, agreed]].softmax(-1)[:, 1].tolist()
-    return np.array(shares)
+def written(model: Any, processor: Any, asked: Sequence[Example], most: int, sample: bool = False) -> list[str]:
+    """What ``model`` answers to each first question, in ``most`` tokens at the most; sampled at temperature 1."""
+    texts = []
+    for i in range(0, len(asked), 100):
+        inputs = prompt_inputs(processor, asked[i : i + 100])
+        how: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0} if sample else {"do_sample": False}
+        ids = model.generate(**inputs, max_new_tokens=most, **how)
+        texts += processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts
 
 
 def agreement(model: Any, processor: Any, questions: Sequence[Example]) -> dict[str, float]:
-    """Share of verdicts (yes where likelier than no) that are true, and the chance that a random true one is rated
-    above a random false one (area under the ROC curve)."""
-    truth = np.array([e.turns[0][1] == "yes" for e in questions])
-    rated = yes(model, processor, questions)
-    higher = (rated[truth][:, None] > rated[~truth]).mean() + 0.5 * (rated[truth][:, None] == rated[~truth]).mean()
-    return {"agreement": float(((rated > 0.5) == truth).mean()), "auc": float(higher), "true": float(truth.mean())}
+    """Share of verdicts that are true, of true and of false cases, and how many cases are true; for yes and no also the
+    chance that a true case is rated above a false one (area under the ROC curve)."""
+    graded = questions[0].turns[0][1].startswith(WORDS)
+    truth = np.array([e.turns[0][1].startswith("yes") or e.turns[0][1].endswith("\n1") for e in questions])
+    if graded:
+        rated = _yes(model, processor, questions)
+        said = rated > 0.5
+    else:
+        said = rated = np.array([text.endswith("\n1") for text in written(model, processor, questions, 40)])
+    alike = said == truth
+    figures = {"agreement": alike.mean(), "of_true": alike[truth].mean(), "of_false": alike[~truth].mean()}
+    figures |= {"auc": auc(rated.tolist(), truth.tolist())} if graded else {}
+    return {name: float(value) for name, value in {**figures, "true": truth.mean()}.items()}
 
 
 @torch.no_grad()
-def answered(model: Any, processor: Any, prompts: Sequence[Any], rows: int = 100) -> list[Example]:
-    """Questions about answers that ``model`` samples for ``prompts``."""
-    examples = []
-    for i in range(0, len(prompts), rows):
-        some = prompts[i : i + rows]
-        asked = list(from_scenes(some, described=False))
-        messages = [
+def _yes(model: Any, processor: Any, questions: Sequence[Example]) -> np.ndarray:
+    """The share of ``yes`` in the probability of ``yes`` and ``no`` as the first word of the answer."""
+    ids = [processor.tokenizer(word).input_ids[0] for word in WORDS]
+    shares = []
+    for i in range(0, len(questions), 100):
+        logits = model(**prompt_inputs(processor, questions[i : i + 100]), logits_to_keep=1).logits[:, -1].float()
+        shares += logits[:, ids].softmax(-1)[:, 1].tolist()
+    return np.array(shares)
+
+
+def answered(model: Any, processor: Any, prompts: Sequence[Any]) -> list[Example]:
+    """Questions about the answers that ``model`` samples for ``prompts``."""
+    asked = list(from_scenes(prompts))
+    return [
+        Example(
             [
-                {
-                    "role": "user",
-                    "content": [*({"type": "image"} for _ in e.images), {"type": "text", "text": e.turns[0][0]}],
-                }
-            ]
-            for e in asked
-        ]
-        texts = [processor.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in messages]
-        images = [image for e in asked for image in e.images]
-        inputs = processor(text=texts, images=images, padding=True, padding_side="left", return_tensors="pt")
-        out = model.generate(**inputs, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=6)
-        written = processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        for p, e, answer in zip(some, asked, written, strict=True):
-            about = ABOUT_ANSWER.format(question=e.turns[0][0], answer=answer)
-            examples.append(Example([(about, VERDICTS[answer == p.meta["answer"]])], e.images))
-    return examples
+                (
+                    ABOUT_ANSWER.format(question=e.turns[0][0], answer=text),
+                    _said(p.meta["answer"], text == p.meta["answer"]),
+                )
+            ],
+            e.images,
+        )
+        for p, e, text in zip(prompts, asked, written(model, processor, asked, 6, sample=True), strict=True)
+    ]
 
 
 def main() -> None:
@@ -216,40 +234,49 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write the judge to")
-    parser.add_argument("--base", type=Path, default=_MODELS / "scenes-vl", help="the VLM to go on from")
-    parser.add_argument("--answers", type=int, default=14_000, help="questions with answers to judge")
-    parser.add_argument("--pictures", type=int, default=14_000, help="pictures with captions to judge")
+    parser.add_argument("--base", type=Path, required=True, help="the model to go on from")
+    parser.add_argument("--answerer", type=Path, default=_MODELS / "scenes-vl", help="whose answers it is measured on")
+    parser.add_argument("--answers", type=int, default=12_000, help="questions with two answers each; 0: none")
+    parser.add_argument("--pictures", type=int, default=7_000, help="pictures with two captions each; 0: none")
     parser.add_argument("--cpu-minutes", type=float, default=20.0)
-    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--lr", type=float, default=6e-4)
     arguments = parser.parse_args()
+    if bool(arguments.answers) == bool(arguments.pictures):
+        parser.error("a judge is of answers (--pictures 0) or of captions (--answers 0)")
     torch.manual_seed(0)
     torch.set_num_threads(1)
     log = start_log(arguments.out, "pretrain_judge")
     scenes, shapes, rng = mmrl.load("datasets", "scenes"), mmrl.load("datasets", "shapes"), random.Random(11)
-    answerer = AutoModelForImageTextToText.from_pretrained(arguments.base, dtype=torch.float32).eval()
+    model, answerer = (
+        AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (arguments.base, arguments.answerer)
+    )
     processor = AutoProcessor.from_pretrained(arguments.base)
-    sd3 = Sd3(_SD3)
-    captions, held_out = (Captions(shapes.prompts(split, 400, 200)) for split in ("train", "heldout"))
     started = time.process_time()
-    examples = [
-        *about_answers(scenes.prompts("train", size=arguments.answers, seed=11), rng),
-        *about_captions(pictures(captions, sd3, arguments.pictures, rng), captions, rng),
-    ]
-    wanted = [p for p in (held_out.any(rng) for _ in range(700)) if p.meta["task"] != "relation"][:500]
-    sampled = [
-        Example([(ABOUT_CAPTION.format(caption=p.text), VERDICTS[_verified(p, image)])], [image])
-        for p, image in zip(wanted, sd3.sample(wanted, 8, 1.0, 99), strict=True)
-    ]
-    sets = {"answers": answered(answerer, processor, scenes.prompts("heldout", size=700)), "sampled": sampled}
+    examples, sets, verdict = list[Example](), dict[str, list[Example]](), -2
+    if arguments.answers:
+        examples += about_answers(scenes.prompts("train", questions=QUESTIONS, size=arguments.answers, seed=11), rng)
+        for kind in QUESTIONS:
+            sets[kind] = answered(answerer, processor, scenes.prompts("heldout", questions=[kind], size=140))
+    if arguments.pictures:
+        sd3 = Sd3(_SD3)
+        captions, held_out = (Captions(shapes.prompts(split, 400, 200)) for split in ("train", "heldout"))
+        examples += about_captions(pictures(captions, sd3, arguments.pictures, rng), captions, rng)
+        verdict = 0
+        wanted = [p for p in (held_out.any(rng) for _ in range(700)) if p.meta["task"] != "relation"][:500]
+        sets["captions"] = [
+            Example([(ABOUT_CAPTION.format(caption=p.text), WORDS[_verified(p, image)])], [image])
+            for p, image in zip(wanted, sd3.sample(wanted, 8, 1.0, 99), strict=True)
+        ]
     log(stage="data", examples=len(examples), cpu_minutes=(time.process_time() - started) / 60)
 
     def check() -> dict[str, float]:
         found = {name: agreement(model, processor, held) for name, held in sets.items()}
         return {f"{name}/{k}": v for name, values in found.items() for k, v in values.items()}
 
-    model = answerer  # its answers are taken down; from here on it becomes the judge
-    train(model, processor, examples, arguments.cpu_minutes, arguments.lr, log, check)
+    train(model, processor, examples, arguments.cpu_minutes, arguments.lr, log, check, verdict=verdict)
     save(model, processor, arguments.out)
+    log(**check())
 
 
 def _verified(prompt: Any, image: Image.Image) -> bool:

@@ -74,7 +74,7 @@ def build(texts: Sequence[str]) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwe
     processor = Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(size=pixels, **sizes),
         tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(size=clip, **sizes),
+        video_processor=Qwen2VLVideoProcessor(size=clip, cap_pixels_per_frame=False, **sizes),
         chat_template=_TEMPLATE,
     )
     number = tokenizer.convert_tokens_to_ids
@@ -206,8 +206,13 @@ def train(
     log: Log,
     check: Callable[[], dict[str, float]],
     every: int = 200,
+    verdict: int | None = None,
 ) -> None:
-    """Next-token prediction of the answers for ``minutes`` of CPU time; 32 conversations of like length a step."""
+    """Next-token prediction of the answers for ``minutes`` of CPU time; 32 conversations of like length a step.
+
+    ``verdict``: which token of an answer counts as much again as all others together (0: the first, -2: the last before
+    its end).
+    """
     optimizer = make_optimizer([model], lr)
     rng, started, step = random.Random(3), time.process_time(), 0
     running: list[float] = []
@@ -220,9 +225,13 @@ def train(
             waiting = [drawn[i : i + BATCH] for i in range(0, len(drawn), BATCH)]
             rng.shuffle(waiting)
         inputs, labels = batch(processor, waiting.pop())
-        hidden = model.model(**inputs).last_hidden_state[:, :-1]
-        wanted = labels[:, 1:] >= 0
-        loss = F.cross_entropy(model.lm_head(hidden[wanted]), labels[:, 1:][wanted])
+        hidden, labels = model.model(**inputs).last_hidden_state[:, :-1], labels[:, 1:]
+        wanted = labels >= 0
+        loss = F.cross_entropy(model.lm_head(hidden[wanted]), labels[wanted])
+        if verdict is not None:
+            rank = wanted.cumsum(1) - 1 if verdict >= 0 else -wanted.flip(1).cumsum(1).flip(1)
+            there = wanted & (rank == verdict)
+            loss = loss + F.cross_entropy(model.lm_head(hidden[there]), labels[there])
         apply(optimizer, loss)
         running.append(loss.item())
         step += 1

@@ -1,0 +1,155 @@
+"""The small vision-language model and its judge: how they are made, and that what is shipped is what the logs say."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mmrl
+from mmrl._torchvision import allow_cpu_only
+
+allow_cpu_only()
+pytest.importorskip("torchvision")
+
+scenes = mmrl.load("datasets", "scenes")
+shapes = mmrl.load("datasets", "shapes")
+pretrain = mmrl.load("pipelines", "vlm/pretrain")
+training = mmrl.load("pipelines", "vlm/training")
+judging = mmrl.load("pipelines", "vlm/pretrain_judge")
+MODELS = Path(pretrain.__file__).parent / "models"
+
+
+@pytest.fixture(scope="module")
+def examples():
+    drawn = scenes.prompts("train", questions=pretrain.QUESTIONS, size=60)
+    clips = pretrain.from_clips(6, random.Random(0), described=True)
+    return [*pretrain.from_scenes(drawn, described=True, untold=0.5), *clips]
+
+
+@pytest.fixture(scope="module")
+def small(examples):
+    torch.manual_seed(0)
+    return training.build(pretrain.texts_of(examples))
+
+
+def test_a_slip_is_an_answer_of_its_kind_and_never_the_truth():
+    for p in scenes.prompts("train", questions=pretrain.QUESTIONS, size=500):
+        slipped = pretrain.slip(p.meta["answer"], p)
+        answers = {c.answer for c in scenes.compositions(p.meta["kind"])}
+        assert slipped != p.meta["answer"]
+        assert slipped in answers
+        if p.meta["kind"] == "colour":
+            others = {colour for colour, *_ in p.meta["objects"][0]} - {p.meta["answer"]}
+            assert not others or slipped in others
+    assert {pretrain.slip(way, None) for way in ("up", "down", "left", "right")} == {"up", "down", "left", "right"}
+
+
+def test_careless_answers_slip_as_often_as_asked():
+    prompts = scenes.prompts("train", questions=pretrain.QUESTIONS, size=400)
+    made = pretrain.careless(prompts, 40, 0.55, random.Random(0))
+    assert len(made) == 440
+    wrong = np.mean([e.turns[0][1] != p.meta["answer"] for e, p in zip(made, prompts, strict=False)])
+    assert abs(wrong - 0.55) < 0.1
+    assert sum(bool(e.frames) for e in made) == 40
+
+
+def test_a_batch_learns_answers_and_their_ends_alone(small, examples):
+    _, processor = small
+    some = [examples[1], examples[0], examples[-1]]
+    inputs, labels = training.batch(processor, some)
+    for row, e in zip(labels, some, strict=True):
+        text = processor.tokenizer.decode(row[row >= 0])
+        assert text == "".join(f"{answer}<|im_end|>" for _, answer in e.turns)
+    asked = training.prompt_inputs(processor, some)["input_ids"]
+    assert processor.tokenizer.decode(asked[0]).endswith("<|im_start|>assistant\n")
+    assert set(inputs) >= {"pixel_values", "pixel_values_videos"}
+
+
+def test_answers_to_judge_are_labelled_by_the_truth():
+    prompts = scenes.prompts("train", questions=pretrain.QUESTIONS, size=200)
+    made = judging.about_answers(prompts, random.Random(0))
+    verdicts = []
+    for p, e in zip([p for p in prompts for _ in range(2)], made, strict=True):
+        ((asked, written),) = e.turns
+        claim = asked.removesuffix(f". {p.text.replace('<image>', '')}")
+        verdict = claim == p.meta["answer"]
+        assert written == f"{p.meta['answer']} {claim}\n{int(verdict)}"
+        verdicts.append(verdict)
+    assert 0.4 < np.mean(verdicts) < 0.6
+
+
+def test_captions_to_judge_are_labelled_by_the_pixels():
+    captions = judging.Captions(shapes.prompts("train", 400, 200))
+    rng = random.Random(0)
+    drawn = [(p, shapes.draw(shapes.scene(p, rng))) for p in (captions.any(rng) for _ in range(30))]
+    made = judging.about_captions(drawn, captions, rng)
+    own = {f"Does the picture show {p.text}?": image for p, image in drawn}
+    of_own = [e for e in made if own.get(e.turns[0][0]) is e.images[0]]
+    others = [e for e in made if own.get(e.turns[0][0]) is not e.images[0]]
+    assert len(of_own) == 30
+    assert all(e.turns[0][1].startswith("yes\n") for e in of_own)  # its own caption is true of what is drawn
+    assert np.mean([e.turns[0][1].startswith("no\n") for e in others]) > 0.7
+    words = made[0].turns[0][1].split("\n")[1].split()
+    assert words[0] in shapes.COLOURS
+    assert words[1] in shapes.KINDS
+
+
+def test_training_lowers_the_loss_and_vision_learns_what_tokens_show(small, examples):
+    model, processor = small
+    rows = []
+    torch.manual_seed(0)
+    pretrain.train_vision(model, processor, 0.12, lambda **row: rows.append(row), every=5)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    losses = []
+    training.train(model, processor, examples * 6, 0.12, 2e-3, lambda **row: losses.append(row["loss"]), dict, every=5)
+    assert losses[-1] < losses[0] - 0.5
+
+
+def shipped(name):
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    folder = MODELS / name
+    assert sum(f.stat().st_size for f in folder.iterdir()) < 8e6
+    assert [f.suffix for f in folder.iterdir() if f.stat().st_size > 1e5] == [".safetensors"]
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoProcessor.from_pretrained(folder), log
+
+
+def near(measured, logged, n):
+    """Within four standard deviations of a share measured on ``n``."""
+    return abs(measured - logged) <= 4 * (logged * (1 - logged) / n) ** 0.5 + 1e-9
+
+
+def test_the_shipped_model_answers_as_its_log_says():
+    model, processor, log = shipped("scenes-vl")
+    assert log[0]["command"].startswith("python -m mmrl.pipelines.vlm.pretrain")
+    asked = list(pretrain.from_scenes(scenes.prompts("heldout", questions=pretrain.QUESTIONS, size=200)))
+    chances, greedy = pretrain.accuracy(model, processor, asked)
+    assert near(chances.mean(), log[-1]["sampled"], 200)
+    assert near(greedy.mean(), log[-1]["greedy"], 200)
+    clips, _ = pretrain.accuracy(model, processor, list(pretrain.from_clips(40, random.Random(2), "heldout")))
+    assert near(clips.mean(), log[-1]["clips"], 40)
+
+
+def test_the_shipped_judge_of_answers_agrees_with_the_truth_as_its_log_says():
+    answerer, processor, _ = shipped("scenes-vl")
+    judge, _, log = shipped("scenes-judge")
+    assert log[0]["command"].startswith("python -m mmrl.pipelines.vlm.pretrain_judge")
+    torch.manual_seed(0)
+    asked = scenes.prompts("heldout", questions=pretrain.QUESTIONS, size=200)
+    found = judging.agreement(judge, processor, judging.answered(answerer, processor, asked))
+    logged = np.mean([log[-1][f"{kind}/agreement"] for kind in pretrain.QUESTIONS])
+    assert near(found["agreement"], logged, 200)
+
+
+def test_the_shipped_judge_of_captions_tells_true_from_false_on_drawn_pictures():
+    judge, processor, log = shipped("shapes-judge")
+    assert log[0]["command"].startswith("python -m mmrl.pipelines.vlm.pretrain_judge")
+    captions = judging.Captions(shapes.prompts("heldout", 400, 200))
+    rng = random.Random(0)
+    drawn = [(p, shapes.draw(shapes.scene(p, rng))) for p in (captions.any(rng) for _ in range(90))]
+    assert judging.agreement(judge, processor, judging.about_captions(drawn, captions, rng))["auc"] > 0.65
