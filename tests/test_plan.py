@@ -29,6 +29,8 @@ from mmrl.report.clock import Clock
 from mmrl.run import build, load_objective
 from mmrl.trajectory import SampleId, Trajectory
 
+allow_cpu_only()
+
 RECIPES = Path(__file__).resolve().parents[1] / "pipelines" / "diffusion" / "recipes"
 ARCHITECTURE = RECIPES / "sd35-medium.architecture.json"
 SMALL = [
@@ -296,7 +298,6 @@ def test_the_output_says_where_the_sizes_come_from(medium):
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_resolves(name, medium):
     if load_recipe([name]).recipe.pipeline.startswith("vlm/"):
-        allow_cpu_only()
         pytest.importorskip("torchvision")
     real = ["train.micro_batch_size=2", "sampling.batch_size=2"] if name.startswith("qwen") else []
     made = medium[0] if name == "sd35-medium" else planned(*real, name=name)

@@ -375,6 +375,25 @@ def test_the_cards_code_answers_as_the_run_does(
     assert said["full-merged"] == of_run(root / "full-run")
 
 
+def test_the_code_gives_the_system_message_too(
+    root: Path, exported: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    run, _, _ = restored(root / "full-run", "latest")
+    said = []
+    for system in ("Answer in French.", None):
+        prompt = Prompt("a", "1 + 1", system=system)
+        (code,) = run.pipeline.usage("full-merged", "merged", prompt).code.values()
+        namespace: dict[str, Any] = {}
+        exec(compile(code, "card", "exec"), namespace)
+        slots, ids = [Slot(-1, 0, 0, prompt)], [SampleId(-1, 0, 0, 0)]
+        run.pipeline.encode(slots)
+        drawn = run.pipeline.sample(slots, ids, [], 0, evaluate=True)
+        assert namespace["text"] == run.pipeline.samples(drawn, frozenset({"text"}))[0].text
+        said.append(namespace["text"])
+    assert said[0] != said[1], "else the message would prove nothing"
+
+
 def test_exports_end_where_training_did(exported: SimpleNamespace) -> None:
     """The checkpoint named one token, the tokenizer another; an export that forgot it would run on to its limit."""
     for folder in (exported.merged, exported.full):
@@ -459,13 +478,49 @@ def test_the_code_of_a_vision_language_model_runs(
     built.write(tmp_path / "out", what)
     monkeypatch.chdir(tmp_path)
     white = Media("image", data=png("white", (224, 224)))
-    for text, media in (("What colour?", (white,)), ("<image>And <image>?", (white, white))):
-        (code,) = built.usage("out", what, Prompt("a", text, media=media)).code.values()
+    asked = [Prompt("a", "What colour?", media=(white,)), Prompt("b", "<image>And <image>?", media=(white, white))]
+    asked.append(Prompt("c", "The same?", media=(white, white), system="Say \"yes\" or 'no'."))
+    for prompt in asked:
+        (code,) = built.usage("out", what, prompt).code.values()
         namespace: dict[str, Any] = {}
         exec(compile(code, what, "exec"), namespace)
-        slots, ids = [Slot(-1, 0, 0, Prompt("a", text, media=media))], [SampleId(-1, 0, 0, 0)]
+        slots, ids = [Slot(-1, 0, 0, prompt)], [SampleId(-1, 0, 0, 0)]
         built.encode(slots)
         ours = built.samples(built.sample(slots, ids, [], 0, evaluate=True), frozenset({"text"}))[0].text
         assert namespace["text"] == ours
-    (code,) = built.usage("out", what, Prompt("a", "<video>What moves?")).code.values()
-    exec(compile(code, what, "exec"), {})
+    clip = Media("video", path="clip.mp4")
+    for prompt in (Prompt("a", "<video>What moves?", media=(clip,)), Prompt("b", "What moves?", media=(clip,))):
+        (code,) = built.usage("out", what, prompt).code.values()
+        assert code.count('"type": "video"') == 1
+        assert '"type": "image"' not in code
+        exec(compile(code, what, "exec"), {})
+
+
+def test_an_exported_vision_language_model_samples_no_placeholder(tmp_path: Path) -> None:
+    """Training never samples them, so an export that did would answer otherwise, and ask for pictures again."""
+    pytest.importorskip("torchvision")
+    from transformers import AutoModelForImageTextToText
+
+    tiny.vision_model(tmp_path / "tinyvlm", "qwen2_5_vl")
+    wishes = json.loads((tmp_path / "tinyvlm" / "generation_config.json").read_text())
+    (tmp_path / "tinyvlm" / "generation_config.json").write_text(json.dumps(wishes | {"suppress_tokens": [5]}))
+    (tmp_path / "vowels.py").write_text(REWARD)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    changes = ["pipeline=vlm/chat", f"model.path={tmp_path / 'tinyvlm'}"]
+    recipe = load_recipe([tmp_path / "recipe.yaml"], changes).recipe
+    built = mmrl.load("pipelines", "vlm/chat").build(recipe, str(tmp_path / "tinyvlm"), torch.device("cpu"))
+    forbidden = built.conditioner.forbidden
+    assert len(forbidden) == 2, "one for pictures, one for clips"
+    for what in ("merged", "lora"):
+        (tmp_path / what).mkdir()
+        built.write(tmp_path / what, what)
+    merged: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    assert merged.generation_config.suppress_tokens == [5, *forbidden]
+    (code,) = built.usage("lora", "lora", Prompt("a", "What?")).code.values()
+    assert f"suppress_tokens={forbidden}" in code
+    with torch.no_grad():  # weights that want nothing but the placeholder
+        merged.get_output_embeddings().weight.zero_()
+        merged.get_output_embeddings().weight[forbidden[0]] = 1.0
+        merged.get_output_embeddings().weight[forbidden[1]] = -1.0
+    drawn = merged.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
+    assert not {*drawn[0, 3:].tolist()} & {*forbidden}

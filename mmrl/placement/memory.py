@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,11 @@ class LiveBytes(TorchDispatchMode):
     def again(self, working: int) -> None:
         """Count work that was measured before and takes ``working`` bytes more than what is alive now."""
         self.peak = max(self.peak, self.now + working)
+
+
+def known_masks(pipeline: Pipeline) -> AbstractContextManager[Any]:
+    """``KnownMasks`` where a model may see; it costs time, and diffusion needs none."""
+    return KnownMasks() if pipeline.makes == "text" else nullcontext()
 
 
 class KnownMasks(TorchDispatchMode):
@@ -180,7 +185,7 @@ def measure(
     if counts.micro_batches:
         with torch.no_grad(), policy.using(objective.samples_with):
             actions = pipeline.noisy_steps(0) if "log_probs" in objective.needs else []
-            with LiveBytes() as live, once(pipeline, live), KnownMasks():
+            with LiveBytes() as live, once(pipeline, live), known_masks(pipeline):
                 trajectory = pipeline.sample(slots[: counts.batch], ids[: counts.batch], actions, recipe.seed)
             sample = live.peak - live.now
             with LiveBytes() as live:
@@ -237,7 +242,7 @@ def _slice(
     for p in (p for one in trained for p in one.trainable.values()):
         p.grad = p.detach().clone()
     old = {"advantages": torch.zeros(n), "weights": torch.ones(n)}
-    with LiveBytes() as live, counted(pipeline.policy) as calls, KnownMasks():
+    with LiveBytes() as live, counted(pipeline.policy) as calls, known_masks(pipeline):
         rows = trajectory if n == len(trajectory) else trajectory.rows(list(range(n)))
         match objective.kind:
             case "policy_gradient":

@@ -154,7 +154,7 @@ def _rehearsal(policy: nn.Module) -> Callable[..., Tensor]:
         rows = len(input_ids)
         attention_mask[0, 0] = rows == 1  # as if this prompt were shorter
         out = policy(input_ids=input_ids, attention_mask=attention_mask, **given, use_cache=True, logits_to_keep=1)
-        logits_processor(input_ids, out.logits[:, -1].to(copy=True, dtype=torch.float32))
+        scores = logits_processor(input_ids, out.logits[:, -1].to(copy=True, dtype=torch.float32))
         cache = out.past_key_values
         del out
         if max_new_tokens > 1:
@@ -171,6 +171,7 @@ def _rehearsal(policy: nn.Module) -> Callable[..., Tensor]:
                 use_cache=True,
             )
             logits_processor(input_ids, last.logits[:, -1].to(copy=True, dtype=torch.float32))
+        del scores  # the library keeps those of one token until the next has its own
         token = next(n for n in range(len(ends) + 2) if n not in {*ends, padding})
         drawn = torch.full((rows, max_new_tokens), token)
         if rows > 1 and max_new_tokens > 1:
