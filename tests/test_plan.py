@@ -295,7 +295,9 @@ def test_the_output_says_where_the_sizes_come_from(medium):
         assert "peak: " in rendered(made, width=width)
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "qwen25-vl-3b" else n for n in shipped_recipes()]
+)
 def test_every_shipped_recipe_resolves(name, medium):
     if load_recipe([name]).recipe.pipeline.startswith("vlm/"):
         pytest.importorskip("torchvision")

@@ -280,6 +280,7 @@ def test_the_real_language_recipe_has_its_published_size():
     assert cache < made.measured.sample
 
 
+@pytest.mark.slow
 def test_the_real_vision_recipe_has_its_published_size():
     pytest.importorskip("torchvision")
     made = plan(load_recipe(["qwen25-vl-3b"], SMALL))

@@ -109,6 +109,17 @@ def test_several_pictures_in_a_prompt(pipeline):
     assert (replayed(pipeline, alone)[0] - replayed(pipeline, trajectory)[0, : alone.clean.shape[1]]).abs().max() < 2e-5
 
 
+def test_prompts_with_one_and_with_two_pictures_share_a_batch(pipeline):
+    one = Prompt("one alone", "What is <image>?", media=(picture(40, 40, 5),))
+    two = Prompt("two beside", "<image> or <image>?", media=(picture(40, 40, 6), picture(60, 40, 7)))
+    trajectory = drawn(pipeline, [one, two])
+    assert ((replayed(pipeline, trajectory) - trajectory.log_probs) * trajectory.mask).abs().max() < 2e-5
+    for row in (0, 2):
+        alone = trajectory.rows([row])
+        length = alone.clean.shape[1]
+        assert (replayed(pipeline, alone)[0] - replayed(pipeline, trajectory)[row, :length]).abs().max() < 2e-5
+
+
 def test_clips(pipeline):
     prompts = [Prompt("a", "Which way? <video>", media=(clip(0),)), Prompt("b", "<video> Which way?", media=(clip(1),))]
     trajectory = drawn(pipeline, prompts)

@@ -41,7 +41,7 @@ def joined(
             fill = pad_token if name == "input_ids" else 0
             out[name] = torch.stack([pad(row[name], (longest - len(row[name]), 0), value=fill) for row in rows])
     for name in {name for row in rows for name in row} - PER_TOKEN:
-        out[name] = torch.cat([row[name] for row in rows if name in row])
+        out[name] = torch.cat(_alike([row[name] for row in rows if name in row]))
     if responses is not None and mask is not None:
         behind = {"input_ids": responses, "attention_mask": mask.long()}
         for name in set(out) & PER_TOKEN:
@@ -49,3 +49,13 @@ def joined(
     if not own_positions:
         out["position_ids"] = (out["attention_mask"].cumsum(1) - 1).clamp(min=0)
     return out
+
+
+def _alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Padded with zeros to one shape but for the first dimension, as the processors do that have a row per prompt: a
+    picture of zeros is one that is not there, to the models that take such rows."""
+    sizes = [max(lengths) for lengths in zip(*(t.shape[1:] for t in tensors), strict=True)]
+    return [
+        pad(t, [n for size, own in zip(sizes[::-1], t.shape[:0:-1], strict=True) for n in (0, size - own)])
+        for t in tensors
+    ]
