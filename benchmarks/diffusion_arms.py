@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stepping import Arm, must_be_equal
 from torch import Tensor
 
 import mmrl
@@ -26,9 +27,6 @@ from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.trajectory import SampleId, Slot
-
-Arm = Callable[[int, Clock], None]
-"""One iteration of training, its step and a clock for its phases given."""
 
 PHASES = ("encode", "sample", "decode", "reward", "train")
 
@@ -268,13 +266,7 @@ def same_work(calls: Mapping[str, Sequence[Call]]) -> dict[str, dict[str, dict[s
     Raises ``ValueError`` where transformer or VAE do not get equal work from all arms.
     """
     shapes = {arm: Counter(c.shapes() for c in made if c.phase != "encode") for arm, made in calls.items()}
-    first, *others = shapes
-    for other in others:
-        if shapes[other] != shapes[first]:
-            raise ValueError(
-                f"the arms {first} and {other} do not do the same work; only in {first}: "
-                f"{dict(shapes[first] - shapes[other])}; only in {other}: {dict(shapes[other] - shapes[first])}"
-            )
+    must_be_equal(shapes)
     work: dict[str, dict[str, dict[str, int]]] = {arm: {} for arm in calls}
     for arm, made in calls.items():
         for c in made:

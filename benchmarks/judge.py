@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusion_step import Row, quartiles, say, spread
+from stepping import Row, quartiles, say, spread
 
 from mmrl.batch import Run
 from mmrl.config.loader import load_recipe

@@ -13,13 +13,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from stepping import Arm, must_be_equal
 from torch import Tensor, nn
 
 import mmrl
@@ -31,9 +32,6 @@ from mmrl.report.clock import Clock
 from mmrl.rewards.contract import Context
 from mmrl.run import build
 from mmrl.trajectory import Prompt, Sample
-
-Arm = Callable[[int, Clock], None]
-"""One step of training, its number and a clock for its phases given."""
 
 PHASES = ("encode", "sample", "decode", "reward", "prepare", "train")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}\n{% endfor %}assistant:\n"
@@ -255,13 +253,7 @@ def same_work(calls: Mapping[str, Sequence[Call]]) -> dict[str, dict[str, dict[s
     Raises ``ValueError`` where the arms' calls differ in number, shape or how full the cache is.
     """
     shapes = {arm: Counter(c.shape() for c in made) for arm, made in calls.items()}
-    first, *others = shapes
-    for other in others:
-        if shapes[other] != shapes[first]:
-            raise ValueError(
-                f"the arms {first} and {other} do not do the same work; only in {first}: "
-                f"{dict(shapes[first] - shapes[other])}; only in {other}: {dict(shapes[other] - shapes[first])}"
-            )
+    must_be_equal(shapes)
     work: dict[str, dict[str, dict[str, int]]] = {arm: {} for arm in calls}
     for arm, made in calls.items():
         for c in made:

@@ -19,7 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusion_arms import Arm, micro_batches
+from diffusion_arms import micro_batches
+from stepping import Arm
 from torch import Tensor
 
 from mmrl.algorithms import sde

@@ -21,6 +21,8 @@ from statistics import mean, stdev
 
 from proof_shapes import train
 
+from mmrl.judge.statistics import wilson
+
 SAMPLES = 1024
 KEYS = [f"{when}/{how}" for how in ("sampled", "greedy") for when in ("before", "after")]
 
@@ -57,13 +59,6 @@ def measure_here(out: Path, part: str) -> None:
     (out / "proof.json").write_text(json.dumps(result, indent=1))
 
 
-def interval(p: float, n: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a proportion."""
-    z = 1.96
-    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)
-
-
 def table(results: dict[int, dict[str, float]]) -> str:
     """A row per seed, and mean and standard deviation over seeds."""
     keys = ["cpu_seconds", "steps", *KEYS, "rise/sampled", "rise/greedy"]
@@ -80,7 +75,8 @@ def table(results: dict[int, dict[str, float]]) -> str:
         for name, r in rows.items()
     ]
     for how in ("sampled", "greedy"):
-        shown = ", ".join("{:.3f} to {:.3f}".format(*interval(r[f"after/{how}"], SAMPLES)) for r in results.values())
+        right = [round(r[f"after/{how}"] * SAMPLES) for r in results.values()]
+        shown = ", ".join("{:.3f} to {:.3f}".format(*wilson(k, SAMPLES)) for k in right)
         lines.append(f"\n95 % intervals after RL, {how}, {SAMPLES} held-out answers a seed: {shown}.")
     return "\n".join(lines)
 

@@ -47,13 +47,13 @@ def prompts(
         raise UserError(f"split is {split!r}; the clips have 'train' and 'heldout'")
     if size < SIZE or size % SIZE:
         raise UserError(f"size is {size}; give a multiple of {SIZE}")
-    unknown = [q for q in questions if q not in _ASK]
+    unknown = [q for q in questions if q not in ASK]
     if unknown or not questions:
-        raise UserError(f"questions are {list(questions)}; choose among {', '.join(_ASK)}")
+        raise UserError(f"questions are {list(questions)}; choose among {', '.join(ASK)}")
     if samples < 1:
         raise UserError(f"samples is {samples}; give how many clips there are to be")
     needs("av", "the clips are encoded with PyAV")
-    scenes = list(itertools.product(_pairs(split), DIRECTIONS))
+    scenes = list(itertools.product(pairs(split), DIRECTIONS))
     random.Random(f"clips|{split}|{seed}").shuffle(scenes)
 
     def get(i: int) -> Prompt:
@@ -63,7 +63,7 @@ def prompts(
         truth = {"direction": direction, "colour": colour, "kind": kind}
         return Prompt(
             id=f"clips/{split}-{seed}-{i}",
-            text=_ASK[question].format(**truth),
+            text=ASK[question].format(**truth),
             meta={"answer": truth[question], "task": question, **truth},
             media=(Media("video", data=encode(clip(colour, kind, direction, rng, size))),),
         )
@@ -104,7 +104,7 @@ def encode(frames: Sequence[Image.Image], fps: int = FPS) -> bytes:
     return file.getvalue()
 
 
-def _pairs(split: str) -> list[tuple[str, str]]:
+def pairs(split: str) -> list[tuple[str, str]]:
     """Colours and kinds that occur together in ``split``."""
     colours = list(COLOURS)
     return [
@@ -114,8 +114,9 @@ def _pairs(split: str) -> list[tuple[str, str]]:
     ]
 
 
-_ASK = {
+ASK = {
     "direction": "Which way does the {colour} {kind} move?",
     "colour": "What colour is the moving {kind}?",
     "kind": "What shape is moving?",
 }
+"""The questions, to be filled in with the truth of a clip."""

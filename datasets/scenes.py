@@ -24,10 +24,11 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Literal
 
 from PIL import Image
 
+from mmrl.datasets.records import Records
 from mmrl.errors import UserError
 from mmrl.media import Media
 from mmrl.trajectory import Prompt
@@ -67,41 +68,13 @@ class Composition:
         return f"{self.text} {held}: {self.answer}"
 
 
-class Scenes(Sequence[Prompt]):
-    """Final. ``size`` questions of the given compositions, each drawn when it is asked for."""
-
-    def __init__(self, compositions: Sequence[Sequence[Composition]], size: int, split: str, seed: int) -> None:
-        self._compositions = compositions
-        self._size = size
-        self._split = split
-        self._seed = seed
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._size))]
-        if not -self._size <= index < self._size:
-            raise IndexError(f"question {index} of {self._size}")
-        index %= self._size
-        row, of = divmod(index, len(self._compositions))
-        kind = self._compositions[of]
-        composition = kind[row % len(kind)]
-        return ask(composition, f"scenes/{self._split}/{self._seed}/{index}")
-
-
 def prompts(
     split: Literal["train", "heldout"] = "train",
     *,
     questions: Sequence[str] = QUESTIONS,
     size: int | None = None,
     seed: int = 0,
-) -> Scenes:
+) -> Records:
     """``size`` questions (7,000 to train on, 1,400 held out) of the kinds ``questions``, in turn.
 
     ``seed`` draws other pictures of the same compositions. A prompt's ``meta`` has ``answer``, ``kind`` (of question)
@@ -116,7 +89,13 @@ def prompts(
     size = size if size is not None else 7000 if split == "train" else 1400
     if size < 1:
         raise UserError(f"size is {size}; it is a number of questions, 1 or more")
-    return Scenes([_of_split(q, split == "heldout") for q in questions], size, split, seed)
+    kinds = [_of_split(q, split == "heldout") for q in questions]
+
+    def get(index: int) -> Prompt:
+        row, of = divmod(index, len(kinds))
+        return ask(kinds[of][row % len(kinds[of])], f"scenes/{split}/{seed}/{index}")
+
+    return Records(size, get)
 
 
 def ask(composition: Composition, name: str) -> Prompt:

@@ -1,6 +1,5 @@
 """The step benchmarks: their arms do the same work and their output is whole. No time is judged here."""
 
-import argparse
 import importlib
 import json
 import os
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,7 +44,7 @@ def test_output_is_whole(modules, tmp_path, capsys):
         expected = set(arms.PHASES) - ({"reward"} if name == "bare" else set())
         assert len(arm["seconds"]) == 2
         for row in arm["seconds"]:
-            assert set(row) == expected | {"total"}
+            assert set(row) == expected | {"total", "cpu"}
             assert 0 < sum(row[p] for p in expected) <= row["total"]
     pairs = zip(found["arms"]["mmrl"]["seconds"], found["arms"]["bare"]["seconds"], strict=True)
     low, high = sorted(ours["total"] / bare["total"] for ours, bare in pairs)
@@ -78,9 +78,9 @@ def test_bare_computes_the_gradients_of_every_trained_weight(modules, run, monke
     with arms.recording(run) as calls:
         arms.ours(run)(0, step.Clock(step.CPU))
     graded = []
-    plain = step.torch.optim.AdamW.step
+    plain = torch.optim.AdamW.step
     monkeypatch.setattr(
-        step.torch.optim.AdamW,
+        torch.optim.AdamW,
         "step",
         lambda self: graded.extend(p.grad is not None for g in self.param_groups for p in g["params"]) or plain(self),
     )
@@ -128,7 +128,7 @@ def test_memory_is_measured_in_a_process_of_its_own(modules, run, model, tmp_pat
         arms.ours(run)(0, step.Clock(step.CPU))
     arms.save_calls(calls, tmp_path / "calls.pt")
     for name in ("bare", "mmrl"):
-        found = step.memory_of(name, "tiny", argparse.Namespace(lora=4, peer=None), model, tmp_path / "calls.pt")
+        found = step.stepping.memory_of(step.__file__, name, "tiny", model, tmp_path / "calls.pt", "--lora", "4")
         assert 50 < found["built"] < found["peak"] < 4000
 
 
@@ -215,9 +215,9 @@ def test_the_bare_text_arm_computes_the_same_logits_and_every_gradient(text_modu
         hook.remove()
     model.load_state_dict(kept)
     graded = []
-    plain = step.torch.optim.AdamW.step
+    plain = torch.optim.AdamW.step
     monkeypatch.setattr(
-        step.torch.optim.AdamW,
+        torch.optim.AdamW,
         "step",
         lambda self: graded.extend(p.grad is not None for g in self.param_groups for p in g["params"]) or plain(self),
     )
@@ -226,7 +226,7 @@ def test_the_bare_text_arm_computes_the_same_logits_and_every_gradient(text_modu
     hook.remove()
     assert len(seen["mmrl"]) == len(seen["bare"]) == len(calls)
     for mine, theirs in zip(seen["mmrl"], seen["bare"], strict=True):
-        step.torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     assert graded == [True] * len(text_run.policy.trainable)
 
 
@@ -267,7 +267,7 @@ def test_trl_does_the_same_work_and_computes_the_same_gradient(text_modules, tex
         made, work, _ = step.warm_up(["bare", "mmrl", "trl"], text_run, peer)
         assert work["trl"] == work["mmrl"] == work["bare"]
         before = {name: p.detach().clone() for name, p in peer.model.named_parameters()}
-        rows = step.measure(made, 4)
+        rows = step.stepping.measure(made, 4)
         assert any((p != before[name]).any() for name, p in peer.model.named_parameters()), "TRL trained nothing"
         assert peer.trainer.state.global_step == 5
         assert all(row["sample"] + row["train"] <= row["total"] * (1 + 1e-9) for row in rows["trl"])
@@ -283,5 +283,5 @@ def test_memory_of_text_arms_is_measured_in_a_process_of_its_own(text_modules, t
         arms.ours(text_run)(0, step.Clock(step.CPU))
     arms.save_calls(calls, tmp_path / "calls.pt")
     for name in ("bare", "mmrl", *(["trl"] if peer.version() else [])):
-        found = step.memory_of(name, "tiny", text_model, tmp_path / "calls.pt")
+        found = step.stepping.memory_of(step.__file__, name, "tiny", text_model, tmp_path / "calls.pt")
         assert 50 < found["built"] < found["peak"] < 4000

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mmrl.errors import UserError
+
 
 def file_of(path: str, name: str) -> Path:
     """The file ``name`` of the checkpoint ``path``, a directory or a hub name. Raises ``OSError``, within seconds where
@@ -11,6 +13,16 @@ def file_of(path: str, name: str) -> Path:
     if Path(path).exists():
         return Path(path) / name
     return Path(_from_hub(path, name))
+
+
+def unreadable(path: str, name: str, what: str, error: Exception) -> UserError:
+    """The error for a checkpoint whose file ``name`` cannot be read, and whose ``what`` nobody recorded."""
+    reason = str(error).strip().split("\n")[0]
+    fault = f"is no directory with {name}" if Path(path).exists() else "cannot be read here"
+    return UserError(
+        f"model.path: {path} {fault} ({reason})\n  Correct the path, go online for a hub name, or record the "
+        f"checkpoint's {what} in a JSON file and name it in the recipe (architecture: FILE)"
+    )
 
 
 def _from_hub(path: str, name: str) -> str:

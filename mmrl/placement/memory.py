@@ -181,18 +181,11 @@ def measure(
     features = pipeline.features.bytes
     encode = max(0, live.peak - features)  # where an encoder only makes what is kept, that is not counted twice
 
-    trajectory, picture, sample, decode = None, 0, 0, 0
+    picture = sample = decode = 0
     if counts.micro_batches:
-        with torch.no_grad(), policy.using(objective.samples_with):
-            actions = pipeline.noisy_steps(0) if "log_probs" in objective.needs else []
-            with LiveBytes() as live, once(pipeline, live), known_masks(pipeline):
-                trajectory = pipeline.sample(slots[: counts.batch], ids[: counts.batch], actions, recipe.seed)
-            sample = live.peak - live.now
-            with LiveBytes() as live:
-                made = pipeline.samples(trajectory, frozenset({"tensor"}))
-        picture = 0 if made[0].tensor is None else made[0].tensor.nbytes
-        decode = live.peak
-        del made
+        with policy.using(objective.samples_with):
+            of = slots[: counts.batch], ids[: counts.batch]
+            trajectory, sample, picture, decode = _micro_batch(pipeline, recipe, objective, *of)
     else:
         n = counts.slice_rows
         trajectory = Trajectory(slots[:n], ids[:n], torch.empty(n, 0), keys[:1] * n)
@@ -229,6 +222,21 @@ def kept_copies(objective: Objective) -> list[str]:
 def _rows(n: int, prompt: Prompt) -> tuple[list[Slot], list[SampleId]]:
     slot = Slot(0, 0, 0, prompt)
     return [slot] * n, [SampleId(0, 0, 0, k) for k in range(n)]
+
+
+@torch.no_grad()
+def _micro_batch(
+    pipeline: Pipeline, recipe: Recipe, objective: Objective, slots: list[Slot], ids: list[SampleId]
+) -> tuple[Trajectory, int, int, int]:
+    """A micro-batch sampled and decoded, and the bytes of sampling, of a picture for rewards and of decoding."""
+    actions = pipeline.noisy_steps(0) if "log_probs" in objective.needs else []
+    with LiveBytes() as live, once(pipeline, live), known_masks(pipeline):
+        trajectory = pipeline.sample(slots, ids, actions, recipe.seed)
+    sample = live.peak - live.now
+    with LiveBytes() as live:
+        made = pipeline.samples(trajectory, frozenset({"tensor"}))
+    picture = 0 if made[0].tensor is None else made[0].tensor.nbytes
+    return trajectory, sample, picture, live.peak
 
 
 def _slice(

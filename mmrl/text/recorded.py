@@ -17,7 +17,7 @@ from typing import Any
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.errors import UserError
-from mmrl.placement.hub import file_of
+from mmrl.placement.hub import file_of, unreadable
 
 CHARACTERS = 3
 """Characters to a token where the tokenizer is not to be had; those of large vocabularies take more of most texts."""
@@ -41,13 +41,8 @@ def files_of(path: str, architecture: Path | None) -> Iterator[Files]:
     try:
         json.loads(file_of(path, "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
         if architecture is None:
-            what = "is no directory with config.json" if Path(path).exists() else "cannot be read here"
-            raise UserError(
-                f"model.path: {path} {what} ({reason})\n  Correct the path, go online for a hub name, or record the "
-                "checkpoint's configuration files in a JSON file and name it in the recipe (architecture: FILE)"
-            ) from error
+            raise unreadable(path, "config.json", "configuration files", error) from error
     else:
         yield Files(path, f"the configuration files of {path}")
         return

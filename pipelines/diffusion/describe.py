@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mmrl.errors import UserError
-from mmrl.placement.hub import file_of
+from mmrl.placement.hub import file_of, unreadable
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 FILES = {name: f"{name}/config.json" for name in ("transformer", "vae", *TEXT_ENCODERS)} | {
@@ -100,13 +100,8 @@ def _configurations(path: str, architecture: Path | None) -> tuple[dict[str, dic
     try:
         return _of_checkpoint(path), f"the configuration files of {path}"
     except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
         if architecture is None:
-            what = "is no directory with model_index.json" if Path(path).exists() else "cannot be read here"
-            raise UserError(
-                f"model.path: {path} {what} ({reason})\n  Correct the path, go online for a hub name, or record the "
-                "checkpoint's component configurations in a JSON file and name it in the recipe (architecture: FILE)"
-            ) from error
+            raise unreadable(path, "model_index.json", "component configurations", error) from error
     try:
         components = json.loads(architecture.read_text(encoding="utf-8"))["components"]
         lacking = [name for name in FILES if name != "text_encoder_3" and not isinstance(components.get(name), dict)]

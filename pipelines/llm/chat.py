@@ -15,12 +15,9 @@ from mmrl.config.schema import Recipe
 from mmrl.engines.rollout import Clip
 from mmrl.errors import UserError
 from mmrl.placement.description import Description
-from mmrl.text.describing import describe as describe_text
-from mmrl.text.describing import empty_model
-from mmrl.text.external import open_engine
-from mmrl.text.loading import load_model, open_weights, stop_tokens
+from mmrl.text.assembly import build_writer, describe_writer
+from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import TextPipeline
-from mmrl.text.recorded import files_of
 from mmrl.trajectory import Prompt
 
 TESTED = ("qwen3", "qwen2", "llama")
@@ -60,20 +57,12 @@ class Chat:
 
 def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
     """Load the model and tokenizer at ``path``. Raises ``UserError`` where they cannot chat."""
-    chat, model = _parts(recipe, path, load_model)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    engine = open_engine(recipe, path, context, sees=False)
-    policy = open_weights(model, recipe).to(device)
-    return TextPipeline(chat, policy, recipe, device, engine)
+    return build_writer(_parts, recipe, path, device, sees=False)
 
 
 def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
-    """The pipeline that ``build`` would make, on the meta device: from the checkpoint's configuration and tokenizer, or
-    from the ``architecture`` file where they cannot be read. Raises ``UserError`` as ``build`` does."""
-    with files_of(path, architecture) as files:
-        chat, model = _parts(recipe, files.path, empty_model)
-    policy = open_weights(model, recipe)
-    return describe_text(TextPipeline(chat, policy, recipe, torch.device("cpu")), files)
+    """The pipeline that ``build`` would make, on the meta device. Raises ``UserError`` as ``build`` does."""
+    return describe_writer(_parts, recipe, path, architecture)
 
 
 def _parts(recipe: Recipe, path: str, load: Callable[..., Any]) -> tuple[Chat, Any]:

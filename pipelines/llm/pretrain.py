@@ -35,12 +35,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.judge.rubric import Rubric
 from mmrl.rewards.contract import Context
+from mmrl.text.tokenizers import learned
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 allow_cpu_only()  # transformers imports torchvision wherever it is installed
@@ -77,24 +77,8 @@ Log = Callable[..., None]
 
 
 def make_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
-    """Byte-level BPE: lossless on any text. The words of ``texts`` become a token each, digits stay single."""
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=512, min_frequency=1, initial_alphabet=alphabet, show_progress=False)
-    trained.train_from_iterator(texts, trainer)
-    merges = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
-    pieces = dict.fromkeys([*alphabet, *("".join(pair) for pair in merges)])
-    tokenizer = Qwen2Tokenizer(
-        vocab={piece: i for i, piece in enumerate(pieces)},
-        merges=merges,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        model_max_length=256,
-    )
-    tokenizer.add_tokens([s for s in SPECIALS if s not in tokenizer.get_vocab()], special_tokens=True)
-    tokenizer.chat_template = CHAT
-    return tokenizer
+    """The words of ``texts`` become a token each, digits stay single."""
+    return learned(texts, 512, SPECIALS, CHAT, 256)
 
 
 def build(tokenizer: Any) -> Qwen3ForCausalLM:

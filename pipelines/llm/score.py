@@ -11,11 +11,9 @@ import torch
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.placement.description import Description
-from mmrl.text.describing import describe as describe_text
-from mmrl.text.describing import empty_scorer
+from mmrl.text.assembly import build_scorer, describe_scorer
 from mmrl.text.pipeline import TextPipeline
-from mmrl.text.recorded import files_of
-from mmrl.text.scoring import Scorer, load_scorer, open_policy, refuse_others
+from mmrl.text.scoring import Scorer, load_scorer, refuse_others
 
 from .chat import Chat, load_tokenizer
 
@@ -23,17 +21,13 @@ from .chat import Chat, load_tokenizer
 def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
     """Load the model and tokenizer at ``path``. Raises ``UserError`` where they cannot chat, or are to write text."""
     refuse_others(recipe, "llm/chat")
-    chat = _chat(path, recipe.decoding.chat_template)
-    return TextPipeline(chat, open_policy(recipe, path, chat.pad_token, device), recipe, device)
+    return build_scorer(_chat, recipe, path, device)
 
 
 def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
     """The pipeline that ``build`` would make, on the meta device. Raises ``UserError`` as ``build`` does."""
     refuse_others(recipe, "llm/chat")
-    with files_of(path, architecture) as files:
-        chat = _chat(files.path, recipe.decoding.chat_template)
-        policy = empty_scorer(files.path, chat.pad_token, recipe)
-    return describe_text(TextPipeline(chat, policy, recipe, torch.device("cpu")), files)
+    return describe_scorer(_chat, recipe, path, architecture)
 
 
 def scorer(path: str, variables: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Scorer:

@@ -22,12 +22,9 @@ from mmrl.engines.rollout import Clip
 from mmrl.errors import BadPromptError, UserError
 from mmrl.media import BadMediaError, open_clip, open_image
 from mmrl.placement.description import Description
-from mmrl.text.describing import describe as describe_text
-from mmrl.text.describing import empty_model
-from mmrl.text.external import open_engine
-from mmrl.text.loading import load_model, open_weights, stop_tokens
+from mmrl.text.assembly import build_writer, describe_writer
+from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import PER_TOKEN, TextPipeline
-from mmrl.text.recorded import files_of
 from mmrl.trajectory import Prompt
 
 TESTED = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
@@ -103,20 +100,12 @@ def content_of(prompt: Prompt) -> list[dict[str, str]]:
 
 def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
     """Load the model and processor at ``path``. Raises ``UserError`` where they cannot see or chat."""
-    chat, model = _parts(recipe, path, load_model)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    engine = open_engine(recipe, path, context, sees=True)
-    policy = open_weights(model, recipe).to(device)
-    return TextPipeline(chat, policy, recipe, device, engine)
+    return build_writer(_parts, recipe, path, device, sees=True)
 
 
 def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
-    """The pipeline that ``build`` would make, on the meta device: from the checkpoint's configuration and processor, or
-    from the ``architecture`` file where they cannot be read. Raises ``UserError`` as ``build`` does."""
-    with files_of(path, architecture) as files:
-        chat, model = _parts(recipe, files.path, empty_model)
-    policy = open_weights(model, recipe)
-    return describe_text(TextPipeline(chat, policy, recipe, torch.device("cpu")), files)
+    """The pipeline that ``build`` would make, on the meta device. Raises ``UserError`` as ``build`` does."""
+    return describe_writer(_parts, recipe, path, architecture)
 
 
 def _parts(recipe: Recipe, path: str, load: Callable[..., Any]) -> tuple[Chat, Any]:

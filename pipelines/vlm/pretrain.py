@@ -74,11 +74,11 @@ def from_scenes(prompts: Sequence[Any], described: bool = False, untold: float =
 def from_clips(n: int, rng: random.Random, split: str = "train", described: bool = False) -> Iterator[Example]:
     """Conversations about ``n`` clips of the ``clips`` data set, as they were before encoding."""
     clips = mmrl.load("datasets", "clips")
-    pairs = clips._pairs(split)
+    pairs = clips.pairs(split)
     for _ in range(n):
         (colour, kind), direction = rng.choice(pairs), rng.choice(list(clips.DIRECTIONS))
         frames = clips.clip(colour, kind, direction, rng)
-        turns = [(clips._ASK["direction"].format(colour=colour, kind=kind), direction)]
+        turns = [(clips.ASK["direction"].format(colour=colour, kind=kind), direction)]
         yield Example([*turns, (DESCRIBE, f"{colour} {kind}")] if described else turns, frames=frames)
 
 

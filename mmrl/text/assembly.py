@@ -1,0 +1,58 @@
+"""How the text pipelines are put together, with weights or on the meta device, from what their families differ in.
+
+A family gives a function that makes its conditioner (and, for those that write, its model); see ``pipelines/llm`` and
+``pipelines/vlm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl.config.schema import Recipe
+from mmrl.placement.description import Description
+from mmrl.text.describing import describe, empty_model, empty_scorer
+from mmrl.text.external import open_engine
+from mmrl.text.loading import load_model, open_weights
+from mmrl.text.pipeline import Conditioner, TextPipeline
+from mmrl.text.recorded import files_of
+from mmrl.text.scoring import open_policy
+
+Parts = Callable[[Recipe, str, Callable[..., Any]], tuple[Conditioner, Any]]
+"""The conditioner of the model at a path, and the model as the given function loads it."""
+OfScorer = Callable[[str, dict[str, Any]], Conditioner]
+"""The conditioner of the model at a path, with the variables of the chat template."""
+
+
+def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, *, sees: bool) -> TextPipeline:
+    """A pipeline whose model writes. Raises ``UserError`` where the model at ``path`` cannot."""
+    chat, model = parts(recipe, path, load_model)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    engine = open_engine(recipe, path, context, sees=sees)
+    return TextPipeline(chat, open_weights(model, recipe).to(device), recipe, device, engine)
+
+
+def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path | None) -> Description:
+    """The pipeline that ``build_writer`` would make, on the meta device: from the checkpoint's configuration and
+    tokenizer, or from the ``architecture`` file where they cannot be read. Raises ``UserError`` as ``build_writer``
+    does."""
+    with files_of(path, architecture) as files:
+        chat, model = parts(recipe, files.path, empty_model)
+    return describe(TextPipeline(chat, open_weights(model, recipe), recipe, torch.device("cpu")), files)
+
+
+def build_scorer(of: OfScorer, recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
+    """A pipeline whose model scores, to train on pairs. Raises ``UserError`` where the model at ``path`` cannot."""
+    chat = of(path, recipe.decoding.chat_template)
+    return TextPipeline(chat, open_policy(recipe, path, chat.pad_token, device), recipe, device)
+
+
+def describe_scorer(of: OfScorer, recipe: Recipe, path: str, architecture: Path | None) -> Description:
+    """The pipeline that ``build_scorer`` would make, on the meta device. Raises ``UserError`` as it does."""
+    with files_of(path, architecture) as files:
+        chat = of(files.path, recipe.decoding.chat_template)
+        policy = empty_scorer(files.path, chat.pad_token, recipe)
+    return describe(TextPipeline(chat, policy, recipe, torch.device("cpu")), files)
