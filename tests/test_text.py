@@ -10,7 +10,7 @@ from mmrl.batch import packed
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.text.drawing import Draw, choose, uniforms, without
-from mmrl.text.likelihood import entropy
+from mmrl.text.likelihood import entropy, token_log_probs
 from mmrl.text.pipeline import key_of
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 from tests import tiny
@@ -226,3 +226,39 @@ def test_draw_remembers_what_it_chose():
     chosen = draw(torch.zeros(2, 1), scores)
     assert chosen.argmax(-1).tolist() == [1, 0]
     assert torch.allclose(draw.log_probs[0], torch.tensor([0.5, 1.0]).log(), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_and_their_gradient_are_those_of_float64(dtype, temperature):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(2, 5, 300)).to(dtype).requires_grad_()
+    tokens, weights = torch.randint(300, (2, 5)), torch.randn(2, 5)
+    token_log_probs(logits, tokens, temperature).backward(weights)
+    exact = logits.detach().double().requires_grad_()
+    log_probs = (exact / temperature).log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    log_probs.backward(weights.double())
+    with torch.no_grad():
+        found = token_log_probs(logits, tokens, temperature)
+    assert found.dtype == torch.float32
+    assert (found - log_probs).abs().max() < 1e-5
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-3
+    assert (logits.grad.double() - exact.grad).abs().max() < tolerance * exact.grad.abs().max() + tolerance
+
+
+@pytest.mark.parametrize("vocabulary", [3, 128, 129, 1000])
+def test_the_choice_is_that_of_running_sums_over_the_whole_vocabulary(vocabulary):
+    torch.manual_seed(1)
+    log_probs = (3 * torch.randn(500, vocabulary)).log_softmax(-1)
+    log_probs[:, vocabulary // 2] = -torch.inf
+    u = torch.rand(500, dtype=torch.float64)
+    ends = log_probs.double().exp().cumsum(-1)
+    place = u.unsqueeze(1) * ends[:, -1:]
+    expected = torch.searchsorted(ends, place, right=True)
+    near = ((ends - place).abs() < 1e-6).any(-1)  # there, float32 probabilities may fall to either side
+    assert near.float().mean() < 0.05
+    assert torch.equal(choose(log_probs, u)[~near], expected[~near])
+    log_probs[:, vocabulary // 2 :] = -torch.inf
+    for extreme in (0.0, 1 - 2**-53):
+        chosen = choose(log_probs, torch.full((500,), extreme, dtype=torch.float64))
+        assert log_probs.gather(-1, chosen).isfinite().all(), "a token of no probability was drawn"

@@ -12,9 +12,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmrl.controller.randomness import generator
 from mmrl.trajectory import SampleId
+
+BLOCK = 128
+"""Tokens of a block in ``choose``."""
 
 
 def uniforms(seed: int, ids: Sequence[SampleId], n: int) -> Tensor:
@@ -47,13 +51,16 @@ class Draw:
         self.log_probs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        log_probs = torch.log_softmax(without(scores.float(), self.forbidden) / (self.temperature or 1.0), -1)
+        """Scores ``[B, V]`` whose maximum is the token chosen; ``scores`` itself is written to."""
+        scaled = without(scores, self.forbidden)
+        scaled = scaled if self.temperature in (0, 1) else scaled / self.temperature
+        log_probs = torch.log_softmax(scaled, -1, dtype=torch.float32)
         if self.temperature == 0:
             token = log_probs.argmax(-1, keepdim=True)
         else:
             token = choose(log_probs, self.u[:, len(self.log_probs)].to(scores.device), self.top_p, self.top_k)
         self.log_probs.append(log_probs.gather(-1, token).squeeze(-1))
-        return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
+        return scores.scatter_(-1, token, torch.inf)  # generate gives a copy of its own
 
 
 def without(logits: Tensor, forbidden: list[int]) -> Tensor:
@@ -64,15 +71,36 @@ def without(logits: Tensor, forbidden: list[int]) -> Tensor:
 
 
 def choose(log_probs: Tensor, u: Tensor, top_p: float = 1.0, top_k: int | None = None) -> Tensor:
-    """The token ``[B, 1]`` into whose share of ``log_probs`` ``[B, V]`` the uniform ``u`` ``[B]`` falls."""
-    probs = log_probs.double().exp()
+    """The token ``[B, 1]`` into whose share of ``log_probs`` ``[B, V]`` the uniform ``u`` ``[B]`` falls.
+
+    Found in two steps, the block of tokens and then the token in it, so that running sums are of few numbers.
+    """
+    probs = narrowed(log_probs.exp(), top_p, top_k)
+    lacking = -probs.shape[-1] % BLOCK
+    blocks = (pad(probs, (0, lacking)) if lacking else probs).unflatten(-1, (-1, BLOCK))
+    ends = blocks.sum(-1).double().cumsum(-1)
+    place = below(u.double().unsqueeze(-1) * ends[:, -1:], ends)
+    block = torch.searchsorted(ends, place, right=True)
+    before = torch.where(block > 0, ends.gather(-1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks[torch.arange(len(blocks), device=blocks.device), block.squeeze(-1)].double().cumsum(-1)
+    return block * BLOCK + torch.searchsorted(inside, below(place - before, inside), right=True)
+
+
+def below(place: Tensor, ends: Tensor) -> Tensor:
+    """``place`` ``[B, 1]``, where rounding put it at the last of ``ends`` or past it a little before.
+
+    A token that cannot be drawn is then not drawn, even where it is the last.
+    """
+    return torch.minimum(place, ends[:, -1:] * (1 - 2**-52))
+
+
+def narrowed(probs: Tensor, top_p: float, top_k: int | None) -> Tensor:
+    """``probs`` ``[B, V]`` with 0 for what ``top_k`` and ``top_p`` leave out."""
     if top_k is not None and top_k < probs.shape[-1]:
         probs = torch.where(probs < probs.topk(top_k, -1).values[:, -1:], 0.0, probs)
     if top_p < 1:
-        falling, order = probs.sort(-1, descending=True)
+        falling, order = probs.double().sort(-1, descending=True)
         before = falling.cumsum(-1) - falling  # what is likelier: a token stays while that is below top_p of the rest
         falling = torch.where(before < top_p * falling.sum(-1, keepdim=True), falling, 0.0)
-        probs = torch.zeros_like(probs).scatter_(-1, order, falling)
-    shares = probs.cumsum(-1)
-    place = u.to(shares.dtype).unsqueeze(-1) * shares[:, -1:]
-    return torch.searchsorted(shares, place, right=True).clamp(max=probs.shape[-1] - 1)
+        probs = torch.zeros_like(falling).scatter_(-1, order, falling)
+    return probs

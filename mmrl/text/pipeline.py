@@ -303,8 +303,9 @@ class TextPipeline:
         """Logits ``[B, T, V]`` that each response token was, or would have been, drawn from."""
         inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
         with self._autocast():
-            kept = trajectory.clean.shape[1] + 1
-            logits = self.policy(**inputs, logits_to_keep=kept, use_cache=False).logits[:, -kept:-1]
+            end = inputs["input_ids"].shape[1] - 1  # the last token has nothing behind it
+            kept = torch.arange(end - trajectory.clean.shape[1], end, device=self.device)
+            logits = self.policy(**inputs, logits_to_keep=kept, use_cache=False).logits
         return without(logits, self.conditioner.forbidden)
 
     def _autocast(self) -> torch.autocast:
