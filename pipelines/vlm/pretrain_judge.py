@@ -7,7 +7,8 @@
 They go on from the vision-language model as it was before the careless answers. The judge of answers reads a picture,
 a candidate answer and the question; it writes its own answer, the candidate, and on the next line its verdict, 1 or 0.
 The question comes last, as the base model knows it, or the judge learns to repeat the candidate in place of looking.
-The judge of captions reads a picture and a caption, and says yes or no, and then what it sees.
+The judge of captions reads a picture and a caption, and says yes or no. It learns from conversations about several
+captions of one picture that differ in a single thing (the side, the number, the colour, the kind), and what is there.
 
 Pictures for captions are sampled from the small Stable Diffusion 3, or drawn (``shapes``) and put through its VAE;
 whether a caption is true of a picture is said by the pixel verifier ``rewards/shapes.py``, at training time only.
@@ -34,6 +35,7 @@ from PIL import Image
 import mmrl
 from mmrl.judge.statistics import auc
 from mmrl.pipelines.vlm.pretrain import (  # pyright: ignore[reportMissingImports]  # found when it is imported
+    DESCRIBE,
     QUESTIONS,
     describe,
     from_scenes,
@@ -95,19 +97,31 @@ def _wrong(prompt: Any, others: Sequence[str], words: Sequence[str], rng: random
 
 
 class Captions:
-    """Final. The captions of the ``shapes`` data set, and those that differ from one in a single thing."""
+    """Final. Captions of one sort of object of the ``shapes`` data set, and those that differ in a single thing."""
 
     def __init__(self, prompts: Sequence[Any]) -> None:
-        self.by_task = {t: [p for p in prompts if p.meta["task"] == t] for t in ("count", "side", "relation")}
+        self.by_task = {t: [p for p in prompts if p.meta["task"] == t] for t in ("count", "side")}
 
     def any(self, rng: random.Random) -> Any:
-        return rng.choice(self.by_task[rng.choices(("count", "side", "relation"), (3, 3, 1))[0]])
+        return rng.choice(self.by_task[rng.choice(("count", "side"))])
 
-    def near(self, prompt: Any, rng: random.Random) -> Any:
-        """Another caption of the same sort, likelier the more it shares."""
-        others = rng.sample(self.by_task[prompt.meta["task"]], 12)
-        mine = set(prompt.text.split())
-        return max((o for o in others if o.text != prompt.text), key=lambda o: len(mine & set(o.text.split())))
+    def near(self, prompt: Any, rng: random.Random) -> list[Any]:
+        """The captions of the same object in other numbers or at other sides, two at the most, and one of another
+        object."""
+        others = [o for o in self.by_task[prompt.meta["task"]] if o.text != prompt.text]
+        rng.shuffle(others)
+        same = [o for o in others if _thing(o) == _thing(prompt)]
+        alike = [o for o in others if _rest(o) == _rest(prompt) and set(_thing(o)) & set(_thing(prompt))]
+        return [*same[:2], *alike[:1]]
+
+
+def _thing(prompt: Any) -> tuple[str, str]:
+    (wanted,) = prompt.meta["objects"]
+    return wanted["colour"], wanted["kind"]
+
+
+def _rest(prompt: Any) -> tuple[int, str | None]:
+    return prompt.meta["objects"][0]["count"], prompt.meta.get("side")
 
 
 class Sd3:
@@ -157,14 +171,17 @@ def pictures(captions: Captions, sd3: Sd3, n: int, rng: random.Random) -> list[t
 
 
 def about_captions(made: Sequence[tuple[Any, Image.Image]], captions: Captions, rng: random.Random) -> list[Example]:
-    """Each picture with its own caption, and a third of them with another; whether it is true is in the pixels."""
+    """A conversation about each picture: its own caption, which mostly comes first, others near to it, and then what
+    is there. Whether a caption is true is in the pixels."""
     verifier, examples = mmrl.load("rewards", "shapes"), []
     for prompt, image in made:
         found, _, _ = verifier.objects_in(image, prompt.meta["palette"], prompt.meta["background"])
+        asked = [prompt, *captions.near(prompt, rng)]
+        if rng.random() < 0.3:
+            rng.shuffle(asked)
+        turns = [(ABOUT_CAPTION.format(caption=p.text), WORDS[_verified(p, image)]) for p in asked]
         seen = describe([_named(f, prompt.meta["palette"]) for f in found]) or "nothing"
-        for p in (prompt, captions.near(prompt, rng))[: 1 + (rng.random() < 1 / 3)]:
-            word = WORDS[verifier.judge(image, p.meta)["success"] > 0]
-            examples.append(Example([(ABOUT_CAPTION.format(caption=p.text), f"{word}\n{seen}")], [image]))
+        examples.append(Example([*turns, (DESCRIBE, seen)], [image]))
     return examples
 
 
@@ -237,7 +254,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True, help="the model to go on from")
     parser.add_argument("--answerer", type=Path, default=_MODELS / "scenes-vl", help="whose answers it is measured on")
     parser.add_argument("--answers", type=int, default=12_000, help="questions with two answers each; 0: none")
-    parser.add_argument("--pictures", type=int, default=7_000, help="pictures with two captions each; 0: none")
+    parser.add_argument("--pictures", type=int, default=7_000, help="pictures with four captions each; 0: none")
     parser.add_argument("--cpu-minutes", type=float, default=20.0)
     parser.add_argument("--lr", type=float, default=6e-4)
     arguments = parser.parse_args()
@@ -260,14 +277,15 @@ def main() -> None:
             sets[kind] = answered(answerer, processor, scenes.prompts("heldout", questions=[kind], size=140))
     if arguments.pictures:
         sd3 = Sd3(_SD3)
-        captions, held_out = (Captions(shapes.prompts(split, 400, 200)) for split in ("train", "heldout"))
+        captions, held_out = (Captions(shapes.prompts(split, 0, 0)) for split in ("train", "heldout"))
         examples += about_captions(pictures(captions, sd3, arguments.pictures, rng), captions, rng)
         verdict = 0
-        wanted = [p for p in (held_out.any(rng) for _ in range(700)) if p.meta["task"] != "relation"][:500]
-        sets["captions"] = [
-            Example([(ABOUT_CAPTION.format(caption=p.text), WORDS[_verified(p, image)])], [image])
-            for p, image in zip(wanted, sd3.sample(wanted, 8, 1.0, 99), strict=True)
-        ]
+        for task in captions.by_task:
+            wanted = rng.choices(held_out.by_task[task], k=300)
+            sets[task] = [
+                Example([(ABOUT_CAPTION.format(caption=p.text), WORDS[_verified(p, image)])], [image])
+                for p, image in zip(wanted, sd3.sample(wanted, 8, 1.0, 99), strict=True)
+            ]
     log(stage="data", examples=len(examples), cpu_minutes=(time.process_time() - started) / 60)
 
     def check() -> dict[str, float]:

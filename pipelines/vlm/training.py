@@ -19,16 +19,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from mmrl._torchvision import allow_cpu_only
+from mmrl.text.tokenizers import learned
 
 allow_cpu_only()
 from transformers import (  # noqa: E402
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
-    Qwen2Tokenizer,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
 )
@@ -66,7 +65,8 @@ def build(texts: Sequence[str]) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwe
 
     A picture is cut into patches of 4 pixels, and 2 x 2 of these make a token: 16 tokens for 32 x 32 pixels.
     """
-    tokenizer = _tokenizer(texts)
+    media = {"image_token": _PADS[0], "video_token": _PADS[1]}
+    tokenizer = learned(texts, 1024, (*_SPECIAL, *_PADS), _TEMPLATE, 1024, **media)
     pixels = {"shortest_edge": 16 * 16, "longest_edge": 96 * 96}
     sizes: dict[str, Any] = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
     sizes |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -117,29 +117,6 @@ def build(texts: Sequence[str]) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwe
     model = Qwen2_5_VLForConditionalGeneration(config)
     model.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ends)
     return model, processor
-
-
-def _tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
-    """Byte-pair tokenizer whose merges were learned on ``texts``; any other text falls back to bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=1024, initial_alphabet=alphabet, show_progress=False)
-    learner.train_from_iterator(texts, trainer)
-    learnt = json.loads(learner.to_str())["model"]["merges"]
-    merges = [tuple(m) if not isinstance(m, str) else tuple(m.split(" ")) for m in learnt]
-    pieces = dict.fromkeys([*alphabet, *("".join(m) for m in merges)])
-    tokenizer = Qwen2Tokenizer(
-        vocab={piece: i for i, piece in enumerate(pieces)},
-        merges=merges,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        model_max_length=1024,
-        extra_special_tokens={"image_token": _PADS[0], "video_token": _PADS[1]},
-    )
-    tokenizer.add_tokens([s for s in (*_SPECIAL, *_PADS) if s not in tokenizer.get_vocab()], special_tokens=True)
-    tokenizer.chat_template = _TEMPLATE
-    return tokenizer
 
 
 def batch(processor: Any, examples: Sequence[Example]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -210,8 +187,8 @@ def train(
 ) -> None:
     """Next-token prediction of the answers for ``minutes`` of CPU time; 32 conversations of like length a step.
 
-    ``verdict``: which token of an answer counts as much again as all others together (0: the first, -2: the last before
-    its end).
+    ``verdict``: which token of the answers counts as much again as all others together (0: the first, -2: the last
+    before its end).
     """
     optimizer = make_optimizer([model], lr)
     rng, started, step = random.Random(3), time.process_time(), 0
@@ -229,8 +206,7 @@ def train(
         wanted = labels >= 0
         loss = F.cross_entropy(model.lm_head(hidden[wanted]), labels[wanted])
         if verdict is not None:
-            rank = wanted.cumsum(1) - 1 if verdict >= 0 else -wanted.flip(1).cumsum(1).flip(1)
-            there = wanted & (rank == verdict)
+            there = token_of_answers(wanted, verdict)
             loss = loss + F.cross_entropy(model.lm_head(hidden[there]), labels[there])
         apply(optimizer, loss)
         running.append(loss.item())
@@ -241,6 +217,16 @@ def train(
             model.train()
             running.clear()
     model.eval()
+
+
+def token_of_answers(wanted: torch.Tensor, which: int) -> torch.Tensor:
+    """Where token ``which`` of every answer (a run of ``wanted`` ``[B, L]``) stands; from the end if negative."""
+    if which < 0:
+        return token_of_answers(wanted.flip(1), -which - 1).flip(1)
+    there = wanted & ~F.pad(wanted[:, :-1], (1, 0))
+    for _ in range(which):
+        there = F.pad(there[:, :-1], (1, 0)) & wanted
+    return there
 
 
 def make_optimizer(modules: Sequence[torch.nn.Module], lr: float) -> torch.optim.AdamW:
