@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
@@ -119,12 +120,17 @@ def packed(rows: list[int], lengths: list[int], most: int, tokens: int | None) -
 
 
 def gather(micro_batches: list[Trajectory], places: list[tuple[int, int]]) -> Trajectory:
-    """The rows at ``(micro-batch, row)``; a whole micro-batch is itself, so that its replay has its very shape."""
-    first = micro_batches[places[0][0]]
-    if len(places) == len(first) and all(m == places[0][0] for m, _ in places):
-        return first
-    parts = [micro_batches[m].rows([i for n, i in places if n == m]) for m in dict.fromkeys(m for m, _ in places)]
-    return Trajectory.join(parts)
+    """The rows at ``places`` (micro-batch, row), in their order; a whole micro-batch is itself, so that its replay has
+    its very shape."""
+    whole = places[0][0]
+    if places == [(whole, i) for i in range(len(micro_batches[whole]))]:
+        return micro_batches[whole]
+    order = sorted(range(len(places)), key=lambda n: places[n][0])  # stable: by micro-batch
+    parts = [micro_batches[m].rows([places[n][1] for n in of]) for m, of in groupby(order, lambda n: places[n][0])]
+    joined = parts[0] if len(parts) == 1 else Trajectory.join(parts)
+    if order == sorted(order):
+        return joined
+    return joined.rows(sorted(range(len(order)), key=order.__getitem__))
 
 
 def samples_of(slots: list[Slot], size: int) -> list[tuple[Slot, SampleId]]:

@@ -54,23 +54,33 @@ class Heldout:
         if self.run.recipe.eval.rewards:
             rewards, made, failures = self._score(slots)
             row |= rewards
-        return row | {"samples": len(slots), "dropped": row.get("dropped", 0) + len(bad)}, made, [*bad, *failures]
+        count = self.run.controller.count
+        row |= {"samples": count(len(slots)), "dropped": row.get("dropped", 0) + count(len(bad))}
+        return row, made, [*bad, *failures]
 
     def _slots(self, samples: int) -> list[Slot]:
-        return [Slot(-1, i, 0, self.prompts[i % len(self.prompts)]) for i in range(samples)]
+        """This controller's share of the evaluation's slots."""
+        return [Slot(-1, i, 0, self.prompts[i % len(self.prompts)]) for i in self.run.controller.share(samples)]
 
     def _score(self, slots: list[Slot]) -> tuple[dict[str, float], Made, list[Failure]]:
         """Sample ``slots`` and have the rewards score what was made."""
-        made = self._make(slots)
-        samples, n = len(slots), len(self.prompts)
-        groups = [list(range(p, samples, n)) for p in range(min(n, samples))]
+        made, gather = self._make(slots), self.run.controller.gather
+        places: defaultdict[int, list[int]] = defaultdict(list)  # of each prompt
+        for i, slot in enumerate(slots):
+            places[slot.index % len(self.prompts)].append(i)
+        groups = list(places.values())
         with torch.no_grad():
             scores = [rewards.score(made, groups, step=-1) for rewards in self.rewards]
         parts = {name: values for s in scores for name, values in s.parts.items()}
         failures = [f for s in scores for f in s.failures]
-        rows = [{k: v[i].item() for k, v in parts.items() if math.isfinite(v[i])} for i in range(samples)]
-        row = {f"reward/{name}": finite_mean(value) for name, value in parts.items()}
-        row |= {"samples": samples, "dropped": len({f.sample.slot for f in failures})}
+        rows = [{k: v[i].item() for k, v in parts.items() if math.isfinite(v[i])} for i in range(len(slots))]
+        everyone = gather({name: values.tolist() for name, values in parts.items()})
+        row = {
+            f"reward/{name}": finite_mean(torch.tensor([v for one in everyone for v in one[name]], dtype=torch.float64))
+            for name in parts
+        }
+        counts = gather([len(slots), len({f.sample.slot for f in failures})])
+        row |= {"samples": sum(n for n, _ in counts), "dropped": sum(n for _, n in counts)}
         return row, Made(made, rows), failures
 
     def _compare(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, float], list[Failure]]:
@@ -89,9 +99,13 @@ class Heldout:
                         sums[name] += value.item()
                 run.pipeline.features.release(keys)
                 progress.advance(len(chunk))
-        if not good:
-            raise UserError(f"data.heldout: none of its pairs can be used; of {bad[0].prompt!r}: {bad[0].reason}")
-        return good, {name: value / len(good) for name, value in sums.items()}, bad
+        everyone = run.controller.gather((len(good), dict(sums)))
+        count = sum(n for n, _ in everyone)
+        if not count:
+            named = f"; of {bad[0].prompt!r}: {bad[0].reason}" if bad else ""
+            raise UserError(f"data.heldout: none of its pairs can be used{named}")
+        names = dict.fromkeys(name for _, sums in everyone for name in sums)
+        return good, {name: sum(sums.get(name, 0.0) for _, sums in everyone) / count for name in names}, bad
 
     def _encode(self, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Failure]]:
         """Encode what can be; nothing takes the place of the rest, so that every evaluation is of the same pairs."""

@@ -20,13 +20,13 @@ from mmrl.trajectory import Trajectory
 def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], list[Failure]]:
     """One step of training; returns its metrics and the samples left out."""
     train, seed = run.recipe.train, run.recipe.seed
-    tally = Tally()
     slots = run.controller.slots(step, run.prompts, train.prompts_per_step)
+    tally = Tally(len(slots))
     sampled = run.objective.kind in ("policy_gradient", "forward_process")
     batch = rollout(run, slots, step, clock, tally) if sampled else unsampled(run, slots, clock)
     for update in range(train.updates_per_step):
         rows = rows_of_update(batch, update, train.updates_per_step)
-        total = run.controller.total(run.objective.amount(batch.weights[rows], batch.lengths[rows]))
+        total = run.controller.count(run.objective.amount(batch.weights[rows], batch.lengths[rows]))
         with clock("train"):
             for piece in slices(run, batch, rows) if total else ():
                 match run.objective.kind:
@@ -53,7 +53,7 @@ def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], lis
     run.pipeline.features.release(batch.keys)
     if run.flight is not None:
         run.flight.settle()
-    return tally.means(), batch.failures
+    return tally.means(run.controller.gather), batch.failures
 
 
 def compared(run: Run, old: dict[str, Tensor], new: dict[str, Tensor], tally: Tally) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,7 +34,7 @@ def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) 
     if isinstance(algorithm, TokenAlgorithm) and algorithm.dynamic_sampling:
         groups = resample(run, rounds, step, clock, algorithm.max_attempts)
         tally.set({"sampling/rounds": len(rounds), "sampling/groups": sum(len(r.slots) for r in rounds)})
-    tally.set(reward_metrics(rounds[0].scores))
+    tally.set(reward_metrics(rounds[0].scores, run.controller.gather))
     batch, scored = assemble(run, rounds, groups)
     if batch.micro_batches[0].mask is not None:
         with clock("prepare"):
@@ -206,13 +206,20 @@ def prompts_alone(run: Run, slots: list[Slot], keys: list[str], failures: Sequen
     return Batch([trajectory], places, torch.zeros(len(rows)), ones, ones, keys, failures=list(failures))
 
 
-def reward_metrics(scores: Scores) -> dict[str, float]:
-    """Mean and spread of the total, the mean of every part, and how many samples were left out."""
-    valid = scores.total[scores.total.isfinite()]
-    out = {f"reward/{name}": value[value.isfinite()].mean().item() for name, value in scores.parts.items()}
-    out["reward/mean"] = valid.mean().item()
-    out["reward/std"] = (valid - valid.mean()).square().mean().sqrt().item()
-    out["reward/dropped"] = float(len(scores.total) - len(valid))
+def reward_metrics(
+    scores: Scores, gather: Callable[[dict[str, list[float]]], list[dict[str, list[float]]]]
+) -> dict[str, float]:
+    """Mean and spread of the total, the mean of every part, and how many samples were left out, of all controllers."""
+    mine = {name: values.tolist() for name, values in {**scores.parts, "mean": scores.total}.items()}
+    everyone = gather(mine)
+    out: dict[str, float] = {}
+    for name in dict.fromkeys(name for one in everyone for name in one):
+        values = torch.tensor([value for one in everyone for value in one.get(name, ())], dtype=torch.float64)
+        valid = values[values.isfinite()]
+        out[f"reward/{name}"] = valid.mean().item()
+        if name == "mean":
+            out["reward/std"] = (valid - valid.mean()).square().mean().sqrt().item()
+            out["reward/dropped"] = float(len(values) - len(valid))
     return out
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -15,16 +17,23 @@ FIRST_RATIO_TOLERANCE = {"float32": 1e-5, "half": 5e-3}
 is still exact, but an accelerator may choose its kernels anew."""
 
 
-class Tally:
-    """Sums become means over an update's entries, maxima stay maxima; values set several times are averaged."""
+_Sums = dict[str, Any]
 
-    def __init__(self) -> None:
+
+class Tally:
+    """Sums become means over an update's entries, maxima stay maxima; values set several times are averaged.
+
+    ``weight``: what a value counts that is set here, beside those of other controllers; their number of slots.
+    """
+
+    def __init__(self, weight: float = 1.0) -> None:
+        self._weight = weight
         self._means: defaultdict[str, list[Tensor]] = defaultdict(list)
         self._pairs: defaultdict[str, list[tuple[Tensor, float]]] = defaultdict(list)
         self._updates = 0
         self._maxima: dict[str, float] = {}
         self._first: float | None = None
-        self._values: defaultdict[str, list[float]] = defaultdict(list)
+        self._values: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def add(self, loss: Loss, total: float, *, first_update: bool) -> None:
         """Count a slice's sums, and remember its ratio where no weight has moved yet."""
@@ -45,11 +54,11 @@ class Tally:
     def set(self, values: Mapping[str, float]) -> None:
         """Values of the step; of several updates' (gradient norms) the mean is shown."""
         for name, value in values.items():
-            self._values[name].append(value)
+            self._values[name].append((value, self._weight))
 
     def extend(self, name: str, values: Tensor) -> None:
         """Values per sample that were met inside the update; their mean is shown."""
-        self._values[name].extend(values.double().tolist())
+        self._values[name].extend((value, 1.0) for value in values.double().tolist())
 
     def end_update(self) -> None:
         self._updates += 1
@@ -67,15 +76,35 @@ class Tally:
                 "on both sides or neither."
             )
 
-    def means(self) -> dict[str, float]:
-        out = {name: sum(v.item() for v in values) / max(1, self._updates) for name, values in self._means.items()}
-        for name, pairs in self._pairs.items():
+    def means(self, gather: Callable[[_Sums], list[_Sums]] = lambda sums: [sums]) -> dict[str, float]:
+        """The step's metrics; ``gather`` brings those of all controllers together."""
+        found = gather(self._sums())
+        updates = max(1, *(one["updates"] for one in found))
+        out = {name: sum(values) / updates for name, values in _together(found, "means").items()}
+        for name, pairs in _together(found, "pairs").items():
             count = sum(n for _, n in pairs)
-            out[name] = sum(total.item() for total, _ in pairs) / count if count else 0.0
-        out |= {name: sum(values) / len(values) for name, values in self._values.items()}
-        if self._first is not None:
-            out["policy/first_ratio_max_dev"] = self._first
-        return out | self._maxima
+            out[name] = sum(total for total, _ in pairs) / count if count else 0.0
+        for name, (largest, *others) in _together(found, "maxima").items():
+            out[name] = functools.reduce(_larger, others, largest)
+        return out
+
+    def _sums(self) -> _Sums:
+        """What this controller adds to the metrics: plain numbers by name."""
+        values = {k: (sum(v * w for v, w in of), sum(w for _, w in of)) for k, of in self._values.items()}
+        pairs = {k: (sum(total.item() for total, _ in of), sum(n for _, n in of)) for k, of in self._pairs.items()}
+        first = {} if self._first is None else {"policy/first_ratio_max_dev": self._first}
+        return {
+            "updates": self._updates,
+            "means": {name: sum(v.item() for v in of) for name, of in self._means.items()},
+            "pairs": {**pairs, **values},
+            "maxima": self._maxima | first,
+        }
+
+
+def _together(found: Sequence[_Sums], kind: str) -> dict[str, list[Any]]:
+    """What the controllers have under each name."""
+    names = dict.fromkeys(name for one in found for name in one[kind])
+    return {name: [one[kind][name] for one in found if name in one[kind]] for name in names}
 
 
 def _larger(a: float, b: float) -> float:

@@ -23,7 +23,8 @@ from mmrl.errors import UserError
 from mmrl.evaluation import SEED
 from mmrl.export import export
 from mmrl.report.card import public
-from mmrl.run import restored, train
+from mmrl.run import restored
+from mmrl.session import train
 from mmrl.trajectory import Prompt, SampleId, Slot
 
 PROMPT = "two red circles"

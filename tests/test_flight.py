@@ -13,7 +13,8 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
-from mmrl.run import build, train
+from mmrl.run import build
+from mmrl.session import train
 from mmrl.tally import Tally
 from tests import tiny
 

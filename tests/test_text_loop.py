@@ -6,12 +6,16 @@ import os
 import pytest
 import torch
 
+from mmrl.batch import slices
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
-from mmrl.run import build, train
+from mmrl.rollout import rollout
+from mmrl.run import build
+from mmrl.session import train
+from mmrl.tally import Tally
 from mmrl.trajectory import Prompt, Slot
 from tests import tiny
 
@@ -121,6 +125,27 @@ def test_any_packing_has_the_same_gradient(folder, aggregation):
     for packing in (["train.micro_batch_size=1"], ["train.micro_batch_size=12", "train.micro_batch_tokens=120"]):
         other = gradient(make(folder, algorithm, sampled, *packing))
         assert (other - whole).norm() < 1e-5 * whole.norm()
+
+
+@pytest.mark.parametrize("sampled", [4, 6, 24])
+@pytest.mark.parametrize("updated", [4, 5, 24])
+def test_a_slice_has_the_rows_that_its_columns_speak_of(sampled, updated):
+    """Responses of differing length from several micro-batches: sorted by length they come in another order."""
+    small = ["train.prompts_per_step=6", "train.group_size=4", f"train.micro_batch_size={updated}"]
+    loaded = load_recipe(["sums"], [*small, f"sampling.batch_size={sampled}"])
+    run = build(loaded.recipe, loaded.root)
+    slots = run.controller.slots(0, run.prompts, 6)
+    batch = rollout(run, slots, 0, Clock(torch.device("cpu")), Tally())
+    lengths = [int(batch.lengths[n]) for n in range(24)]
+    assert len(set(lengths)) > 3
+    seen = []
+    for piece in slices(run, batch, list(range(24))):
+        assert piece.rows.ids == [batch.ids[n] for n in piece.index]
+        assert piece.rows.mask.sum(1).tolist() == [lengths[n] for n in piece.index]
+        assert torch.equal(piece.old["advantages"], batch.advantages[piece.index])
+        seen += piece.index
+    assert sorted(seen) == list(range(24))
+    assert seen != sorted(seen)
 
 
 def test_a_token_budget_bounds_every_slice(folder):

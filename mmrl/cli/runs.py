@@ -47,7 +47,7 @@ def train(
     planned.render(console(), short=True)
     if planned.problems:
         raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
-    from mmrl.run import train as run
+    from mmrl.session import train as run
 
     run(loaded, out or Path("runs") / loaded.recipe.name, resume, overwrite)
 

@@ -20,6 +20,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_text(recipe),
             *_pairs(recipe),
             *_partial(recipe),
+            *_controllers(recipe),
             *_labels(recipe),
         ]
     return [
@@ -31,6 +32,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_half(recipe),
         *_levels(recipe),
         *_pathwise(recipe),
+        *_controllers(recipe),
         *_labels(recipe),
     ]
 
@@ -199,6 +201,28 @@ def _pathwise(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.train.updates_per_step != 1:
         yield "train.updates_per_step: draft samples inside its one update; set it to 1"
+
+
+def _controllers(recipe: Recipe) -> Iterator[str]:
+    n = recipe.controllers
+    if n == 1:
+        return
+    for key, most in (("train.prompts_per_step", recipe.train.prompts_per_step), ("eval.samples", recipe.eval.samples)):
+        if n > most:
+            yield f"controllers: {n} controllers share {most} ({key}), and each needs one; lower controllers"
+    if recipe.rollout.engine != "transformers":
+        yield (
+            f"controllers: an engine beside each of several controllers ({recipe.rollout.engine}) is not built yet; "
+            "set controllers to 1, or remove rollout"
+        )
+    if ":" in recipe.device:
+        yield f"device: {recipe.device} is one, and {n} controllers take one each; set device to auto, cpu or cuda"
+    normalised = [i for i, reward in enumerate(recipe.rewards) if reward.normalize == "batch"]
+    if normalised and getattr(recipe.algorithm, "dynamic_sampling", False):
+        yield (
+            f"rewards[{normalised[0]}].normalize: dynamic sampling scores in as many rounds as each controller needs, "
+            "so there is no batch of all controllers to normalise by; set it to group or none, or controllers to 1"
+        )
 
 
 def _labels(recipe: Recipe) -> Iterator[str]:

@@ -182,6 +182,10 @@ class Recipe(Section):
     optim: Optim = Optim()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
+    controllers: PositiveInt = 1
+    """Processes that run the loop side by side, each on its own prompts and device; more than one are Ray actors."""
+    ray: str = "local"
+    """Where several controllers run: ``local`` starts Ray on this machine, ``auto`` or an address takes a cluster."""
     device: str = "auto"
     """``auto`` takes an accelerator where there is one; ``cpu``, ``cuda:1`` say which."""
     threads: PositiveInt | None = 1

@@ -1,39 +1,64 @@
 """A controller: its identity among equals, its shard of the slots, and the few numbers it shares with the others.
 
-Every controller runs the same program. This edition runs one; the program is written for many, so that ``total`` and
-``slots`` are its only two words for the others.
+Every controller runs the same program on its own slots. What it shares goes through ``peers``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.controller.randomness import permutation, seed_of
 from mmrl.trajectory import Prompt, Slot
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
-T = TypeVar("T", "float", "torch.Tensor")
+    from mmrl.controller.peers import Peers
+
+T = TypeVar("T")
+
+
+def _alone() -> Peers:
+    from mmrl.controller.peers import Alone
+
+    return Alone()
 
 
 @dataclass(frozen=True)
 class Controller:
-    """Identity ``rank`` of ``size``. Raises ``NotImplementedError`` for a size above 1: the Ray runtime comes later."""
+    """Identity ``rank`` of ``size``; ``peers`` are the others, none where there is one controller."""
 
     seed: int
     rank: int = 0
     size: int = 1
+    peers: Peers = field(default_factory=_alone, compare=False)
 
-    def __post_init__(self) -> None:
-        if self.size != 1:
-            raise NotImplementedError("this edition of mmrl runs one controller; several need the Ray runtime to come")
+    @property
+    def leads(self) -> bool:
+        """Whether it writes what all have in common: metrics, checkpoints, the report."""
+        return self.rank == 0
 
-    def total(self, value: T) -> T:
-        """The sum of ``value``, a number or a small tensor, over all controllers."""
-        return value
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of a small tensor over all controllers."""
+        return self.peers.sum(values, "statistics")
+
+    def count(self, value: float) -> float:
+        """The sum of a number over all controllers."""
+        return sum(self.gather(value))
+
+    def gather(self, values: T) -> list[T]:
+        """Numbers and names of all controllers, by rank."""
+        return self.peers.gather(values)
+
+    def gradients(self, values: Tensor) -> Tensor:
+        """The sum of gradients ``[n]`` over all controllers."""
+        return self.peers.sum(values, "gradients")
+
+    def share(self, n: int) -> range:
+        """This controller's part of ``n`` things in a row, the leader's first."""
+        return range(self.rank * n // self.size, (self.rank + 1) * n // self.size)
 
     def slots(self, step: int, prompts: Sequence[Prompt], per_step: int) -> list[Slot]:
         """This controller's share of the ``per_step`` slots of ``step``.

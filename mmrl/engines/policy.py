@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,10 +18,19 @@ class Policy:
 
     Copies hold the trainable weights only: a few megabytes for LoRA. The reference of a LoRA policy is the base model
     with the adapter switched off; otherwise it is a copy of the weights the run began with.
+
+    ``sum_over``: adds gradients ``[n]`` over all controllers, each of which holds the same weights; None for one.
     """
 
-    def __init__(self, module: nn.Module, settings: Optim, total_updates: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Optim,
+        total_updates: int,
+        sum_over: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.module, self.settings, self.total_updates = module, settings, total_updates
+        self.sum_over = sum_over
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
             self.trainable.values(),
@@ -86,6 +95,8 @@ class Policy:
 
         Raises ``UserError`` where the gradient is not finite, before a weight is touched.
         """
+        if self.sum_over is not None:
+            self._share_gradients(self.sum_over)
         norm = torch.nn.utils.clip_grad_norm_(self.trainable.values(), self.settings.max_grad_norm)
         if not torch.isfinite(norm):
             raise UserError(
@@ -103,6 +114,17 @@ class Policy:
             n = self.updates // self.settings.ema_every
             self.move("ema", min(self.settings.ema_decay, (1 + n) / (10 + n)))
         return {"optim/grad_norm": norm.item(), "optim/lr": lr}
+
+    @torch.no_grad()
+    def _share_gradients(self, sum_over: Callable[[Tensor], Tensor]) -> None:
+        """Replace each gradient by its sum over all controllers; what none of them has a gradient for stays without."""
+        parameters = list(self.trainable.values())
+        there = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        total = sum_over(torch.cat([g.flatten() for g in flat] + [there]))
+        *grads, there = total.split([p.numel() for p in parameters] + [len(parameters)])
+        for p, grad, n in zip(parameters, grads, there.tolist(), strict=True):
+            p.grad = grad.view_as(p) if n else None
 
     def learning_rate(self) -> float:
         """Of the next update: a function of the number of updates done, so that a resumed run has the same."""

@@ -7,6 +7,7 @@ metrics.jsonl      a row per training step          heldout.jsonl    a row per e
 failures.jsonl     every sample or record left out, by name
 judge-*.jsonl      what generative judges read and wrote (transcripts), and verdicts by content (cache)
 samples/           step_000000.png (a grid), .json (prompts and scores) and the pictures themselves
+controllers/1/     the same of another controller: its own log, failures, verdicts and samples
 checkpoints/       report.html        run.lock (held by the process that writes here)
 """
 
@@ -39,7 +40,7 @@ FILES = (
     "judge-transcripts.jsonl",
     "report.html",
 )
-FOLDERS = ("samples", "checkpoints", "tensorboard", "wandb", "trackio")
+FOLDERS = ("samples", "checkpoints", "controllers", "tensorboard", "wandb", "trackio")
 LOCK = "run.lock"
 _OVERRIDE = "# override: "
 _LOCK_PATIENCE = 0.5
@@ -84,6 +85,14 @@ class RunDir:
             reason = error.strerror or error
             raise UserError(f"cannot write the run directory {path}: {reason}; use --out other") from error
         return run
+
+    def of_controller(self, rank: int) -> RunDir:
+        """Where controller ``rank`` writes: the leader here, another in a folder of its own."""
+        if rank == 0:
+            return RunDir(self.path)
+        own = RunDir(self.path / "controllers" / str(rank))
+        own.samples.mkdir(parents=True, exist_ok=True)
+        return own
 
     def close(self) -> None:
         """Give the lock back. The lock file stays: it also marks the directory as a run."""

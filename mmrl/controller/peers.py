@@ -1,0 +1,80 @@
+"""What controllers say to one another: sums of small tensors, gradients, and a few numbers (DESIGN 4)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections import Counter
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+_PATIENCE = timedelta(days=1)
+"""A controller may wait long for another (a slow reward); who is dead or frozen is found by the launcher."""
+
+
+class Peers(Protocol):
+    """Every controller must call these equally often and in the same order."""
+
+    sent: Counter[str]
+    """Bytes given to the others so far, by kind."""
+
+    def sum(self, values: Tensor, kind: str) -> Tensor:
+        """Added over all controllers, in a tensor of its own."""
+        ...
+
+    def gather(self, values: T) -> list[T]:
+        """Numbers and names (anything JSON has) of all controllers, in the order of their ranks."""
+        ...
+
+
+class Alone:
+    """Final class: a controller without others."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+
+    def sum(self, values: Tensor, kind: str) -> Tensor:
+        return values
+
+    def gather(self, values: T) -> list[T]:
+        return [values]
+
+
+class Group:
+    """Final class: controllers connected by ``torch.distributed``; the first listens at ``host``:``port``, with
+    ``listening`` where it has the socket already.
+
+    NCCL carries what lies on a GPU, gloo the rest. On the loopback all stay on it. One such group to a process.
+    """
+
+    def __init__(self, rank: int, size: int, host: str, port: int, listening: socket.socket | None = None) -> None:
+        self.sent: Counter[str] = Counter()
+        self._size = size
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        if host == "127.0.0.1":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        handle: dict[str, Any] = {} if listening is None else {"master_listen_fd": listening.detach()}
+        wait = timedelta(minutes=3)
+        store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=wait, **handle)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
+
+    def sum(self, values: Tensor, kind: str) -> Tensor:
+        total = values.detach().clone()
+        dist.all_reduce(total)
+        self.sent[kind] += total.nbytes
+        return total
+
+    def gather(self, values: T) -> list[T]:
+        found: list[Any] = [None] * self._size
+        dist.all_gather_object(found, values)
+        self.sent["numbers"] += len(str(values))
+        return found
+
+    def close(self) -> None:
+        dist.destroy_process_group()

@@ -1,0 +1,199 @@
+"""Start the controllers of a run, watch them, and start them again from the last checkpoint where one is lost.
+
+The launcher takes no part in a step. Controllers are Ray actors; each runs ``mmrl.session`` and writes where
+``RunDir.of_controller`` says. The leader's log is shown as it grows.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mmrl import checkpoint
+from mmrl.config.loader import LoadedRecipe
+from mmrl.errors import UserError
+from mmrl.report.rundir import RunDir
+from mmrl.runtime.actor import Actor
+from mmrl.session import Outcome, Stop
+
+PATIENCE = 10.0
+"""Seconds without an answer after which a controller is taken for frozen."""
+_START = 180.0
+"""Seconds in which an actor must have started."""
+_EVERY = 0.5
+_GRACE = 5.0
+"""Seconds to wait, where one controller failed because another is gone, for the other to be known as gone."""
+_RESTARTS = 3
+"""Losses in a row, without a checkpoint between them, after which the run stops."""
+
+
+class LostError(Exception):
+    """A controller is dead or frozen."""
+
+
+def launch(loaded: LoadedRecipe, directory: RunDir, resume: bool, stop: Stop) -> Outcome:
+    """Run the recipe's controllers to the end of training, or to a stop. Raises ``UserError``."""
+    lost, saved = 0, _saved(directory)
+    with cluster(loaded) as ray:
+        while True:
+            try:
+                return Watch(ray, loaded, directory, resume).run(stop)
+            except LostError as error:
+                lost, saved = (lost + 1, saved) if _saved(directory) == saved else (1, _saved(directory))
+                if lost > _RESTARTS:
+                    logs = directory.path / "controllers"
+                    raise UserError(f"{error}, for the {lost}th time after step {saved}; see {logs}") from error
+                print(f"{error}; all controllers start again after step {saved}", file=sys.stderr)
+                resume = True
+
+
+def _saved(directory: RunDir) -> int:
+    """The newest checkpoint's step; 0 where there is none."""
+    return max(checkpoint.steps(directory.checkpoints), default=0)
+
+
+@contextmanager
+def cluster(loaded: LoadedRecipe) -> Iterator[Any]:
+    """Ray, started here or connected to. Raises ``UserError`` where it is missing, away or too small."""
+    recipe = loaded.recipe
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster started here; 15 would starve controllers
+    try:
+        import ray  # pyright: ignore[reportMissingImports]  # an extra
+    except ImportError as error:
+        raise UserError(
+            f"controllers: {recipe.controllers} controllers are Ray actors: pip install 'mmrl[ray]', or controllers=1"
+        ) from error
+    local = recipe.ray == "local"
+    where: dict[str, Any] = {"address": recipe.ray}
+    if local:
+        cpus = max(recipe.controllers, os.cpu_count() or 1)  # more controllers than cores share them
+        where = {"address": "local", "num_cpus": cpus, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    try:
+        ray.init(log_to_driver=False, logging_level="error", **where)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"ray: there is no usable Ray cluster at {recipe.ray!r} ({reason}); correct the address, start one "
+            "(ray start --head), or set ray=local"
+        ) from error
+    try:
+        kind, has = ("GPU" if on_gpu(recipe.device) else "CPU"), ray.cluster_resources()
+        if has.get(kind, 0) < recipe.controllers:
+            raise UserError(
+                f"controllers: {recipe.controllers} need a {kind} each, and Ray has {has.get(kind, 0):g}; lower "
+                "controllers, or add nodes to the cluster"
+            )
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def on_gpu(device: str) -> bool:
+    """Whether a controller computes on a GPU."""
+    import torch
+
+    return torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
+
+
+class Watch:
+    """Final class: one start of all controllers, until they are through or one is lost."""
+
+    def __init__(self, ray: Any, loaded: LoadedRecipe, directory: RunDir, resume: bool) -> None:
+        self.ray, self.directory, self.size = ray, directory, loaded.recipe.controllers
+        gpus = 1 if on_gpu(loaded.recipe.device) else 0
+        made = ray.remote(Actor).options(num_cpus=1, num_gpus=gpus, max_concurrency=4, max_restarts=0)
+        self.actors = [made.remote(rank, self.size, str(Path.cwd())) for rank in range(self.size)]
+        self._arguments = loaded, str(directory.path.absolute()), resume
+        self._shown = 0
+        self._beats: dict[int, tuple[Any, float]] = {}
+
+    def run(self, stop: Stop) -> Outcome:
+        """Raises ``LostError``, and what a controller raised that the user cannot mend."""
+        try:
+            host, port = self.ray.get(self.actors[0].listen.remote(), timeout=_START)
+            running = {a.train.remote(*self._arguments, host, port): rank for rank, a in enumerate(self.actors)}
+            return self._watch(running, stop)
+        except self.ray.exceptions.GetTimeoutError as error:
+            raise LostError(f"controller 0 has not started within {_START:.0f} s") from error
+        finally:
+            for actor in self.actors:
+                self.ray.kill(actor)
+            self._show()
+
+    def _watch(self, running: dict[Any, int], stop: Stop) -> Outcome:
+        outcomes: dict[int, Outcome] = {}
+        told = False
+        while running:
+            done, _ = self.ray.wait(list(running), timeout=_EVERY)
+            for ref in done:
+                outcomes[running[ref]] = self._outcome(ref, running)
+                del running[ref]
+            failed = next((o for o in outcomes.values() if o.error), None)
+            if failed:
+                return Outcome(False, failed.done, _saved(self.directory), failed.cpu_seconds, failed.error)
+            self._listen(running)
+            self._show()
+            if stop.asked and not told:
+                told = True
+                for actor in self.actors:
+                    actor.stop.remote()
+        return outcomes[0]
+
+    def _outcome(self, ref: Any, running: dict[Any, int]) -> Outcome:
+        """What a controller came to. Raises ``LostError`` where it, or another that it needed, is gone."""
+        gone = self.ray.exceptions.RayActorError
+        try:
+            return self.ray.get(ref)
+        except gone as error:
+            raise self._lost(running[ref], error) from error
+        except self.ray.exceptions.RayTaskError:
+            others = [other for other in running if other is not ref]
+            done, _ = self.ray.wait(others, num_returns=len(others), timeout=_GRACE) if others else ([], [])
+            for other in done:
+                try:
+                    outcome = self.ray.get(other)
+                except gone as cause:
+                    raise self._lost(running[other], cause) from cause
+                except self.ray.exceptions.RayTaskError:
+                    continue
+                if outcome.error:
+                    return outcome
+            self._listen(running, wait=PATIENCE)
+            raise
+
+    def _lost(self, rank: int, error: Exception) -> LostError:
+        return LostError(f"controller {rank} of {self.size} died ({str(error).strip().splitlines()[-1]})")
+
+    def _listen(self, running: dict[Any, int], wait: float = 0.0) -> None:
+        """Ask every controller for a sign of life. Raises ``LostError`` where one has given none for ``PATIENCE``."""
+        until = time.monotonic() + wait
+        while True:
+            for rank in running.values():
+                ref, asked = self._beats.setdefault(rank, (self.actors[rank].beat.remote(), time.monotonic()))
+                answered, _ = self.ray.wait([ref], timeout=0)
+                if answered:
+                    del self._beats[rank]
+                elif time.monotonic() - asked > PATIENCE:
+                    raise LostError(f"controller {rank} of {self.size} is frozen: no sign of life for {PATIENCE:.0f} s")
+            if time.monotonic() >= until:
+                return
+            time.sleep(_EVERY)
+
+    def _show(self) -> None:
+        """Print what the leader's log has grown by."""
+        try:
+            with (self.directory.path / "controllers" / "0.log").open("rb") as file:
+                file.seek(self._shown)
+                new = file.read()
+        except OSError:
+            return
+        whole = new[: new.rfind(b"\n") + 1]
+        self._shown += len(whole)
+        sys.stderr.write(whole.decode(errors="replace"))
+        sys.stderr.flush()

@@ -1,0 +1,312 @@
+"""Train a recipe into a run directory: set out or go on, step by step, until the end or a stop. The step itself is
+``mmrl.loop``; several controllers are started by ``mmrl.runtime``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl import checkpoint
+from mmrl.config.loader import LoadedRecipe
+from mmrl.controller import Controller
+from mmrl.datasets.records import checked
+from mmrl.errors import UserError
+from mmrl.evaluation import Heldout, measure
+from mmrl.loop import train_step
+from mmrl.report.clock import Clock
+from mmrl.report.metrics import MetricsLog, read
+from mmrl.report.progress import Progress, status_line
+from mmrl.report.rundir import RunDir
+from mmrl.report.trackers import Tracker, check_trackers, open_trackers
+from mmrl.run import build, choose_device, load_prompts
+
+
+def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool = False) -> Path:
+    """Run the recipe into the directory ``out`` (or go on where it stopped) and return it."""
+    recipe = loaded.recipe
+    check_trackers(recipe.log)
+    with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:
+        if resume and directory.resolved.exists():  # a run killed in its first second has none yet
+            same_run(directory, loaded)
+        directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
+        directory.write_environment()
+        if recipe.controllers > 1:
+            from mmrl.runtime.launch import launch
+
+            outcome = launch(loaded, directory, resume, stop)
+        else:
+            outcome = Session(loaded, directory).begin(resume, stop)
+        if outcome.error:
+            again = f"steps up to {outcome.saved} are saved; mend it, then: {command(loaded, out)} --resume"
+            raise UserError(f"{outcome.error}\n{again}")
+        if outcome.finished:
+            finish(directory, outcome)
+        else:
+            print(f"stopped after step {outcome.done}; continue with: {command(loaded, out)} --resume", file=sys.stderr)
+    return out
+
+
+def command(loaded: LoadedRecipe, out: Path) -> str:
+    """The command line that trains this recipe into ``out``."""
+    words = ["mmrl", "train", *map(str, loaded.paths), *loaded.overrides, "--out", str(out)]
+    return shlex.join(words)
+
+
+@dataclass
+class Stop:
+    asked: bool = False
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Stop]:
+    """Ctrl-C or SIGTERM asks for a stop after the step; a second one interrupts at once."""
+    stop = Stop()
+
+    def ask(number: int, _: object) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+        print("stopping after this step; once more to stop at once (the last checkpoint stays)", file=sys.stderr)
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
+    """Refuse to go on with another recipe than the run's, but for how long it runs, where, and what it shows.
+
+    Raises ``UserError`` naming the keys that differ.
+    """
+    free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "log", "threads", "architecture"}
+    free |= {"controllers", "ray"}
+    if loaded.recipe.optim.schedule == "linear":
+        free.discard("train.steps")  # the learning rate of every step depends on it
+    before, now = (flatten(d) for d in (json.loads(directory.resolved.read_text()), loaded.resolved()))
+    changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
+    changed = [k for k in changed if k not in free and k.split(".")[0] not in free]
+    if changed:
+        raise UserError(
+            f"--resume: {', '.join(changed)} differ from {directory.resolved}. Resume with the "
+            "same recipe and overrides, or start a new run with --out"
+        )
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists stay whole."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {k: v for key, sub in tree.items() for k, v in flatten(sub, f"{prefix}.{key}" if prefix else key).items()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended: ``done`` steps, of which ``saved`` are in a checkpoint; ``error`` is what stopped it."""
+
+    finished: bool
+    done: int
+    saved: int
+    cpu_seconds: float
+    error: str | None = None
+    save_failed: str | None = None
+
+
+def finish(directory: RunDir, outcome: Outcome) -> None:
+    """Write the report; raise ``UserError`` where the last checkpoint could not be saved."""
+    from mmrl.report.html import write_report
+
+    report = write_report(directory.path)
+    print(
+        f"done: {outcome.done} steps, {outcome.cpu_seconds:.0f} CPU-seconds of training; report: {report}",
+        file=sys.stderr,
+    )
+    if outcome.save_failed:
+        raise UserError(outcome.save_failed)
+
+
+class Session:
+    """Final class: one controller's part of a run, from a loaded model to the last step.
+
+    ``directory`` is where this controller writes, ``checkpoints`` where the leader saves for all; by default the
+    directory's own.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedRecipe,
+        directory: RunDir,
+        controller: Controller | None = None,
+        checkpoints: Path | None = None,
+    ) -> None:
+        self.recipe, self.directory = loaded.recipe, directory
+        self.checkpoints = checkpoints or directory.checkpoints
+        self.controller = controller or Controller(self.recipe.seed)
+        with Progress(1, "load", "model") as progress:
+            self.run = build(self.recipe, loaded.root, self.controller)
+            self.heldout = Heldout(self.run, load_prompts(self.recipe, loaded.root, "heldout"), loaded.root)
+            for rewards in self.heldout.rewards:  # those of training among them
+                rewards.folder = directory.path
+            progress.advance()
+        self._name_bad_records()
+        self.done = 0
+        self.cpu_seconds = 0.0
+        self.saved = 0
+        self.updates = 0
+        self.last_save_failed: str | None = None
+        self.trackers: list[Tracker] = []
+
+    def _name_bad_records(self) -> None:
+        """Records that the data sets left out, named in failures.jsonl (once: a resumed run finds them again)."""
+        found = [r for prompts in (self.run.prompts, self.heldout.prompts) for r in checked(prompts, 1.0)]
+        bad = dict.fromkeys(found)  # the splits of one source name the same records
+        for record in bad if not self.directory.failures.exists() else ():
+            self.directory.failure(0, "record", record.where, record.why)
+        if bad:
+            print(f"{len(bad)} records cannot be used and are left out (failures.jsonl names them)", file=sys.stderr)
+
+    def begin(self, resume: bool, stop: Stop) -> Outcome:
+        """Train, after the newest checkpoint where ``resume``; what the user must mend is in the outcome."""
+        error = None
+        finished = False
+        if resume:
+            self.restore()
+        try:
+            finished = self.train(stop)
+        except UserError as found:
+            error = str(found)
+        return Outcome(finished, self.done, self.saved, self.cpu_seconds, error, self.last_save_failed)
+
+    def restore(self) -> None:
+        """Take up the newest whole checkpoint, and forget what was logged after it."""
+        found, skipped = checkpoint.load_latest(self.checkpoints)
+        for line in skipped:
+            print(f"warning: {line}; an older one is taken", file=sys.stderr)
+        if found is not None:
+            checkpoint.restore(self.run, found)
+            self.done, self.cpu_seconds = found.step, found.state["cpu_seconds"]
+            self.saved, self.updates = self.done, self.run.policy.updates
+        print(
+            f"resuming after step {self.done}" if found else "no checkpoint yet: starting from step 0", file=sys.stderr
+        )
+        self.directory.truncate_after(self.done if found else -1)
+
+    def train(self, stop: Stop) -> bool:
+        """Train to the end, or to a stop that was asked for; returns whether the end was reached.
+
+        What fails in between (a reward, a full disk) saves the finished steps first and then goes up.
+        """
+        recipe = self.recipe
+        self.trackers = open_trackers(recipe.log, self.directory, recipe.name) if self.controller.leads else []
+        try:
+            with (
+                MetricsLog(self.directory.metrics, self.trackers) as metrics,
+                MetricsLog(self.directory.heldout, self.trackers, prefix="heldout/") as heldout,
+                Progress(recipe.train.steps, recipe.name, "steps", done=self.done) as progress,
+            ):
+                measured = {row["step"] for row in read(self.directory.heldout)}
+                due = self._due() and self.done not in measured
+                if self._agreed(due) and not self._agreed(stop.asked):
+                    progress.line(self._measure(heldout))
+                while not self.finished and not self._agreed(stop.asked):
+                    self._step(metrics, progress)
+                    if self._due():
+                        progress.line(f"step {self.done}  {self._measure(heldout)}")
+                    if self.done % recipe.checkpoint.every == 0:
+                        self._save()
+            if self.done > self.saved:
+                self._save()
+        except (UserError, OSError):
+            if self.done > self.saved and self.run.policy.updates == self.updates:
+                self._save()
+            raise
+        finally:
+            for tracker in self.trackers:
+                tracker.close()
+            for rewards in self.heldout.rewards:
+                rewards.close()
+            self.run.pipeline.close()
+        return self.finished
+
+    def _agreed(self, asked: bool) -> bool:
+        """Whether any controller was asked: all go on, or stop, after the same step."""
+        return any(self.controller.gather(asked))
+
+    @property
+    def finished(self) -> bool:
+        limit = self.recipe.train.max_cpu_seconds
+        return self.done >= self.recipe.train.steps or (limit is not None and self.cpu_seconds >= limit)
+
+    def _due(self) -> bool:
+        """Whether this step is one to evaluate after: every ``eval.every``, the first and the last."""
+        every = self.recipe.eval.every
+        return every is not None and (self.done % every == 0 or self.finished)
+
+    def _step(self, metrics: MetricsLog, progress: Progress) -> None:
+        """One training step and its row."""
+        device = choose_device(self.recipe.device)
+        clock, cpu, wall = Clock(device), time.process_time(), time.perf_counter()
+        row, failures = train_step(self.run, self.done, clock)
+        self.cpu_seconds += self.controller.count(time.process_time() - cpu)
+        self.done += 1
+        self.updates = self.run.policy.updates
+        for f in failures:
+            self.directory.failure(self.done, "reward", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
+        mine = clock.row() | {"time/step": time.perf_counter() - wall} | memory(device)
+        row |= largest(self.controller.gather(mine)) | {"perf/cpu_seconds": self.cpu_seconds}
+        metrics.write(self.done, row)
+        progress.advance(1, status_line(self.done, self.recipe.train.steps, row, brief=True))
+
+    def _measure(self, log: MetricsLog) -> str:
+        """Evaluate on the held-out prompts: a row, a grid, and a line for the terminal."""
+        row = measure(self.run, self.heldout, self.recipe.eval.samples, self.directory, self.done, log)
+        shown = {k.removeprefix("reward/"): v for k, v in row.items() if k not in ("samples", "dropped")}
+        return "held-out: " + "  ".join(f"{k} {v:.3f}" for k, v in shown.items())
+
+    def _save(self) -> None:
+        """Save; a disk that is full is told and the run goes on with the last good checkpoint.
+
+        The weights are the same everywhere, so the leader saves for all.
+        """
+        if not self.controller.leads:
+            self.saved = self.done
+            return
+        whole = checkpoint.of_run(self.run, self.done, cpu_seconds=self.cpu_seconds)
+        try:
+            checkpoint.save(self.checkpoints, whole, self.recipe.checkpoint.keep)
+            self.saved, self.last_save_failed = self.done, None
+        except OSError as error:
+            kept = checkpoint.steps(self.checkpoints)
+            self.last_save_failed = (
+                f"the checkpoint of step {self.done} could not be saved ({error.strerror or error}); "
+                f"{f'the last whole one is step {kept[-1]}' if kept else 'there is none yet'}. "
+                "Free space there; --resume repeats the steps since."
+            )
+            print(f"warning: {self.last_save_failed}", file=sys.stderr)
+
+
+def largest(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By name, the largest of the controllers' values: a step takes as long as its slowest controller."""
+    return {name: max(row.get(name, 0.0) for row in rows) for name in dict.fromkeys(n for row in rows for n in row)}
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Peak memory so far in MiB: of the accelerator where there is one, else of the process."""
+    if device.type == "cuda":
+        return {"perf/peak_memory_mib": torch.cuda.max_memory_allocated(device) / 2**20}
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"perf/peak_memory_mib": peak / (2**20 if sys.platform == "darwin" else 2**10)}

@@ -1,0 +1,178 @@
+"""Several controllers do the work of one: the same samples, gradients and metrics, over real gloo process groups."""
+
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.config.loader import load_recipe
+from mmrl.controller import Controller
+from mmrl.controller.peers import Group
+from mmrl.errors import UserError
+from mmrl.loop import train_step
+from mmrl.report.clock import Clock
+from mmrl.run import build
+from mmrl.tally import Tally
+from mmrl.trajectory import Prompt
+
+ROOT = Path(__file__).resolve().parents[1]
+EQUAL_SHAPES = ["train.prompts_per_step=5", "train.group_size=4", "train.micro_batch_size=4", "model.dtype=float32"]
+PICTURES = [*EQUAL_SHAPES, "sampling.steps=4", "sampling.window={size: 2}", "algorithm.kl_coef=0.01"]
+RECIPES = {
+    "diffusion": ("shapes-lora", PICTURES),
+    "text": ("sums", [*EQUAL_SHAPES, "train.updates_per_step=2"]),
+    "critic": ("sums", [*EQUAL_SHAPES, "algorithm={type: ppo}", "train.group_size=1", "train.micro_batch_size=1"]),
+    "vision": ("scenes", EQUAL_SHAPES),
+}
+
+
+def make(name, controller=None, *overrides):
+    recipe, changes = RECIPES[name]
+    loaded = load_recipe([recipe], [*changes, *overrides])
+    return build(loaded.recipe, loaded.root, controller)
+
+
+def work(run):
+    """One step: what was sampled, by sample; the gradient of its first update; the weights after it; the metrics."""
+    sampled, gradient = {}, {}
+    pipeline_sample = run.pipeline.sample
+
+    def sample(slots, ids, *args, **kwargs):
+        trajectory = pipeline_sample(slots, ids, *args, **kwargs)
+        for n, (i, row) in enumerate(zip(ids, trajectory.clean, strict=True)):
+            content = row if trajectory.mask is None else row[trajectory.mask[n] > 0]
+            sampled[f"{i.slot}/{i.sample}"] = hashlib.sha256(content.contiguous().numpy().tobytes()).hexdigest()
+        return trajectory
+
+    def keep(optimizer, *_):
+        if not gradient:
+            gradient.update({str(n): p.grad.clone() for n, p in enumerate(run.policy.trainable.values())})
+
+    run.pipeline.sample = sample
+    run.policy.optimizer.register_step_pre_hook(keep)
+    row, _ = train_step(run, 0, Clock(torch.device("cpu")))
+    run.pipeline.close()
+    return sampled, torch.cat([g.flatten() for g in gradient.values()]), row
+
+
+def serve(name, rank, size, port, out):
+    """A controller in this process: the script's work."""
+    torch.set_num_threads(1)
+    peers = Group(rank, size, "127.0.0.1", port)
+    sampled, gradient, row = work(make(name, Controller(0, rank, size, peers)))
+    torch.save({"sampled": sampled, "gradient": gradient, "row": row, "sent": dict(peers.sent)}, out)
+    peers.close()
+
+
+def together(name, size, folder):
+    """What ``size`` controllers did, each in a process of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    outs = [folder / f"{name}-{size}-{rank}.pt" for rank in range(size)]
+    started = [
+        subprocess.Popen([sys.executable, __file__, name, str(rank), str(size), str(port), str(out)], cwd=ROOT)
+        for rank, out in enumerate(outs)
+    ]
+    try:
+        assert [one.wait(timeout=300) for one in started] == [0] * size
+    finally:
+        for one in started:
+            one.kill()
+    return [torch.load(out, weights_only=True) for out in outs]
+
+
+def check(name, sizes, folder):
+    if name == "vision":
+        pytest.importorskip("torchvision")
+    sampled, gradient, row = work(make(name))
+    for size in sizes:
+        found = together(name, size, folder)
+        theirs = [one["sampled"] for one in found]
+        assert all(theirs), "a controller sampled nothing"
+        assert sum(map(len, theirs)) == len(sampled)
+        assert {key: value for one in theirs for key, value in one.items()} == sampled  # to the bit
+        for one in found:
+            assert (one["gradient"] - gradient).norm() <= 1e-5 * gradient.norm()
+            assert torch.equal(one["gradient"], found[0]["gradient"])
+            assert one["row"].keys() == row.keys()
+            for key, value in row.items():
+                if key.startswith(("mismatch/", "policy/ratio", "policy/first")):
+                    assert one["row"][key] == pytest.approx(value, abs=1e-4), key  # rounding, seen from near
+                else:
+                    assert one["row"][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+            # What crosses: the gradients, a flag per parameter, and numbers; never a picture, a token or a latent.
+            updates = 2 if name == "text" else 1
+            assert set(one["sent"]) <= {"gradients", "numbers", "statistics"}
+            if name != "critic":
+                assert one["sent"]["gradients"] <= updates * 4 * (gradient.numel() + 1000)
+            assert one["sent"]["numbers"] < 20_000
+    return sampled
+
+
+@pytest.mark.parametrize("name", ["diffusion", "text"])
+def test_two_controllers_do_what_one_does(name, tmp_path):
+    check(name, [2], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sizes"), [("diffusion", [4]), ("text", [4]), ("critic", [2]), ("vision", [2, 4])])
+def test_any_number_of_controllers_does_what_one_does(name, sizes, tmp_path):
+    check(name, sizes, tmp_path)
+
+
+def test_every_slot_belongs_to_one_controller():
+    prompts = [Prompt(str(n), str(n)) for n in range(7)]
+    whole = Controller(3).slots(4, prompts, 5)
+    for size in (1, 2, 4, 5):
+        parts = [Controller(3, rank, size).slots(4, prompts, 5) for rank in range(size)]
+        assert sorted((s for part in parts for s in part), key=lambda s: s.index) == whole
+        assert all(parts)
+
+
+def test_shares_follow_one_another_and_lack_nothing():
+    for n, size in ((5, 2), (64, 3), (7, 7)):
+        shares = [Controller(0, rank, size).share(n) for rank in range(size)]
+        assert [i for share in shares for i in share] == list(range(n))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_metrics_of_controllers_are_those_of_the_whole():
+    def filled(values, weight, of):
+        tally = Tally(weight)
+        tally.set({"groups": sum(values) / len(values)})
+        tally.extend("reward", torch.tensor(values))
+        tally.gather({"gap": torch.tensor(sum(values))}, {"gap_max": torch.tensor(max(values))}, len(values))
+        return tally
+
+    whole = filled([1.0, 2.0, 3.0, 6.0, 8.0], 5, 1)
+    parts = [filled([1.0, 2.0, 3.0], 3, 1), filled([6.0, 8.0], 2, 1)]
+    sums = [json.loads(json.dumps(part._sums())) for part in parts]
+    assert parts[0].means(lambda _: sums) == pytest.approx(whole.means())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["controllers=6"], "6 controllers share 5 .train.prompts_per_step."),
+        (["controllers=2", "eval.samples=1"], "2 controllers share 1 .eval.samples."),
+        (["controllers=2", "rollout={engine: vllm}"], "set controllers to 1, or remove rollout"),
+        (["controllers=2", "device=cuda:1"], "set device to auto, cpu or cuda"),
+        (
+            ["controllers=2", "algorithm={type: dapo}", "rewards=[{name: number, normalize: batch}]"],
+            "no batch of all controllers",
+        ),
+    ],
+)
+def test_what_several_controllers_cannot_do_is_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(["sums"], [*EQUAL_SHAPES, *overrides])
+
+
+if __name__ == "__main__":
+    name, rank, size, port, out = sys.argv[1:]
+    serve(name, int(rank), int(size), int(port), out)

@@ -1,0 +1,148 @@
+"""Controllers as Ray actors: a recipe runs on two, is stopped, killed, frozen, and goes on with another number."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = [
+    "train.steps=4",
+    "train.prompts_per_step=4",
+    "train.group_size=4",
+    "train.micro_batch_size=4",
+    "eval.every=2",
+    "eval.samples=8",
+    "checkpoint.every=1",
+]
+
+
+def start(out, *overrides):
+    words = ["-m", "mmrl.cli", "train", "sums", *SMALL, *overrides, "--out", str(out)]
+    return subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
+
+
+def ended(process, timeout=300):
+    """The exit status and what the process printed."""
+    try:
+        said, _ = process.communicate(timeout=timeout)
+    finally:
+        for child in children(process.pid):
+            child.kill()
+        process.kill()
+    return process.returncode, said
+
+
+def children(pid):
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def actors(process):
+    return [c for c in children(process.pid) if "ray::Actor" in " ".join(c.cmdline())]
+
+
+def rows(out, name="metrics.jsonl"):
+    return [json.loads(line) for line in (out / name).read_text().splitlines()] if (out / name).exists() else []
+
+
+def learned(out):
+    """Of every step what must be equal; floats part in the last digits after updates."""
+    return [(row["step"], round(row["reward/mean"], 6), round(row["optim/grad_norm"], 4)) for row in rows(out)]
+
+
+def wait_for(process, out, steps):
+    deadline = time.monotonic() + 240
+    while len(rows(out)) < steps:
+        assert time.monotonic() < deadline, "no progress"
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The run of a single controller."""
+    out = tmp_path_factory.mktemp("controllers") / "one"
+    code, said = ended(start(out))
+    assert code == 0, said
+    return out
+
+
+def test_two_controllers_learn_as_one_and_resume_as_three(one, tmp_path):
+    out = tmp_path / "two"
+    code, said = ended(start(out, "controllers=2"))
+    assert code == 0, said
+    assert "done: 4 steps" in said
+    assert "held-out: number" in said  # the leader's lines are shown
+    assert learned(out) == learned(one)
+    held = [[row["reward/number"] for row in rows(o, "heldout.jsonl")] for o in (one, out)]
+    assert held[0] == pytest.approx(held[1], abs=1e-6)
+    assert (out / "report.html").exists()
+    assert sorted(p.name for p in (out / "controllers").iterdir()) == ["0.log", "1", "1.log"]
+    assert len(json.loads((out / "samples" / "step_000004.json").read_text())["samples"]) == 4  # half of the eight
+
+
+def test_a_run_goes_on_with_another_number_of_controllers(one, tmp_path):
+    out = tmp_path / "moved"
+    process = start(out, "controllers=2")
+    wait_for(process, out, 2)
+    process.send_signal(signal.SIGINT)
+    code, said = ended(process)
+    assert code == 0, said
+    assert "continue with" in said
+    begun = len(rows(out))
+    if begun < 4:  # the stop came before the end
+        code, said = ended(start(out, "controllers=3", "--resume"))
+        assert code == 0, said
+        assert f"resuming after step {begun}" in said
+    assert learned(out) == learned(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_controller_that_dies_or_freezes_is_found_and_nothing_is_lost(one, tmp_path, how):
+    out = tmp_path / "lost"
+    process = start(out, "controllers=2")
+    wait_for(process, out, 1)
+    victim = actors(process)[-1]
+    victim.send_signal(how)
+    began = time.monotonic()
+    while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() - began < 20, "the lost controller was not found"
+        time.sleep(0.1)
+    code, said = ended(process)
+    assert code == 0, said
+    assert "all controllers start again after step" in said
+    assert ("died" if how == signal.SIGKILL else "frozen: no sign of life for 10 s") in said
+    assert learned(out) == learned(one)
+
+
+def test_an_address_that_does_not_answer_is_named(tmp_path):
+    code, said = ended(start(tmp_path / "x", "controllers=2", "ray=127.0.0.1:1"))
+    assert code == 2
+    assert "no usable Ray cluster at '127.0.0.1:1'" in said
+    assert "ray=local" in said
+
+
+def test_what_the_user_must_mend_stops_all(tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "import os\n\ndef score(samples, *, context):\n"
+        "    if context.step == 1 and any(s.id.slot % 2 for s in samples):\n        raise ValueError('no luck')\n"
+        "    return [0.5 * (s.id.sample % 2) for s in samples]\n"
+    )
+    reward = f'rewards=[{{name: "{tmp_path / "bad.py"}:score"}}]'
+    code, said = ended(start(tmp_path / "x", "controllers=2", reward))
+    assert code == 2
+    assert "no luck" in said
+    assert "steps up to 1 are saved; mend it, then: mmrl train" in said
