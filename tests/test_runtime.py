@@ -137,12 +137,12 @@ def test_an_address_that_does_not_answer_is_named(tmp_path):
 
 def test_what_the_user_must_mend_stops_all(tmp_path):
     (tmp_path / "bad.py").write_text(
-        "import os\n\ndef score(samples, *, context):\n"
+        "import mmrl\n\n@mmrl.reward(inputs=('text',))\ndef score(samples, *, context):\n"
         "    if context.step == 1 and any(s.id.slot % 2 for s in samples):\n        raise ValueError('no luck')\n"
         "    return [0.5 * (s.id.sample % 2) for s in samples]\n"
     )
     reward = f'rewards=[{{name: "{tmp_path / "bad.py"}:score"}}]'
     code, said = ended(start(tmp_path / "x", "controllers=2", reward))
     assert code == 2
-    assert "no luck" in said
+    assert "no luck" in said, said
     assert "steps up to 1 are saved; mend it, then: mmrl train" in said

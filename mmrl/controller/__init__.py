@@ -42,7 +42,7 @@ class Controller:
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of a small tensor over all controllers."""
-        return self.peers.sum(values, "statistics")
+        return self.peers.sum(values.clone(), "statistics")
 
     def count(self, value: float) -> float:
         """The sum of a number over all controllers."""
@@ -53,7 +53,7 @@ class Controller:
         return self.peers.gather(values)
 
     def gradients(self, values: Tensor) -> Tensor:
-        """The sum of gradients ``[n]`` over all controllers."""
+        """Gradients ``[n]``, added in place over all controllers."""
         return self.peers.sum(values, "gradients")
 
     def share(self, n: int) -> range:

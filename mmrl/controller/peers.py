@@ -25,7 +25,7 @@ class Peers(Protocol):
     """Bytes given to the others so far, by kind."""
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
-        """Added over all controllers, in a tensor of its own."""
+        """``values``, added in place over all controllers."""
         ...
 
     def gather(self, values: T) -> list[T]:
@@ -65,10 +65,9 @@ class Group:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
-        total = values.detach().clone()
-        dist.all_reduce(total)
-        self.sent[kind] += total.nbytes
-        return total
+        dist.all_reduce(values)
+        self.sent[kind] += values.nbytes
+        return values
 
     def gather(self, values: T) -> list[T]:
         found: list[Any] = [None] * self._size

@@ -9,8 +9,10 @@ from mmrl.config.schema import Recipe
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one step. ``batch`` and ``slice_rows`` are the largest micro-batch of sampling and slice of training; a
-    pathwise objective samples inside its slices and an offline one not at all, and neither has micro-batches.
+    """Of one step, on the controller that has most to do.
+
+    ``batch`` and ``slice_rows`` are the largest micro-batch of sampling and slice of training; a pathwise objective
+    samples inside its slices and an offline one not at all, and neither has micro-batches.
 
     Of text, ``row_tokens`` is the longest row, prompt and response (0 for pictures); forwards of sampling and slices
     are the most there can be, for responses end earlier and short rows share a slice.
@@ -32,18 +34,19 @@ def count(recipe: Recipe, entries: int, sampled: bool = True, row_tokens: int = 
     """As ``mmrl.loop`` cuts; ``entries``: how many actions or noise levels of a sample an update goes through;
     ``sampled``: samples are drawn before the updates; ``row_tokens`` as in ``Counts``."""
     train = recipe.train
-    samples = train.prompts_per_step * train.group_size
+    prompts = -(-train.prompts_per_step // recipe.controllers)
+    samples = prompts * train.group_size
     batch = recipe.sampling.batch_size or train.micro_batch_size if sampled else samples
     chunks = [range(start, min(start + batch, samples)) for start in range(0, samples, batch)]
     turns = [
         sum(k % train.updates_per_step == u for k in range(train.group_size)) for u in range(train.updates_per_step)
     ]
-    rows = [n * train.prompts_per_step for n in turns] if sampled else [samples]
+    rows = [n * prompts for n in turns] if sampled else [samples]
     most = train.micro_batch_size
     if train.micro_batch_tokens is not None and row_tokens:
         most = min(most, max(1, train.micro_batch_tokens // row_tokens))
     return Counts(
-        prompts=train.prompts_per_step,
+        prompts=prompts,
         samples=samples,
         batch=min(batch, samples),
         micro_batches=len(chunks) if sampled else 0,

@@ -107,7 +107,29 @@ def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
     _account(made, description, objective, prompts, inputs)
     if made.device_memory and made.peak and made.peak.total > made.device_memory:
         made.problems.append(_too_big(made, made.peak))
+    elif recipe.controllers > 1 and recipe.ray == "local" and made.device_memory and made.peak:
+        _on_one_machine(made, made.peak, made.device_memory)
     return made
+
+
+def _on_one_machine(made: Plan, peak: PhaseMemory, memory: int) -> None:
+    """Several controllers side by side here: whether there is room, or a GPU, for all of them."""
+    import torch
+
+    n = made.recipe.controllers
+    if made.device.startswith("cuda"):
+        if n > torch.cuda.device_count():
+            made.problems.append(
+                f"controllers: {n} take a GPU each, and this machine has {torch.cuda.device_count()}; lower "
+                "controllers, or name a cluster (ray=auto or its address)"
+            )
+    elif n * peak.total > memory:
+        from mmrl.placement.tables import size
+
+        made.problems.append(
+            f"controllers: {n} need {size(n * peak.total)} together in {peak.name}, and this machine has "
+            f"{size(memory)}; lower controllers, or name a cluster (ray=auto or its address)"
+        )
 
 
 def _device(name: str) -> tuple[str, int | None]:
@@ -347,6 +369,8 @@ def _phases(
         "train": {**trajectories, "gradients": trained, "working memory": measured.train},
         "optimizer": {**trajectories, "gradients": trained, "working memory": measured.optimizer},
     }
+    if made.recipe.controllers > 1:
+        own["optimizer"]["gradients being summed"] = trained
     for phase in PHASES:
         if not counts.micro_batches and phase in ("sample", "decode"):
             continue

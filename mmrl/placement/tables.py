@@ -65,10 +65,12 @@ def _step(plan: Plan) -> str:
     c = plan.counts
     if c is None:
         return ""
-    train = plan.recipe.train
+    train, n = plan.recipe.train, plan.recipe.controllers
+    of_each = f" of each of {n} controllers" if n > 1 else ""
     return (
-        f"a step: {c.prompts} prompts x {train.group_size} = {c.samples:,} samples, {c.slices:,} training slices, "
-        f"{c.optimizer_steps} optimizer step{'s' * (c.optimizer_steps > 1)}; {train.steps:,} steps"
+        f"a step{of_each}: {c.prompts} prompts x {train.group_size} = {c.samples:,} samples, "
+        f"{c.slices:,} training slices, {c.optimizer_steps} optimizer step{'s' * (c.optimizer_steps > 1)}; "
+        f"{train.steps:,} steps"
     )
 
 
@@ -145,8 +147,12 @@ def _peak(plan: Plan) -> str:
 
 
 def _crossing(plan: Plan) -> str:
-    c, m = plan.counts, plan.measured
+    c, m, n = plan.counts, plan.measured, plan.recipe.controllers
     assert c is not None
     assert m is not None
     pictures = f"; the rewards get {c.samples:,} pictures a step, {size(c.samples * m.picture // 4)} as bytes"
-    return f"between controllers: 0 bytes, there is one{pictures if m.picture else ''}"
+    crossing = "0 bytes, there is one"
+    if n > 1:
+        trained = next(role.bytes for role in plan.roles if role.name == "gradients")
+        crossing = f"the gradients ({size(trained)}) of {c.optimizer_steps} updates a step, and numbers; no samples"
+    return f"between controllers: {crossing}{pictures if m.picture else ''}"

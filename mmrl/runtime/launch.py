@@ -7,6 +7,7 @@ The launcher takes no part in a step. Controllers are Ray actors; each runs ``mm
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -75,8 +76,9 @@ def cluster(loaded: LoadedRecipe) -> Iterator[Any]:
         cpus = max(recipe.controllers, os.cpu_count() or 1)  # more controllers than cores share them
         where = {"address": "local", "num_cpus": cpus, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     try:
+        _answers(recipe.ray)
         ray.init(log_to_driver=False, logging_level="error", **where)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"ray: there is no usable Ray cluster at {recipe.ray!r} ({reason}); correct the address, start one "
@@ -92,6 +94,13 @@ def cluster(loaded: LoadedRecipe) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _answers(address: str) -> None:
+    """Raises ``OSError`` where nothing listens at ``host:port``: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=5).close()
 
 
 def on_gpu(device: str) -> bool:
