@@ -64,17 +64,19 @@ def cluster(loaded: LoadedRecipe) -> Iterator[Any]:
     recipe = loaded.recipe
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster started here; 15 would starve controllers
+    local = recipe.ray == "local"
+    if local:  # read when Ray is imported: nodes on the loopback alone, which it does by itself on macOS and Windows
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
         import ray  # pyright: ignore[reportMissingImports]  # an extra
     except ImportError as error:
         raise UserError(
             f"controllers: {recipe.controllers} controllers are Ray actors: pip install 'mmrl[ray]', or controllers=1"
         ) from error
-    local = recipe.ray == "local"
     where: dict[str, Any] = {"address": recipe.ray}
     if local:
         cpus = max(recipe.controllers, os.cpu_count() or 1)  # more controllers than cores share them
-        where = {"address": "local", "num_cpus": cpus, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        where = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
     try:
         _answers(recipe.ray)
         ray.init(log_to_driver=False, logging_level="error", **where)
