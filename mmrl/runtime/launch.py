@@ -69,6 +69,7 @@ def cluster(loaded: LoadedRecipe) -> Iterator[Any]:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
         import ray  # pyright: ignore[reportMissingImports]  # an extra
+        from ray import init  # pyright: ignore[reportMissingImports]  # a folder named ray is none
     except ImportError as error:
         raise UserError(
             f"controllers: {recipe.controllers} controllers are Ray actors: pip install 'mmrl[ray]', or controllers=1"
@@ -79,7 +80,7 @@ def cluster(loaded: LoadedRecipe) -> Iterator[Any]:
         where = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
     try:
         _answers(recipe.ray)
-        ray.init(log_to_driver=False, logging_level="error", **where)
+        init(log_to_driver=False, logging_level="error", **where)
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
