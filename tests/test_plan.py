@@ -331,6 +331,21 @@ def test_what_does_not_fit_is_a_problem_with_edits():
     assert planned(*SMALL, *changes, *edits[:2]).peak.total < whole.peak.total, "the edits help"
 
 
+def test_a_plan_of_several_controllers_is_of_the_one_with_most_and_of_all_on_this_machine():
+    one = planned(*SMALL, "train.prompts_per_step=5")
+    two = planned(*SMALL, "train.prompts_per_step=5", "controllers=2")
+    assert (one.counts.prompts, two.counts.prompts) == (5, 3)
+    assert one.counts.optimizer_steps == two.counts.optimizer_steps
+    assert "a step of each of 2 controllers: 3 prompts" in rendered(two)
+    assert "between controllers: the gradients" in " ".join(rendered(two).split())
+    needed = 2 * two.peak.total
+    assert planned(*SMALL, "train.prompts_per_step=5", "controllers=2", device_memory=needed).problems == []
+    changes = [*SMALL, "train.prompts_per_step=5", "controllers=2"]
+    (problem,) = planned(*changes, device_memory=needed - 1).problems
+    assert problem.startswith("controllers: 2 need")
+    assert planned(*changes, "ray=auto", device_memory=needed - 1).problems == []
+
+
 def test_full_training_that_does_not_fit_is_told_of_lora():
     made = planned(*SMALL, "model.lora=null", device_memory=2**20)
     assert "model.lora={rank: 32}" in made.problems[0]

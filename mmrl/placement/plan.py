@@ -1,6 +1,6 @@
 """``mmrl plan``: what a recipe would hold and do, resolved before a weight is loaded. ``mmrl train`` begins with it.
 
-One controller on one device: everything is in that device's memory at some phase of the step, and nothing crosses.
+Everything of a controller is in its device's memory at some phase of the step; of several, the one with most to do.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.placement.arithmetic import Counts, count
+from mmrl.placement.room import room
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,31 +106,8 @@ def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
         made.problems.append(str(error))
         return made
     _account(made, description, objective, prompts, inputs)
-    if made.device_memory and made.peak and made.peak.total > made.device_memory:
-        made.problems.append(_too_big(made, made.peak))
-    elif recipe.controllers > 1 and recipe.ray == "local" and made.device_memory and made.peak:
-        _on_one_machine(made, made.peak, made.device_memory)
+    made.problems += room(made)
     return made
-
-
-def _on_one_machine(made: Plan, peak: PhaseMemory, memory: int) -> None:
-    """Several controllers side by side here: whether there is room, or a GPU, for all of them."""
-    import torch
-
-    n = made.recipe.controllers
-    if made.device.startswith("cuda"):
-        if n > torch.cuda.device_count():
-            made.problems.append(
-                f"controllers: {n} take a GPU each, and this machine has {torch.cuda.device_count()}; lower "
-                "controllers, or name a cluster (ray=auto or its address)"
-            )
-    elif n * peak.total > memory:
-        from mmrl.placement.tables import size
-
-        made.problems.append(
-            f"controllers: {n} need {size(n * peak.total)} together in {peak.name}, and this machine has "
-            f"{size(memory)}; lower controllers, or name a cluster (ray=auto or its address)"
-        )
 
 
 def _device(name: str) -> tuple[str, int | None]:
@@ -383,37 +361,3 @@ def _phases(
                 weights[component.role] = weights.get(component.role, 0) + sizes[id(component)].total
         parts = {**weights, **always, **own[phase]}
         yield PhaseMemory(phase, {name: size for name, size in parts.items() if size})
-
-
-def _too_big(made: Plan, peak: PhaseMemory) -> str:
-    from mmrl.placement.tables import size
-
-    assert made.device_memory is not None
-    largest = sorted(peak.parts.items(), key=lambda item: -item[1])[:3]
-    listed = ", ".join(f"{name} {size(n)}" for name, n in largest)
-    return (
-        f"the phase {peak.name} needs {size(peak.total)} and {made.device} has {size(made.device_memory)} "
-        f"(most of it: {listed}). Try: {'; '.join(_edits(made, peak))}"
-    )
-
-
-def _edits(made: Plan, peak: PhaseMemory) -> Iterator[str]:
-    """Edits that lower the peak, the cheapest first."""
-    recipe = made.recipe
-    train, sampling, text = recipe.train, recipe.sampling, recipe.sampling.type == "text"
-    rows = made.counts.slice_rows if made.counts and peak.name == "train" else train.micro_batch_size
-    if not recipe.model.offload and made.device != "cpu" and not text:
-        yield "model.offload=true"
-    if peak.name == "train" and not recipe.model.gradient_checkpointing:
-        yield "model.gradient_checkpointing=true"
-    if peak.name in ("sample", "decode") and sampling.batch_size and sampling.batch_size > 1:
-        yield f"sampling.batch_size={sampling.batch_size // 2}"
-    elif peak.name in ("sample", "decode", "train") and rows > 1:
-        yield f"train.micro_batch_size={rows // 2}"
-    if recipe.model.lora is None:
-        yield "model.lora={rank: 32} (its gradients and optimizer state take megabytes)"
-    if recipe.model.dtype == "float32":
-        yield "model.dtype=bfloat16"
-    if train.prompts_per_step > 1 and peak.parts.get("trajectories", 0) > peak.total // 10:
-        yield f"train.prompts_per_step={train.prompts_per_step // 2}"
-    yield "a device with more memory, or a smaller model.path"
