@@ -258,6 +258,7 @@ class Session:
         """One training step and its row."""
         device = choose_device(self.recipe.device)
         clock, cpu, wall = Clock(device), time.process_time(), time.perf_counter()
+        sent = self.controller.peers.sent.copy()
         row, failures = train_step(self.run, self.done, clock)
         self.cpu_seconds += self.controller.count(time.process_time() - cpu)
         self.done += 1
@@ -265,6 +266,7 @@ class Session:
         for f in failures:
             self.directory.failure(self.done, "reward", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
         mine = clock.row() | {"time/step": time.perf_counter() - wall} | memory(device)
+        mine |= {f"sent/{kind}": n for kind, n in (self.controller.peers.sent - sent).items()}
         row |= largest(self.controller.gather(mine)) | {"perf/cpu_seconds": self.cpu_seconds}
         metrics.write(self.done, row)
         progress.advance(1, status_line(self.done, self.recipe.train.steps, row, brief=True))

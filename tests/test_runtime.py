@@ -100,6 +100,9 @@ def test_two_controllers_learn_as_one(one, tmp_path):
     assert learned(out) == learned(one)
     held = [[row["reward/unhurried"] for row in rows(o, "heldout.jsonl")] for o in (one, out)]
     assert held[0] == pytest.approx(held[1], abs=1e-6)
+    assert 0.8e6 < rows(out)[-1]["sent/gradients"] / 4 < 0.9e6  # a number for each of the model's 0.83 M weights
+    assert rows(out)[-1]["sent/numbers"] < 10_000
+    assert not any(key.startswith("sent/") for key in rows(one)[-1])
     assert (out / "report.html").exists()
     assert sorted(p.name for p in (out / "controllers").iterdir()) == ["0.log", "1", "1.log"]
     assert len(json.loads((out / "samples" / "step_000004.json").read_text())["samples"]) == 4  # half of the eight

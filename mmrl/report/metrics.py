@@ -77,6 +77,9 @@ METRICS: dict[str, str] = {
     "optim/lr": "Learning rate, mean over the step's updates.",
     "time/<phase>": "Wall seconds in a phase: encode, sample, decode, reward, prepare, train.",
     "time/step": "Wall seconds of the whole step.",
+    "sent/gradients": "Several controllers: bytes of gradients given to the others, of the controller that gave most.",
+    "sent/numbers": "Several controllers: bytes, about, of counts, rewards and metrics given to the others.",
+    "sent/statistics": "Several controllers: bytes of sums that whiten or scale advantages and rewards.",
     "perf/cpu_seconds": "CPU seconds of all training steps so far, evaluation left out.",
     "perf/peak_memory_mib": "Peak memory so far, MiB: of the accelerator where there is one, else of the process.",
 }
