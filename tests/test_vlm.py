@@ -9,8 +9,9 @@ from PIL import Image
 
 import mmrl
 from mmrl._torchvision import allow_cpu_only
+from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
-from mmrl.errors import BadPromptError
+from mmrl.errors import BadPromptError, UserError
 from mmrl.media import Media
 from mmrl.trajectory import Prompt, SampleId, Slot
 from tests import tiny
@@ -170,3 +171,11 @@ def test_frozen_vision_and_lora_leave_the_tower_alone(path):
     adapters = trained(lora={"rank": 2})
     assert adapters
     assert all("lora" in name and "visual" not in name and "vision" not in name for name in adapters)
+
+
+@pytest.mark.parametrize(("load", "last"), [("build", torch.device("cpu")), ("describe", None)])
+def test_a_model_of_another_sort_is_told_its_pipeline(load, last):
+    loaded = load_recipe(["scenes"], ["pipeline=llm/chat"])
+    make = getattr(mmrl.load("pipelines", "llm/chat"), load)
+    with pytest.raises(UserError, match=r"it has a Qwen2_5_VLConfig\n  Set pipeline: vlm/chat for a model that sees"):
+        make(loaded.recipe, loaded.resolve(loaded.recipe.model.path), last)

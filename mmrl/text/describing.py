@@ -21,7 +21,7 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.placement.description import Beside, Component, Description, Phase
 from mmrl.text.critic import Critic
 from mmrl.text.features import PER_TOKEN
-from mmrl.text.loading import without_wishes
+from mmrl.text.loading import why, without_wishes
 from mmrl.text.pairs import TEXTS
 from mmrl.text.pipeline import TextPipeline
 from mmrl.text.recorded import Files
@@ -44,10 +44,8 @@ def empty_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...] = 
         with torch.device("meta"):
             model = auto.from_config(config, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"model.path: {path} cannot be made by {auto.__name__}: {str(error).splitlines()[0]}\n"
-            "  Give a directory with config.json as transformers saves it, or a hub name while online."
-        ) from error
+        reason, mend = why(error, "a directory with config.json")
+        raise UserError(f"model.path: {path} cannot be made by {auto.__name__}: {reason}\n  {mend}") from error
     with suppress(OSError):  # where it has none, the library took what config.json says
         model.generation_config = GenerationConfig.from_pretrained(path)
     return without_wishes(model)

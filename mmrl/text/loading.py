@@ -32,10 +32,8 @@ def load_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...]) ->
         model = auto.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
         where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
-        raise UserError(
-            f"model.path: {where} cannot be loaded by {auto.__name__}: {str(error).splitlines()[0]}\n"
-            "  Give a directory with config.json and safetensors as transformers saves it, or a hub name while online."
-        ) from error
+        reason, mend = why(error, "a directory with config.json and safetensors")
+        raise UserError(f"model.path: {where} cannot be loaded by {auto.__name__}: {reason}\n  {mend}") from error
     kind = model.config.model_type
     if kind not in tested:
         print(
@@ -44,6 +42,14 @@ def load_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...]) ->
             file=sys.stderr,
         )
     return without_wishes(model)
+
+
+def why(error: Exception, wanted: str) -> tuple[str, str]:
+    """Why an auto class refused a model, on one line, and the edit: another pipeline, or to give what is ``wanted``."""
+    reason = str(error).splitlines()[0]
+    if found := re.match(r"Unrecognized configuration class .*\.(\w+)'>", reason):
+        return f"it has a {found[1]}", "Set pipeline: vlm/chat for a model that sees pictures, llm/chat for text alone."
+    return reason, f"Give {wanted} as transformers saves it, or a hub name while online."
 
 
 def without_wishes(model: Any) -> Any:
