@@ -30,6 +30,7 @@ def test_create_makes_the_layout_and_names_the_three_edits(tmp_path):
     with RunDir.create(tmp_path / "a" / "run") as run:
         assert run.samples.is_dir()
         assert run.checkpoints.is_dir()
+        run.metrics.write_text('{"step": 1}\n')
     with pytest.raises(UserError) as refused:
         RunDir.create(run.path)
     for edit in ("--resume", "--overwrite", "--out other"):
@@ -51,6 +52,18 @@ def test_overwrite_removes_what_a_run_made_and_nothing_else(tmp_path):
         assert (elsewhere / "kept.bin").exists(), "a link was followed"
         assert run.checkpoints.is_dir()
         assert not run.checkpoints.is_symlink()
+
+
+def test_a_run_that_came_to_nothing_is_replaced(tmp_path):
+    """It failed while its model was loaded, say: there is nothing to keep, and the next attempt need not be asked."""
+    with RunDir.create(tmp_path / "run") as run:
+        run.env.write_text("{}")
+        run.metrics.touch()
+    with RunDir.create(run.path):
+        assert not run.env.exists()
+        (run.checkpoints / "step_000001").mkdir()
+    with pytest.raises(UserError, match="already holds a run"):
+        RunDir.create(run.path)
 
 
 def test_a_directory_that_is_no_run_is_left_alone(tmp_path):

@@ -67,16 +67,16 @@ class RunDir:
     def create(cls, path: Path | str, overwrite: bool = False, resume: bool = False) -> RunDir:
         """Make the directory, or take over an existing one, and lock it until ``close``.
 
-        ``overwrite`` removes what a run made there, ``resume`` keeps it. Raises ``UserError`` where a run exists and
-        neither is given, where there is none to resume, where the directory holds something other than a run, and
-        where another process is writing it.
+        ``overwrite`` removes what a run made there, ``resume`` keeps it; what came to no row and no checkpoint is
+        removed without being asked for. Raises ``UserError`` where a run exists and neither is given, where there is
+        none to resume, where the directory holds something other than a run, and where another process is writing it.
         """
         run = cls(path)
         try:
             _refuse(run.path, overwrite, resume)
             run.path.mkdir(parents=True, exist_ok=True)
             run._acquire()
-            if overwrite:
+            if overwrite or not (resume or has_begun(run.path)):
                 run._clear()
             run.samples.mkdir(exist_ok=True)
             run.checkpoints.mkdir(exist_ok=True)
@@ -194,6 +194,13 @@ def looks_like_run(path: Path) -> bool:
     return (path / LOCK).is_file() or all((path / name).is_file() for name in ("recipe.yaml", "resolved.json"))
 
 
+def has_begun(path: Path) -> bool:
+    """Whether a run there came to anything that is worth keeping: a row, a verdict or a checkpoint."""
+    rows = ("metrics.jsonl", "heldout.jsonl", "judge-cache.jsonl")
+    written = any((path / name).is_file() and (path / name).stat().st_size for name in rows)
+    return written or any((path / "checkpoints").glob("step_*"))
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file so that whoever reads it, at any moment, finds the old content or the new, never a part."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -230,7 +237,7 @@ def _refuse(path: Path, overwrite: bool, resume: bool) -> None:
         return
     elif not looks_like_run(path):
         raise UserError(f"{path} holds files that no run made, so nothing is written or removed there; use --out other")
-    elif not overwrite:
+    elif not overwrite and has_begun(path):
         raise UserError(
             f"{path} already holds a run; continue it with --resume, replace it with --overwrite, "
             "or keep it and use --out other"
