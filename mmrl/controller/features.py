@@ -11,7 +11,7 @@ class FeatureStore:
     """Named groups of tensors with reference counts.
 
     ``hold`` and ``release`` bracket a use; what nobody holds stays as long as the byte budget allows, oldest use first
-    out. This edition keeps everything in memory; spilling to disk comes with many controllers.
+    out. This edition keeps everything in memory.
     """
 
     def __init__(self, budget_bytes: int = 2 << 30) -> None:

@@ -34,7 +34,7 @@ LOOKED_AT = 16
 """Prompts that are tokenised to find the longest: those with the most characters."""
 
 
-def empty_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...] = ()) -> Any:
+def empty_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...], otherwise: str) -> Any:
     """As ``mmrl.text.loading.load_model``, on the meta device, from ``config.json`` alone. Raises ``UserError``."""
     from transformers import AutoConfig, GenerationConfig
 
@@ -44,7 +44,7 @@ def empty_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...] = 
         with torch.device("meta"):
             model = auto.from_config(config, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
-        reason, mend = why(error, "a directory with config.json")
+        reason, mend = why(error, "a directory with config.json", otherwise)
         raise UserError(f"model.path: {path} cannot be made by {auto.__name__}: {reason}\n  {mend}") from error
     with suppress(OSError):  # where it has none, the library took what config.json says
         model.generation_config = GenerationConfig.from_pretrained(path)

@@ -19,10 +19,11 @@ LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 _VISION = r".*(visual|vision_tower|vision_model|vision_encoder|multi_modal_projector|connector).*"
 
 
-def load_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...]) -> Any:
+def load_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...], otherwise: str) -> Any:
     """The model at ``path`` by the auto class ``auto``, frozen and without dropout.
 
-    A model type outside ``tested`` is tried with a warning. Raises ``UserError`` for what cannot be loaded.
+    A model type outside ``tested`` is tried with a warning. ``otherwise``: what to do with a model of another sort.
+    Raises ``UserError`` for what cannot be loaded.
     """
     import transformers.utils.logging
 
@@ -32,7 +33,7 @@ def load_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...]) ->
         model = auto.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
         where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
-        reason, mend = why(error, "a directory with config.json and safetensors")
+        reason, mend = why(error, "a directory with config.json and safetensors", otherwise)
         raise UserError(f"model.path: {where} cannot be loaded by {auto.__name__}: {reason}\n  {mend}") from error
     kind = model.config.model_type
     if kind not in tested:
@@ -44,11 +45,11 @@ def load_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...]) ->
     return without_wishes(model)
 
 
-def why(error: Exception, wanted: str) -> tuple[str, str]:
-    """Why an auto class refused a model, on one line, and the edit: another pipeline, or to give what is ``wanted``."""
+def why(error: Exception, wanted: str, otherwise: str) -> tuple[str, str]:
+    """Why an auto class refused a model, on one line, and the edit: ``otherwise`` where it is of another sort."""
     reason = str(error).splitlines()[0]
     if found := re.match(r"Unrecognized configuration class .*\.(\w+)'>", reason):
-        return f"it has a {found[1]}", "Set pipeline: vlm/chat for a model that sees pictures, llm/chat for text alone."
+        return f"it has a {found[1]}", otherwise
     return reason, f"Give {wanted} as transformers saves it, or a hub name while online."
 
 

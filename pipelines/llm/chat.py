@@ -20,6 +20,7 @@ from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import TextPipeline
 from mmrl.trajectory import Prompt
 
+OTHERWISE = "Set pipeline: vlm/chat for a model that sees pictures."
 TESTED = ("qwen3", "qwen2", "llama")
 
 
@@ -71,7 +72,7 @@ def _parts(recipe: Recipe, path: str, load: Callable[..., Any]) -> tuple[Chat, A
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = load_tokenizer(AutoTokenizer, path)
-    model = load(AutoModelForCausalLM, recipe, path, TESTED)
+    model = load(AutoModelForCausalLM, recipe, path, TESTED, OTHERWISE)
     return Chat(tokenizer, stop_tokens(model, tokenizer), recipe.decoding.chat_template), model
 
 

@@ -27,6 +27,7 @@ from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import PER_TOKEN, TextPipeline
 from mmrl.trajectory import Prompt
 
+OTHERWISE = "Set pipeline: llm/chat for a model of text alone."
 TESTED = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
 _PLACEHOLDER = re.compile("<(image|video)>")
 
@@ -113,7 +114,7 @@ def _parts(recipe: Recipe, path: str, load: Callable[..., Any]) -> tuple[Chat, A
     processor = load_processor(path)
     from transformers import AutoModelForImageTextToText
 
-    model = load(AutoModelForImageTextToText, recipe, path, TESTED)
+    model = load(AutoModelForImageTextToText, recipe, path, TESTED, OTHERWISE)
     stop = stop_tokens(model, processor.tokenizer)
     return Chat(processor, stop, placeholders(model.config), recipe.decoding.chat_template), model
 
