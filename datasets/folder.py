@@ -11,6 +11,7 @@ Where the folder has folders called ``train`` and ``heldout``, they are the spli
 from __future__ import annotations
 
 from collections.abc import Iterator
+from os.path import relpath
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,7 +65,8 @@ def prompts(
             bad.append(BadRecord(where, str(error)))
             continue
         found.append(made)
-        digests.append(digest_of(made.text, made.system or "", *(m.path or "" for m in made.media)))
+        shown = (relpath(m.path, root.resolve()) for m in made.media if m.path)  # wherever the folder lies
+        digests.append(digest_of(made.text, made.system or "", *shown))
     checks.save()
     if not found:
         raise UserError(

@@ -12,6 +12,7 @@ the data's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from os.path import relpath
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,7 +85,8 @@ def prompts(
             bad.append(BadRecord(rows.where(i), str(error)))
             continue
         good.append(i)
-        digests.append(digest_of(fields.text, fields.system or "", *(m.path or m.data or "" for m in media)))
+        shown = (relpath(m.path, home.resolve()) if m.path else m.data or "" for m in media)  # wherever the folder lies
+        digests.append(digest_of(fields.text, fields.system or "", *shown))
     checks.save()
     if not good:
         raise UserError(f"path: {path} has no record that can be used: {'; '.join(map(str, bad[:5])) or 'it is empty'}")

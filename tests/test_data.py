@@ -5,6 +5,7 @@ import collections
 import io
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -402,3 +403,22 @@ def test_the_data_sets_are_on_the_shelf_with_a_line_each():
 def test_our_folder_never_hides_hugging_face_from_jsonl():
     code = "import mmrl; m = mmrl.load('datasets', 'jsonl'); import datasets; assert datasets.load_dataset"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[1], check=True)
+
+
+@pytest.mark.parametrize("name", ["jsonl", "folder"])
+def test_what_is_held_out_does_not_depend_on_where_the_folder_lies(tmp_path, name):
+    first, second = tmp_path / "a", tmp_path / "elsewhere" / "b"
+    first.mkdir()
+    rows = []
+    for i in range(30):
+        Image.new("RGB", (32, 32), (8 * i, 0, 0)).save(first / f"{i}.png")
+        rows.append({"prompt": "Which?", "image" if name == "jsonl" else "file_name": f"{i}.png"})
+    (first / ("data.jsonl" if name == "jsonl" else "metadata.jsonl")).write_text("\n".join(map(json.dumps, rows)))
+    shutil.copytree(first, second)
+    held = []
+    for folder in (first, second):
+        path = folder / "data.jsonl" if name == "jsonl" else folder
+        made = mmrl.load("datasets", f"{name}:prompts")("heldout", path=str(path), heldout=8)
+        held.append([m.path and m.path.rpartition("/")[2] for p in made for m in p.media])
+    assert len(held[0]) == 8
+    assert held[0] == held[1]
