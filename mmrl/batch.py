@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import Tensor
 
 from mmrl.algorithms.objective import Objective
@@ -19,6 +20,7 @@ from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
 if TYPE_CHECKING:
     from mmrl.flight import Flight
+    from mmrl.placement.devices import Devices
 
 T = TypeVar("T")
 
@@ -34,6 +36,9 @@ class Run:
     objective: Objective
     rewards: RewardSet
     prompts: Sequence[Prompt]
+    device: torch.device
+    devices: Devices
+    """What computes: this process, or several."""
     critic: Policy | None = None
     """The critic's weights and optimizer, where the objective has one."""
     flight: Flight | None = None

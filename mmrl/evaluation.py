@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from mmrl.batch import Run, chunks, slices
 from mmrl.errors import BadPromptError, UserError
+from mmrl.placement.devices import Chunk
+from mmrl.placement.work import Drawing
+from mmrl.report.clock import Clock
 from mmrl.report.grids import write_samples
 from mmrl.report.metrics import MetricsLog
 from mmrl.report.progress import Progress
@@ -125,17 +128,22 @@ class Heldout:
         run, recipe = self.run, self.run.recipe
         inputs = self.rewards[0].inputs | self.rewards[1].inputs
         inputs |= frozenset({"image"}) if run.pipeline.makes == "image" else frozenset()
-        made: list[Sample] = []
-        with run.policy.for_evaluation(), torch.no_grad(), Progress(len(slots), "evaluate", "samples") as progress:
-            run.pipeline.sync(run.policy.tag)
+        how = Drawing([], run.policy.evaluated, SEED, inputs, evaluate=True)
+        keys: list[list[str]] = []
+
+        def asked() -> Iterator[Chunk]:
             for chunk in chunks(slots, recipe.sampling.batch_size or recipe.train.micro_batch_size):
-                keys = run.pipeline.encode(chunk)
-                ids = [SampleId(-1, s.index, 0, 0) for s in chunk]
-                trajectory = run.pipeline.sample(chunk, ids, [], SEED, evaluate=True)
-                made += run.pipeline.samples(trajectory, inputs)
-                run.pipeline.features.release(keys)
-                progress.advance(len(chunk))
-        return made
+                keys.append(run.pipeline.encode(chunk))
+                yield chunk, [SampleId(-1, s.index, 0, 0) for s in chunk]
+
+        made: dict[int, list[Sample]] = {}
+        with Progress(len(slots), "evaluate", "samples") as progress:
+            for n, _, samples in run.devices.sample(run, asked(), how, Clock(run.device)):
+                made[n] = samples
+                run.pipeline.features.release(keys[n])
+                progress.advance(len(samples))
+        run.devices.others(run, "release")
+        return [sample for n in sorted(made) for sample in made[n]]
 
 
 def finite_mean(values: Tensor) -> float:

@@ -1,25 +1,29 @@
 """The step program: prompts -> trajectories -> rewards -> advantages -> update, the same for every modality.
 
-Its only branch is the kind of objective (DESIGN 2): what is recomputed with a graph, slice by slice.
+Its only branch is the kind of objective (DESIGN 2): what is recomputed with a graph, slice by slice. Where a controller
+has several devices, micro-batches and slices are theirs (``mmrl.placement.devices``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from mmrl.algorithms.mismatch import mismatch
-from mmrl.batch import Run, rows_of_update, slices
+from mmrl.batch import Piece, Run, rows_of_update, slices
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure
 from mmrl.rollout import rollout, unsampled
 from mmrl.samples import make_samples
-from mmrl.tally import Tally
+from mmrl.tally import Sums, Tally
 from mmrl.trajectory import Trajectory
 
 
 def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], list[Failure]]:
     """One step of training; returns its metrics and the samples left out."""
-    train, seed = run.recipe.train, run.recipe.seed
+    train = run.recipe.train
+    run.devices.begin_step()
     slots = run.controller.slots(step, run.prompts, train.prompts_per_step)
     tally = Tally(len(slots))
     sampled = run.objective.kind in ("policy_gradient", "forward_process")
@@ -28,32 +32,40 @@ def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], lis
         rows = rows_of_update(batch, update, train.updates_per_step)
         total = run.controller.count(run.objective.amount(batch.weights[rows], batch.lengths[rows]))
         with clock("train"):
-            for piece in slices(run, batch, rows) if total else ():
-                match run.objective.kind:
-                    case "policy_gradient":
-                        new = run.pipeline.replay(piece.rows, piece.entry, run.objective.needs, run.policy.using)
-                    case "forward_process":
-                        new = run.pipeline.renoise(piece.rows, piece.entry, seed, run.objective.needs, run.policy.using)
-                    case "offline":
-                        new = run.pipeline.compare(piece.rows, run.objective.needs, run.policy.using)
-                    case "pathwise":
-                        new = {"rewards": rewards_of(run, piece.rows, step, tally)}
-                old = compared(run, piece.old, new, tally) if "rollout_log_probs" in piece.old else piece.old
-                loss = run.objective.loss(new, old, total)
-                run.policy.backward(loss.value)
-                tally.add(loss, total, first_update=update == 0)
+            pieces = slices(run, batch, rows) if total else ()
+            tally.merge(run.devices.spread(run, "backward", pieces, total, step, update == 0))
             if update == 0:
                 tally.check_first_ratio(exact=run.recipe.model.dtype == "float32")
             if total:
-                tally.set(run.policy.apply())
-                tally.set({} if run.critic is None else renamed(run.critic.apply()))
+                tally.set(run.devices.everywhere(run, "apply"))
                 tally.end_update()
-    for name, decay in run.objective.copies.items():
-        run.policy.move(name, decay(step))
+    if run.objective.copies:
+        run.devices.everywhere(run, "move", step)
     run.pipeline.features.release(batch.keys)
     if run.flight is not None:
         run.flight.settle()
+    tally.set(run.devices.end_step(run, step))
     return tally.means(run.controller.gather), batch.failures
+
+
+def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: bool) -> Sums:
+    """Add the gradients of some slices of an update of ``total`` entries; ``first``: no weight has moved yet."""
+    tally, needs = Tally(), run.objective.needs
+    for piece in pieces:
+        match run.objective.kind:
+            case "policy_gradient":
+                new = run.pipeline.replay(piece.rows, piece.entry, needs, run.policy.using)
+            case "forward_process":
+                new = run.pipeline.renoise(piece.rows, piece.entry, run.recipe.seed, needs, run.policy.using)
+            case "offline":
+                new = run.pipeline.compare(piece.rows, needs, run.policy.using)
+            case "pathwise":
+                new = {"rewards": rewards_of(run, piece.rows, step, tally)}
+        old = compared(run, piece.old, new, tally) if "rollout_log_probs" in piece.old else piece.old
+        loss = run.objective.loss(new, old, total)
+        run.policy.backward(loss.value)
+        tally.add(loss, total, first_update=first)
+    return tally.sums()
 
 
 def compared(run: Run, old: dict[str, Tensor], new: dict[str, Tensor], tally: Tally) -> dict[str, Tensor]:
@@ -76,8 +88,3 @@ def rewards_of(run: Run, rows: Trajectory, step: int, tally: Tally) -> Tensor:
     for name, values in {**parts, "mean": total}.items():
         tally.extend(f"reward/{name}", values.detach())
     return total
-
-
-def renamed(critic: dict[str, float]) -> dict[str, float]:
-    """The critic's metrics under names of their own."""
-    return {name.replace("optim/", "value/"): value for name, value in critic.items()}

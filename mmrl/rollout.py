@@ -14,6 +14,7 @@ from mmrl.batch import Batch, Run, chunks, rows_of_update, samples_of, slices
 from mmrl.config.algorithms import TokenAlgorithm
 from mmrl.config.checks import label_of
 from mmrl.errors import BadPromptError
+from mmrl.placement.work import Drawing
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scores
 from mmrl.tally import Tally
@@ -67,19 +68,17 @@ def sample_and_score(run: Run, slots: list[Slot], step: int, clock: Clock) -> Ro
     rows = samples_of(slots, size)
     actions = run.pipeline.noisy_steps(step) if "log_probs" in run.objective.needs else []
     scoring = run.rewards.start(step, size)
-    micro_batches: list[Trajectory] = []
-    with run.policy.using(run.objective.samples_with):
-        run.pipeline.sync(run.policy.tag)
-        for chunk in chunks(rows, run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size):
-            with clock("sample"):
-                trajectory = run.pipeline.sample([s for s, _ in chunk], [i for _, i in chunk], actions, run.recipe.seed)
-            with clock("decode"):
-                scoring.add(run.pipeline.samples(trajectory, run.rewards.inputs))  # judged while the next is sampled
-            micro_batches.append(trajectory)
+    how = Drawing(actions, run.objective.samples_with, run.recipe.seed, run.rewards.inputs)
+    most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
+    asked = [([s for s, _ in chunk], [i for _, i in chunk]) for chunk in chunks(rows, most)]
+    micro_batches: dict[int, Trajectory] = {}
+    for n, trajectory, samples in run.devices.sample(run, asked, how, clock):
+        micro_batches[n] = trajectory
+        scoring.add(samples, n * most)  # judged while the next is sampled
     with clock("reward"):
         scores = scoring.finish([list(range(n, n + size)) for n in range(0, len(rows), size)])
     scores.failures.extend(bad)
-    return Round(slots, keys, micro_batches, scores)
+    return Round(slots, keys, [micro_batches[n] for n in range(len(asked))], scores)
 
 
 def encode(run: Run, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Failure]]:
@@ -179,12 +178,12 @@ def prepare(run: Run, batch: Batch, scored: Scored) -> Scored:
     for n, (m, i) in enumerate(batch.places):
         row = batch.micro_batches[m].mask[i]  # type: ignore[index]
         mask[n, : len(row)] = row
-    with torch.no_grad():
-        for update in range(updates if wanted else 0):
-            for piece in slices(run, batch, rows_of_update(batch, update, updates)):
-                new = run.pipeline.replay(piece.rows, piece.entry, wanted, run.policy.using)
+    for update in range(updates if wanted else 0):
+        pieces = slices(run, batch, rows_of_update(batch, update, updates))
+        for made in run.devices.spread(run, "prepare", pieces, wanted):
+            for index, new in made:
                 for name in wanted:
-                    columns[name][piece.index, : new[name].shape[1]] = new[name].cpu()
+                    columns[name][index, : new[name].shape[1]] = new[name]
     batch.prepared = {name: columns[name] for name in ("log_probs", "values") if name in columns}
     return replace(scored, mask=mask, **columns)
 

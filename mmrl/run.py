@@ -22,6 +22,7 @@ from mmrl.engines.policy import Policy
 from mmrl.errors import UserError
 from mmrl.evaluation import Heldout
 from mmrl.flight import Flight
+from mmrl.placement.devices import Devices, Single
 from mmrl.report.rundir import RunDir
 from mmrl.rewards.scoring import RewardSet
 from mmrl.trajectory import Prompt
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
     from mmrl.algorithms.objective import Objective
 
 
-def build(recipe: Recipe, root: Path, controller: Controller | None = None) -> Run:
+def build(recipe: Recipe, root: Path, controller: Controller | None = None, devices: Devices | None = None) -> Run:
     """Load everything a step needs; what fails cheaply fails first. ``root``: where relative paths are looked up.
 
-    ``controller``: which of several this is; None is the only one.
+    ``controller``: which of several this is; None is the only one. ``devices``: what computes; None is this process.
     """
     controller = controller or Controller(recipe.seed)
     device = choose_device(recipe.device)
@@ -51,7 +52,7 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None) -> R
         recipe, resolve(root, recipe.model.path), device
     )
     total = recipe.train.steps * recipe.train.updates_per_step
-    sum_over = controller.gradients if controller.size > 1 else None
+    sum_over = controller.gradients if controller.size * recipe.devices_per_controller > 1 else None
     policy = Policy(pipeline.policy, recipe.optim, total, sum_over)
     for copy in objective.copies:
         policy.keep(copy)
@@ -62,7 +63,19 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None) -> R
         settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
         critic = Policy(pipeline.open_critic(), settings, total, sum_over)
     flight = Flight(recipe.rollout.partial) if recipe.rollout.partial else None
-    return Run(recipe, controller, pipeline, policy, objective, rewards, prompts, critic, flight)
+    return Run(
+        recipe,
+        controller,
+        pipeline,
+        policy,
+        objective,
+        rewards,
+        prompts,
+        device,
+        devices or Single(),
+        critic,
+        flight,
+    )
 
 
 def choose_device(name: str) -> torch.device:

@@ -23,12 +23,13 @@ from mmrl.datasets.records import checked
 from mmrl.errors import UserError
 from mmrl.evaluation import Heldout, measure
 from mmrl.loop import train_step
+from mmrl.placement.devices import Devices
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import MetricsLog, read
 from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Tracker, check_trackers, open_trackers
-from mmrl.run import build, choose_device, load_prompts
+from mmrl.run import build, load_prompts
 
 
 def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool = False) -> Path:
@@ -40,7 +41,7 @@ def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool
             same_run(directory, loaded)
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
         directory.write_environment()
-        if recipe.controllers > 1:
+        if recipe.controllers * recipe.devices_per_controller > 1:
             from mmrl.runtime.launch import launch
 
             outcome = launch(loaded, directory, resume, stop)
@@ -92,7 +93,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     Raises ``UserError`` naming the keys that differ.
     """
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "log", "threads", "architecture"}
-    free |= {"controllers", "ray"}
+    free |= {"controllers", "devices_per_controller", "placement", "ray"}
     if loaded.recipe.optim.schedule == "linear":
         free.discard("train.steps")  # the learning rate of every step depends on it
     before, now = (flatten(d) for d in (json.loads(directory.resolved.read_text()), loaded.resolved()))
@@ -141,7 +142,7 @@ class Session:
     """Final class: one controller's part of a run, from a loaded model to the last step.
 
     ``directory`` is where this controller writes, ``checkpoints`` where the leader saves for all; by default the
-    directory's own.
+    directory's own. ``devices``: what computes; by default this process.
     """
 
     def __init__(
@@ -150,12 +151,13 @@ class Session:
         directory: RunDir,
         controller: Controller | None = None,
         checkpoints: Path | None = None,
+        devices: Devices | None = None,
     ) -> None:
         self.recipe, self.directory = loaded.recipe, directory
         self.checkpoints = checkpoints or directory.checkpoints
         self.controller = controller or Controller(self.recipe.seed)
         with Progress(1, "load", "model") as progress:
-            self.run = build(self.recipe, loaded.root, self.controller)
+            self.run = build(self.recipe, loaded.root, self.controller, devices)
             self.heldout = Heldout(self.run, load_prompts(self.recipe, loaded.root, "heldout"), loaded.root)
             for rewards in self.heldout.rewards:  # those of training among them
                 rewards.folder = directory.path
@@ -196,6 +198,8 @@ class Session:
             print(f"warning: {line}; an older one is taken", file=sys.stderr)
         if found is not None:
             checkpoint.restore(self.run, found)
+            self.run.devices.others(self.run, "restore", self.checkpoints, found.step)
+            self.run.devices.take_up(found.state.get("placement", {}))
             self.done, self.cpu_seconds = found.step, found.state["cpu_seconds"]
             self.saved, self.updates = self.done, self.run.policy.updates
         print(
@@ -238,6 +242,7 @@ class Session:
             for rewards in self.heldout.rewards:
                 rewards.close()
             self.run.pipeline.close()
+            self.run.devices.close()
         return self.finished
 
     def _agreed(self, asked: bool) -> bool:
@@ -256,11 +261,11 @@ class Session:
 
     def _step(self, metrics: MetricsLog, progress: Progress) -> None:
         """One training step and its row."""
-        device = choose_device(self.recipe.device)
-        clock, cpu, wall = Clock(device), time.process_time(), time.perf_counter()
+        device = self.run.device
+        clock, cpu, wall = Clock(device), self.run.devices.cpu_seconds(self.run), time.perf_counter()
         sent = self.controller.peers.sent.copy()
         row, failures = train_step(self.run, self.done, clock)
-        self.cpu_seconds += self.controller.count(time.process_time() - cpu)
+        self.cpu_seconds += self.controller.count(self.run.devices.cpu_seconds(self.run) - cpu)
         self.done += 1
         self.updates = self.run.policy.updates
         for f in failures:
@@ -269,6 +274,7 @@ class Session:
         mine |= {f"sent/{kind}": n for kind, n in (self.controller.peers.sent - sent).items()}
         row |= largest(self.controller.gather(mine)) | {"perf/cpu_seconds": self.cpu_seconds}
         metrics.write(self.done, row)
+        self.directory.placed(self.run.devices.lines() if self.controller.leads else ())
         progress.advance(1, status_line(self.done, self.recipe.train.steps, row, brief=True))
 
     def _measure(self, log: MetricsLog) -> str:
@@ -285,7 +291,7 @@ class Session:
         if not self.controller.leads:
             self.saved = self.done
             return
-        whole = checkpoint.of_run(self.run, self.done, cpu_seconds=self.cpu_seconds)
+        whole = checkpoint.of_run(self.run, self.done, cpu_seconds=self.cpu_seconds, placement=self.run.devices.kept())
         try:
             checkpoint.save(self.checkpoints, whole, self.recipe.checkpoint.keep)
             self.saved, self.last_save_failed = self.done, None

@@ -17,7 +17,8 @@ FIRST_RATIO_TOLERANCE = {"float32": 1e-5, "half": 5e-3}
 is still exact, but an accelerator may choose its kernels anew."""
 
 
-_Sums = dict[str, Any]
+Sums = dict[str, Any]
+"""What one device, or one controller, adds to the metrics: plain numbers by name."""
 
 
 class Tally:
@@ -34,6 +35,7 @@ class Tally:
         self._maxima: dict[str, float] = {}
         self._first: float | None = None
         self._values: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        self._merged: list[Sums] = []
 
     def add(self, loss: Loss, total: float, *, first_update: bool) -> None:
         """Count a slice's sums, and remember its ratio where no weight has moved yet."""
@@ -76,32 +78,51 @@ class Tally:
                 "on both sides or neither."
             )
 
-    def means(self, gather: Callable[[_Sums], list[_Sums]] = lambda sums: [sums]) -> dict[str, float]:
+    def means(self, gather: Callable[[Sums], list[Sums]] = lambda sums: [sums]) -> dict[str, float]:
         """The step's metrics; ``gather`` brings those of all controllers together."""
-        found = gather(self._sums())
+        found = gather(self.sums())
         updates = max(1, *(one["updates"] for one in found))
-        out = {name: sum(values) / updates for name, values in _together(found, "means").items()}
-        for name, pairs in _together(found, "pairs").items():
-            count = sum(n for _, n in pairs)
-            out[name] = sum(total for total, _ in pairs) / count if count else 0.0
-        for name, (largest, *others) in _together(found, "maxima").items():
-            out[name] = functools.reduce(_larger, others, largest)
-        return out
+        whole = _added(found)
+        out = {name: value / updates for name, value in whole["means"].items()}
+        out |= {name: total / count if count else 0.0 for name, (total, count) in whole["pairs"].items()}
+        return out | whole["maxima"]
 
-    def _sums(self) -> _Sums:
-        """What this controller adds to the metrics: plain numbers by name."""
+    def merge(self, found: Sequence[Sums]) -> None:
+        """Count what other tallies have counted, each of a part of the slices."""
+        self._merged += found
+        for one in found:
+            first = one["maxima"].get("policy/first_ratio_max_dev")
+            if first is not None:
+                self._first = _larger(self._first or 0.0, first)
+
+    def sums(self) -> Sums:
+        """What has been counted, to be merged or gathered."""
         values = {k: (sum(v * w for v, w in of), sum(w for _, w in of)) for k, of in self._values.items()}
         pairs = {k: (sum(total.item() for total, _ in of), sum(n for _, n in of)) for k, of in self._pairs.items()}
         first = {} if self._first is None else {"policy/first_ratio_max_dev": self._first}
-        return {
+        own = {
             "updates": self._updates,
             "means": {name: sum(v.item() for v in of) for name, of in self._means.items()},
             "pairs": {**pairs, **values},
             "maxima": self._maxima | first,
         }
+        return _added([own, *self._merged])
 
 
-def _together(found: Sequence[_Sums], kind: str) -> dict[str, list[Any]]:
+def _added(found: Sequence[Sums]) -> Sums:
+    """The sums of several: of pairs both, of maxima the largest."""
+    return {
+        "updates": max(one["updates"] for one in found),
+        "means": {name: sum(values) for name, values in _together(found, "means").items()},
+        "pairs": {n: (sum(t for t, _ in of), sum(c for _, c in of)) for n, of in _together(found, "pairs").items()},
+        "maxima": {
+            name: functools.reduce(_larger, others, largest)
+            for name, (largest, *others) in _together(found, "maxima").items()
+        },
+    }
+
+
+def _together(found: Sequence[Sums], kind: str) -> dict[str, list[Any]]:
     """What the controllers have under each name."""
     names = dict.fromkeys(name for one in found for name in one[kind])
     return {name: [one[kind][name] for one in found if name in one[kind]] for name in names}

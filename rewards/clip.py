@@ -21,7 +21,7 @@ DEFAULT = "openai/clip-vit-large-patch14"
 WEIGHT = 2.5
 
 
-@mmrl.reward(paths=("path",))
+@mmrl.reward(device=True, paths=("path",))
 class ClipScore:
     """CLIPScore of each picture with its prompt, 0 to 2.5. Prompts are cut at the text encoder's length."""
 

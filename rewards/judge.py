@@ -86,6 +86,7 @@ class Judge:
             per="group" if self.mode.grouped else "sample",
             spans=mode == "steps",
             own_deadline=not _is_local(model),
+            device=_is_local(model),
             paths=("model", "model.path", "model.vllm", "rubric"),
         )
         self._server: Any = None
@@ -116,6 +117,15 @@ class Judge:
         hearing = self._open(samples, context)
         outcomes = await self.remote.ask(list(hearing.open.values()), self.kind, self.settings)
         return self._close(samples, hearing, outcomes, context)
+
+    def sleep(self) -> None:
+        """Have a model in this process give its memory back until it is asked again."""
+        if self.local is not None:
+            self.local.sleep()
+
+    def wake(self) -> None:
+        if self.local is not None:
+            self.local.wake()
 
     def close(self) -> None:
         """End the server, where it is ours."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SCALE = 26.0
 
 
-@mmrl.reward(paths=("path", "processor"))
+@mmrl.reward(device=True, paths=("path", "processor"))
 class PickScore:
     """PickScore of each picture with its prompt."""
 

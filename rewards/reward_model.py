@@ -21,7 +21,7 @@ from mmrl.rewards.contract import Context, Failed
 from mmrl.trajectory import Sample
 
 
-@mmrl.reward(inputs=("text",), paths=("path",))
+@mmrl.reward(inputs=("text",), device=True, paths=("path",))
 class RewardModel:
     """The reward model's number for each response.
 

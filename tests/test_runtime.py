@@ -36,8 +36,11 @@ SMALL = [
 def start(out, *overrides):
     reward = out.parent / "unhurried.py"
     reward.write_text(UNHURRIED)
-    rewards = f'rewards=[{{name: "{reward}:score"}}]'
-    words = ["-m", "mmrl.cli", "train", "sums", *SMALL, rewards, *overrides, "--out", str(out)]
+    return train("sums", out, *SMALL, f'rewards=[{{name: "{reward}:score"}}]', *overrides)
+
+
+def train(recipe, out, *words):
+    words = ["-m", "mmrl.cli", "train", recipe, *words, "--out", str(out)]
     return subprocess.Popen(
         [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
     )

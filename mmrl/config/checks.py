@@ -20,6 +20,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_text(recipe),
             *_pairs(recipe),
             *_partial(recipe),
+            *_placement(recipe),
             *_controllers(recipe),
             *_labels(recipe),
         ]
@@ -32,6 +33,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_half(recipe),
         *_levels(recipe),
         *_pathwise(recipe),
+        *_placement(recipe),
         *_controllers(recipe),
         *_labels(recipe),
     ]
@@ -203,8 +205,31 @@ def _pathwise(recipe: Recipe) -> Iterator[str]:
         yield "train.updates_per_step: draft samples inside its one update; set it to 1"
 
 
+def _placement(recipe: Recipe) -> Iterator[str]:
+    placement, devices = recipe.placement, recipe.devices_per_controller
+    if devices == 1 and placement.type != "colocate":
+        yield (
+            f"placement: {placement.type} needs devices that sample and others that judge; set devices_per_controller "
+            "to 2 or more, or placement to colocate"
+        )
+    elif placement.judges is not None and placement.type == "colocate":
+        yield "placement.judges: all devices judge where the placement is colocate; remove it, or set placement.type"
+    elif placement.judges is not None and placement.judges >= devices:
+        yield (
+            f"placement.judges: of {devices} devices (devices_per_controller) one must sample; "
+            f"set it to {devices - 1} or less"
+        )
+    if devices > 1 and recipe.rollout.engine != "transformers":
+        yield (
+            f"devices_per_controller: an engine beside several devices ({recipe.rollout.engine}) is not built yet; set "
+            "it to 1, or remove rollout"
+        )
+
+
 def _controllers(recipe: Recipe) -> Iterator[str]:
     n = recipe.controllers
+    if ":" in recipe.device and recipe.devices_per_controller > 1:
+        yield f"device: {recipe.device} is one, and a controller takes several; set device to auto, cpu or cuda"
     if n == 1:
         return
     for key, most in (("train.prompts_per_step", recipe.train.prompts_per_step), ("eval.samples", recipe.eval.samples)):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    BeforeValidator,
     Discriminator,
     Field,
     PositiveFloat,
@@ -159,6 +160,24 @@ class Eval(Section):
     """Measured on held-out samples and never trained on; the training rewards are always measured too."""
 
 
+class Placement(Section):
+    """Which devices of a controller sample, judge and train, and when (docs/placement.md)."""
+
+    type: Literal["colocate", "partial", "adaptive"] = "colocate"
+    """``colocate``: all devices sample, then all judge; ``partial``: some judge while the others sample; ``adaptive``:
+    as many as the load asks for. Then all train."""
+    judges: PositiveInt | None = None
+    """Devices of a controller that judge, at first where the placement is adaptive; None is half of them."""
+    inside: bool = True
+    """Adaptive: a device whose role has run dry inside a step takes up the other one where that saves time."""
+    sleep: bool = False
+    """Have judges free their memory while they do not judge; on a CPU they are read from disk again."""
+
+
+def _placement(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
 class Checkpoint(Section):
     every: PositiveInt = 10
     keep: PositiveInt = 2
@@ -183,7 +202,11 @@ class Recipe(Section):
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     controllers: PositiveInt = 1
-    """Processes that run the loop side by side, each on its own prompts and device; more than one are Ray actors."""
+    """Processes that run the loop side by side, each on its own prompts and devices; more than one are Ray actors."""
+    devices_per_controller: PositiveInt = 1
+    """Of one host: GPUs, or processes of one thread each on CPUs."""
+    placement: Annotated[Placement, BeforeValidator(_placement)] = Placement()
+    """``colocate``, ``partial``, ``adaptive``, or a section."""
     ray: str = "local"
     """Where several controllers run: ``local`` starts Ray on this machine, ``auto`` or an address takes a cluster."""
     device: str = "auto"

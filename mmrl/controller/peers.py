@@ -51,11 +51,16 @@ class Group:
     ``listening`` where it has the socket already.
 
     NCCL carries what lies on a GPU, gloo the rest. On the loopback all stay on it. One such group to a process.
+
+    ``devices``: of each controller. Then ``rank`` of ``size`` counts devices, and a controller is the first of its own:
+    gradients are added over all, and the rest is between controllers alone.
     """
 
-    def __init__(self, rank: int, size: int, host: str, port: int, listening: socket.socket | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, host: str, port: int, listening: socket.socket | None = None, devices: int = 1
+    ) -> None:
         self.sent: Counter[str] = Counter()
-        self._size = size
+        self._size = size // devices
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         if host == "127.0.0.1":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -63,15 +68,16 @@ class Group:
         wait = timedelta(minutes=3)
         store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=wait, **handle)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
+        self._controllers = None if devices == 1 else dist.new_group(range(0, size, devices), timeout=_PATIENCE)
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
-        dist.all_reduce(values)
+        dist.all_reduce(values, group=None if kind == "gradients" else self._controllers)
         self.sent[kind] += values.nbytes
         return values
 
     def gather(self, values: T) -> list[T]:
         found: list[Any] = [None] * self._size
-        dist.all_gather_object(found, values)
+        dist.all_gather_object(found, values, group=self._controllers)
         self.sent["numbers"] += len(str(values))
         return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,9 +77,14 @@ class Policy:
                 self._swap(name)
                 self.active = "current"
 
+    @property
+    def evaluated(self) -> str:
+        """The copy that evaluation and export use: the moving average where one is kept."""
+        return "ema" if "ema" in self.copies else "current"
+
     def for_evaluation(self) -> Any:
-        """The context of evaluation and export: the moving average where one is kept."""
-        return self.using("ema") if "ema" in self.copies else nullcontext()
+        """The context of evaluation and export."""
+        return self.using(self.evaluated)
 
     @torch.no_grad()
     def move(self, name: str, decay: float) -> None:

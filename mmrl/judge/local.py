@@ -33,7 +33,7 @@ class LocalModel:
     """
 
     def __init__(self, path: str, batch: int = 16, dtype: str = "auto", template: Mapping[str, Any] | None = None):
-        self.path, self.batch, self.template = path, batch, dict(template or {})
+        self.path, self.batch, self.dtype, self.template = path, batch, dtype, dict(template or {})
         self.model, self.processor, self.tokenizer = _load(path, dtype)
         self.sees = self.processor is not None
         self.tokenizer.padding_side = "left"
@@ -53,6 +53,7 @@ class LocalModel:
 
     def ask(self, asks: Sequence[Ask], kind: Kind, settings: Settings, device: torch.device | str) -> list[Outcome]:
         """An outcome for each question, in order. Never raises for what the model wrote."""
+        self.wake()
         self.model.to(device)
         outcomes: list[Outcome] = [Outcome()] * len(asks)
         pending = list(range(len(asks)))
@@ -68,6 +69,15 @@ class LocalModel:
             if not pending:
                 break
         return outcomes
+
+    def sleep(self) -> None:
+        """Free the device's memory: the weights of an accelerator wait in the host's, those of a CPU on the disk."""
+        self.model.to("meta" if self.model.device.type == "cpu" else "cpu")
+
+    def wake(self) -> None:
+        """Have the weights again, the very same."""
+        if self.model.device.type == "meta":
+            self.model = _load(self.path, self.dtype)[0]
 
     def _batches(self, asks: Sequence[Ask], index: Sequence[int]) -> list[list[int]]:
         """Indices in batches of about equal length, those with pictures apart."""

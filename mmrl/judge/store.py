@@ -10,6 +10,7 @@ JSON (it costs one question, not the run).
 from __future__ import annotations
 
 import base64
+import fcntl
 import io
 import json
 import os
@@ -32,7 +33,7 @@ _OPENING = threading.Lock()
 
 
 class Lines:
-    """A JSONL file that grows; thread-safe. Use ``lines_of``: one file has one of these in a process."""
+    """A JSONL file that grows by several threads and processes. Use ``lines_of``: one to a file and process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,6 +49,7 @@ class Lines:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("ab", buffering=0) as file:
+                    fcntl.flock(file, fcntl.LOCK_EX)  # the devices of a controller write here too
                     before, data = file.seek(0, os.SEEK_END), text.encode("utf-8", "replace")
                     try:
                         if file.write(data) != len(data):
@@ -126,6 +128,7 @@ def _is_verdict(value: Any) -> bool:
 def _drop_torn_line(path: Path) -> None:
     try:
         with path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             end = file.seek(0, os.SEEK_END)
             kept, step = end, 1 << 16
             while kept > 0:

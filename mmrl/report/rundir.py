@@ -5,6 +5,7 @@ resolved.json      every setting of the run, defaults included
 env.json           versions and machine
 metrics.jsonl      a row per training step          heldout.jsonl    a row per evaluation
 failures.jsonl     every sample or record left out, by name
+placement.jsonl    what each device did when, and why roles were moved (several devices to a controller)
 judge-*.jsonl      what generative judges read and wrote (transcripts), and verdicts by content (cache)
 samples/           step_000000.png (a grid), .json (prompts and scores) and the pictures themselves
 controllers/1/     the same of another controller: its own log, failures, verdicts and samples
@@ -22,7 +23,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -36,6 +37,7 @@ FILES = (
     "metrics.jsonl",
     "heldout.jsonl",
     "failures.jsonl",
+    "placement.jsonl",
     "judge-cache.jsonl",
     "judge-transcripts.jsonl",
     "report.html",
@@ -58,6 +60,7 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.heldout = self.path / "heldout.jsonl"
         self.failures = self.path / "failures.jsonl"
+        self.placement = self.path / "placement.jsonl"
         self.samples = self.path / "samples"
         self.checkpoints = self.path / "checkpoints"
         self.report = self.path / "report.html"
@@ -134,11 +137,18 @@ class RunDir:
         with self.failures.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
+    def placed(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Keep what devices did in a step."""
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        if text:
+            with self.placement.open("a", encoding="utf-8") as file:
+                file.write(text)
+
     def truncate_after(self, step: int) -> None:
         """Forget what was recorded after ``step``: rows, failures and samples of steps that resuming will repeat."""
         from mmrl.report.metrics import truncate_after
 
-        for file in (self.metrics, self.heldout, self.failures, self.path / "judge-transcripts.jsonl"):
+        for file in (self.metrics, self.heldout, self.failures, self.placement, self.path / "judge-transcripts.jsonl"):
             truncate_after(file, step)
         for entry in self.samples.glob("step_*"):
             if (found := re.match(r"step_(\d+)", entry.name)) and int(found[1]) > step:

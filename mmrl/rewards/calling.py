@@ -36,9 +36,12 @@ class BatchError(Exception):
     """A call brought no usable answer for any of its samples. ``mend`` is the edit that helps."""
 
     def __init__(self, reason: str, mend: str) -> None:
-        super().__init__(reason)
+        super().__init__(reason, mend)
         self.reason = reason
         self.mend = mend
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,16 @@ def read_answer(returned: Any, n: int, place: str, *, spans: bool = False) -> An
         for i in range(n)
     ]
     return Answer(total, reasons, parts, pieces)
+
+
+class Calls(Protocol):
+    """How batches get to a reward, wherever it computes."""
+
+    def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
+        """The answer for one batch, to come; returns at once. ``cancel`` it while it has not begun."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Caller:

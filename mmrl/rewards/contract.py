@@ -71,8 +71,10 @@ class Declaration:
     ``inputs``: which fields of a sample it reads (the core makes no others). ``per``: ``"sample"``, or ``"group"`` to
     be called with the whole group of a prompt, never split. ``differentiable``: it reads ``tensor`` and returns a
     tensor ``[B]`` whose graph reaches it. ``spans``: it returns a part ``spans`` beside ``score``. ``own_deadline``: it
-    gives up by itself what takes too long, so the recipe's ``timeout`` is not applied. ``paths``: its options that may
-    name files (``"model"``, or ``"model.path"`` inside a mapping); the core looks them up from the recipe's folder.
+    gives up by itself what takes too long, so the recipe's ``timeout`` is not applied. ``device``: it computes with a
+    model on ``context.device``; where a controller has several devices, the one that judges calls it, in its own
+    process (such a class may have ``sleep`` and ``wake``, to free its memory meanwhile). ``paths``: its options that may name
+    files (``"model"``, or ``"model.path"`` inside a mapping); the core looks them up from the recipe's folder.
     Spell them out in the decorator: a recipe's paths are resolved without importing its rewards.
     """
 
@@ -81,6 +83,7 @@ class Declaration:
     differentiable: bool = False
     spans: bool = False
     own_deadline: bool = False
+    device: bool = False
     paths: tuple[str, ...] = ()
 
 
@@ -108,6 +111,7 @@ def reward(
     differentiable: bool = False,
     spans: bool = False,
     own_deadline: bool = False,
+    device: bool = False,
     paths: tuple[str, ...] = (),
 ) -> Callable[[R], R]:
     """Declare a function or class as a reward that differs from the defaults (see ``Declaration``)."""
@@ -115,7 +119,7 @@ def reward(
         inputs = (*inputs, "tensor")
 
     def mark(target: R) -> R:
-        declaration = Declaration(inputs, per, differentiable, spans, own_deadline, paths)
+        declaration = Declaration(inputs, per, differentiable, spans, own_deadline, device, paths)
         target.__mmrl_reward__ = declaration  # type: ignore[attr-defined]
         return target
 

@@ -8,8 +8,10 @@ Rewards work while samples are still being made: ``start`` a step, ``add`` each 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +20,7 @@ from mmrl.config import schema
 from mmrl.config.checks import label_of
 from mmrl.config.names import resolve_options
 from mmrl.errors import UserError
-from mmrl.rewards.calling import Caller
+from mmrl.rewards.calling import Answer, Caller, Calls
 from mmrl.rewards.contract import Context, Input
 from mmrl.rewards.loading import Found, build, describe, find, place_of, problems
 from mmrl.rewards.underway import (
@@ -72,11 +74,13 @@ class RewardSet:
     ) -> None:
         self.device, self.folder = device, folder
         self._all_sum = all_sum
+        self._here: dict[str, Caller] = {}
         self._entries: list[Entry] = []
         for found, config in zip(check(rewards, root), rewards, strict=True):
             loaded = build(found, resolve_options(root, config.options, found.declaration.paths))
-            caller = Caller(loaded, config.timeout, config.retries)
-            self._entries.append(Entry(label_of(config.name, config.label), config, loaded, caller))
+            label = label_of(config.name, config.label)
+            self._here[label] = Caller(loaded, config.timeout, config.retries)
+            self._entries.append(Entry(label, config, loaded, self._here[label]))
 
     @property
     def labels(self) -> list[str]:
@@ -97,6 +101,35 @@ class RewardSet:
     def spans(self) -> list[str]:
         """The labels of the rewards that score pieces of a response."""
         return [entry.label for entry in self._entries if entry.loaded.declaration.spans]
+
+    @property
+    def on_device(self) -> list[str]:
+        """The labels of the rewards that compute with a model on a device."""
+        return [entry.label for entry in self._entries if entry.loaded.declaration.device]
+
+    def call_by(self, calls: Callable[[str], Calls]) -> None:
+        """Have the rewards that compute on a device called by ``calls(label)`` from now on."""
+        there = set(self.on_device)
+        self._entries = [replace(e, caller=calls(e.label)) if e.label in there else e for e in self._entries]
+
+    def answer(self, label: str, samples: Sequence[Sample], step: int) -> Answer:
+        """One reward's answer for a batch, computed in this process."""
+        return self._here[label].one(samples, Context(step, self.device, self.folder, label))
+
+    def sleep(self) -> None:
+        """Have the rewards that compute on a device free its memory, where they can."""
+        for reward in self._sleepers():
+            reward.sleep()
+
+    def wake(self) -> None:
+        """Have them ready again."""
+        for reward in self._sleepers():
+            reward.wake()
+
+    def _sleepers(self) -> Iterator[Any]:
+        there = [e.loaded.call for e in self._entries if e.loaded.declaration.device]
+        holders = (getattr(call, "__self__", None) for call in there)
+        return (holder for holder in holders if hasattr(holder, "sleep") and hasattr(holder, "wake"))
 
     def start(self, step: int = -1, group_size: int | None = None) -> Scoring:
         """Begin to score the samples of ``step``, which come in micro-batches.
@@ -132,8 +165,8 @@ class RewardSet:
 
     def close(self) -> None:
         """Let the rewards' threads end."""
-        for entry in self._entries:
-            entry.caller.close()
+        for caller in self._here.values():
+            caller.close()
 
     def _differentiate(self, entry: Entry, samples: Sequence[Sample], step: int) -> torch.Tensor:
         declaration, where = entry.loaded.declaration, f"reward {entry.label!r} ({entry.loaded.place})"

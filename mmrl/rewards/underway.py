@@ -14,7 +14,7 @@ import torch
 from mmrl.algorithms.advantages import AllSum, alone, batch_statistics
 from mmrl.config import schema
 from mmrl.errors import UserError
-from mmrl.rewards.calling import NAN, Answer, BatchError, Caller
+from mmrl.rewards.calling import NAN, Answer, BatchError, Calls
 from mmrl.rewards.contract import Context, Span
 from mmrl.rewards.loading import Loaded
 from mmrl.trajectory import Sample, SampleId
@@ -64,7 +64,7 @@ class Entry:
     label: str
     config: schema.Reward
     loaded: Loaded
-    caller: Caller
+    caller: Calls
 
     @property
     def grouped(self) -> bool:
@@ -95,7 +95,7 @@ class Scoring:
         group_size: int | None,
         all_sum: AllSum,
     ) -> None:
-        self.samples: list[Sample] = []
+        self.samples: dict[int, Sample] = {}
         self._entries, self._step, self._all_sum = entries, step, all_sum
         self._contexts = {entry.label: Context(step, device, folder, entry.label) for entry in entries}
         self._group_size = group_size
@@ -104,14 +104,16 @@ class Scoring:
         self._calls: list[_Call] = []
         self._unread: list[_Call] = []
 
-    def add(self, samples: Sequence[Sample]) -> None:
+    def add(self, samples: Sequence[Sample], first: int | None = None) -> None:
         """Take further samples; the rewards begin on them at once, and this returns at once.
 
-        Raises ``RewardError`` when a sample lacks what a reward reads, or a reward whose policy is ``fail`` has failed.
+        ``first``: the index of the first of them; None goes on where the last ended. Raises ``RewardError`` when a
+        sample lacks what a reward reads, or a reward whose policy is ``fail`` has failed.
         """
         self._unread = [call for call in self._unread if not call.answer.done() or self._refuse(call)]
-        rows = range(len(self.samples), len(self.samples) + len(samples))
-        self.samples += samples
+        first = len(self.samples) if first is None else first
+        rows = range(first, first + len(samples))
+        self.samples.update(zip(rows, samples, strict=True))
         for entry in self._entries:
             check_inputs(entry, samples)
             if not entry.grouped:
@@ -129,7 +131,7 @@ class Scoring:
         Raises ``RewardError`` when a reward whose policy is ``fail`` leaves a sample without a score.
         """
         n = len(self.samples)
-        if sorted(i for group in groups for i in group) != list(range(n)):
+        if set(self.samples) != set(range(n)) or sorted(i for group in groups for i in group) != list(range(n)):
             raise ValueError(f"groups must hold each of the {n} samples once, got {groups}")
         given = {frozenset(group) for group in groups}
         if not self._whole <= given:

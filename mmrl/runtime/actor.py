@@ -1,4 +1,4 @@
-"""A controller as a process of Ray's."""
+"""A controller, or a further device of one, as a process of Ray's."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mmrl.config.loader import LoadedRecipe
+    from mmrl.controller import Controller
+    from mmrl.placement.devices import Several
+    from mmrl.runtime.worker import Reception
     from mmrl.session import Outcome
 
 
 class Actor:
-    """Final class, in a process of its own; ``train`` runs in one thread and the others answer meanwhile."""
+    """Final class, in a process of its own: device ``device`` of controller ``rank``, the first is the controller.
 
-    def __init__(self, rank: int, size: int, folder: str) -> None:
+    ``train`` or ``serve`` runs in one thread and the others answer meanwhile.
+    """
+
+    def __init__(self, rank: int, device: int, folder: str) -> None:
         from mmrl.session import Stop
 
         os.chdir(folder)
-        self._rank, self._size = rank, size
+        self._rank, self._device = rank, device
         self._stop = Stop()
         self._socket: socket.socket | None = None
+        self._reception: Reception | None = None
 
     def listen(self) -> tuple[str, int]:
         """Where the others find this controller: on the loopback where Ray runs on it."""
@@ -30,6 +37,13 @@ class Actor:
         host = ray.util.get_node_ip_address()
         self._socket = socket.create_server((host, 0))
         return host, self._socket.getsockname()[1]
+
+    def receive(self) -> tuple[str, bytes]:
+        """Where this controller's further devices find it, on its host, and the key that they need."""
+        from mmrl.runtime.worker import Reception
+
+        self._reception = Reception()
+        return self._reception.address, self._reception.key
 
     def beat(self) -> bool:
         return True
@@ -40,8 +54,6 @@ class Actor:
 
     def train(self, loaded: LoadedRecipe, path: str, resume: bool, host: str, port: int) -> Outcome:
         """Train this controller's part; what it prints goes into ``controllers/RANK.log`` of the run."""
-        from mmrl.controller import Controller
-        from mmrl.controller.peers import Group
         from mmrl.errors import UserError
         from mmrl.report.rundir import RunDir
         from mmrl.session import Outcome, Session
@@ -49,12 +61,56 @@ class Actor:
         whole = RunDir(path)
         _log_to(whole.path / "controllers" / f"{self._rank}.log", keep=resume)
         directory = whole.of_controller(self._rank)
-        peers = Group(self._rank, self._size, host, port, self._socket)
-        controller = Controller(loaded.recipe.seed, self._rank, self._size, peers)
+        controller = self._join(loaded, host, port)
+        devices = self._devices(loaded)
         try:
-            return Session(loaded, directory, controller, whole.checkpoints).begin(resume, self._stop)
+            session = Session(loaded, directory, controller, whole.checkpoints, devices)
+            if devices is not None:
+                devices.open(session.run)
+            return session.begin(resume, self._stop)
         except UserError as error:
             return Outcome(False, 0, 0, 0.0, str(error))
+
+    def serve(
+        self, loaded: LoadedRecipe, path: str, resume: bool, host: str, port: int, address: str, key: bytes
+    ) -> None:
+        """Do what the controller at ``address`` asks; what is printed goes into ``controllers/RANK.DEVICE.log``."""
+        from mmrl.errors import UserError
+        from mmrl.report.rundir import RunDir
+        from mmrl.run import build
+        from mmrl.runtime.worker import call, serve
+
+        whole = RunDir(path)
+        _log_to(whole.path / "controllers" / f"{self._rank}.{self._device}.log", keep=resume)
+        controller = self._join(loaded, host, port)
+        connection = call(self._device, address, key)
+        try:
+            run = build(loaded.recipe, loaded.root, controller)
+        except UserError:
+            return  # the controller meets the same, and says it
+        run.rewards.folder = whole.of_controller(self._rank).path
+        serve(run, connection)
+
+    def _join(self, loaded: LoadedRecipe, host: str, port: int) -> Controller:
+        from mmrl.controller import Controller
+        from mmrl.controller.peers import Group
+
+        recipe = loaded.recipe
+        devices = recipe.devices_per_controller
+        rank, size = self._rank * devices + self._device, recipe.controllers * devices
+        peers = Group(rank, size, host, port, self._socket, devices)
+        return Controller(recipe.seed, self._rank, recipe.controllers, peers)
+
+    def _devices(self, loaded: LoadedRecipe) -> Several | None:
+        """The controller's devices once the further ones have called; None where it has no others."""
+        from mmrl.placement.devices import Several
+        from mmrl.runtime.worker import There
+
+        if self._reception is None:
+            return None
+        connections = self._reception.welcome(loaded.recipe.devices_per_controller - 1)
+        workers = [There(n, connection) for n, connection in enumerate(connections, 1)]
+        return Several(workers, loaded.recipe.placement)
 
 
 def _log_to(path: Path, keep: bool) -> None:

@@ -33,8 +33,12 @@ _RESTARTS = 3
 """Losses in a row, without a checkpoint between them, after which the run stops."""
 
 
+Place = tuple[int, int]
+"""A controller's rank, and which of its devices."""
+
+
 class LostError(Exception):
-    """A controller is dead or frozen."""
+    """A controller, or a device of one, is dead or frozen."""
 
 
 def launch(loaded: LoadedRecipe, directory: RunDir, resume: bool, stop: Stop) -> Outcome:
@@ -76,7 +80,7 @@ def cluster(loaded: LoadedRecipe) -> Iterator[Any]:
         ) from error
     where: dict[str, Any] = {"address": recipe.ray}
     if local:
-        cpus = max(recipe.controllers, os.cpu_count() or 1)  # more controllers than cores share them
+        cpus = max(recipe.controllers * recipe.devices_per_controller, os.cpu_count() or 1)  # more share the cores
         where = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
     try:
         _answers(recipe.ray)
@@ -89,10 +93,11 @@ def cluster(loaded: LoadedRecipe) -> Iterator[Any]:
         ) from error
     try:
         kind, has = ("GPU" if on_gpu(recipe.device) else "CPU"), ray.cluster_resources()
-        if has.get(kind, 0) < recipe.controllers:
+        devices = recipe.controllers * recipe.devices_per_controller
+        if has.get(kind, 0) < devices:
             raise UserError(
-                f"controllers: {recipe.controllers} need a {kind} each, and Ray has {has.get(kind, 0):g}; lower "
-                "controllers, or add nodes to the cluster"
+                f"controllers: {recipe.controllers} of {recipe.devices_per_controller} devices need {devices} {kind}s, "
+                f"and Ray has {has.get(kind, 0):g}; lower controllers or devices_per_controller, or add nodes"
             )
         yield ray
     finally:
@@ -113,38 +118,71 @@ def on_gpu(device: str) -> bool:
     return torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
 
 
+def _one_host(ray: Any, devices: int, gpus: int) -> Any:
+    """Where a controller's devices go: all on one host. Raises ``UserError`` where none has so many free."""
+    if devices == 1:
+        return "DEFAULT"
+    from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]  # an extra
+        PlacementGroupSchedulingStrategy,
+    )
+
+    group = ray.util.placement_group([{"CPU": 1, **({"GPU": 1} if gpus else {})}] * devices, strategy="STRICT_PACK")
+    if not group.wait(_START):
+        raise UserError(
+            f"devices_per_controller: no host of the cluster has {devices} devices free for a controller; lower it, or "
+            "add a larger host"
+        )
+    return PlacementGroupSchedulingStrategy(group)
+
+
 class Watch:
     """Final class: one start of all controllers, until they are through or one is lost."""
 
     def __init__(self, ray: Any, loaded: LoadedRecipe, directory: RunDir, resume: bool) -> None:
-        self.ray, self.directory, self.size = ray, directory, loaded.recipe.controllers
-        gpus = 1 if on_gpu(loaded.recipe.device) else 0
-        made = ray.remote(Actor).options(num_cpus=1, num_gpus=gpus, max_concurrency=4, max_restarts=0)
-        self.actors = [made.remote(rank, self.size, str(Path.cwd())) for rank in range(self.size)]
+        recipe = loaded.recipe
+        self.ray, self.directory, self.size = ray, directory, recipe.controllers
+        gpus = 1 if on_gpu(recipe.device) else 0
+        self.actors: dict[Place, Any] = {}
+        for rank in range(self.size):
+            host = _one_host(ray, recipe.devices_per_controller, gpus)
+            made = ray.remote(Actor).options(
+                num_cpus=1, num_gpus=gpus, max_concurrency=4, max_restarts=0, scheduling_strategy=host
+            )
+            for device in range(recipe.devices_per_controller):
+                self.actors[rank, device] = made.remote(rank, device, str(Path.cwd()))
         self._arguments = loaded, str(directory.path.absolute()), resume
         self._shown = 0
-        self._beats: dict[int, tuple[Any, float]] = {}
+        self._beats: dict[Place, tuple[Any, float]] = {}
 
     def run(self, stop: Stop) -> Outcome:
         """Raises ``LostError``, and what a controller raised that the user cannot mend."""
         try:
-            host, port = self.ray.get(self.actors[0].listen.remote(), timeout=_START)
-            running = {a.train.remote(*self._arguments, host, port): rank for rank, a in enumerate(self.actors)}
+            where = self.ray.get(self.actors[0, 0].listen.remote(), timeout=_START)
+            running = {}
+            receptions = {}
+            for (rank, device), actor in self.actors.items():
+                if (rank, 1) in self.actors and device == 0:
+                    receptions[rank] = self.ray.get(actor.receive.remote(), timeout=_START)
+                work = actor.train.remote if device == 0 else actor.serve.remote
+                running[work(*self._arguments, *where, *(receptions[rank] if device else ()))] = rank, device
             return self._watch(running, stop)
         except self.ray.exceptions.GetTimeoutError as error:
-            raise LostError(f"controller 0 has not started within {_START:.0f} s") from error
+            raise LostError(f"a controller has not started within {_START:.0f} s") from error
         finally:
-            for actor in self.actors:
+            for actor in self.actors.values():
                 self.ray.kill(actor)
             self._show()
 
-    def _watch(self, running: dict[Any, int], stop: Stop) -> Outcome:
+    def _watch(self, running: dict[Any, Place], stop: Stop) -> Outcome:
         outcomes: dict[int, Outcome] = {}
         told = False
-        while running:
+        while len(outcomes) < self.size:
             done, _ = self.ray.wait(list(running), timeout=_EVERY)
             for ref in done:
-                outcomes[running[ref]] = self._outcome(ref, running)
+                rank, device = running[ref]
+                outcome = self._outcome(ref, running)
+                if device == 0:
+                    outcomes[rank] = outcome
                 del running[ref]
             failed = next((o for o in outcomes.values() if o.error), None)
             if failed:
@@ -153,11 +191,11 @@ class Watch:
             self._show()
             if stop.asked and not told:
                 told = True
-                for actor in self.actors:
-                    actor.stop.remote()
+                for rank in range(self.size):
+                    self.actors[rank, 0].stop.remote()
         return outcomes[0]
 
-    def _outcome(self, ref: Any, running: dict[Any, int]) -> Outcome:
+    def _outcome(self, ref: Any, running: dict[Any, Place]) -> Outcome:
         """What a controller came to. Raises ``LostError`` where it, or another that it needed, is gone."""
         gone = self.ray.exceptions.RayActorError
         try:
@@ -174,25 +212,29 @@ class Watch:
                     raise self._lost(running[other], cause) from cause
                 except self.ray.exceptions.RayTaskError:
                     continue
-                if outcome.error:
+                if outcome is not None and outcome.error:
                     return outcome
             self._listen(running, wait=PATIENCE)
             raise
 
-    def _lost(self, rank: int, error: Exception) -> LostError:
-        return LostError(f"controller {rank} of {self.size} died ({str(error).strip().splitlines()[-1]})")
+    def _lost(self, place: Place, error: Exception) -> LostError:
+        return LostError(f"{self._name(place)} died ({str(error).strip().splitlines()[-1]})")
 
-    def _listen(self, running: dict[Any, int], wait: float = 0.0) -> None:
+    def _name(self, place: Place) -> str:
+        rank, device = place
+        return f"{f'device {device} of ' if device else ''}controller {rank} of {self.size}"
+
+    def _listen(self, running: dict[Any, Place], wait: float = 0.0) -> None:
         """Ask every controller for a sign of life. Raises ``LostError`` where one has given none for ``PATIENCE``."""
         until = time.monotonic() + wait
         while True:
-            for rank in running.values():
-                ref, asked = self._beats.setdefault(rank, (self.actors[rank].beat.remote(), time.monotonic()))
+            for place in running.values():
+                ref, asked = self._beats.setdefault(place, (self.actors[place].beat.remote(), time.monotonic()))
                 answered, _ = self.ray.wait([ref], timeout=0)
                 if answered:
-                    del self._beats[rank]
+                    del self._beats[place]
                 elif time.monotonic() - asked > PATIENCE:
-                    raise LostError(f"controller {rank} of {self.size} is frozen: no sign of life for {PATIENCE:.0f} s")
+                    raise LostError(f"{self._name(place)} is frozen: no sign of life for {PATIENCE:.0f} s")
             if time.monotonic() >= until:
                 return
             time.sleep(_EVERY)

@@ -1,0 +1,181 @@
+"""Who does what next on a controller's devices in the generate phase: samples wait to be drawn, and to be judged.
+
+A device works in one role at a time. It keeps its role while there is work in it; when that has run dry it may take up
+the other one, as the placement allows (DESIGN 5).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mmrl.placement.adaptive import Split, worth_moving
+
+Role = Literal["rollout", "judge", "train"]
+Moves = Literal["never", "after", "worth"]
+"""When a device changes its role inside a phase: never (but where nobody is left to do the work), once all sampling has
+ended (colocate), or when that saves more than it costs."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A call of ``mmrl.placement.work``: by any device of its role, or by ``device`` alone."""
+
+    role: Role
+    name: str
+    arguments: tuple[Any, ...]
+    features: dict[str, Any] = field(default_factory=dict)
+    device: int | None = None
+    answer: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What device ``device`` did between two moments, in seconds after the step began."""
+
+    device: int
+    role: str
+    began: float
+    ended: float
+
+
+class Board:
+    """Final class. The controller puts tasks on it; each device's thread takes them off."""
+
+    def __init__(self, devices: int) -> None:
+        self.roles: list[Role] = ["rollout"] * devices
+        self.events: list[Event] = []
+        self.moves = 0
+        self.price = 0.0
+        """Seconds that a change of roles took, of late."""
+        self._tasks: dict[Role, deque[Task]] = {"rollout": deque(), "judge": deque(), "train": deque()}
+        self._running: list[Role | None] = [None] * devices
+        self._seconds: dict[Role, float] = {}
+        self._to_come = 0
+        self._moves: Moves = "after"
+        self._changed = threading.Condition()
+        self._closed = False
+        self._start = time.perf_counter()
+
+    def new_step(self) -> None:
+        """Forget the events of the step before; times count from now."""
+        with self._changed:
+            self.events, self.moves, self._start = [], 0, time.perf_counter()
+
+    def begin(self, split: Split, moves: Moves, to_come: int) -> None:
+        """A generate phase of ``to_come`` micro-batches begins: the first devices sample, the last judge."""
+        with self._changed:
+            self.roles = ["judge" if d >= split.rollout else "rollout" for d in range(len(self.roles))]
+            self._moves, self._to_come = moves, to_come
+            self._changed.notify_all()
+
+    def put(self, task: Task) -> Future[Any]:
+        with self._changed:
+            self._tasks[task.role].append(task)
+            if task.role == "rollout":
+                self._to_come -= 1
+            self._changed.notify_all()
+        return task.answer
+
+    def take(self, device: int) -> Task | None:
+        """The next task of this device, waited for; None once the board is closed."""
+        with self._changed:
+            while not self._closed:
+                task = self._own(device) or self._next(device)
+                if task is not None:
+                    self._running[device] = task.role
+                    return task
+                self._changed.wait()
+            return None
+
+    def done(self, device: int, role: Role | None, began: float, turned: float, ended: float) -> None:
+        """The device's task is over: it turned to ``role`` between ``began`` and ``turned``, and then worked in it;
+        None where that was nothing to show."""
+        with self._changed:
+            self._running[device] = None
+            if turned > began:
+                self.price = _recent(self.price, turned - began)
+                self.events.append(Event(device, "wake", began - self._start, turned - self._start))
+            if role is not None:
+                self.events.append(Event(device, role, turned - self._start, ended - self._start))
+                self._seconds[role] = _recent(self._seconds.get(role, 0.0), ended - turned)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def seconds(self, role: str) -> float:
+        """Device-seconds spent in a role since the step began."""
+        return sum(e.ended - e.began for e in self.events if e.role == role)
+
+    def done_after(self, role: str) -> float:
+        """Seconds from the first sampling of the step to the end of the last work in a role; 0 where there was none."""
+        first = min((e.began for e in self.events if e.role == "rollout"), default=0.0)
+        return max((e.ended - first for e in self.events if e.role == role), default=0.0)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._start
+
+    def _own(self, device: int) -> Task | None:
+        tasks = self._tasks["train"]
+        mine = next((task for task in tasks if task.device == device), None)
+        if mine is not None:
+            tasks.remove(mine)
+        return mine
+
+    def _next(self, device: int) -> Task | None:
+        role = self.roles[device]
+        if self._tasks[role]:
+            return self._tasks[role].popleft()
+        other: Role = "judge" if role == "rollout" else "rollout"
+        if not self._tasks[other] or not self._may_turn(role, other):
+            return None
+        self.roles[device] = other
+        self.moves += 1
+        return self._tasks[other].popleft()
+
+    def _may_turn(self, role: Role, other: Role) -> bool:
+        """Whether a device whose role has run dry takes up the other one, in which there is work."""
+        sampling = self._to_come or self._tasks["rollout"] or "rollout" in self._running
+        if self._moves == "after":
+            return not sampling
+        there = sum(r == other for r in self.roles)
+        if not there and not (role == "rollout" and self._to_come):
+            return True
+        if self._moves == "never":
+            return False
+        left = len(self._tasks[other]) * self._seconds.get(other, 0.0)
+        if other == "rollout":
+            left += self._to_come * self._seconds.get(other, 0.0)
+        own = 0.0
+        if role == "judge" and sampling:
+            own = (self._to_come + len(self._tasks["rollout"])) * self._seconds.get("judge", 0.0)
+        return worth_moving(own, left, there, self.price)
+
+
+def _recent(before: float, now: float) -> float:
+    return now if not before else 0.7 * before + 0.3 * now
+
+
+def as_rows(events: Sequence[Event], step: int, controller: int) -> list[dict[str, Any]]:
+    """The lines of placement.jsonl."""
+    return [
+        {
+            "step": step,
+            "controller": controller,
+            "device": e.device,
+            "role": e.role,
+            "began": round(e.began, 4),
+            "ended": round(e.ended, 4),
+        }
+        for e in events
+    ]

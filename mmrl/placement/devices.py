@@ -1,0 +1,312 @@
+"""A controller's devices in a step: one, where everything is done in turn, or several that share the work (DESIGN 5).
+
+Who computes a micro-batch or a slice changes nothing in it. Samples are drawn and judged by whoever is free, as the
+board says; the slices of an update are dealt out beforehand, by their size, so that sums are added in the same order
+each time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import asdict, replace
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mmrl.placement import adaptive, work
+from mmrl.placement.board import Board, Moves, Task, as_rows
+from mmrl.placement.work import Drawing
+from mmrl.report.clock import Clock
+from mmrl.rewards.calling import Answer
+from mmrl.rewards.contract import Context
+from mmrl.trajectory import Sample, SampleId, Slot, Trajectory
+
+if TYPE_CHECKING:
+    from mmrl.batch import Piece, Run
+    from mmrl.config.schema import Placement
+    from mmrl.runtime.worker import There
+
+Chunk = tuple[Sequence[Slot], Sequence[SampleId]]
+Drawn = tuple[int, Trajectory, list[Sample]]
+_SHOWN = ("sample", "score", "prepare", "backward", "apply")
+"""What is work, and not bookkeeping."""
+
+
+class Devices(Protocol):
+    """What of a step may be computed on several devices. Used by one thread."""
+
+    def sample(self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock) -> Iterator[Drawn]:
+        """Each micro-batch sampled and decoded, with its number: in the order in which they are done."""
+        ...
+
+    def spread(self, run: Run, name: str, pieces: Iterable[Piece], *arguments: Any) -> list[Any]:
+        """What ``work.name(run, its pieces, *arguments)`` returns on each device that was dealt some."""
+        ...
+
+    def everywhere(self, run: Run, name: str, *arguments: Any) -> Any:
+        """Do ``work.name`` on every device; returns what the first one said."""
+        ...
+
+    def others(self, run: Run, name: str, *arguments: Any) -> None:
+        """Do ``work.name`` on every device but the first."""
+        ...
+
+    def begin_step(self) -> None:
+        """Count time from now."""
+        ...
+
+    def end_step(self, run: Run, step: int) -> dict[str, float]:
+        """Metrics of the step just done; every controller must call it."""
+        ...
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Of placement.jsonl: what each device of every controller did when in the last step, and what was decided."""
+        ...
+
+    def cpu_seconds(self, run: Run) -> float:
+        """CPU time of the controller's processes so far."""
+        ...
+
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the placement."""
+        ...
+
+    def take_up(self, kept: dict[str, Any]) -> None:
+        """Go on from what ``kept`` gave, where it is of as many devices."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Single:
+    """Final class: the controller's own process is its one device."""
+
+    def sample(self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock) -> Iterator[Drawn]:
+        for n, (slots, ids) in enumerate(chunks):
+            yield n, *work.sample(run, slots, ids, how, clock)
+
+    def spread(self, run: Run, name: str, pieces: Iterable[Piece], *arguments: Any) -> list[Any]:
+        return [work.perform(run, name, (pieces, *arguments))]
+
+    def everywhere(self, run: Run, name: str, *arguments: Any) -> Any:
+        return work.perform(run, name, arguments)
+
+    def others(self, run: Run, name: str, *arguments: Any) -> None:
+        pass
+
+    def begin_step(self) -> None:
+        pass
+
+    def end_step(self, run: Run, step: int) -> dict[str, float]:
+        return {}
+
+    def lines(self) -> list[dict[str, Any]]:
+        return []
+
+    def cpu_seconds(self, run: Run) -> float:
+        return time.process_time()
+
+    def kept(self) -> dict[str, Any]:
+        return {}
+
+    def take_up(self, kept: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Several:
+    """Final class: the controller's own process and ``workers``, a thread for each that takes tasks off the board."""
+
+    def __init__(self, workers: Sequence[There], settings: Placement) -> None:
+        self._workers, self._settings = workers, settings
+        self._count = 1 + len(workers)
+        self._board = Board(self._count)
+        self.state = starting(settings, self._count)
+        self._lines: list[dict[str, Any]] = []
+
+    def open(self, run: Run) -> None:
+        """Begin to work, with ``run`` as it stands in this process; its rewards' models are asked on the devices."""
+        if run.rewards.on_device:
+            run.rewards.call_by(lambda label: _OnDevices(self._board, label))
+        for device in range(self._count):
+            Thread(target=self._work, args=(run, device), name=f"mmrl-device-{device}", daemon=True).start()
+
+    def sample(self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock) -> Iterator[Drawn]:
+        asked = [(slots, ids, features_of(run, slots)) for slots, ids in chunks]
+        moves: Moves = "after" if how.evaluate or not self.state.split.judge else self._moves()
+        split = adaptive.Split(self._count, 0) if how.evaluate or not run.rewards.on_device else self.state.split
+        self._board.begin(split, moves, len(asked))
+        numbers: dict[Future[Any], int] = {}
+        for n, (slots, ids, features) in enumerate(asked):
+            numbers[self._board.put(Task("rollout", "sample", (slots, ids, how), features))] = n
+        done = as_completed(numbers)
+        for _ in range(len(numbers)):
+            with clock("sample"):
+                answer = next(done)
+                drawn = answer.result()
+            yield numbers[answer], *drawn
+
+    def spread(self, run: Run, name: str, pieces: Iterable[Piece], *arguments: Any) -> list[Any]:
+        dealt = deal(list(pieces), run, self._count)
+        answers = []
+        for device, mine in enumerate(dealt):
+            if mine:
+                features = features_of(run, [slot for piece in mine for slot in piece.rows.slots])
+                answers.append(self._board.put(Task("train", name, (mine, *arguments), features, device)))
+        return [answer.result() for answer in answers]
+
+    def everywhere(self, run: Run, name: str, *arguments: Any) -> Any:
+        return self._ask(range(self._count), name, arguments)[0]
+
+    def others(self, run: Run, name: str, *arguments: Any) -> None:
+        self._ask(range(1, self._count), name, arguments)
+
+    def begin_step(self) -> None:
+        self._board.new_step()
+
+    def end_step(self, run: Run, step: int) -> dict[str, float]:
+        board = self._board
+        self.others(run, "release")
+        mine = {
+            "rollout_busy": board.seconds("rollout"),
+            "judge_busy": board.seconds("judge"),
+            "train_busy": board.seconds("train"),
+            "rollout_done": board.done_after("rollout"),
+            "judge_done": board.done_after("judge"),
+            "price": board.price,
+            "moves": board.moves,
+            "wall": board.elapsed,
+        }
+        found = run.controller.gather((mine, as_rows(board.events, step + 1, run.controller.rank)))
+        numbers = {k: sum(n[k] for n, _ in found) for k in ("rollout_busy", "judge_busy", "train_busy", "moves")}
+        numbers |= {k: max(n[k] for n, _ in found) for k in ("rollout_done", "judge_done", "price", "wall")}
+        self._lines = [line for _, lines in found for line in lines]
+        split = self.state.split
+        if self._settings.type == "adaptive" and run.rewards.on_device:
+            self._decide(step + 1, numbers, self._count * len(found))
+        wall = numbers["wall"]
+        busy = numbers["rollout_busy"] + numbers["judge_busy"] + numbers["train_busy"]
+        return {
+            "placement/rollout_devices": split.rollout,
+            "placement/judge_devices": split.judge,
+            "placement/rollout_busy": numbers["rollout_busy"],
+            "placement/judge_busy": numbers["judge_busy"],
+            "placement/moves": numbers["moves"],
+            "placement/idle": max(0.0, 1 - busy / (self._count * len(found) * wall)),
+        }
+
+    def lines(self) -> list[dict[str, Any]]:
+        return self._lines
+
+    def cpu_seconds(self, run: Run) -> float:
+        return sum(self._ask(range(self._count), "cpu_seconds", ()))
+
+    def kept(self) -> dict[str, Any]:
+        return asdict(self.state) if self._settings.type == "adaptive" else {}
+
+    def take_up(self, kept: dict[str, Any]) -> None:
+        if self._settings.type == "adaptive" and kept.get("devices") == self._count:
+            self.state = adaptive.State.read(kept)
+
+    def close(self) -> None:
+        self._board.close()
+        for worker in self._workers:
+            worker.close()
+
+    def _moves(self) -> Moves:
+        return "worth" if self._settings.type == "adaptive" and self._settings.inside else "never"
+
+    def _decide(self, step: int, numbers: Mapping[str, float], devices: int) -> None:
+        asked = {k: numbers[k] for k in ("rollout_busy", "judge_busy", "rollout_done", "judge_done", "price")}
+        self.state, decision = adaptive.decide(self.state, adaptive.Measured(**asked, devices=devices))
+        self._lines.append(
+            {
+                "step": step,
+                "decision": decision.why,
+                "rollout": decision.split.rollout,
+                "judge": decision.split.judge,
+                "numbers": {k: round(v, 4) for k, v in decision.numbers.items()},
+            }
+        )
+
+    def _ask(self, devices: Iterable[int], name: str, arguments: tuple[Any, ...]) -> list[Any]:
+        answers = [self._board.put(Task("train", name, arguments, device=d)) for d in devices]
+        return [answer.result() for answer in answers]
+
+    def _work(self, run: Run, device: int) -> None:
+        """The thread of one device."""
+        import torch
+
+        if device == 0 and run.recipe.threads:
+            torch.set_num_threads(run.recipe.threads)  # of this thread
+        judges = self._settings.sleep  # so that what was loaded awake is put to sleep by the first other work
+        while (task := self._board.take(device)) is not None:
+            role = task.role if task.name in _SHOWN else None
+            began = turned = time.perf_counter()
+            if not task.answer.set_running_or_notify_cancel():
+                self._board.done(device, None, began, turned, turned)
+                continue
+            try:
+                if self._settings.sleep and judges != (task.role == "judge"):
+                    judges = task.role == "judge"
+                    self._perform(run, device, Task(task.role, "turn", (task.role,)))
+                    turned = time.perf_counter()
+                answer = self._perform(run, device, task)
+            except BaseException as error:
+                self._board.done(device, role, began, turned, time.perf_counter())
+                task.answer.set_exception(error)
+            else:
+                self._board.done(device, role, began, turned, time.perf_counter())
+                task.answer.set_result(answer)
+            del task
+
+    def _perform(self, run: Run, device: int, task: Task) -> Any:
+        if device == 0:
+            return work.perform(run, task.name, task.arguments)
+        return self._workers[device - 1].perform(run, task.name, task.arguments, task.features)
+
+
+class _OnDevices:
+    """Final class: the calls of a reward whose model is on the devices that judge."""
+
+    def __init__(self, board: Board, label: str) -> None:
+        self._board, self._label = board, label
+
+    def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
+        return self._board.put(Task("judge", "score", (self._label, list(samples), context.step)))
+
+    def close(self) -> None:
+        pass
+
+
+def starting(settings: Placement, devices: int) -> adaptive.State:
+    """The split that a run begins with."""
+    state = adaptive.begin(devices)
+    if settings.type == "colocate":
+        return replace(state, split=adaptive.Split(devices, 0))
+    if settings.judges is not None:
+        return replace(state, split=adaptive.Split(devices - settings.judges, settings.judges))
+    return state
+
+
+def features_of(run: Run, slots: Sequence[Slot]) -> dict[str, Any]:
+    """The features of the prompts of ``slots``, as the controller holds them."""
+    store = run.pipeline.features
+    keys = run.pipeline.encode(slots)
+    found = {key: store.get(key) for key in keys}
+    store.release(keys)
+    return found
+
+
+def deal(pieces: Sequence[Piece], run: Run, devices: int) -> list[list[Piece]]:
+    """The pieces of each device: the largest first, each to who has least, in their old order on each."""
+    loads = [sum(run.pipeline.lengths(piece.rows)) for piece in pieces]
+    owners: dict[int, int] = {}
+    total = [0] * devices
+    for n in sorted(range(len(pieces)), key=lambda n: -loads[n]):  # stable
+        owners[n] = min(range(devices), key=total.__getitem__)
+        total[owners[n]] += loads[n]
+    return [[piece for n, piece in enumerate(pieces) if owners[n] == d] for d in range(devices)]

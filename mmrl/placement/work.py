@@ -1,0 +1,115 @@
+"""What a device is asked to do, whichever process it is in: functions of the run as it stands there.
+
+Samples and slices are computed by the same calls wherever they are computed; only who computes which differs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmrl.batch import Piece, Run
+from mmrl.report.clock import Clock
+from mmrl.rewards.calling import Answer
+from mmrl.trajectory import Sample, SampleId, Slot, Trajectory
+
+if TYPE_CHECKING:
+    from mmrl.tally import Sums
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How the micro-batches of a phase are sampled: ``actions`` as in ``Pipeline.sample``, under the copy ``weights``
+    of the policy; ``inputs`` are what rewards see of a sample."""
+
+    actions: Sequence[int]
+    weights: str
+    seed: int
+    inputs: frozenset[str]
+    evaluate: bool = False
+
+
+def sample(
+    run: Run, slots: Sequence[Slot], ids: Sequence[SampleId], how: Drawing, clock: Clock | None = None
+) -> tuple[Trajectory, list[Sample]]:
+    """Sample a micro-batch and decode it."""
+    clock = clock or Clock(torch.device("cpu"))
+    with run.policy.using(how.weights), torch.no_grad():
+        with clock("sample"):
+            run.pipeline.sync(run.policy.tag)
+            trajectory = run.pipeline.sample(slots, ids, how.actions, how.seed, how.evaluate)
+        with clock("decode"):
+            return trajectory, run.pipeline.samples(trajectory, how.inputs)
+
+
+def score(run: Run, label: str, samples: Sequence[Sample], step: int) -> Answer:
+    """One reward's answer for a batch, from its model on this device."""
+    return run.rewards.answer(label, samples, step)
+
+
+def prepare(run: Run, pieces: Iterable[Piece], wanted: frozenset[str]) -> list[tuple[list[int], dict[str, Tensor]]]:
+    """What is recomputed before the first update, with the rows of the batch that it is of."""
+    out = []
+    with torch.no_grad():
+        for piece in pieces:
+            new = run.pipeline.replay(piece.rows, piece.entry, wanted, run.policy.using)
+            out.append((piece.index, {name: new[name].cpu() for name in wanted}))
+    return out
+
+
+def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: bool) -> Sums:
+    """The gradients of some slices of an update, added to those of this device."""
+    from mmrl.loop import backward as slices_of_update
+
+    return slices_of_update(run, pieces, total, step, first)
+
+
+def apply(run: Run) -> dict[str, float]:
+    """The optimizer step, with the gradients of all devices of all controllers."""
+    metrics = run.policy.apply()
+    return metrics if run.critic is None else metrics | renamed(run.critic.apply())
+
+
+def move(run: Run, step: int) -> None:
+    """The policy's copies, after the updates of a step."""
+    for name, decay in run.objective.copies.items():
+        run.policy.move(name, decay(step))
+
+
+def restore(run: Run, checkpoints: Path, step: int) -> None:
+    """Take up the checkpoint of ``step``, which the controller found whole."""
+    from mmrl import checkpoint
+
+    found = checkpoint.load(checkpoints, step)
+    assert found is not None
+    checkpoint.restore(run, found)
+
+
+def turn(run: Run, role: str) -> None:
+    """Wake the models that judge on this device, or put them to sleep."""
+    if role == "judge":
+        run.rewards.wake()
+    else:
+        run.rewards.sleep()
+
+
+def cpu_seconds(run: Run) -> float:
+    """CPU time of this process so far."""
+    return time.process_time()
+
+
+def renamed(critic: dict[str, float]) -> dict[str, float]:
+    """The critic's metrics under names of their own."""
+    return {name.replace("optim/", "value/"): value for name, value in critic.items()}
+
+
+def perform(run: Run, name: str, arguments: tuple[Any, ...]) -> Any:
+    """Call the function ``name`` of this module. Raises ``KeyError`` for another."""
+    known = {f.__name__: f for f in (sample, score, prepare, backward, apply, move, restore, turn, cpu_seconds)}
+    return known[name](run, *arguments)

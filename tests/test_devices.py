@@ -1,0 +1,207 @@
+"""Several devices to a controller: the same learning wherever samples are drawn and judged, and real moves."""
+
+import itertools
+import json
+import signal
+import time
+
+import psutil
+import pytest
+
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.loader import load_recipe
+from mmrl.errors import UserError
+from mmrl.judge.local import LocalModel
+from mmrl.placement.adaptive import Split
+from mmrl.placement.board import Board, Task
+from tests.test_runtime import ROOT, SMALL, actors, ended, learned, rows, start, train
+
+allow_cpu_only()  # before transformers imports torchvision
+pytest.importorskip("torchvision")
+
+JUDGED = [
+    "train.steps=3",
+    "train.prompts_per_step=5",
+    "train.group_size=4",
+    "train.micro_batch_size=4",
+    "eval.every=3",
+    "eval.samples=8",
+    "checkpoint.every=1",
+    "rewards.0.batch_size=4",
+]
+VISION = ["train.steps=2", "train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4", *SMALL[4:]]
+
+
+def run(recipe, out, *overrides):
+    code, said = ended(train(recipe, out, *overrides))
+    assert code == 0, said
+    return said
+
+
+def placed(out):
+    return [json.loads(line) for line in (out / "placement.jsonl").read_text().splitlines()]
+
+
+def alike(a, b):
+    """Equal rewards, gradients and held-out figures, floats parting in the last digits after updates."""
+    assert len(rows(a)) == len(rows(b)) > 0
+    for mine, theirs in zip(rows(a), rows(b), strict=True):
+        for key in ("reward/mean", "optim/grad_norm", "policy/ratio_max_dev"):
+            assert mine.get(key, 0.0) == pytest.approx(theirs.get(key, 0.0), rel=1e-3, abs=1e-5), (mine["step"], key)
+    for mine, theirs in zip(rows(a, "heldout.jsonl"), rows(b, "heldout.jsonl"), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one device, with a generative judge."""
+    out = tmp_path_factory.mktemp("devices") / "alone"
+    run("shapes-judge", out, *JUDGED)
+    return out
+
+
+def test_two_controllers_of_two_devices_learn_as_one_device(alone, tmp_path):
+    out = tmp_path / "adaptive"
+    said = run("shapes-judge", out, *JUDGED, "controllers=2", "devices_per_controller=2", "placement=adaptive")
+    assert "done: 3 steps" in said
+    alike(alone, out)
+    lines = placed(out)
+    work = [line for line in lines if "device" in line]
+    assert {(line["controller"], line["device"]) for line in work} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert {line["role"] for line in work} == {"rollout", "judge", "train"}
+    assert all(0 <= line["began"] <= line["ended"] for line in work)
+    for controller in (0, 1):  # a device does one thing at a time
+        for device in (0, 1):
+            mine = sorted(
+                (line["step"], line["began"], line["ended"])
+                for line in work
+                if (line["controller"], line["device"]) == (controller, device)
+            )
+            assert all(a[2] <= b[1] + 1e-3 for a, b in itertools.pairwise(mine) if a[0] == b[0])
+    assert [line["step"] for line in lines if "decision" in line] == [1, 2, 3]
+    assert rows(out)[0]["placement/moves"] >= 1
+    assert rows(out)[-1]["sent/numbers"] < 20_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["colocate", "{type: partial, sleep: true}", "{type: adaptive, inside: false}"])
+def test_every_placement_learns_alike(alone, tmp_path, placement):
+    out = tmp_path / "placed"
+    run("shapes-judge", out, *JUDGED, "devices_per_controller=2", f"placement={placement}")
+    alike(alone, out)
+    roles = {(line["device"], line["role"]) for line in placed(out) if "device" in line and line["step"] == 1}
+    judges = {device for device, role in roles if role == "judge"}
+    assert judges == ({0, 1} if placement == "colocate" else {1})
+    if "sleep" in placement:
+        assert (1, "wake") in roles
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["sums", "scenes", "sums-dpo", "shapes-draft"])
+def test_every_kind_of_recipe_trains_on_two_devices(tmp_path, recipe):
+    small = {"sums-dpo": [w for w in VISION if "group_size" not in w]}.get(recipe, VISION)
+    small = [w for w in small if recipe != "shapes-draft" or "group_size" not in w]
+    run(recipe, tmp_path / "one", *small)
+    run(recipe, tmp_path / "two", *small, "devices_per_controller=2")
+    alike(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_device_that_dies_or_freezes_is_found_and_nothing_is_lost(tmp_path, how):
+    whole, out = tmp_path / "whole", tmp_path / "lost"
+    assert ended(start(whole, "devices_per_controller=2"))[0] == 0
+    process = start(out, "devices_per_controller=2")
+    deadline = time.monotonic() + 240
+    while not rows(out):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    victim = actors(process)[-1]
+    victim.send_signal(how)
+    began = time.monotonic()
+    while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() - began < 20, "the lost device was not found"
+        time.sleep(0.1)
+    code, said = ended(process)
+    assert code == 0, said
+    assert "all controllers start again after step" in said
+    assert learned(out) == learned(whole)
+
+
+def test_a_judge_sleeps_for_real_and_answers_as_before():
+    from mmrl.judge.answers import parse_kind
+    from mmrl.judge.asking import Ask, Settings
+
+    model = LocalModel(str(ROOT / "pipelines" / "vlm" / "models" / "shapes-judge"))
+    size = sum(p.nbytes for p in model.model.parameters())
+    ask = [Ask(["Is 2 + 2 = 4? Answer yes or no."], None, 7)]
+    kind = parse_kind("pointwise", {"type": "yes_no"})
+    before = model.ask(ask, kind, Settings(0.0, 4, 0), "cpu")[0].verdict
+    model.sleep()
+    assert {p.device.type for p in model.model.parameters()} == {"meta"}  # no byte of the weights is left
+    assert size > 1e6
+    assert model.ask(ask, kind, Settings(0.0, 4, 0), "cpu")[0].verdict == before
+
+
+def task(role):
+    return Task(role, "sample", ())
+
+
+def taken(board, device):
+    found = board.take(device)
+    return found.role
+
+
+def test_devices_keep_their_role_and_take_up_the_other_as_the_placement_allows():
+    board = Board(2)
+    board.begin(Split(1, 1), "never", 2)
+    for role in ("rollout", "rollout", "judge"):
+        board.put(task(role))
+    assert [taken(board, 0), taken(board, 1)] == ["rollout", "judge"]
+    board.done(0, "rollout", 0.0, 0.0, 1.0)
+    assert taken(board, 0) == "rollout"
+    board.put(task("judge"))
+    board.done(1, "judge", 0.0, 0.0, 1.0)
+    assert taken(board, 1) == "judge"
+    assert board.moves == 0
+
+    board = Board(2)
+    board.begin(Split(2, 0), "after", 1)
+    board.put(task("rollout"))
+    board.put(task("judge"))
+    assert taken(board, 0) == "rollout"
+    assert board._next(1) is None  # sampling is not over yet
+    board.done(0, "rollout", 0.0, 0.0, 1.0)
+    assert taken(board, 1) == "judge"
+    assert board.moves == 1
+
+    board = Board(2)
+    board.begin(Split(1, 1), "worth", 2)
+    board.put(task("rollout"))
+    board.put(task("rollout"))
+    assert taken(board, 0) == "rollout"
+    board.done(0, "rollout", 0.0, 0.0, 1.0)
+    assert taken(board, 0) == "rollout"
+    for _ in range(4):
+        board.put(task("judge"))
+    assert taken(board, 1) == "judge"
+    board.done(1, "judge", 0.0, 0.0, 1.0)
+    board.done(0, "rollout", 0.0, 0.0, 1.0)
+    assert taken(board, 0) == "judge"  # nothing is left to sample, and three batches wait to be judged
+    assert board.roles == ["judge", "judge"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["placement=adaptive"], "set devices_per_controller to 2 or more"),
+        (["placement.judges=1"], "remove it, or set placement.type"),
+        (["devices_per_controller=2", "placement={type: partial, judges: 2}"], "set it to 1 or less"),
+        (["devices_per_controller=2", "device=cuda:1"], "a controller takes several"),
+        (["devices_per_controller=2", "placement=disaggregated"], "placement.type"),
+    ],
+)
+def test_placements_that_cannot_be_are_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(["shapes-judge"], overrides)
