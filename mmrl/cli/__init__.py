@@ -1,4 +1,4 @@
-"""The command line: ``mmrl train plan score eval report export serve judge ls cp data doctor``.
+"""The command line: ``mmrl train plan simulate score eval report export serve judge ls cp data doctor``.
 
 Commands import what they run when they run it, so that ``--help`` answers at once and no mistake in a recipe waits for
 torch. What a user can mend (``UserError``) is printed without a traceback and exits with 2.
@@ -13,7 +13,7 @@ import sys
 
 import typer
 
-from mmrl.cli import data, judge, rewards, runs, shelf
+from mmrl.cli import data, judge, rewards, runs, shelf, simulate
 from mmrl.errors import UserError
 
 QUIET = {
@@ -37,6 +37,7 @@ app = typer.Typer(
 for _command in (
     runs.train,
     runs.plan,
+    simulate.simulate,
     rewards.score,
     runs.evaluate,
     runs.report,

@@ -1,0 +1,181 @@
+"""``simulate``: a recipe on many devices, under every placement, in simulated time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmrl.cli.arguments import ChangesArgument, RecipeArgument, console, read_recipe
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from mmrl.config.schema import Recipe
+    from mmrl.placement.simulate import Cluster, Comparison, Outcome
+    from mmrl.placement.trace import Trace
+
+MOST_OF_A_HOST = 16
+
+
+class MadeUp(StrEnum):
+    """The loads of ``mmrl.placement.trace.LOADS`` (a test compares them)."""
+
+    steady = "steady"
+    judge_heavy = "judge-heavy"
+    drifting = "drifting"
+    shifting = "shifting"
+    tailed = "tailed"
+
+
+def simulate(
+    recipe: RecipeArgument,
+    changes: ChangesArgument = None,
+    devices: Annotated[
+        int | None, typer.Option(min=2, help="Of all controllers together.", show_default="the recipe's")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="RUN", help="What micro-batches took in this run.")] = None,
+    load: Annotated[MadeUp, typer.Option(help="Made up, where there is no --trace.")] = MadeUp.steady,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="How many steps.", show_default="40, or all of the trace")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of a made-up load.")] = 0,
+    price: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds of a device's move between roles.", show_default="as in the trace or load"),
+    ] = None,
+    judge_devices: Annotated[int, typer.Option(min=1, help="Devices of one judge replica.")] = 1,
+    staleness: Annotated[int, typer.Option(min=0, help="Versions that slices for good may sample ahead.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every step.")] = False,
+) -> None:
+    """Predict a step under every placement, beside the best static split and the bound; runs nothing."""
+    loaded = read_recipe(recipe, changes or ())
+    from mmrl.placement.simulate import compare
+
+    cluster = shape(loaded.recipe, devices, judge_devices)
+    work = _trace(loaded.recipe, cluster, trace, load.value, steps, seed)
+    work = work if price is None else replace(work, price=price)
+    found = compare(work, cluster, staleness)
+    if as_json:
+        import json
+
+        print(json.dumps(_json(loaded.recipe.name, work, cluster, found), indent=2))
+    else:
+        _show(loaded.recipe, work, cluster, found)
+
+
+def shape(recipe: Recipe, devices: int | None, judge_devices: int) -> Cluster:
+    """How many controllers ``devices`` make: of the recipe's devices_per_controller each where it has that, else the
+    recipe's controllers share them. Raises ``UserError`` where they cannot."""
+    from mmrl.placement.simulate import Cluster
+
+    per = getattr(recipe, "devices_per_controller", 1)
+    total = devices or recipe.controllers * per
+    controllers = recipe.controllers if per == 1 else max(total // per, 1)
+    if per > 1 and total % per:
+        raise UserError(
+            f"--devices {total} is no multiple of devices_per_controller={per}; "
+            f"write --devices {max(total // per, 1) * per}, or another devices_per_controller"
+        )
+    if total % controllers:
+        raise UserError(
+            f"--devices {total} cannot be shared by controllers={controllers}; "
+            f"write --devices {-(-total // controllers) * controllers}, or another number of controllers"
+        )
+    own = total // controllers
+    if own <= judge_devices:
+        raise UserError(
+            f"{controllers} controllers on {total} devices have {own} each, and a judge beside sampling needs "
+            f"{judge_devices + 1}; write --devices {controllers * max(8, judge_devices + 1)}, or fewer controllers"
+        )
+    if recipe.train.prompts_per_step < controllers:
+        raise UserError(
+            f"train.prompts_per_step={recipe.train.prompts_per_step} leaves some of {controllers} controllers without "
+            f"a prompt; write train.prompts_per_step={controllers * own} or fewer controllers"
+        )
+    return Cluster(controllers, own, judge_devices)
+
+
+def micro_batches(recipe: Recipe, controllers: int) -> int:
+    """Of sampling in a step, of all controllers."""
+    train = recipe.train
+    batch = recipe.sampling.batch_size or train.micro_batch_size
+    prompts = [len(range(rank, train.prompts_per_step, controllers)) for rank in range(controllers)]
+    return sum(-(-n * train.group_size // batch) for n in prompts)
+
+
+def _trace(recipe: Recipe, cluster: Cluster, run: Path | None, load: str, steps: int | None, seed: int) -> Trace:
+    from mmrl.placement.recorded import fitted, read_run
+    from mmrl.placement.trace import LOADS, synthetic
+
+    count = micro_batches(recipe, cluster.controllers)
+    if run is None:
+        return synthetic(
+            LOADS[load], steps or 40, cluster.controllers, cluster.total, count, seed, replica=cluster.replica
+        )
+    found = fitted(read_run(run), cluster.controllers, cluster.total, count, seed)
+    return replace(found, steps=found.steps[:steps])
+
+
+def _show(recipe: Recipe, trace: Trace, cluster: Cluster, found: Comparison) -> None:
+    from rich import box
+    from rich.table import Table
+
+    def say(text: str) -> None:
+        console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+    steps, count = len(trace.steps), micro_batches(recipe, cluster.controllers)
+    say(f"{recipe.name} on {cluster.total} devices: {cluster.controllers} controllers of {cluster.devices}")
+    say(f"{count:,} micro-batches a step, {steps} steps, a move takes {trace.price:.2f} s; {trace.source}")
+    table = Table(box=box.SIMPLE)
+    table.add_column("placement", no_wrap=True)
+    for name in ("step (s)", "over bound", "idle", "waiting", "moves", "changes"):
+        table.add_column(name, justify="right")
+    for outcome in found.outcomes:
+        table.add_row(
+            outcome.name + (" (best static)" if outcome is found.best else ""),
+            f"{outcome.seconds / steps:,.2f}",
+            f"{outcome.seconds / found.bound - 1:+.1%}",
+            f"{outcome.idle:.1%}",
+            f"{outcome.apart / outcome.seconds / outcome.devices:.1%}",
+            f"{sum(outcome.moves) / steps:.1f}",
+            str(outcome.changes),
+        )
+    table.add_row("bound: no gap", f"{found.bound / steps:,.2f}", *[""] * 5)
+    console().print(table)
+    last = found.outcomes[-1]
+    for step, (decision, before) in enumerate(zip(last.decisions, last.splits, strict=True)):
+        if decision.split != before:
+            say(f"after step {step}: {decision.why}")
+    say("waiting: idle for other controllers; moves: of devices inside a step; changes: of the split between steps")
+    if count < cluster.total:
+        say(f"note: {count} micro-batches leave devices without work; raise train.prompts_per_step")
+    if cluster.devices > MOST_OF_A_HOST:
+        say(f"note: a controller's {cluster.devices} devices are of one host; more controllers make them fewer")
+
+
+def _json(name: str, trace: Trace, cluster: Cluster, found: Comparison) -> dict[str, Any]:
+    def row(outcome: Outcome) -> dict[str, Any]:
+        return {
+            "placement": outcome.name,
+            "step": outcome.seconds / len(trace.steps),
+            "idle": outcome.idle,
+            "waits_for_others": outcome.apart / outcome.seconds / outcome.devices,
+            "steps": outcome.steps,
+            "moves": outcome.moves,
+            "judge_devices": [split.judge for split in outcome.splits],
+            "decisions": [decision.why for decision in outcome.decisions],
+        }
+
+    return {
+        "recipe": name,
+        "devices": cluster.total,
+        "controllers": cluster.controllers,
+        "trace": trace.source,
+        "price": trace.price,
+        "bound": found.bound / len(trace.steps),
+        "best_static": found.best.name,
+        "placements": [row(outcome) for outcome in found.outcomes],
+    }

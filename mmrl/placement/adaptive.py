@@ -1,0 +1,253 @@
+"""How many of a controller's devices judge while the others sample, decided from what the last steps took (DESIGN 5).
+
+``decide`` works between steps, ``worth_moving`` inside one. Both are pure functions; the numbers of ``decide`` are the
+same on every controller, so that all decide alike and nobody coordinates. The simulator calls the very same. Imports no
+torch.
+
+Seconds below are wall seconds unless they are called device-seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+SMOOTHING = 0.5
+"""What the latest step weighs in the smoothed busy seconds."""
+WORTH = 0.03
+"""The least share of the generate phase that a new split must be expected to save (hysteresis)."""
+MOST_TURNS = 2
+"""Every change that goes back on the one before doubles ``WORTH``, at most so often: noise cannot make a split flap."""
+HORIZON = 10
+"""Steps within which what is saved must pay for the move."""
+LEARNING = 0.3
+"""What the latest step weighs, after the first, in what a kind of split takes over its formula."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Of one controller's devices in the generate phase; ``judge`` 0 is colocate: all sample, then all judge."""
+
+    rollout: int
+    judge: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step's generate phase, all-reduced: busy is device-seconds summed over all devices of all controllers."""
+
+    rollout_busy: float
+    judge_busy: float
+    rollout_done: float
+    """From the phase's start to the end of the last sampling, the latest of all controllers."""
+    judge_done: float
+    """The same of the last judging."""
+    devices: int
+    """Of all controllers."""
+    price: float
+    """Seconds that a device takes from one role to the other: sleep, wake, weights."""
+    micro_batches: int = 0
+    """Judged, of all controllers; 0 where nobody counted, and then a pipeline's filling and draining are learned."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one controller's generate phase: device-seconds in either role, and their share in one micro-batch."""
+
+    rollout: float
+    judge: float
+    grain: float = 0.0
+    """One over the number of micro-batches; 0 where it is not known."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What ``decide`` knows of earlier steps. ``dataclasses.asdict`` and ``State.read`` take it to JSON and back."""
+
+    devices: int
+    """Of one controller."""
+    replica: int
+    """Devices of one judge replica."""
+    split: Split
+    kept: int = 0
+    """Steps measured under this split."""
+    rollout_busy: float = 0.0
+    """Device-seconds of one controller, smoothed."""
+    judge_busy: float = 0.0
+    grain: float = 0.0
+    """As in ``Work``, smoothed too."""
+    moves: bool = True
+    """Whether devices also move inside a step."""
+    way: int = 0
+    """Of the last change: 1 to more judges, -1 to fewer."""
+    turns: int = 0
+    """Changes that went back on the one before."""
+    over: dict[str, float] = field(default_factory=dict)
+    """By kind of split: what phases took over ``formula``, as a share of the even time, smoothed."""
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> State:
+        """From ``asdict`` of a state, as JSON gives it back."""
+        return cls(**{**values, "split": Split(**values["split"])})
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The split of the next step, one plain sentence on why, and the numbers it follows from."""
+
+    split: Split
+    why: str
+    numbers: dict[str, float]
+
+
+def splits(devices: int, replica: int = 1) -> list[Split]:
+    """Every split of a controller's devices in whole judge replicas, colocate first."""
+    return [Split(devices, 0), *(Split(devices - n, n) for n in range(replica, devices, replica))]
+
+
+def begin(devices: int, replica: int = 1, moves: bool = True) -> State:
+    """The state of a run that has measured nothing: half the devices judge, in whole replicas, where there is room.
+
+    ``moves``: devices will also move inside a step, by ``worth_moving``.
+
+    Raises ``ValueError`` where there is no device or a replica has none.
+    """
+    if devices < 1 or replica < 1:
+        raise ValueError(f"{devices} devices of a controller and {replica} of a judge replica: both at least 1")
+    half = max(devices // 2 // replica, 1) * replica
+    split = Split(devices - half, half) if half < devices else Split(devices, 0)
+    return State(devices, replica, split, moves=moves)
+
+
+def decide(state: State, measured: Measured) -> tuple[State, Decision]:
+    """The split for the next step.
+
+    The target has the least expected phase (``expected``). The first decision goes straight to it; later ones go half
+    the way, in whole replicas, and only where the target saves ``WORTH`` of the phase (more after turns) and pays for
+    its move within ``HORIZON`` steps. To colocate, and from it, is one move.
+    """
+    latest, phase = _work(state, measured), max(measured.rollout_done, measured.judge_done)
+    if latest.rollout + latest.judge <= 0 or phase <= 0:
+        return state, Decision(state.split, "nothing was sampled or judged, so the split stays", {})
+    first = state.rollout_busy + state.judge_busy == 0
+    weight = 1.0 if first else SMOOTHING
+    state = replace(
+        state,
+        kept=state.kept + 1,
+        rollout_busy=state.rollout_busy + weight * (latest.rollout - state.rollout_busy),
+        judge_busy=state.judge_busy + weight * (latest.judge - state.judge_busy),
+        grain=state.grain + weight * (latest.grain - state.grain),
+        over=_learn(state, latest, phase, measured.price),
+    )
+    rollout, judge = state.rollout_busy, state.judge_busy
+    even = (rollout + judge) / state.devices
+    times = expected(state, measured.price)
+    now, target = times[state.split], min(times, key=lambda split: (times[split], split != state.split))
+    saved = now - times[target]
+    numbers = {
+        "rollout_busy": rollout,
+        "judge_busy": judge,
+        "judge_share": judge / (rollout + judge),
+        "phase": phase,
+        "even": even,
+        "expected_now": now,
+        "expected_target": times[target],
+        "price": measured.price,
+        "target_judge": float(target.judge),
+    }
+    if target == state.split:
+        return state, Decision(state.split, f"no split is expected to be faster than {_name(state.split)}", numbers)
+    way = 1 if target.judge > state.split.judge else -1
+    turns = min(state.turns + (way == -state.way), MOST_TURNS)
+    if not first and (saved < WORTH * 2**turns * now or saved * HORIZON < measured.price):
+        why = f"{_name(target)} would save {saved:.2f} s of {now:.2f} s a step, too little for a move"
+        return state, Decision(state.split, why, numbers)
+    split = target if first else _half_way(state, target)
+    seconds = f"sampling took {rollout:.2f} device-seconds and judging {judge:.2f}"
+    why = f"{seconds}: {_name(state.split)} to {_name(split)}, expected to save {saved:.2f} s of {now:.2f} s a step"
+    return replace(state, split=split, kept=0, way=0 if first else way, turns=turns), Decision(split, why, numbers)
+
+
+def expected(state: State, price: float) -> dict[Split, float]:
+    """Seconds that the generate phase is expected to take under every split: ``formula``, and what phases of its kind
+    took over it so far; never less than the even time, in which all devices share all work."""
+    work = Work(state.rollout_busy, state.judge_busy, state.grain)
+    even = (work.rollout + work.judge) / state.devices
+    return {
+        split: max(even, formula(state, split, work, price) + state.over.get(_kind(split), 0.0) * even)
+        for split in splits(state.devices, state.replica)
+    }
+
+
+def formula(state: State, split: Split, work: Work, price: float) -> float:
+    """Seconds of a phase without tails.
+
+    Of a split: the slice that has more work for each of its devices, begun late by one micro-batch's sampling (judging)
+    or followed by one micro-batch's judging (sampling). Where devices move inside a step and judging is what lasts
+    longer, the samplers join it once they are done, if that is sooner. Of colocate: both phases, and the price of the
+    swap between them.
+    """
+    fill, drain = work.rollout * work.grain, work.judge * work.grain / state.replica
+    if not split.judge:
+        return (work.rollout + work.judge) / state.devices + (price if work.judge else 0.0)
+    sampled, judged = work.rollout / split.rollout, fill + work.judge / split.judge
+    apart = max(sampled + drain, judged)
+    if not state.moves or judged <= sampled:
+        return apart
+    left = work.judge - max(sampled - fill, 0.0) * split.judge
+    joined = sampled + (left + split.rollout * price) / state.devices + drain / 2
+    return min(apart, max(joined, sampled + price))
+
+
+def worth_moving(own_left: float, other_left: float, other_devices: int, price: float, own_devices: int = 0) -> bool:
+    """Whether a device whose role has run dry should take up the other role, inside a step.
+
+    ``own_left``: device-seconds of its own role's work yet to come (a judge waits for samples); ``other_left``: those
+    that wait in the other role, not begun; ``other_devices``: how many work on these now or are on their way there;
+    ``price``: seconds of one move; ``own_devices``: how many others stay in its own role.
+
+    It moves where the other role then ends sooner, its move paid for; where its own role will have work again, only if
+    the later of the two ends sooner. Its time is free, so that any gain is one.
+    """
+    if other_left <= 0:
+        return False
+    if other_devices == 0:
+        return True
+    now, then = other_left / other_devices, (other_left + price) / (other_devices + 1)
+    if own_left > 0:
+        now = max(now, own_left / (own_devices + 1))
+        then = max(then, own_left / own_devices) if own_devices else then + price + own_left
+    return then < now
+
+
+def _work(state: State, measured: Measured) -> Work:
+    controllers = measured.devices / state.devices
+    grain = controllers / measured.micro_batches if measured.micro_batches else 0.0
+    return Work(measured.rollout_busy / controllers, measured.judge_busy / controllers, grain)
+
+
+def _learn(state: State, work: Work, phase: float, price: float) -> dict[str, float]:
+    """``State.over`` after a step of ``work`` that took ``phase`` seconds."""
+    over = max(phase - formula(state, state.split, work, price), 0.0) * state.devices / (work.rollout + work.judge)
+    kind = _kind(state.split)
+    before = state.over.get(kind, over)
+    return {**state.over, kind: before + LEARNING * (over - before)}
+
+
+def _kind(split: Split) -> str:
+    return "partial" if split.judge else "colocate"
+
+
+def _half_way(state: State, target: Split) -> Split:
+    here = state.split.judge
+    if not (here and target.judge):
+        return target
+    replicas = (target.judge - here) // state.replica
+    half = (abs(replicas) + 1) // 2 * (1 if replicas > 0 else -1)
+    judge = here + half * state.replica
+    return Split(state.devices - judge, judge)
+
+
+def _name(split: Split) -> str:
+    return f"{split.rollout} sampling + {split.judge} judging" if split.judge else f"all {split.rollout} in turn"
