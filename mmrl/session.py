@@ -8,8 +8,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,8 @@ class Session:
     """Final class: one controller's part of a run, from a loaded model to the last step.
 
     ``directory`` is where this controller writes, ``checkpoints`` where the leader saves for all; by default the
-    directory's own. ``devices``: what computes; by default this process.
+    directory's own. ``devices``: what computes; by default this process. ``pulse``: entered with every
+    phase, for who watches.
     """
 
     def __init__(
@@ -152,8 +153,9 @@ class Session:
         controller: Controller | None = None,
         checkpoints: Path | None = None,
         devices: Devices | None = None,
+        pulse: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.recipe, self.directory = loaded.recipe, directory
+        self.recipe, self.directory, self.pulse = loaded.recipe, directory, pulse
         self.checkpoints = checkpoints or directory.checkpoints
         self.controller = controller or Controller(self.recipe.seed)
         with Progress(1, "load", "model") as progress:
@@ -262,7 +264,7 @@ class Session:
     def _step(self, metrics: MetricsLog, progress: Progress) -> None:
         """One training step and its row."""
         device = self.run.device
-        clock, cpu, wall = Clock(device), self.run.devices.cpu_seconds(self.run), time.perf_counter()
+        clock, cpu, wall = Clock(device, self.pulse), self.run.devices.cpu_seconds(self.run), time.perf_counter()
         sent = self.controller.peers.sent.copy()
         row, failures = train_step(self.run, self.done, clock)
         self.cpu_seconds += self.controller.count(self.run.devices.cpu_seconds(self.run) - cpu)
@@ -279,7 +281,8 @@ class Session:
 
     def _measure(self, log: MetricsLog) -> str:
         """Evaluate on the held-out prompts: a row, a grid, and a line for the terminal."""
-        row = measure(self.run, self.heldout, self.recipe.eval.samples, self.directory, self.done, log)
+        with self.pulse("evaluation"):
+            row = measure(self.run, self.heldout, self.recipe.eval.samples, self.directory, self.done, log)
         shown = {k.removeprefix("reward/"): v for k, v in row.items() if k not in ("samples", "dropped")}
         return "held-out: " + "  ".join(f"{k} {v:.3f}" for k, v in shown.items())
 

@@ -6,6 +6,8 @@ import os
 import socket
 import sys
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -53,14 +55,22 @@ class Group:
     NCCL carries what lies on a GPU, gloo the rest. On the loopback all stay on it. One such group to a process.
 
     ``devices``: of each controller. Then ``rank`` of ``size`` counts devices, and a controller is the first of its own:
-    gradients are added over all, and the rest is between controllers alone.
+    gradients are added over all, and the rest is between controllers alone. ``waiting()`` is entered while the others
+    are waited for.
     """
 
     def __init__(
-        self, rank: int, size: int, host: str, port: int, listening: socket.socket | None = None, devices: int = 1
+        self,
+        rank: int,
+        size: int,
+        host: str,
+        port: int,
+        listening: socket.socket | None = None,
+        devices: int = 1,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.sent: Counter[str] = Counter()
-        self._size = size // devices
+        self._size, self._waiting = size // devices, waiting
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         if host == "127.0.0.1":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -71,13 +81,15 @@ class Group:
         self._controllers = None if devices == 1 else dist.new_group(range(0, size, devices), timeout=_PATIENCE)
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
-        dist.all_reduce(values, group=None if kind == "gradients" else self._controllers)
+        with self._waiting():
+            dist.all_reduce(values, group=None if kind == "gradients" else self._controllers)
         self.sent[kind] += values.nbytes
         return values
 
     def gather(self, values: T) -> list[T]:
         found: list[Any] = [None] * self._size
-        dist.all_gather_object(found, values, group=self._controllers)
+        with self._waiting():
+            dist.all_gather_object(found, values, group=self._controllers)
         self.sent["numbers"] += len(str(values))
         return found
 

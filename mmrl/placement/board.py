@@ -159,7 +159,7 @@ class Board:
         own = 0.0
         if role == "judge" and sampling:
             own = (self._to_come + len(self._tasks["rollout"])) * self._seconds.get("judge", 0.0)
-        return worth_moving(own, left, there, self.price)
+        return worth_moving(own, left, there, self.price, sum(r == role for r in self.roles) - 1)
 
 
 def _recent(before: float, now: float) -> float:

@@ -126,6 +126,7 @@ class Several:
         self._board = Board(self._count)
         self.state = starting(settings, self._count)
         self._lines: list[dict[str, Any]] = []
+        self._cpu = self._step_began = 0.0
 
     def open(self, run: Run) -> None:
         """Begin to work, with ``run`` as it stands in this process; its rewards' models are asked on the devices."""
@@ -136,8 +137,11 @@ class Several:
 
     def sample(self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock) -> Iterator[Drawn]:
         asked = [(slots, ids, features_of(run, slots)) for slots, ids in chunks]
-        moves: Moves = "after" if how.evaluate or not self.state.split.judge else self._moves()
-        split = adaptive.Split(self._count, 0) if how.evaluate or not run.rewards.on_device else self.state.split
+        apart = self.state.split.judge and run.rewards.on_device and not how.evaluate
+        split = self.state.split if apart else adaptive.Split(self._count, 0)
+        moves: Moves = "never" if apart else "after"
+        if self._settings.type == "adaptive" and self._settings.inside and not how.evaluate:
+            moves = "worth"
         self._board.begin(split, moves, len(asked))
         numbers: dict[Future[Any], int] = {}
         for n, (slots, ids, features) in enumerate(asked):
@@ -166,6 +170,7 @@ class Several:
 
     def begin_step(self) -> None:
         self._board.new_step()
+        self._step_began = self._cpu
 
     def end_step(self, run: Run, step: int) -> dict[str, float]:
         board = self._board
@@ -178,11 +183,13 @@ class Several:
             "judge_done": board.done_after("judge"),
             "price": board.price,
             "moves": board.moves,
+            "micro_batches": sum(event.role == "rollout" for event in board.events),
             "wall": board.elapsed,
+            "cpu": self.cpu_seconds(run) - self._step_began,
         }
         found = run.controller.gather((mine, as_rows(board.events, step + 1, run.controller.rank)))
-        numbers = {k: sum(n[k] for n, _ in found) for k in ("rollout_busy", "judge_busy", "train_busy", "moves")}
-        numbers |= {k: max(n[k] for n, _ in found) for k in ("rollout_done", "judge_done", "price", "wall")}
+        latest = ("rollout_done", "judge_done", "price", "wall")
+        numbers = {k: (max if k in latest else sum)(n[k] for n, _ in found) for k in mine}
         self._lines = [line for _, lines in found for line in lines]
         split = self.state.split
         if self._settings.type == "adaptive" and run.rewards.on_device:
@@ -196,13 +203,15 @@ class Several:
             "placement/judge_busy": numbers["judge_busy"],
             "placement/moves": numbers["moves"],
             "placement/idle": max(0.0, 1 - busy / (self._count * len(found) * wall)),
+            "placement/cpu": numbers["cpu"] / (self._count * len(found) * wall),
         }
 
     def lines(self) -> list[dict[str, Any]]:
         return self._lines
 
     def cpu_seconds(self, run: Run) -> float:
-        return sum(self._ask(range(self._count), "cpu_seconds", ()))
+        self._cpu = sum(self._ask(range(self._count), "cpu_seconds", ()))
+        return self._cpu
 
     def kept(self) -> dict[str, Any]:
         return asdict(self.state) if self._settings.type == "adaptive" else {}
@@ -216,12 +225,17 @@ class Several:
         for worker in self._workers:
             worker.close()
 
-    def _moves(self) -> Moves:
-        return "worth" if self._settings.type == "adaptive" and self._settings.inside else "never"
-
     def _decide(self, step: int, numbers: Mapping[str, float], devices: int) -> None:
-        asked = {k: numbers[k] for k in ("rollout_busy", "judge_busy", "rollout_done", "judge_done", "price")}
-        self.state, decision = adaptive.decide(self.state, adaptive.Measured(**asked, devices=devices))
+        measured = adaptive.Measured(
+            numbers["rollout_busy"],
+            numbers["judge_busy"],
+            numbers["rollout_done"],
+            numbers["judge_done"],
+            devices,
+            numbers["price"],
+            int(numbers["micro_batches"]),
+        )
+        self.state, decision = adaptive.decide(self.state, measured)
         self._lines.append(
             {
                 "step": step,
@@ -284,12 +298,11 @@ class _OnDevices:
 
 def starting(settings: Placement, devices: int) -> adaptive.State:
     """The split that a run begins with."""
-    state = adaptive.begin(devices)
-    if settings.type == "colocate":
-        return replace(state, split=adaptive.Split(devices, 0))
-    if settings.judges is not None:
-        return replace(state, split=adaptive.Split(devices - settings.judges, settings.judges))
-    return state
+    state = adaptive.begin(devices, moves=settings.inside)
+    if settings.type == "adaptive" and settings.judges is None:
+        return state
+    judges = 0 if settings.type == "colocate" else settings.judges or devices // 2
+    return replace(state, split=adaptive.Split(devices - judges, judges))
 
 
 def features_of(run: Run, slots: Sequence[Slot]) -> dict[str, Any]:

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 
 class Clock:
-    """``with clock("sample"):`` adds to that phase; an accelerator's queue is waited for, so that times are true."""
+    """``with clock("sample"):`` adds to that phase; an accelerator's queue is waited for, so that times are true.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    ``pulse(phase)`` is entered with it: whoever watches whether the run gets on (``mmrl.runtime.pulse``).
+    """
+
+    def __init__(
+        self, device: torch.device, pulse: Callable[[str], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self._device, self._pulse = device, pulse
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         started = self._now()
         try:
-            yield
+            with self._pulse(phase):
+                yield
         finally:
             self._seconds[phase] += self._now() - started
 

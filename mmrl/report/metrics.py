@@ -80,6 +80,13 @@ METRICS: dict[str, str] = {
     "sent/gradients": "Several controllers: bytes of gradients given to the others, of the controller that gave most.",
     "sent/numbers": "Several controllers: bytes, about, of counts, rewards and metrics given to the others.",
     "sent/statistics": "Several controllers: bytes of sums that whiten or scale advantages and rewards.",
+    "placement/rollout_devices": "Several devices: of each controller, those that began the step by sampling.",
+    "placement/judge_devices": "Several devices: of each controller, those that judged; 0 where all sampled first.",
+    "placement/rollout_busy": "Several devices: device-seconds of sampling and decoding, of all controllers.",
+    "placement/judge_busy": "Several devices: device-seconds of judging.",
+    "placement/moves": "Several devices: how often one took up another role inside the step.",
+    "placement/idle": "Several devices: share of all devices' time in the step in which they had nothing to do.",
+    "placement/cpu": "Several devices: CPU seconds of their processes over wall seconds of all devices in the step.",
     "perf/cpu_seconds": "CPU seconds of all training steps so far, evaluation left out.",
     "perf/peak_memory_mib": "Peak memory so far, MiB: of the accelerator where there is one, else of the process.",
 }

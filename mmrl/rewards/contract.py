@@ -73,8 +73,8 @@ class Declaration:
     tensor ``[B]`` whose graph reaches it. ``spans``: it returns a part ``spans`` beside ``score``. ``own_deadline``: it
     gives up by itself what takes too long, so the recipe's ``timeout`` is not applied. ``device``: it computes with a
     model on ``context.device``; where a controller has several devices, the one that judges calls it, in its own
-    process (such a class may have ``sleep`` and ``wake``, to free its memory meanwhile). ``paths``: its options that may name
-    files (``"model"``, or ``"model.path"`` inside a mapping); the core looks them up from the recipe's folder.
+    process (such a class may have ``sleep`` and ``wake``, to free its memory meanwhile). ``paths``: its options that
+    may name files (``"model"``, or ``"model.path"`` inside a mapping); the core looks them up from the recipe's folder.
     Spell them out in the decorator: a recipe's paths are resolved without importing its rewards.
     """
 

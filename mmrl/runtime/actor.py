@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,13 @@ if TYPE_CHECKING:
     from mmrl.config.loader import LoadedRecipe
     from mmrl.controller import Controller
     from mmrl.placement.devices import Several
+    from mmrl.runtime.pulse import Pulse, Stuck
     from mmrl.runtime.worker import Reception
     from mmrl.session import Outcome
+
+
+PATIENCE = 10.0
+"""Seconds without an answer after which a process is taken for frozen, and a step's phase for stuck at the least."""
 
 
 class Actor:
@@ -29,6 +35,7 @@ class Actor:
         self._stop = Stop()
         self._socket: socket.socket | None = None
         self._reception: Reception | None = None
+        self._pulse: Pulse | None = None
 
     def listen(self) -> tuple[str, int]:
         """Where the others find this controller: on the loopback where Ray runs on it."""
@@ -45,8 +52,9 @@ class Actor:
         self._reception = Reception()
         return self._reception.address, self._reception.key
 
-    def beat(self) -> bool:
-        return True
+    def beat(self) -> Stuck | None:
+        """A sign of life; what takes too long, where something does."""
+        return self._pulse.stuck() if self._pulse else None
 
     def stop(self) -> None:
         """Stop after the step."""
@@ -56,15 +64,19 @@ class Actor:
         """Train this controller's part; what it prints goes into ``controllers/RANK.log`` of the run."""
         from mmrl.errors import UserError
         from mmrl.report.rundir import RunDir
+        from mmrl.runtime.pulse import Pulse
         from mmrl.session import Outcome, Session
 
         whole = RunDir(path)
         _log_to(whole.path / "controllers" / f"{self._rank}.log", keep=resume)
         directory = whole.of_controller(self._rank)
+        recipe = loaded.recipe
+        slowest = max((r.timeout * (r.retries + 1) for r in recipe.rewards), default=0.0)
+        self._pulse = Pulse(PATIENCE, {"reward": PATIENCE + slowest})  # what rewards take is for their own deadline
         controller = self._join(loaded, host, port)
         devices = self._devices(loaded)
         try:
-            session = Session(loaded, directory, controller, whole.checkpoints, devices)
+            session = Session(loaded, directory, controller, whole.checkpoints, devices, self._pulse)
             if devices is not None:
                 devices.open(session.run)
             return session.begin(resume, self._stop)
@@ -98,7 +110,8 @@ class Actor:
         recipe = loaded.recipe
         devices = recipe.devices_per_controller
         rank, size = self._rank * devices + self._device, recipe.controllers * devices
-        peers = Group(rank, size, host, port, self._socket, devices)
+        waiting = self._pulse.waiting if self._pulse else nullcontext
+        peers = Group(rank, size, host, port, self._socket, devices, waiting)
         return Controller(recipe.seed, self._rank, recipe.controllers, peers)
 
     def _devices(self, loaded: LoadedRecipe) -> Several | None:

@@ -11,7 +11,8 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,17 @@ from mmrl import checkpoint
 from mmrl.config.loader import LoadedRecipe
 from mmrl.errors import UserError
 from mmrl.report.rundir import RunDir
-from mmrl.runtime.actor import Actor
+from mmrl.runtime.actor import PATIENCE, Actor
+from mmrl.runtime.pulse import Stuck
 from mmrl.session import Outcome, Stop
 
-PATIENCE = 10.0
-"""Seconds without an answer after which a controller is taken for frozen."""
 _START = 180.0
 """Seconds in which an actor must have started."""
 _EVERY = 0.5
 _GRACE = 5.0
 """Seconds to wait, where one controller failed because another is gone, for the other to be known as gone."""
+_NODE_GONE = 15.0
+"""Seconds after which a lost node is known as lost; a controller's end is known before that of its node."""
 _RESTARTS = 3
 """Losses in a row, without a checkpoint between them, after which the run stops."""
 
@@ -53,8 +55,34 @@ def launch(loaded: LoadedRecipe, directory: RunDir, resume: bool, stop: Stop) ->
                 if lost > _RESTARTS:
                     logs = directory.path / "controllers"
                     raise UserError(f"{error}, for the {lost}th time after step {saved}; see {logs}") from error
+                loaded = loaded if loaded.recipe.ray == "local" else _that_fits(ray, loaded)
                 print(f"{error}; all controllers start again after step {saved}", file=sys.stderr)
                 resume = True
+
+
+def _that_fits(ray: Any, loaded: LoadedRecipe) -> LoadedRecipe:
+    """The recipe with as many controllers as the cluster still has room for: a node may be lost, and who runs a slot
+    changes nothing in it. Raises ``UserError`` where there is room for none."""
+    recipe, kind = loaded.recipe, "GPU" if on_gpu(loaded.recipe.device) else "CPU"
+    until = time.monotonic() + _NODE_GONE
+    while True:
+        room = sum(
+            int(node["Resources"].get(kind, 0)) // recipe.devices_per_controller
+            for node in ray.nodes()
+            if node["Alive"]
+        )
+        if room < recipe.controllers or time.monotonic() > until:
+            break
+        time.sleep(_EVERY)
+    if room >= recipe.controllers:
+        return loaded
+    if not room:
+        raise UserError(
+            f"ray: the cluster has lost its nodes, and none is left with {recipe.devices_per_controller} {kind}s for a "
+            "controller; start Ray again there, then resume"
+        )
+    print(f"a node is lost: {room} of {recipe.controllers} controllers go on", file=sys.stderr)
+    return replace(loaded, recipe=recipe.model_copy(update={"controllers": room}))
 
 
 def _saved(directory: RunDir) -> int:
@@ -153,6 +181,7 @@ class Watch:
         self._arguments = loaded, str(directory.path.absolute()), resume
         self._shown = 0
         self._beats: dict[Place, tuple[Any, float]] = {}
+        self._stuck: dict[Place, Stuck | None] = {}
 
     def run(self, stop: Stop) -> Outcome:
         """Raises ``LostError``, and what a controller raised that the user cannot mend."""
@@ -233,11 +262,25 @@ class Watch:
                 answered, _ = self.ray.wait([ref], timeout=0)
                 if answered:
                     del self._beats[place]
+                    with suppress(self.ray.exceptions.RayError):  # of the dead ``_outcome`` hears
+                        self._stuck[place] = self.ray.get(ref)
                 elif time.monotonic() - asked > PATIENCE:
                     raise LostError(f"{self._name(place)} is frozen: no sign of life for {PATIENCE:.0f} s")
+            self._gets_on()
             if time.monotonic() >= until:
                 return
             time.sleep(_EVERY)
+
+    def _gets_on(self) -> None:
+        """Raises ``LostError`` where a controller makes no progress and does not only wait for another, or all wait."""
+        for place, stuck in self._stuck.items():
+            if stuck is not None and not stuck.waits:
+                raise LostError(
+                    f"{self._name(place)} makes no progress: {stuck.phase} has taken {stuck.seconds:.0f} s, "
+                    f"and usually takes {stuck.usual:.1f} s"
+                )
+        if sum(stuck is not None for stuck in self._stuck.values()) == self.size:
+            raise LostError("all controllers wait for one another, far longer than usual")
 
     def _show(self) -> None:
         """Print what the leader's log has grown by."""

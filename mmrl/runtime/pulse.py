@@ -1,0 +1,75 @@
+"""Whether a controller gets on: what it is doing, since when, and how long that usually takes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+TIMES = 10
+"""A phase that takes so many times its usual time makes no progress."""
+_KNOWN = 3
+"""Times that a phase must have been through for its usual time to be known."""
+_RECENT = 0.3
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """A phase that takes too long, in seconds; ``waits``: for other controllers, who are to be looked at first."""
+
+    phase: str
+    seconds: float
+    usual: float
+    waits: bool
+
+
+class Pulse:
+    """Final class. One thread goes through phases, another asks.
+
+    ``least``: seconds, by phase, within which nothing is said of it; of any other phase ``patience``.
+    """
+
+    def __init__(self, patience: float, least: Mapping[str, float] | None = None) -> None:
+        self._patience, self._least = patience, dict(least or {})
+        self._usual: dict[str, tuple[float, int]] = {}
+        self._now: list[tuple[str, float]] = []
+        self._waiting = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """The thread is in ``phase``."""
+        began = time.monotonic()
+        with self._lock:
+            self._now.append((phase, began))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._now.pop()
+                before, n = self._usual.get(phase, (0.0, 0))
+                took = time.monotonic() - began
+                self._usual[phase] = (before + (took - before) * max(_RECENT, 1 / (n + 1)), n + 1)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The thread waits for other controllers."""
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+
+    def stuck(self) -> Stuck | None:
+        """The phase that the thread is in, where it takes too long."""
+        with self._lock:
+            if not self._now:
+                return None
+            phase, began = self._now[-1]
+            usual, n = self._usual.get(phase, (0.0, 0))
+        seconds = time.monotonic() - began
+        if n < _KNOWN or seconds <= max(TIMES * usual, self._least.get(phase, self._patience)):
+            return None
+        return Stuck(phase, seconds, usual, bool(self._waiting))
