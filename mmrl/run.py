@@ -40,6 +40,8 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
     device = choose_device(recipe.device)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
+    if recipe.features.folder and not Path(recipe.features.folder).is_dir():
+        raise UserError(f"features.folder: {recipe.features.folder} is no folder here; make it, or name a local one")
     prompts = load_prompts(recipe, root, "train")
     rewards = RewardSet(recipe.rewards, root, device, controller.total)
     objective = load_objective(recipe)
@@ -51,6 +53,7 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
     pipeline = mmrl.load("pipelines", resolve_drop_in(root, recipe.pipeline)).build(
         recipe, resolve(root, recipe.model.path), device
     )
+    pipeline.features.owner = controller.rank
     total = recipe.train.steps * recipe.train.updates_per_step
     sum_over = controller.gradients if controller.size * recipe.devices_per_controller > 1 else None
     policy = Policy(pipeline.policy, recipe.optim, total, sum_over)

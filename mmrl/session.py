@@ -92,7 +92,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
 
     Raises ``UserError`` naming the keys that differ.
     """
-    free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "log", "threads", "architecture"}
+    free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
     free |= {"controllers", "devices_per_controller", "placement", "ray"}
     if loaded.recipe.optim.schedule == "linear":
         free.discard("train.steps")  # the learning rate of every step depends on it
@@ -265,7 +265,8 @@ class Session:
         """One training step and its row."""
         device = self.run.device
         clock, cpu, wall = Clock(device, self.pulse), self.run.devices.cpu_seconds(self.run), time.perf_counter()
-        sent = self.controller.peers.sent.copy()
+        sent, features = self.controller.peers.sent.copy(), self.run.pipeline.features
+        written = features.written_bytes
         row, failures = train_step(self.run, self.done, clock)
         self.cpu_seconds += self.controller.count(self.run.devices.cpu_seconds(self.run) - cpu)
         self.done += 1
@@ -274,6 +275,8 @@ class Session:
             self.directory.failure(self.done, "reward", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
         mine = clock.row() | {"time/step": time.perf_counter() - wall} | memory(device)
         mine |= {f"sent/{kind}": n for kind, n in (self.controller.peers.sent - sent).items()}
+        mine |= {"features/bytes": features.bytes, "features/held": features.held}
+        mine["features/spilled_bytes"] = features.written_bytes - written
         row |= largest(self.controller.gather(mine)) | {"perf/cpu_seconds": self.cpu_seconds}
         metrics.write(self.done, row)
         self.directory.placed(self.run.devices.lines() if self.controller.leads else ())

@@ -75,7 +75,9 @@ def test_a_policy_is_trained_on_a_judges_verdicts_and_a_second_run_finds_them_ag
     (resumed, _), (next_, _) = step(again, 0), step(again, 1)
     again.rewards.close()
     assert not questions
-    plain = [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in (first, second)]
+    plain = [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "features/"))} for row in (first, second)
+    ]
     assert [{k: row[k] for k in p} for row, p in zip((resumed, next_), plain, strict=True)] == plain
     assert len(list(rows_of(tmp_path / CACHE))) == len({row["request"] for row in rows})
 

@@ -188,7 +188,7 @@ def test_a_replacement_is_the_same_whoever_draws_it():
 
 def rows_of(path):
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "features/"))} for row in rows]
 
 
 @pytest.mark.parametrize("overrides", [[], ["algorithm={type: ppo}", "model.lora={rank: 2}"]], ids=["full", "ppo lora"])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -251,6 +251,8 @@ def _describe(annotation: Any, bounds: dict[str, Any] | None = None) -> str:
 def _plain(annotation: Any, bounds: dict[str, Any]) -> str:
     if annotation in (int, float):
         return _number(annotation, bounds)
+    if annotation is ByteSize:
+        return f"an amount of memory like 2 GiB, {ByteSize(bounds['ge']).human_readable()} or more"
     if annotation is str:
         return f"text that matches {bounds['pattern']}" if "pattern" in bounds else "text"
     if annotation is bool:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BeforeValidator,
+    ByteSize,
     Discriminator,
     Field,
     PositiveFloat,
@@ -131,6 +132,15 @@ class Train(Section):
     """Stop after the step in which the CPU time spent in training steps (not in evaluation) passes this."""
 
 
+class Features(Section):
+    """What prompts are encoded to (embeddings, tokens, processor outputs) stays in the controller that encoded them."""
+
+    budget: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(2 << 30)
+    """Of a controller's memory (``512 MiB``): past it what no step holds is dropped, then the rest goes to disk."""
+    folder: str | None = None
+    """A local folder for what goes to disk; None takes the system's temporary files (TMPDIR)."""
+
+
 class Optim(Section):
     lr: PositiveFloat = 3e-4
     betas: tuple[Decay, Decay] = (0.9, 0.999)
@@ -201,6 +211,7 @@ class Recipe(Section):
     optim: Optim = Optim()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
+    features: Features = Features()
     controllers: PositiveInt = 1
     """Processes that run the loop side by side, each on its own prompts and devices; more than one are Ray actors."""
     devices_per_controller: PositiveInt = 1

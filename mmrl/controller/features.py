@@ -2,49 +2,83 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from torch import Tensor
+
+from mmrl.controller.spill import Spill
+
+
+@dataclass(frozen=True)
+class FeatureRef:
+    """What the features under ``key`` are, without them: shapes and dtypes by name. ``owner`` is a rank."""
+
+    owner: int
+    key: str
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    bytes: int
 
 
 class FeatureStore:
-    """Named groups of tensors with reference counts.
+    """Named groups of tensors with reference counts, at most ``budget_bytes`` of them in memory.
 
-    ``hold`` and ``release`` bracket a use; what nobody holds stays as long as the byte budget allows, oldest use first
-    out. This edition keeps everything in memory.
+    ``hold`` and ``release`` bracket a use. Past the budget, what nobody holds is dropped, oldest use first, and then
+    what is held is written to local disk (under ``folder``, None: the system's temporary files), from where ``get``
+    brings it back equal to the bit. What was put or got last stays in memory, however large. Used by one thread.
     """
 
-    def __init__(self, budget_bytes: int = 2 << 30) -> None:
-        self.budget_bytes = budget_bytes
-        self.bytes_by_kind: Counter[str] = Counter()
-        self._features: dict[str, dict[str, Tensor]] = {}
+    def __init__(self, budget_bytes: int = 2 << 30, folder: str | None = None, owner: int = 0) -> None:
+        self.budget_bytes, self.owner = budget_bytes, owner
+        self.bytes = 0
+        """In memory."""
+        self.written_bytes = 0
+        """To disk, ever."""
+        self._refs: dict[str, FeatureRef] = {}
+        self._loaded: dict[str, dict[str, Tensor]] = {}
         self._held: Counter[str] = Counter()
+        self._spill = Spill(None if folder is None else Path(folder))
+        self._warned = False
 
     def __contains__(self, key: str) -> bool:
-        return key in self._features
+        return key in self._refs
 
     def __len__(self) -> int:
-        return len(self._features)
+        return len(self._refs)
 
     @property
-    def bytes(self) -> int:
-        return sum(self.bytes_by_kind.values())
+    def held(self) -> int:
+        """How many keys are held."""
+        return len(self._held)
 
     def put(self, key: str, features: dict[str, Tensor]) -> None:
-        """Keep ``features`` under ``key``; idle ones are dropped to stay in the budget."""
+        """Keep ``features`` under ``key``; others make room to stay in the budget."""
         self.drop(key)
-        self._features[key] = features
-        for kind, tensor in features.items():
-            self.bytes_by_kind[kind] += tensor.nbytes
-        for idle in [k for k in self._features if not self._held[k] and k != key]:
-            if self.bytes <= self.budget_bytes:
-                return
-            self.drop(idle)
+        shapes = {name: tuple(tensor.shape) for name, tensor in features.items()}
+        dtypes = {name: tensor.dtype for name, tensor in features.items()}
+        size = sum(tensor.nbytes for tensor in features.values())
+        self._refs[key] = FeatureRef(self.owner, key, shapes, dtypes, size)
+        self._load(key, features)
+
+    def ref(self, key: str) -> FeatureRef:
+        """What is kept under ``key``; reads no disk. Raises ``KeyError`` where it was never put or dropped."""
+        return self._refs[key]
 
     def get(self, key: str) -> dict[str, Tensor]:
-        """The features of ``key``, marked as just used. Raises ``KeyError`` where they were never put or dropped."""
-        features = self._features[key] = self._features.pop(key)
-        return features
+        """The features of ``key``, marked as just used. Raises ``KeyError`` where they were never put or dropped, and
+        ``UserError`` where they were on disk and cannot be read back."""
+        if key in self._loaded:
+            features = self._loaded[key] = self._loaded.pop(key)
+            return features
+        if key not in self._refs:
+            raise KeyError(key)
+        self._load(key, self._spill.read(key))
+        return self._loaded[key]
 
     def hold(self, keys: list[str]) -> None:
         self._held.update(keys)
@@ -52,7 +86,58 @@ class FeatureStore:
     def release(self, keys: list[str]) -> None:
         self._held.subtract(keys)
         self._held += Counter()
+        for key in set(keys) - set(self._held):
+            self._spill.remove(key)
+            if key not in self._loaded:
+                self.drop(key)
 
     def drop(self, key: str) -> None:
-        for kind, tensor in self._features.pop(key, {}).items():
-            self.bytes_by_kind[kind] -= tensor.nbytes
+        """Forget ``key``, in memory and on disk."""
+        self._unload(key)
+        self._spill.remove(key)
+        self._refs.pop(key, None)
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._refs.clear()
+        self._loaded.clear()
+        self._held.clear()
+        self._spill.close()
+        self.bytes = 0
+
+    def _load(self, key: str, features: dict[str, Tensor]) -> None:
+        self._loaded[key] = features
+        self.bytes += self._refs[key].bytes
+        if self.bytes <= self.budget_bytes:
+            return
+        others = [k for k in self._loaded if k != key]
+        for idle in (k for k in others if k not in self._held):
+            self.drop(idle)
+            if self.bytes <= self.budget_bytes:
+                return
+        for held in (k for k in others if k in self._held):
+            if not self._to_disk(held) or self.bytes <= self.budget_bytes:
+                return
+
+    def _unload(self, key: str) -> None:
+        if self._loaded.pop(key, None) is not None:
+            self.bytes -= self._refs[key].bytes
+
+    def _to_disk(self, key: str) -> bool:
+        """Whether there was room for it; where not, the run goes on with what memory it has."""
+        if key not in self._spill:  # what came back from disk is there still
+            try:
+                self._spill.write(key, self._loaded[key])
+            except OSError as error:
+                if not self._warned:
+                    print(
+                        f"warning: features past features.budget ({self.budget_bytes:,} bytes) cannot be written to "
+                        f"{self._spill.parent} and stay in memory ({error}); free space there, set features.folder to "
+                        "a local folder with room, or raise features.budget",
+                        file=sys.stderr,
+                    )
+                self._warned = True
+                return False
+            self.written_bytes += self._refs[key].bytes
+        self._unload(key)
+        return True

@@ -205,9 +205,8 @@ def _account(
         return
     made.measured = measured
     different = _different(prompts, description)
-    kept = min(
-        different or store.budget_bytes, max(counts.prompts + 1, store.budget_bytes // max(1, measured.features))
-    )
+    in_use = min(counts.prompts, max(counts.batch, counts.slice_rows)) + 1  # the others may lie on disk
+    kept = min(different or store.budget_bytes, max(in_use, store.budget_bytes // max(1, measured.features)))
     features = measured.features * kept
     made.roles = list(_roles(made, description, sizes, objective, features))
     made.phases = list(_phases(made, description, sizes, objective, features, inputs, pathwise))

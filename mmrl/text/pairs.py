@@ -81,9 +81,9 @@ class Pairs:
     def lengths(self, trajectory: Trajectory) -> list[int]:
         """Tokens of each row: prompt and longer text, twice, as they lie in a forward."""
         features = self.pipeline.features
-        prompts = [len(features.get(key_of(s.prompt))["input_ids"]) for s in trajectory.slots]
-        texts = [features.get(key_of_pair(s.prompt)) for s in trajectory.slots]
-        return [2 * (n + max(len(pair[name]) for name in TEXTS)) for n, pair in zip(prompts, texts, strict=True)]
+        prompts = [features.ref(key_of(s.prompt)).shapes["input_ids"][0] for s in trajectory.slots]
+        texts = [features.ref(key_of_pair(s.prompt)).shapes for s in trajectory.slots]
+        return [2 * (n + max(pair[name][0] for name in TEXTS)) for n, pair in zip(prompts, texts, strict=True)]
 
     def margins(self, trajectory: Trajectory) -> Tensor:
         """``[B]`` float32, 0 where the data gives none."""

@@ -79,7 +79,7 @@ class TextPipeline:
         self._synced: object = None
         self.critic: Critic | None = None
         self.settings = recipe.decoding
-        self.features = FeatureStore()
+        self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         self.context: int | None = getattr(self._text_config(), "max_position_embeddings", None)
@@ -145,6 +145,7 @@ class TextPipeline:
             self._synced = tag
 
     def close(self) -> None:
+        self.features.close()
         if self.engine is not None:
             self.engine.close()
 
@@ -262,7 +263,9 @@ class TextPipeline:
             return self.pairs.lengths(trajectory)
         assert trajectory.mask is not None
         responses = trajectory.mask.sum(1).long().tolist()
-        return [len(self.features.get(k)["input_ids"]) + n for k, n in zip(trajectory.features, responses, strict=True)]
+        return [
+            self.features.ref(k).shapes["input_ids"][0] + n for k, n in zip(trajectory.features, responses, strict=True)
+        ]
 
     def recorded(self, trajectory: Trajectory, entry: int) -> dict[str, Tensor]:
         if self.pairs is not None:

@@ -67,7 +67,7 @@ class FlowPipeline:
 
     def __init__(self, adapter: Adapter, policy: nn.Module, recipe: Recipe, device: torch.device) -> None:
         self.adapter, self.policy, self.recipe, self.device = adapter, policy, recipe, device
-        self.features = FeatureStore()
+        self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
         self.shape = adapter.latent_shape(recipe.denoising.height, recipe.denoising.width)
         self.guided = recipe.denoising.guidance_scale > 1
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
@@ -181,7 +181,7 @@ class FlowPipeline:
         raise TypeError("pairs are of texts; the recipe's checks refuse it")
 
     def close(self) -> None:
-        """Nothing to free."""
+        self.features.close()
 
     def _initial(self, ids: Sequence[SampleId], seed: int) -> Tensor:
         if self.recipe.denoising.same_initial_noise:
