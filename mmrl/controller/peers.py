@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -52,7 +52,8 @@ class Group:
     """Final class: controllers connected by ``torch.distributed``; the first listens at ``host``:``port``, with
     ``listening`` where it has the socket already.
 
-    NCCL carries what lies on a GPU, gloo the rest. On the loopback all stay on it. One such group to a process.
+    NCCL carries what lies on a GPU, gloo the rest, both over the interface that leads to ``host``: on the loopback all
+    stay on it. One such group to a process.
 
     ``devices``: of each controller. Then ``rank`` of ``size`` counts devices, and a controller is the first of its own:
     gradients are added over all, and the rest is between controllers alone. ``waiting()`` is entered while the others
@@ -70,10 +71,11 @@ class Group:
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.sent: Counter[str] = Counter()
-        self._size, self._waiting = size // devices, waiting
+        self._devices, self._size, self._waiting = size, size // devices, waiting
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        if host == "127.0.0.1":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        if name := interface_to(host):  # by themselves they would take the one that the host's name stands for
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         handle: dict[str, Any] = {} if listening is None else {"master_listen_fd": listening.detach()}
         wait = timedelta(minutes=3)
         store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=wait, **handle)
@@ -81,9 +83,11 @@ class Group:
         self._controllers = None if devices == 1 else dist.new_group(range(0, size, devices), timeout=_PATIENCE)
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
+        everywhere = kind == "gradients"
         with self._waiting():
-            dist.all_reduce(values, group=None if kind == "gradients" else self._controllers)
-        self.sent[kind] += values.nbytes
+            dist.all_reduce(values, group=None if everywhere else self._controllers)
+        n = self._devices if everywhere else self._size
+        self.sent[kind] += 2 * (n - 1) * values.nbytes // n  # of a ring, once around and once back
         return values
 
     def gather(self, values: T) -> list[T]:
@@ -95,3 +99,16 @@ class Group:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def interface_to(host: str) -> str | None:
+    """The name of this machine's network interface through which ``host`` is reached; None where it is not known."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # of a datagram socket: looks up the route and sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    found = psutil.net_if_addrs().items()
+    return next((name for name, its in found for one in its if one.address.partition("%")[0] == own), None)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import socket
-from contextlib import nullcontext
+import time
+from contextlib import nullcontext, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +19,9 @@ if TYPE_CHECKING:
     from mmrl.runtime.pulse import Pulse, Stuck
     from mmrl.runtime.worker import Reception
     from mmrl.session import Outcome
+
+_SEEN = 5.0
+"""Seconds for a file that one node has written to be seen on another."""
 
 
 PATIENCE = 10.0
@@ -30,7 +37,8 @@ class Actor:
     def __init__(self, rank: int, device: int, folder: str) -> None:
         from mmrl.session import Stop
 
-        os.chdir(folder)
+        with suppress(OSError):  # a node that lacks it is named by ``describe``
+            os.chdir(folder)
         self._rank, self._device = rank, device
         self._stop = Stop()
         self._socket: socket.socket | None = None
@@ -51,6 +59,13 @@ class Actor:
 
         self._reception = Reception()
         return self._reception.address, self._reception.key
+
+    def describe(self, mark: str) -> dict[str, str]:
+        """This node's ``name``, its ``versions``, and whether it ``sees`` the file ``mark`` of the run's directory."""
+        until = time.monotonic() + _SEEN
+        while not (seen := Path(mark).exists()) and time.monotonic() < until:
+            time.sleep(0.2)
+        return {"name": platform.node(), "versions": versions(), "sees": "yes" if seen else ""}
 
     def beat(self) -> Stuck | None:
         """A sign of life; what takes too long, where something does."""
@@ -124,6 +139,17 @@ class Actor:
         connections = self._reception.welcome(loaded.recipe.devices_per_controller - 1)
         workers = [There(n, connection) for n, connection in enumerate(connections, 1)]
         return Several(workers, loaded.recipe.placement)
+
+
+def versions() -> str:
+    """Of what must be the same on every node; of mmrl also the sources, which a checkout changes."""
+    import torch
+
+    import mmrl
+
+    sources = b"".join(path.read_bytes() for path in sorted(Path(mmrl.__file__).parent.rglob("*.py")))
+    code = hashlib.blake2b(sources, digest_size=4).hexdigest()
+    return f"Python {platform.python_version()}, mmrl {version('mmrl')} ({code}), torch {torch.__version__}"
 
 
 def _log_to(path: Path, keep: bool) -> None:

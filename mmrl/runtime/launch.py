@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,7 +21,7 @@ from mmrl import checkpoint
 from mmrl.config.loader import LoadedRecipe
 from mmrl.errors import UserError
 from mmrl.report.rundir import RunDir
-from mmrl.runtime.actor import PATIENCE, Actor
+from mmrl.runtime.actor import PATIENCE, Actor, versions
 from mmrl.runtime.pulse import Stuck
 from mmrl.session import Outcome, Stop
 
@@ -114,10 +115,15 @@ def cluster(loaded: LoadedRecipe) -> Iterator[Any]:
         _answers(recipe.ray)
         init(log_to_driver=False, logging_level="error", **where)
     except (OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())
+        if "ersion mismatch" in reason:
+            raise UserError(
+                f"ray: the cluster at {recipe.ray!r} and this environment differ ({reason}); install the same Ray and "
+                "Python on all nodes, or set ray=local"
+            ) from error
         raise UserError(
             f"ray: there is no usable Ray cluster at {recipe.ray!r} ({reason}); correct the address, start one "
-            "(ray start --head), or set ray=local"
+            "(ray start --head), give its token where it asks for one (RAY_AUTH_TOKEN), or set ray=local"
         ) from error
     try:
         kind, has = ("GPU" if on_gpu(recipe.device) else "CPU"), ray.cluster_resources()
@@ -149,7 +155,7 @@ def on_gpu(device: str) -> bool:
 def _one_host(ray: Any, devices: int, gpus: int) -> Any:
     """Where a controller's devices go: all on one host. Raises ``UserError`` where none has so many free."""
     if devices == 1:
-        return "DEFAULT"
+        return "SPREAD"
     from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]  # an extra
         PlacementGroupSchedulingStrategy,
     )
@@ -186,6 +192,7 @@ class Watch:
     def run(self, stop: Stop) -> Outcome:
         """Raises ``LostError``, and what a controller raised that the user cannot mend."""
         try:
+            self._check_nodes()
             where = self.ray.get(self.actors[0, 0].listen.remote(), timeout=_START)
             running = {}
             receptions = {}
@@ -201,6 +208,32 @@ class Watch:
             for actor in self.actors.values():
                 self.ray.kill(actor)
             self._show()
+
+    def _check_nodes(self) -> None:
+        """Raise ``UserError`` where a controller's node lacks the run's directory, or runs other versions."""
+        mark = self.directory.path.absolute() / f".seen-{uuid.uuid4().hex}"
+        mark.touch()
+        leading = [self.actors[rank, 0] for rank in range(self.size)]
+        try:
+            nodes = self.ray.get([actor.describe.remote(str(mark)) for actor in leading], timeout=_START)
+        except self.ray.exceptions.RayActorError as error:
+            why = " ".join(str(error).split()[-60:])
+            raise UserError(
+                f"controllers: one could not start on its node ({why}); install the same mmrl on all nodes"
+            ) from error
+        finally:
+            mark.unlink()
+        for rank, node in enumerate(nodes):
+            where = f"node {node['name']!r} of controller {rank}"
+            if node["versions"] != versions():
+                raise UserError(
+                    f"controllers: {where} has {node['versions']}, and this one {versions()}; install the same on all"
+                )
+            if not node["sees"]:
+                raise UserError(
+                    f"--out: {where} does not see {mark.parent}, where all controllers write and the leader saves; "
+                    "name a directory that all nodes share"
+                )
 
     def _watch(self, running: dict[Any, Place], stop: Stop) -> Outcome:
         outcomes: dict[int, Outcome] = {}

@@ -1,0 +1,123 @@
+"""One recipe on two hosts of one machine: two network namespaces, a raylet in each with an address of its own."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import network
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["train.steps=3", "train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4"]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": str(ROOT),
+    "RAY_AUTH_MODE": "token",  # what Ray asks for by itself where it listens beyond the loopback
+    "RAY_AUTH_TOKEN": "t" * 40,
+    "RAY_worker_niceness": "0",
+}
+STATISTICS = """
+import sys, ray
+from ray._private.internal_api import node_stats
+ray.init(address=sys.argv[1], logging_level="error")
+for node in ray.nodes():
+    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
+    print(node["NodeManagerAddress"], stats.cumulative_created_objects, stats.cumulative_created_bytes)
+"""
+
+
+def ray(host, *words, before=""):
+    """Start Ray on ``host``, after the shell command ``before``."""
+    script = Path(sys.executable).parent / "ray"
+    options = ["--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats"]
+    command = " ".join([before, str(script), "start", f"--node-ip-address={host.address}", *options, *words])
+    done = host.run(["sh", "-c", command], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two hosts with a cluster, its address, and a folder that the second host sees as another."""
+    folder = tmp_path_factory.mktemp("cluster")
+    (folder / "own").mkdir()
+    with network(2) as hosts:
+        address = f"{hosts[0].address}:6399"
+        try:
+            ray(hosts[0], "--head", "--port=6399", "--include-dashboard=false", f"--temp-dir={folder}/ray")
+            ray(hosts[1], f"--address={address}", before=f"mount -t tmpfs none {folder}/own &&")
+            yield hosts, address, folder
+        finally:
+            for host in hosts:
+                found = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True).stdout
+                for pid in found.split():
+                    os.kill(int(pid), signal.SIGKILL)
+
+
+def train(two, out, *overrides, **environment):
+    """The exit status and what ``mmrl train`` said, started on the first host."""
+    hosts, address, _ = two
+    words = ["-m", "mmrl.cli", "train", "sums", *SMALL, "controllers=2", f"ray={address}", "--out", str(out)]
+    done = hosts[0].run(
+        [sys.executable, *words, *overrides],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=out.parent,
+        env=ENVIRONMENT | environment,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_controller_on_each_host_and_no_samples_between_them(two, tmp_path):
+    hosts, address, _ = two
+    before = [host.counted() for host in hosts]
+    code, said = train(two, tmp_path / "run")
+    assert code == 0, said
+    moved = [[b - a for a, b in zip(*p, strict=True)] for p in zip(before, [h.counted() for h in hosts], strict=True)]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    sent = sum(value for row in rows for key, value in row.items() if key.startswith("sent/"))
+    assert sent > 9_000_000  # the gradients of three updates
+    for received_and_sent in moved:  # so there was a controller on each
+        assert all(sent < n < 1.01 * sent + 600_000 for n in received_and_sent), moved  # and Ray's own words
+    done = hosts[0].run(
+        [sys.executable, "-c", STATISTICS, address], capture_output=True, text=True, env=ENVIRONMENT, timeout=100
+    )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines] == [host.address for host in hosts], done.stderr
+    assert sum(int(line[2]) for line in lines) < 20_000, lines  # ever put into the object stores; one picture is 3,072
+
+
+def test_a_directory_that_a_node_does_not_see_is_named(two):
+    code, said = train(two, two[2] / "own" / "run")
+    assert code == 2
+    assert "does not see" in said, said
+    assert "a directory that all nodes share" in said
+
+
+def test_other_sources_on_a_node_are_named(two, tmp_path):
+    shutil.copytree(ROOT, tmp_path / "other", ignore=shutil.ignore_patterns(".git", "docs", "tests", "results"))
+    with (tmp_path / "other" / "mmrl" / "errors.py").open("a") as file:
+        file.write("# changed\n")
+    code, said = train(two, tmp_path / "run", PYTHONPATH=str(tmp_path / "other"))
+    assert code == 2
+    assert "install the same on all" in said, said
+
+
+def test_another_version_of_ray_is_named(two, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import ray\nray.__version__ = '9.9.9'\n")
+    code, said = train(two, tmp_path / "run", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert code == 2
+    assert "differ" in said, said
+    assert "9.9.9" in said
+
+
+def test_a_cluster_that_asks_for_a_token_says_so(two, tmp_path):
+    code, said = train(two, tmp_path / "run", RAY_AUTH_TOKEN="x" * 40)
+    assert code == 2
+    assert "RAY_AUTH_TOKEN" in said, said
