@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -265,7 +266,7 @@ class Session:
         """One training step and its row."""
         device = self.run.device
         clock, cpu, wall = Clock(device, self.pulse), self.run.devices.cpu_seconds(self.run), time.perf_counter()
-        sent, features = self.controller.peers.sent.copy(), self.run.pipeline.features
+        sent, features = self._sent(), self.run.pipeline.features
         written = features.written_bytes
         row, failures = train_step(self.run, self.done, clock)
         self.cpu_seconds += self.controller.count(self.run.devices.cpu_seconds(self.run) - cpu)
@@ -274,13 +275,17 @@ class Session:
         for f in failures:
             self.directory.failure(self.done, "reward", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
         mine = clock.row() | {"time/step": time.perf_counter() - wall} | memory(device)
-        mine |= {f"sent/{kind}": n for kind, n in (self.controller.peers.sent - sent).items()}
+        mine |= {f"sent/{kind}": n for kind, n in (self._sent() - sent).items()}
         mine |= {"features/bytes": features.bytes, "features/held": features.held}
         mine["features/spilled_bytes"] = features.written_bytes - written
         row |= largest(self.controller.gather(mine)) | {"perf/cpu_seconds": self.cpu_seconds}
         metrics.write(self.done, row)
         self.directory.placed(self.run.devices.lines() if self.controller.leads else ())
         progress.advance(1, status_line(self.done, self.recipe.train.steps, row, brief=True))
+
+    def _sent(self) -> Counter[str]:
+        """Bytes given away so far, by kind: to the other controllers, and by rewards."""
+        return self.controller.peers.sent + self.run.rewards.sent
 
     def _measure(self, log: MetricsLog) -> str:
         """Evaluate on the held-out prompts: a row, a grid, and a line for the terminal."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,6 +25,10 @@ from mmrl.trajectory import Sample
 
 _PAUSES_S = (0.1, 0.5)
 """Before a request whose connection broke is sent again."""
+
+
+def _nothing() -> None:
+    pass
 
 
 class Http:
@@ -72,13 +77,14 @@ class Http:
             self._max_bytes = self._check_health()
         groups = [list(range(len(samples)))] if self.per == "group" else []
         try:
-            body = wire.encode_request(samples, groups, context.step)
+            body, media = wire.encode_and_weigh(samples, groups, context.step)
             if len(body) > self._max_bytes:
                 raise UserError(
                     f"{len(samples)} samples are {len(body):,} bytes, and {self.url} takes {self._max_bytes:,}; "
                     "lower this reward's batch_size"
                 )
-            answer = self._ask("POST", "/score", content=body, headers={"Content-Type": "application/json"})
+            count = partial(context.sent.update, media=media, questions=len(body) - media)
+            answer = self._ask("POST", "/score", count, content=body, headers={"Content-Type": "application/json"})
             return wire.decode_reply(answer, len(samples), self.__mmrl_reward__.spans)
         except wire.WireError as error:
             raise UserError(f"{self.url}: {error}") from error
@@ -109,10 +115,11 @@ class Http:
             raise UserError(f"{self.url} serves {name!r}, which reads {sorted(reads)}; set options.inputs to that")
         return limit
 
-    def _ask(self, method: str, path: str, **content: Any) -> bytes:
+    def _ask(self, method: str, path: str, count: Callable[[], None] = _nothing, **content: Any) -> bytes:
+        """``count`` is called before each attempt."""
         address = self.url + path
         try:
-            reply = self._send(method, address, **content)
+            reply = self._send(method, address, count, **content)
         except httpx.TimeoutException as error:
             raise UserError(
                 f"{address} did not answer in time ({type(error).__name__}); raise options.timeout or lower batch_size"
@@ -131,15 +138,17 @@ class Http:
             raise UserError(f"{address} answered {reply.status_code}: {_refusal(reply)}")
         return reply.content
 
-    def _send(self, method: str, address: str, **content: Any) -> httpx.Response:
+    def _send(self, method: str, address: str, count: Callable[[], None], **content: Any) -> httpx.Response:
         """Ask again when the connection broke: scoring twice is harmless, and a run should outlive a lost packet."""
         for pause in _PAUSES_S:
             try:
+                count()
                 return self._client.request(method, address, **content)
             except httpx.TimeoutException:
                 raise
             except httpx.TransportError:
                 time.sleep(pause)
+        count()
         return self._client.request(method, address, **content)
 
 

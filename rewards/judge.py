@@ -115,7 +115,7 @@ class Judge:
 
     async def _score_by_endpoint(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[Any]]:
         hearing = self._open(samples, context)
-        outcomes = await self.remote.ask(list(hearing.open.values()), self.kind, self.settings)
+        outcomes = await self.remote.ask(list(hearing.open.values()), self.kind, self.settings, context.sent)
         return self._close(samples, hearing, outcomes, context)
 
     def sleep(self) -> None:

@@ -3,8 +3,10 @@
 Controllers in network namespaces of their own have one interface, and whatever they say to one another passes it.
 """
 
+import importlib.util
 import json
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,12 @@ from mmrl.controller import Controller
 from mmrl.controller.peers import Group, interface_to
 from mmrl.loop import train_step
 from mmrl.report.clock import Clock
+from mmrl.report.rundir import RunDir
+from mmrl.rewards import wire
+from mmrl.rewards.serve import RewardServer
 from mmrl.run import build
+from mmrl.session import Session, Stop
+from tests import judging
 from tests.hosts import network
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,8 +114,8 @@ def test_pictures_stay_and_their_size_changes_nothing_on_the_wire(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "group"), [("text", 3, 64), ("vision", 2, 4)])
 def test_tokens_and_processor_outputs_stay(name, size, group, tmp_path):
-    if name == "vision":
-        pytest.importorskip("torchvision")
+    if name == "vision" and importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
     with network(size) as hosts:
         check(crossed(name, hosts, tmp_path, f"train.group_size={group}"))
 
@@ -120,6 +127,50 @@ def test_the_interface_to_a_host_is_named():
         program = f"from mmrl.controller.peers import interface_to as to; print(to('{host.address}'), to('127.0.0.1'))"
         said = host.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert said.stdout.split() == ["eth0", "lo"]
+
+
+def trained(out, *overrides):
+    """The rows of two steps of a run of pictures, evaluation left out."""
+    steps = ["train.steps=2", "eval.every=null", "checkpoint.every=2"]
+    loaded = load_recipe(["shapes-lora"], [*PICTURES, *steps, *overrides])
+    with RunDir.create(out) as directory:
+        assert Session(loaded, directory).begin(False, Stop()).finished
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_an_endpoint_judge_gets_each_picture_once_and_the_count_is_what_it_got(tmp_path):
+    def answer(server, body):
+        if body is not None and len(server.server.requests) == 3:
+            server.say(503, "busy")  # asked again, and counted again
+        elif body is not None:
+            text = str(len(body["messages"][0]["content"][0]["image_url"]["url"]) % 10)
+            server.say(200, json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}))
+        return body is not None
+
+    with judging.Served(before=answer) as server:
+        options = f"{{model: {{url: '{server.url}', name: tiny}}, rubric: '{{{{ image }}}}How good?', cache: false, "
+        options += "answer: {type: number, min: 0, max: 10}}"
+        rows = trained(tmp_path / "run", f"rewards=[{{name: judge, options: {options}}}]")
+    urls = [b["messages"][0]["content"][0]["image_url"]["url"] for b in server.requests]
+    assert len(urls) == 2 * 16 + 1
+    assert sum(row["sent/media"] for row in rows) == sum(map(len, urls))
+    whole = sum(len(json.dumps(body)) for body in server.requests)
+    assert sum(row["sent/questions"] for row in rows) == whole - sum(map(len, urls))
+
+
+def test_a_remote_reward_gets_each_picture_once_and_the_count_is_what_it_got(tmp_path, monkeypatch):
+    bodies, decode = [], wire.decode_request
+    monkeypatch.setattr(wire, "decode_request", lambda body, **more: bodies.append(body) or decode(body, **more))
+    with RewardServer("jpeg:compressibility", port=0) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        rows = trained(tmp_path / "run", f"rewards=[{{name: 'http:score', options: {{url: '{server.url}'}}}}]")
+        server.shutdown()
+    samples = [sample for body in bodies for sample in json.loads(body)["samples"]]
+    assert sorted(sample["place"] for sample in samples) == [
+        [t, n, 0, k] for t in (0, 1) for n in range(4) for k in range(4)
+    ]
+    assert sum(row["sent/media"] for row in rows) == sum(len(sample["image"]) for sample in samples)
+    assert sum(row["sent/media"] + row["sent/questions"] for row in rows) == sum(map(len, bodies))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -92,21 +93,28 @@ class Endpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._check_health()
 
-    async def ask(self, asks: Sequence[Ask], kind: Kind, settings: Settings) -> list[Outcome]:
-        """An outcome for each question, in order. Never raises for what the endpoint did."""
+    async def ask(
+        self, asks: Sequence[Ask], kind: Kind, settings: Settings, sent: Counter[str] | None = None
+    ) -> list[Outcome]:
+        """An outcome for each question, in order. Never raises for what the endpoint did.
+
+        Bytes of ``media`` and of the rest of the ``questions`` that go out, repeated ones too, are added to ``sent``.
+        """
+        sent = Counter() if sent is None else sent
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # a client and a semaphore belong to the loop they were made in
             self._loop = loop
             self._client = httpx.AsyncClient(timeout=self.timeout, **self._options)
             self._turns = asyncio.Semaphore(self.concurrency)
-        return list(await asyncio.gather(*(self._one(ask, kind, settings) for ask in asks)))
+        return list(await asyncio.gather(*(self._one(ask, kind, settings, sent) for ask in asks)))
 
-    async def _one(self, ask: Ask, kind: Kind, settings: Settings) -> Outcome:
+    async def _one(self, ask: Ask, kind: Kind, settings: Settings, sent: Counter[str]) -> Outcome:
         began, raw, why = time.perf_counter(), [], ""
         reasks = 0 if isinstance(kind, Words) else settings.reasks
         for attempt in range(reasks + 1):
             try:
-                choice = await self._complete(self._body(ask, kind, settings, attempt), seeded(ask.seed, "wait"))
+                body = self._body(ask, kind, settings, attempt)
+                choice = await self._complete(body, seeded(ask.seed, "wait"), sent)
                 outcome = _weigh(choice, kind) if isinstance(kind, Words) else read(kind, _text(choice), ask.items)
             except EndpointError as error:
                 return Outcome(raw=raw, reason=f"{self.url}: {error}", seconds=time.perf_counter() - began)
@@ -131,13 +139,14 @@ class Endpoint:
             body |= {"temperature": 1.0, "max_tokens": 1, "logprobs": True, "top_logprobs": _TOP}
         return {key: value for key, value in (body | self.extra).items() if value is not None}
 
-    async def _complete(self, body: dict[str, Any], seed: int) -> dict[str, Any]:
+    async def _complete(self, body: dict[str, Any], seed: int, sent: Counter[str]) -> dict[str, Any]:
         """The first choice of a reply. Raises ``EndpointError`` once retrying is of no use."""
-        content = json.dumps(body).encode()
+        content, media = json.dumps(body).encode(), _media_bytes(body)
         failure = _PassingError("was not asked")
         for attempt in range(self.retries + 1):
             try:
                 async with self._turns:
+                    sent.update(media=media, questions=len(content) - media)
                     status, kind, reply = await asyncio.wait_for(self._post(content), self.timeout)
                 return _choice(status, kind, reply)
             except TimeoutError:
@@ -242,6 +251,11 @@ def _messages(ask: Ask) -> list[dict[str, Any]]:
 
 def _picture(image: Image) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": png_url(image)}}
+
+
+def _media_bytes(body: dict[str, Any]) -> int:
+    parts = [part for message in body["messages"] for part in message["content"] if isinstance(part, dict)]
+    return sum(len(part["image_url"]["url"]) for part in parts if part["type"] == "image_url")
 
 
 def _retry_after(value: str | None) -> float:

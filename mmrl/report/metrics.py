@@ -83,6 +83,8 @@ METRICS: dict[str, str] = {
     "sent/gradients": "Several controllers: bytes of gradients given to the others, of the controller that gave most.",
     "sent/numbers": "Several controllers: bytes, about, of counts, rewards and metrics given to the others.",
     "sent/statistics": "Several controllers: bytes of sums that whiten or scale advantages and rewards.",
+    "sent/media": "Bytes of encoded pictures and clips that judges and rewards in other processes got, each once.",
+    "sent/questions": "Bytes of the rest of what those were asked: texts, rubrics, settings.",
     "placement/rollout_devices": "Several devices: of each controller, those that began the step by sampling.",
     "placement/judge_devices": "Several devices: of each controller, those that judged; 0 where all sampled first.",
     "placement/rollout_busy": "Several devices: device-seconds of sampling and decoding, of all controllers.",

@@ -14,8 +14,9 @@ rewards of pieces of the response (``Spans``), and ``None`` for a sample without
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -92,13 +93,16 @@ class Context:
     """What a call may know beyond its samples.
 
     ``step`` is the training step (-1 outside training), ``device`` where to compute, ``folder`` the directory of the
-    run for caches and transcripts (None outside a run), ``label`` what the recipe calls this reward.
+    run for caches and transcripts (None outside a run), ``label`` what the recipe calls this reward. A reward that asks
+    another process counts in ``sent`` the bytes it gives away: ``media`` (encoded pictures and clips) and ``questions``
+    (all else); the step's metrics show them.
     """
 
     step: int = -1
     device: torch.device | str = "cpu"
     folder: Path | None = None
     label: str = ""
+    sent: Counter[str] = field(default_factory=Counter, compare=False)
 
 
 R = TypeVar("R", bound=Callable[..., Any])

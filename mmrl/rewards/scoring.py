@@ -8,6 +8,7 @@ Rewards work while samples are still being made: ``start`` a step, ``add`` each 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,11 @@ class RewardSet:
     def inputs(self) -> frozenset[Input]:
         """The fields of a sample that any of the rewards reads."""
         return frozenset(name for entry in self._entries for name in entry.loaded.declaration.inputs)
+
+    @property
+    def sent(self) -> Counter[str]:
+        """Bytes that the rewards gave to other processes so far, by kind (``Context.sent``)."""
+        return sum((entry.sent for entry in self._entries), Counter())
 
     @property
     def differentiable(self) -> bool:

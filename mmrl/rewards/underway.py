@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -65,6 +66,8 @@ class Entry:
     config: schema.Reward
     loaded: Loaded
     caller: Calls
+    sent: Counter[str] = field(default_factory=Counter)
+    """Bytes it gave to other processes so far, by kind."""
 
     @property
     def grouped(self) -> bool:
@@ -97,7 +100,7 @@ class Scoring:
     ) -> None:
         self.samples: dict[int, Sample] = {}
         self._entries, self._step, self._all_sum = entries, step, all_sum
-        self._contexts = {entry.label: Context(step, device, folder, entry.label) for entry in entries}
+        self._contexts = {entry.label: Context(step, device, folder, entry.label, entry.sent) for entry in entries}
         self._group_size = group_size
         self._open: dict[tuple[int, int, int], list[int]] = {}
         self._whole: set[frozenset[int]] = set()

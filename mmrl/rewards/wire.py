@@ -63,7 +63,12 @@ class Reply:
 
 
 def encode_request(samples: Sequence[Sample], groups: Sequence[Sequence[int]], step: int) -> bytes:
-    """The body of ``POST /score``.
+    """The body of ``POST /score``. Raises ``WireError`` as ``encode_and_weigh``."""
+    return encode_and_weigh(samples, groups, step)[0]
+
+
+def encode_and_weigh(samples: Sequence[Sample], groups: Sequence[Sequence[int]], step: int) -> tuple[bytes, int]:
+    """The body of ``POST /score``, and how many of its bytes are pictures and clips.
 
     Raises ``WireError`` where a prompt's meta is not JSON or its media cannot be read.
     """
@@ -88,7 +93,8 @@ def encode_request(samples: Sequence[Sample], groups: Sequence[Sequence[int]], s
         items.append(item)
     message = {"version": VERSION, "step": step, "groups": [list(g) for g in groups], "samples": items}
     try:
-        return _dump(message | ({"files": list(files.values())} if files else {}))
+        media = sum(map(len, files.values())) + sum(len(item.get("image", "")) for item in items)
+        return _dump(message | ({"files": list(files.values())} if files else {})), media
     except (TypeError, ValueError) as error:
         raise WireError(f"a prompt's meta cannot be written as JSON: {error}; keep JSON values in it") from None
 
