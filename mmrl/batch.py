@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.algorithms.objective import Objective
+from mmrl.balance import pack, padded
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.engines.policy import Policy
@@ -19,6 +20,7 @@ from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
 if TYPE_CHECKING:
+    from mmrl.controller.workload import Balance
     from mmrl.flight import Flight
     from mmrl.placement.devices import Devices
 
@@ -43,6 +45,8 @@ class Run:
     """The critic's weights and optimizer, where the objective has one."""
     flight: Flight | None = None
     """Responses that take more than a step, where the recipe cuts them."""
+    balance: Balance | None = None
+    """How much work each prompt is; None for pictures, which are all the same."""
 
 
 @dataclass
@@ -77,21 +81,35 @@ class Piece:
     index: list[int]
     """Where the rows lie in the batch."""
     old: dict[str, Tensor]
+    tokens: int
+    """Of all rows together, and as they are padded; of pictures their number."""
+    padded: int
 
 
 def slices(run: Run, batch: Batch, mine: list[int]) -> Iterator[Piece]:
     """The slices of one optimizer step over the rows ``mine``: micro-batches of them, entry by entry."""
     device = batch.micro_batches[0].clean.device
     train = run.recipe.train
-    sizes = [run.pipeline.lengths(t) for t in batch.micro_batches]
-    for index in packed(mine, [sizes[m][i] for m, i in batch.places], train.micro_batch_size, train.micro_batch_tokens):
+    found = [parts(run.pipeline, t) for t in batch.micro_batches]
+    sizes = [found[m][i] for m, i in batch.places]
+    for index in packed(mine, sizes, train.micro_batch_size, train.micro_batch_tokens):
         rows = gather(batch.micro_batches, [batch.places[n] for n in index])
         columns = {"advantages": batch.advantages, "weights": batch.weights, **batch.prepared}
         width = rows.clean.shape[1]
         cut = {k: v[index] if v.ndim == 1 else v[index, :width] for k, v in columns.items()}
         old = {name: value.to(device) for name, value in cut.items()}
         for entry in range(entries(run)):
-            yield Piece(rows, entry, index, old | recorded(run.pipeline.recorded(rows, entry), old))
+            known = old | recorded(run.pipeline.recorded(rows, entry), old)
+            yield Piece(rows, entry, index, known, sum(sum(sizes[n]) for n in index), padded([sizes[n] for n in index]))
+
+
+def parts(pipeline: Pipeline, trajectory: Trajectory) -> list[tuple[int, ...]]:
+    """Tokens of each row, by the parts that a micro-batch pads apart: the prompt, and the response drawn to it."""
+    lengths = pipeline.lengths(trajectory)
+    if trajectory.mask is None:
+        return [(n,) for n in lengths]
+    responses = trajectory.mask.sum(1).long().tolist()
+    return [(n - response, response) for n, response in zip(lengths, responses, strict=True)]
 
 
 def rows_of_update(batch: Batch, update: int, updates: int) -> list[int]:
@@ -109,19 +127,14 @@ def recorded(own: dict[str, Tensor], prepared: dict[str, Tensor]) -> dict[str, T
     return {name: value for name, value in own.items() if name not in prepared}
 
 
-def packed(rows: list[int], lengths: list[int], most: int, tokens: int | None) -> Iterator[list[int]]:
-    """``rows`` in micro-batches of ``most``; of neighbouring length, and within ``tokens`` with padding where given.
+def packed(rows: list[int], sizes: Sequence[Sequence[int]], most: int, tokens: int | None) -> Iterator[list[int]]:
+    """``rows`` in micro-batches of at most ``most``; of neighbouring length, and within ``tokens`` with padding where
+    given (``mmrl.balance.pack``). ``sizes``: tokens of the parts of every row of the batch.
 
-    Equal lengths keep their order, so that a micro-batch of pictures is updated as it was sampled.
+    Rows of one size keep their order, so that a micro-batch of pictures is updated as it was sampled.
     """
-    batch: list[int] = []
-    for n in sorted(rows, key=lambda n: lengths[n]):
-        if batch and (len(batch) == most or (tokens is not None and lengths[n] * (len(batch) + 1) > tokens)):
-            yield batch
-            batch = []
-        batch.append(n)
-    if batch:
-        yield batch
+    for index in pack([sizes[n] for n in rows], most, tokens):
+        yield [rows[i] for i in index]
 
 
 def gather(micro_batches: list[Trajectory], places: list[tuple[int, int]]) -> Trajectory:

@@ -37,13 +37,16 @@ class Checkpoint:
 
 
 def of_run(run: Run, step: int, **state: Any) -> Checkpoint:
-    """All that going on after ``step`` finished steps needs: policy, critic, responses in flight, and ``state``."""
+    """All that going on after ``step`` finished steps needs: policy, critic, responses in flight, what
+    is known of prompts' workload, and ``state``."""
     tensors, state["policy"] = run.policy.state()
     if run.critic is not None:
         theirs, state["critic"] = run.critic.state()
         tensors |= {f"critic_{part}": values for part, values in theirs.items()}
     if run.flight is not None:
         tensors["flight"], state["flight"] = run.flight.state()
+    if run.balance is not None:
+        state["balance"] = run.balance.state()
     return Checkpoint(step, tensors, state)
 
 
@@ -55,6 +58,8 @@ def restore(run: Run, found: Checkpoint) -> None:
         run.critic.load_state(theirs, found.state["critic"])
     if run.flight is not None:
         run.flight.load_state(run, found.tensors["flight"], found.state["flight"])
+    if run.balance is not None and "balance" in found.state:
+        run.balance.load_state(found.state["balance"])
 
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:

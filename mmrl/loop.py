@@ -6,8 +6,10 @@ has several devices, micro-batches and slices are theirs (``mmrl.placement.devic
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from mmrl.algorithms.mismatch import mismatch
@@ -23,8 +25,10 @@ from mmrl.trajectory import Trajectory
 def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], list[Failure]]:
     """One step of training; returns its metrics and the samples left out."""
     train = run.recipe.train
+    cost = None if run.balance is None else run.balance.cost
     run.devices.begin_step()
-    slots = run.controller.slots(step, run.prompts, train.prompts_per_step)
+    slots = run.controller.slots(step, run.prompts, train.prompts_per_step, cost)
+    began = worked(run)
     tally = Tally(len(slots))
     sampled = run.objective.kind in ("policy_gradient", "forward_process")
     batch = rollout(run, slots, step, clock, tally) if sampled else unsampled(run, slots, clock)
@@ -45,7 +49,13 @@ def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], lis
     if run.flight is not None:
         run.flight.settle()
     tally.set(run.devices.end_step(run, step))
-    return tally.means(run.controller.gather), batch.failures
+    balance = {} if run.balance is None else run.balance.learn(run.controller, batch, slots, worked(run) - began)
+    return tally.means(run.controller.gather) | balance, batch.failures
+
+
+def worked(run: Run) -> float:
+    """Seconds by a clock that stands still while this controller waits for others."""
+    return time.perf_counter() - run.controller.peers.waited
 
 
 def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: bool) -> Sums:
@@ -65,6 +75,8 @@ def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: 
         loss = run.objective.loss(new, old, total)
         run.policy.backward(loss.value)
         tally.add(loss, total, first_update=first)
+        if run.balance is not None:
+            tally.gather({"balance/padding": torch.tensor(piece.padded - piece.tokens)}, {}, piece.padded)
     return tally.sums()
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class Media:
     size: int | None = None
     data: bytes | None = None
     frames: tuple[int, ...] | None = None
+    pixels: int | None = field(default=None, compare=False)
+    """Of all that is shown of it, where an index knows: how much work it is, before anyone decodes it."""
 
 
 @dataclass(frozen=True)

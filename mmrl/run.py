@@ -17,6 +17,7 @@ from mmrl.config.algorithms import PPO, with_length_limit
 from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
+from mmrl.controller.workload import Balance
 from mmrl.datasets.records import checked
 from mmrl.engines.policy import Policy
 from mmrl.errors import UserError
@@ -78,6 +79,7 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
         devices or Single(),
         critic,
         flight,
+        Balance(recipe) if pipeline.makes == "text" else None,
     )
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrl._torchvision import allow_cpu_only
+from mmrl.balance import LAUNCH, packing_cost
 from mmrl.batch import packed
 from mmrl.config.loader import load_recipe
 from mmrl.loop import train_step
@@ -210,7 +211,7 @@ def test_an_engine_takes_what_was_configured_or_its_default(folder, changes, siz
 
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=40), most=st.integers(1, 9), room=st.integers(90, 400))
 @settings(deadline=None)
-def test_no_step_has_more_slices_than_the_plan_counts(lengths, most, room):
+def test_no_step_is_more_work_than_the_slices_that_the_plan_counts(lengths, most, room):
     base = load_recipe(["sums"]).recipe
     train = base.train.model_copy(
         update={
@@ -221,8 +222,10 @@ def test_no_step_has_more_slices_than_the_plan_counts(lengths, most, room):
         }
     )
     counts = count(base.model_copy(update={"train": train}), 1, True, max(lengths))
-    pieces = list(packed(list(range(len(lengths))), lengths, most, room))
-    assert len(pieces) <= counts.slices
+    sizes = [(n,) for n in lengths]
+    pieces = list(packed(list(range(len(lengths))), sizes, most, room))
+    full = counts.slice_rows * max(lengths)
+    assert packing_cost(sizes, pieces, quadratic=0) <= counts.slices * (full + LAUNCH)
     assert max(len(p) * max(lengths[n] for n in p) for p in pieces) <= max(room, max(lengths))
 
 

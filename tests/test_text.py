@@ -157,11 +157,13 @@ def test_padding_changes_no_gradient(pipeline):
 
 
 def test_micro_batches_are_packed_by_length():
-    lengths = [5, 30, 6, 29, 7, 8]
-    made = list(packed([0, 1, 2, 3, 4, 5], lengths, 4, 60))
+    sizes = [(5,), (30,), (6,), (29,), (7,), (8,)]
+    made = list(packed([0, 1, 2, 3, 4, 5], sizes, 4, 60))
     assert made == [[0, 2, 4, 5], [3, 1]]
-    assert list(packed([0, 1, 2], lengths, 8, 12)) == [[0, 2], [1]], "a row longer than the budget goes alone"
-    assert list(packed([2, 0, 1], [1, 1, 1], 2, None)) == [[2, 0], [1]], "equal lengths keep their order"
+    assert list(packed([0, 1, 2], sizes, 8, 12)) == [[0, 2], [1]], "a row longer than the budget goes alone"
+    assert list(packed([2, 0, 1], [(1,)] * 3, 2, None)) == [[2, 0], [1]], "equal lengths keep their order"
+    crossed = [(20, 1), (1, 20)]  # equally long, and 40 tokens each when padded together
+    assert list(packed([0, 1], crossed, 8, 60)) == [[0], [1]], "prompts and responses are padded apart"
 
 
 def test_spans_of_characters_reach_their_tokens(pipeline):

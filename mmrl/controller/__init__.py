@@ -5,10 +5,11 @@ Every controller runs the same program on its own slots. What it shares goes thr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from mmrl.balance import divide
 from mmrl.controller.randomness import permutation, seed_of
 from mmrl.trajectory import Prompt, Slot
 
@@ -60,18 +61,29 @@ class Controller:
         """This controller's part of ``n`` things in a row, the leader's first."""
         return range(self.rank * n // self.size, (self.rank + 1) * n // self.size)
 
-    def slots(self, step: int, prompts: Sequence[Prompt], per_step: int) -> list[Slot]:
-        """This controller's share of the ``per_step`` slots of ``step``.
+    def slots(
+        self, step: int, prompts: Sequence[Prompt], per_step: int, cost: Callable[[Prompt], float] | None = None
+    ) -> list[Slot]:
+        """This controller's share of the ``per_step`` slots of ``step``, by index.
 
         Position ``step * per_step + i`` in an endless sequence of epochs, each its own permutation of ``prompts``.
+        Who runs a slot changes nothing in it. Every ``size``-th is this controller's; where ``cost`` predicts how much
+        work a prompt is, as many that are as much work as the others'. Each controller then reads its own every
+        ``size``-th prompt and what it is given, and only numbers cross.
         """
-        slots = []
         orders: dict[int, list[int]] = {}
-        for index in range(self.rank, per_step, self.size):
+
+        def slot(index: int) -> Slot:
             epoch, place = divmod(step * per_step + index, len(prompts))
             order = orders.get(epoch) or orders.setdefault(epoch, permutation(self.seed, epoch, len(prompts)))
-            slots.append(Slot(step, index, 0, prompts[order[place]]))
-        return slots
+            return Slot(step, index, 0, prompts[order[place]])
+
+        found = {index: slot(index) for index in range(self.rank, per_step, self.size)}
+        if cost is None or self.size == 1:
+            return list(found.values())
+        everyone = self.gather([cost(s.prompt) for s in found.values()])
+        costs = [everyone[index % self.size][index // self.size] for index in range(per_step)]
+        return [found.get(index) or slot(index) for index in divide(costs, self.size)[self.rank]]
 
     def replacement(self, slot: Slot, attempt: int, prompts: Sequence[Prompt]) -> Slot:
         """The ``attempt``-th prompt tried in the place of ``slot``: the same whoever runs it."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +26,8 @@ class Peers(Protocol):
 
     sent: Counter[str]
     """Bytes given to the others so far, by kind."""
+    waited: float
+    """Seconds spent in these calls so far."""
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
         """``values``, added in place over all controllers."""
@@ -40,6 +43,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
+        self.waited = 0.0
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
         return values
@@ -71,6 +75,7 @@ class Group:
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.sent: Counter[str] = Counter()
+        self.waited = 0.0
         self._devices, self._size, self._waiting = size, size // devices, waiting
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         if name := interface_to(host):  # by themselves they would take the one that the host's name stands for
@@ -84,7 +89,7 @@ class Group:
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
         everywhere = kind == "gradients"
-        with self._waiting():
+        with self._wait(values.is_cuda):
             dist.all_reduce(values, group=None if everywhere else self._controllers)
         n = self._devices if everywhere else self._size
         self.sent[kind] += 2 * (n - 1) * values.nbytes // n  # of a ring, once around and once back
@@ -92,10 +97,22 @@ class Group:
 
     def gather(self, values: T) -> list[T]:
         found: list[Any] = [None] * self._size
-        with self._waiting():
+        with self._wait():
             dist.all_gather_object(found, values, group=self._controllers)
         self.sent["numbers"] += len(str(values))
         return found
+
+    @contextmanager
+    def _wait(self, on_gpu: bool = False) -> Iterator[None]:
+        """Count the seconds; a GPU first does what it has to do, which is no waiting."""
+        if on_gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        with self._waiting():
+            yield
+            if on_gpu:
+                torch.cuda.synchronize()
+        self.waited += time.perf_counter() - began
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -164,7 +164,9 @@ def _medium(path: Path, part: Part, record: dict[str, Any] | None = None) -> Med
     outside = [i for i in frames or () if part.frames is not None and not 0 <= i < part.frames]
     if outside:
         raise ValueError(f'"frames" of .{part.suffix} names frame {outside[0]} of {part.frames}')
-    return Media(kind, str(path), part.offset, part.size, frames=tuple(frames) if frames else None)
+    shown = 1 if kind == "image" else len(frames) if frames else part.frames
+    pixels = part.width * part.height * shown if part.width and part.height and shown else None
+    return Media(kind, str(path), part.offset, part.size, frames=tuple(frames) if frames else None, pixels=pixels)
 
 
 def _text(path: Path, part: Part) -> bytes:

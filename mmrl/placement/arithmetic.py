@@ -15,7 +15,8 @@ class Counts:
     samples inside its slices and an offline one not at all, and neither has micro-batches.
 
     Of text, ``row_tokens`` is the longest row, prompt and response (0 for pictures); forwards of sampling and slices
-    are the most there can be, for responses end earlier and short rows share a slice.
+    are those of the most work there can be, for responses end earlier and short rows share a slice. Rows of very
+    different length may take more slices, where that saves more padding than it costs (``mmrl.balance.pack``).
     """
 
     prompts: int

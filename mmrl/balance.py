@@ -1,0 +1,296 @@
+"""Who does how much: the predicted workload of rows, their assignment to bins, and their packing into micro-batches.
+
+Numbers in, numbers out; equal numbers give equal answers on every machine, so that controllers which hold the same
+numbers decide the same without a word. Only ``fit`` goes through a library whose last digits may differ from one
+machine to the next: its result is shared by those who must agree.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+TERMS = ("attention", "text", "image", "frames", "response", "steps", "row")
+"""What a row's time is a sum of: the square of its length, tokens of each sort, denoising steps, and being a row."""
+PRIOR = (1 / 6144, 1.0, 1.0, 1.0, 2.0, 1.0, 0.0)
+"""What each term costs beside the others before anything was measured. Attention is to the rest of a transformer as
+length to six times its width; a response is drawn and then trained on."""
+QUADRATIC, LAUNCH = PRIOR[0], 512.0
+"""What a padded row of width ``L`` costs beyond its ``L`` tokens is ``QUADRATIC * L**2``; a micro-batch costs as much
+as ``LAUNCH`` tokens beyond its rows. Fixed: micro-batches that followed measured times would make no run like another.
+"""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is known of a row, or expected: tokens of its prompt by sort and of its response; denoising steps."""
+
+    text: float = 0.0
+    image: float = 0.0
+    frames: float = 0.0
+    response: float = 0.0
+    steps: float = 0.0
+
+    @property
+    def prompt(self) -> float:
+        return self.text + self.image + self.frames
+
+    @property
+    def terms(self) -> list[float]:
+        """In the order of ``TERMS``."""
+        length = self.prompt + self.response
+        return [length * length, self.text, self.image, self.frames, self.response, self.steps, 1.0]
+
+
+# -- prediction --------------------------------------------------------------------------------------------------------
+
+
+class Lengths:
+    """How long a prompt's responses will be: a moving average of its own, where it was seen before.
+
+    Of other prompts, a line through what was seen, by the length of the prompt: long questions tend to have long
+    answers. Before anything was seen, ``most``. ``decay``: what an old length weighs in a prompt's average, and
+    ``forget`` a group in the line; ``kept``: prompts that are remembered, the last seen.
+    """
+
+    def __init__(self, most: float, decay: float = 0.5, forget: float = 0.998, kept: int = 100_000) -> None:
+        self.most, self.decay, self.forget, self.kept = most, decay, forget, kept
+        self._average: dict[str, float] = {}
+        self._sums = [0.0] * 5
+
+    def expect(self, prompt: str, length: float) -> float:
+        """Response tokens of ``prompt`` (its id), which has ``length`` tokens."""
+        if prompt in self._average:
+            return self._average[prompt]
+        n, x, y, xx, xy = self._sums
+        if not n:
+            return self.most
+        spread = n * xx - x * x
+        slope = (n * xy - x * y) / spread if spread > 1e-6 * n * xx else 0.0
+        return min(max(1.0, y / n + slope * (length - x / n)), self.most)
+
+    def learn(self, prompt: str, length: float, response: float) -> None:
+        """``response``: mean tokens of a group's responses. Everyone must learn in the same order."""
+        before = self._average.pop(prompt, response)
+        self._average[prompt] = self.decay * before + (1 - self.decay) * response
+        if len(self._average) > self.kept:
+            del self._average[next(iter(self._average))]
+        new = (1.0, length, response, length * length, length * response)
+        self._sums = [self.forget * old + value for old, value in zip(self._sums, new, strict=True)]
+
+    def state(self) -> dict[str, Any]:
+        """Anything JSON has; ``load_state`` takes it up to the last bit."""
+        return {"average": self._average, "sums": self._sums}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._average, self._sums = dict(state["average"]), list(state["sums"])
+
+
+class Workload:
+    """Predicted cost of rows: ``coefficients`` for ``TERMS``, in seconds once they are ``calibrated``.
+
+    ``window``: the measurements that count, the last ones.
+    """
+
+    def __init__(self, window: int = 64) -> None:
+        self.window = window
+        self.coefficients = list(PRIOR)
+        self.calibrated = False
+        self._measured: list[tuple[list[float], float]] = []
+
+    def cost(self, terms: Sequence[float]) -> float:
+        """Of rows whose terms sum to ``terms``."""
+        return sum(c * t for c, t in zip(self.coefficients, terms, strict=True))
+
+    def learn(self, measured: Iterable[tuple[Sequence[float], float]]) -> None:
+        """Remember measurements: summed terms of rows done together, and the seconds they took."""
+        self._measured += [(list(terms), seconds) for terms, seconds in measured]
+        self._measured = self._measured[-self.window :]
+
+    def fitted(self) -> list[float] | None:
+        """Coefficients in seconds by what was measured; None where nothing was."""
+        if not self._measured:
+            return None
+        return fit([terms for terms, _ in self._measured], [seconds for _, seconds in self._measured])
+
+    def adopt(self, coefficients: Sequence[float] | None) -> None:
+        """Predict with what ``fitted`` gave, here or where it is decided for all; None changes nothing."""
+        if coefficients is not None:
+            self.coefficients, self.calibrated = list(coefficients), True
+
+    def state(self) -> dict[str, Any]:
+        """Anything JSON has; ``load_state`` takes it up."""
+        return {"coefficients": self.coefficients, "calibrated": self.calibrated, "measured": self._measured}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.coefficients, self.calibrated = list(state["coefficients"]), state["calibrated"]
+        self._measured = [(terms, seconds) for terms, seconds in state["measured"]][-self.window :]
+
+
+def fit(
+    terms: Sequence[Sequence[float]], seconds: Sequence[float], prior: Sequence[float] = PRIOR, pull: float = 0.01
+) -> list[float]:
+    """Coefficients, none below 0, with ``terms`` ``[n, k]`` times them nearest to ``seconds`` ``[n]``.
+
+    Least squares of relative errors. Few measurements, or ones that do not tell terms apart, are filled up from
+    ``prior``, scaled to the seconds: ``pull`` is what it weighs beside one measurement. Where no row has a term, that
+    stays as the scaled prior has it.
+    """
+    from scipy.optimize import lsq_linear  # its nnls has been seen to abort the process
+
+    x, y, p = np.asarray(terms, float), np.asarray(seconds, float), np.asarray(prior, float)
+    p = p * (y.sum() / max((x @ p).sum(), 1e-30))
+    x = x / np.maximum(y, 1e-9)[:, None]
+    size = np.sqrt((x * x).mean(0))
+    seen = size > 1e-9 * size.max()
+    x, scaled = x[:, seen] / size[seen], (p * size)[seen]  # columns of one size: the problem is as even as can be
+    weight = np.sqrt(pull)
+    wanted = np.concatenate([np.ones(len(y)), weight * scaled])
+    solved = lsq_linear(np.vstack([x, weight * np.eye(x.shape[1])]), wanted, (0, np.inf), method="bvls").x
+    found = p.copy()
+    found[seen] = np.maximum(solved, 0) / size[seen]
+    return found.tolist()
+
+
+def residual(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """The sum of absolute errors over the sum of what was measured."""
+    errors = sum(abs(p - m) for p, m in zip(predicted, measured, strict=True))
+    return errors / max(sum(measured), 1e-30)
+
+
+def unevenness(loads: Sequence[float]) -> float:
+    """The largest load over the mean; 1 is even."""
+    mean = sum(loads) / len(loads)
+    return max(loads) / mean if mean > 0 else 1.0
+
+
+# -- assignment --------------------------------------------------------------------------------------------------------
+
+
+def divide(costs: Sequence[float], bins: int) -> list[list[int]]:
+    """Items in ``bins``, whose sizes differ by at most 1: the better of ``greedy`` and ``karmarkar_karp``.
+
+    Equal costs are dealt out in turn. Each bin has its items ascending; none is empty where there are enough items.
+    """
+    both = [way(costs, bins, equal_size=True) for way in (greedy, karmarkar_karp)]
+    return min(both, key=lambda found: max(loads(costs, found)))  # the first of equals
+
+
+def loads(costs: Sequence[float], bins: Sequence[Sequence[int]]) -> list[float]:
+    """The summed cost of each bin."""
+    return [sum(costs[i] for i in items) for items in bins]
+
+
+def greedy(costs: Sequence[float], bins: int, equal_size: bool = False) -> list[list[int]]:
+    """The dearest first, each to the bin that has least so far (LPT); ties go by index.
+
+    Without ``equal_size`` the largest load is at most 4/3 - 1/(3 bins) of the best there is (Graham 1969). With it,
+    sizes differ by at most 1.
+    """
+    room, extra = divmod(len(costs), bins)
+    found: list[list[int]] = [[] for _ in range(bins)]
+    sums = [0.0] * bins
+    for i in _dearest_first(costs):
+        larger = sum(len(items) > room for items in found)
+        open_ = [b for b in range(bins) if not equal_size or len(found[b]) < room + (larger < extra)]
+        b = min(open_, key=lambda b: (sums[b], b))
+        found[b].append(i)
+        sums[b] += costs[i]
+    return [sorted(items) for items in found]
+
+
+def karmarkar_karp(costs: Sequence[float], bins: int, equal_size: bool = False) -> list[list[int]]:
+    """The largest differencing method (Karmarkar and Karp 1982): partial divisions whose bins differ most are put
+    together first, the fullest bin of one with the emptiest of the other; ties go by index.
+
+    With ``equal_size`` sizes differ by at most 1.
+    """
+    order: list[int | None] = [*_dearest_first(costs)]
+    if equal_size:
+        order += [None] * (-len(order) % bins)  # items that are not there, each of them in another bin
+        parts = [order[n : n + bins] for n in range(0, len(order), bins)]
+    else:
+        parts = [[i, *[None] * (bins - 1)] for i in order]
+    heap = []
+    for serial, part in enumerate(parts):
+        division = [(0.0, []) if i is None else (float(costs[i]), [i]) for i in part]
+        heap.append((division[-1][0] - division[0][0], serial, division))
+    heapq.heapify(heap)
+    for serial in range(len(parts), 2 * len(parts) - 1):
+        (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        pairs = zip(one, reversed(other), strict=True)
+        division = sorted(((a + b, i + j) for (a, i), (b, j) in pairs), key=lambda bin_: -bin_[0])
+        heapq.heappush(heap, (division[-1][0] - division[0][0], serial, division))
+    found = [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(bins)]
+    return sorted(found, key=lambda items: items or [len(costs)])
+
+
+def _dearest_first(costs: Sequence[float]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+
+def pack(
+    sizes: Sequence[Sequence[int]],
+    most: int,
+    tokens: int | None = None,
+    quadratic: float = QUADRATIC,
+    launch: float = LAUNCH,
+) -> list[list[int]]:
+    """Rows in micro-batches of neighbouring length, at the least total cost there is with rows sorted by length.
+
+    ``sizes`` ``[n, parts]``: tokens of each part of a row; every part is padded to the longest in its micro-batch, and
+    a row's width ``L`` is their sum (prompts and responses are padded apart). ``k`` rows cost
+    ``k * (L + quadratic * L**2) + launch``. A micro-batch has at most ``most`` rows, and ``tokens`` with padding; a row
+    longer than that goes alone. Rows that are all of one size are cut in their order, ``most`` by ``most``.
+
+    A dynamic programme over the ends of micro-batches: its micro-batches are contiguous in the sorted order, so that
+    the best division of the first ``n`` rows is the best one of fewer and a last micro-batch.
+    """
+    rows = np.asarray(sizes, dtype=np.int64).reshape(len(sizes), -1)
+    order = np.argsort(rows.sum(1), kind="stable")
+    if len(rows) and (rows == rows[0]).all():
+        most = max(1, min(most, tokens // max(1, int(rows[0].sum())))) if tokens is not None else most
+        return [order[n : n + most].tolist() for n in range(0, len(rows), most)]
+    rows = rows[order]
+    best, begins = np.zeros(len(rows) + 1), [0] * (len(rows) + 1)
+    counts = np.arange(1, most + 1)
+    for end in range(1, len(rows) + 1):
+        first = max(0, end - most)
+        width = np.maximum.accumulate(rows[first:end][::-1]).sum(1).astype(float)  # of the last 1, 2, ... rows
+        n = counts[: len(width)]
+        cost = best[first:end][::-1] + n * (width + quadratic * width * width) + launch
+        if tokens is not None:
+            cost[1:][(n * width)[1:] > tokens] = np.inf
+        taken = len(cost) - int(np.argmin(cost[::-1]))  # the most rows of equals
+        best[end], begins[end] = cost[taken - 1], end - taken
+    found, end = [], len(rows)
+    while end:
+        found.append(order[begins[end] : end].tolist())
+        end = begins[end]
+    return found[::-1]
+
+
+def padded(sizes: Sequence[Sequence[int]]) -> int:
+    """Tokens of a micro-batch of rows with these parts, padding among them."""
+    return len(sizes) * sum(max(part) for part in zip(*sizes, strict=True))
+
+
+def packing_cost(
+    sizes: Sequence[Sequence[int]],
+    micro_batches: Iterable[Sequence[int]],
+    quadratic: float = QUADRATIC,
+    launch: float = LAUNCH,
+) -> float:
+    """What ``pack`` makes least, of any division of the rows into ``micro_batches``."""
+    total = 0.0
+    for index in micro_batches:
+        width = padded([sizes[i] for i in index]) / len(index)
+        total += len(index) * (width + quadratic * width * width) + launch
+    return total

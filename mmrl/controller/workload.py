@@ -1,0 +1,120 @@
+"""What the prompts of a run take: predicted before anything of them is loaded, learned from what they took.
+
+Every controller holds the same state, for all learn the same numbers in the same order (``mmrl.balance``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mmrl.balance import TERMS, Lengths, Size, Workload, residual, unevenness
+from mmrl.config.schema import Recipe
+from mmrl.media import Media
+from mmrl.text.pairs import TEXTS
+from mmrl.trajectory import Prompt, Slot, Trajectory
+
+if TYPE_CHECKING:
+    from mmrl.batch import Batch
+    from mmrl.controller import Controller
+
+CHARACTERS = 4.0
+"""Of a token. Estimates of tokens need not be right: their price per second is measured."""
+PIXELS = 28 * 28
+"""Of a token of a picture; of a clip two frames share one."""
+_PER_BYTE = {"image": 4.0, "video": 30.0}
+"""Pixels of an encoded byte, about, where the data set does not say how large a medium is."""
+_UNKNOWN = 512 * 512
+
+
+class Balance:
+    """Final class. Text: how much work each prompt's group is."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.lengths = Lengths(recipe.decoding.max_new_tokens)
+        self.workload = Workload()
+        self._rows = recipe.train.group_size
+        self._pairs = recipe.algorithm.trains_on == "pairs"
+
+    def cost(self, prompt: Prompt) -> float:
+        """Of the group of ``prompt``: seconds once calibrated, and before that in a unit of its own."""
+        return self._rows * self.workload.cost(self._expected(prompt).terms)
+
+    def learn(self, controller: Controller, batch: Batch, slots: Sequence[Slot], seconds: float) -> dict[str, float]:
+        """Take in a step of all controllers; returns its metrics, where there are several.
+
+        ``slots`` are what this one began with and ``seconds`` what it worked, without waiting for the others.
+        """
+        known = self.workload.calibrated
+        mine = {
+            "seconds": seconds,
+            "predicted": sum(self.cost(slot.prompt) for slot in slots),
+            "terms": self._terms(batch.micro_batches),
+            "groups": [] if self._pairs else self._groups(batch.micro_batches),
+            "coefficients": self.workload.fitted() if controller.leads and controller.size > 1 else None,
+        }
+        everyone = controller.gather(mine)
+        self.workload.adopt(everyone[0]["coefficients"])
+        self.workload.learn((one["terms"], one["seconds"]) for one in everyone)
+        for _, prompt, length, response in sorted(group for one in everyone for group in one["groups"]):
+            self.lengths.learn(prompt, length, response)
+        if controller.size == 1:
+            return {}
+        predicted, measured = ([one[name] for one in everyone] for name in ("predicted", "seconds"))
+        error = {"balance/residual": residual(predicted, measured)} if known else {}
+        return {"balance/load": unevenness(measured), "balance/load_predicted": unevenness(predicted), **error}
+
+    def state(self) -> dict[str, Any]:
+        """Anything JSON has."""
+        return {"lengths": self.lengths.state(), "workload": self.workload.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.lengths.load_state(state["lengths"])
+        self.workload.load_state(state["workload"])
+
+    def _expected(self, prompt: Prompt) -> Size:
+        size = self._size(prompt)
+        return size if self._pairs else self._size(prompt, self.lengths.expect(prompt.id, size.prompt))
+
+    def _size(self, prompt: Prompt, response: float = 0.0) -> Size:
+        text = (len(prompt.text) + len(prompt.system or "")) / CHARACTERS
+        image = sum(pixels(m) / PIXELS for m in prompt.media if m.kind == "image")
+        frames = sum(pixels(m) / PIXELS / 2 for m in prompt.media if m.kind == "video")
+        if self._pairs:  # a row is both texts, each behind the prompt
+            both = sum(len(str(prompt.meta.get(name, ""))) for name in TEXTS) / CHARACTERS
+            return Size(2 * text + both, 2 * image, 2 * frames)
+        return Size(text, image, frames, response)
+
+    def _terms(self, micro_batches: Sequence[Trajectory]) -> list[float]:
+        """Summed over all rows, with the responses that they got."""
+        total = [0.0] * len(TERMS)
+        for trajectory in micro_batches:
+            for slot, response in zip(trajectory.slots, _responses(trajectory), strict=True):
+                terms = self._size(slot.prompt, response).terms
+                total = [a + b for a, b in zip(total, terms, strict=True)]
+        return total
+
+    def _groups(self, micro_batches: Sequence[Trajectory]) -> list[tuple[list[int], str, float, float]]:
+        """Of each group its place, its prompt's id and length, and the mean length of its responses."""
+        found: dict[tuple[int, int, int], tuple[Prompt, list[int]]] = {}
+        for trajectory in micro_batches:
+            for slot, response in zip(trajectory.slots, _responses(trajectory), strict=True):
+                place = (slot.step, slot.index, slot.attempt)
+                found.setdefault(place, (slot.prompt, []))[1].append(response)
+        return [
+            ([*place], prompt.id, self._size(prompt).prompt, sum(lengths) / len(lengths))
+            for place, (prompt, lengths) in found.items()
+        ]
+
+
+def pixels(medium: Media) -> float:
+    """Of a picture, or of all frames shown of a clip: what the data set's index says, else a guess. Decodes nothing."""
+    if medium.pixels is not None:
+        return medium.pixels
+    size = len(medium.data) if medium.data is not None else medium.size
+    return _UNKNOWN if size is None else size * _PER_BYTE[medium.kind]
+
+
+def _responses(trajectory: Trajectory) -> list[int]:
+    """Tokens of each row's response; 0 where nothing was sampled."""
+    return [0] * len(trajectory) if trajectory.mask is None else trajectory.mask.sum(1).long().tolist()
