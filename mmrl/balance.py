@@ -84,7 +84,7 @@ class Lengths:
 
     def state(self) -> dict[str, Any]:
         """Anything JSON has; ``load_state`` takes it up to the last bit."""
-        return {"average": self._average, "sums": self._sums}
+        return {"average": dict(self._average), "sums": list(self._sums)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._average, self._sums = dict(state["average"]), list(state["sums"])
@@ -124,7 +124,11 @@ class Workload:
 
     def state(self) -> dict[str, Any]:
         """Anything JSON has; ``load_state`` takes it up."""
-        return {"coefficients": self.coefficients, "calibrated": self.calibrated, "measured": self._measured}
+        return {
+            "coefficients": list(self.coefficients),
+            "calibrated": self.calibrated,
+            "measured": [[*one] for one in self._measured],
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.coefficients, self.calibrated = list(state["coefficients"]), state["calibrated"]

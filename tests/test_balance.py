@@ -1,14 +1,27 @@
 """Predicted workload, assignment and packing: against brute force, and in real steps."""
 
+import copy
 import itertools
 import json
 import random
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import given as drawn
+from hypothesis import settings
 from hypothesis import strategies as st
 
+from mmrl import checkpoint
+from mmrl._torchvision import allow_cpu_only
 from mmrl.balance import (
     PRIOR,
     TERMS,
@@ -27,6 +40,16 @@ from mmrl.balance import (
     unevenness,
 )
 from mmrl.batch import packed
+from mmrl.config.loader import load_recipe
+from mmrl.controller import Controller
+from mmrl.controller.peers import Group
+from mmrl.datasets.records import Records
+from mmrl.loop import train_step
+from mmrl.media import Media
+from mmrl.report.clock import Clock
+from mmrl.run import build
+from mmrl.trajectory import Prompt
+from tests import tiny
 
 COSTS = st.lists(st.floats(0, 100, allow_nan=False), min_size=1, max_size=8)
 BINS = st.integers(1, 4)
@@ -46,7 +69,7 @@ def best_division(costs, bins, equal_size=False):
     return least
 
 
-@given(costs=st.lists(st.floats(0, 100), min_size=1, max_size=7), bins=BINS)
+@drawn(costs=st.lists(st.floats(0, 100), min_size=1, max_size=7), bins=BINS)
 @settings(deadline=None, max_examples=60)
 def test_divisions_are_near_the_best(costs, bins):
     bound = 4 / 3 - 1 / (3 * bins)
@@ -57,7 +80,7 @@ def test_divisions_are_near_the_best(costs, bins):
     assert even - 1e-9 <= max(loads(costs, divide(costs, bins))) <= 4 / 3 * even + 1e-9
 
 
-@given(costs=st.lists(st.floats(0, 100), max_size=40), bins=st.integers(1, 9))
+@drawn(costs=st.lists(st.floats(0, 100), max_size=40), bins=st.integers(1, 9))
 def test_every_item_is_in_one_bin_and_sizes_are_even(costs, bins):
     for way in (divide, *(lambda c, b, w=w: w(c, b, equal_size=True) for w in (greedy, karmarkar_karp))):
         found = way(costs, bins)
@@ -91,7 +114,7 @@ def contiguous(n):
         yield list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-@given(
+@drawn(
     sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=9),
     most=st.integers(1, 5),
     tokens=st.none() | st.integers(60, 400),
@@ -128,7 +151,7 @@ def in_a_row(lengths, most, tokens):
         yield batch
 
 
-@given(
+@drawn(
     lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=60),
     most=st.integers(1, 20),
     tokens=st.none() | st.integers(3000, 9000),
@@ -140,7 +163,7 @@ def test_packing_is_never_worse_than_filling_up(lengths, most, tokens):
     assert packing_cost(sizes, pack(sizes, most, tokens)) <= filled * (1 + 1e-12)
 
 
-@given(n=st.integers(1, 40), length=st.integers(1, 90), most=st.integers(1, 9), tokens=st.none() | st.integers(50, 400))
+@drawn(n=st.integers(1, 40), length=st.integers(1, 90), most=st.integers(1, 9), tokens=st.none() | st.integers(50, 400))
 def test_rows_of_one_size_are_cut_in_their_order(n, length, most, tokens):
     assert pack([(length,)] * n, most, tokens) == list(in_a_row([length] * n, most, tokens))
     rows = random.Random(n).sample(range(n), n)
@@ -194,7 +217,7 @@ def test_one_measurement_scales_the_prior_and_what_was_never_seen_keeps_it():
     assert found[TERMS.index("steps")] > 0
 
 
-@given(st.lists(st.lists(st.floats(0, 1e4), min_size=7, max_size=7), min_size=1, max_size=20), st.randoms())
+@drawn(st.lists(st.lists(st.floats(0, 1e4), min_size=7, max_size=7), min_size=1, max_size=20), st.randoms())
 @settings(deadline=None)
 def test_no_coefficient_is_below_zero_or_no_number(terms, rng):
     found = fit(terms, [rng.uniform(1e-3, 10) for _ in terms])
@@ -238,3 +261,206 @@ def test_what_was_learned_survives_json_to_the_last_bit_and_is_bounded():
 def test_unevenness_is_the_largest_over_the_mean():
     assert unevenness([1, 1, 4]) == 2
     assert unevenness([0.0, 0.0]) == 1
+
+
+# -- in real steps -----------------------------------------------------------------------------------------------------
+
+REWARD = """
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    return [sum(c in "aeiou" for c in s.text) / max(1, len(s.text)) for s in samples]
+"""
+RECIPE = """
+name: mixed
+pipeline: llm/chat
+model: {path: model}
+data: {name: jsonl, train: {path: data.jsonl, heldout: 8}, heldout: {path: data.jsonl, heldout: 8}}
+sampling: {max_new_tokens: 10}
+rewards: [{name: reward.py}]
+algorithm: {type: grpo, kl_coef: 0.0}
+train: {steps: 4, prompts_per_step: 8, group_size: 2, micro_batch_size: 2}
+optim: {lr: 1.0e-3}
+eval: {every: 2, samples: 8, temperature: 0.0}
+checkpoint: {every: 1}
+"""
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A recipe whose prompts are long and short."""
+    folder = tmp_path_factory.mktemp("mixed")
+    allow_cpu_only()
+    tiny.language_model(folder / "model", sharp=0.3, max_position_embeddings=512)
+    (folder / "reward.py").write_text(REWARD)
+    rng = random.Random(0)
+    lengths = [rng.choice([4, 6, 8, 400]) for _ in range(40)]
+    rows = [{"id": str(i), "prompt": f"{i} " + "a" * n} for i, n in enumerate(lengths)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def make(folder, controller=None):
+    loaded = load_recipe([folder / "recipe.yaml"], [])
+    return build(loaded.recipe, loaded.root, controller)
+
+
+def steps(run, n=STEPS):
+    """What ``n`` steps began with, their metrics, and what was learned of workloads after each."""
+    out = []
+    for step in range(n):
+        given = []
+        ask = run.controller.slots
+
+        def slots(*args, ask=ask, given=given):
+            given += ask(*args)
+            return given
+
+        object.__setattr__(run.controller, "slots", slots)
+        row, _ = train_step(run, step, Clock(torch.device("cpu")))
+        object.__delattr__(run.controller, "slots")
+        known = run.balance.state()
+        out.append({"slots": {s.index: s.prompt.id for s in given}, "row": row, "known": json.loads(json.dumps(known))})
+    return out
+
+
+def serve(folder, rank, size, port, out):
+    """A controller in this process: the script's work."""
+    torch.set_num_threads(1)
+    peers = Group(rank, size, "127.0.0.1", port)
+    found = steps(make(Path(folder), Controller(0, rank, size, peers)))
+    Path(out).write_text(json.dumps(found))
+    peers.close()
+
+
+def together(folder, size, into):
+    """What ``size`` controllers did, each in a process of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    outs = [into / f"{rank}.json" for rank in range(size)]
+    words = [[str(folder), str(rank), str(size), str(port), str(out)] for rank, out in enumerate(outs)]
+    root = Path(__file__).resolve().parents[1]
+    started = [subprocess.Popen([sys.executable, "-m", "tests.test_balance", *w], cwd=root) for w in words]
+    try:
+        assert [one.wait(timeout=300) for one in started] == [0] * size
+    finally:
+        for one in started:
+            one.kill()
+    return [json.loads(out.read_text()) for out in outs]
+
+
+@pytest.mark.slow
+def test_two_controllers_share_long_and_short_prompts_evenly(folder, tmp_path):
+    run = make(folder)
+    texts = {prompt.id: prompt.text for prompt in run.prompts}
+    alone, (one, other) = steps(run), together(folder, 2, tmp_path)
+    dealt = []
+    for whole, first, second in zip(alone, one, other, strict=True):
+        parts = [{int(k): v for k, v in part["slots"].items()} for part in (first, second)]
+        assert parts[0] | parts[1] == whole["slots"]
+        assert [len(part) for part in parts] == [4, 4]
+        assert list(parts[0]) == sorted(parts[0])
+        assert first["known"] == second["known"]
+        assert first["row"]["balance/load_predicted"] == second["row"]["balance/load_predicted"]
+        assert first["row"]["balance/load"] >= 1
+        assert 0 <= first["row"]["balance/padding"] < 1
+        long = [sum(len(texts[i]) > 100 for i in part.values()) for part in parts]
+        assert abs(long[0] - long[1]) <= 1
+        in_turn = [sum(len(texts[whole["slots"][i]]) > 100 for i in range(rank, 8, 2)) for rank in (0, 1)]
+        dealt.append(abs(in_turn[0] - in_turn[1]))
+    assert max(dealt) > 1, "dealt out in turn they would have been as even"
+    assert "balance/residual" not in one[0]["row"]  # nothing was measured before
+    assert one[2]["row"]["balance/residual"] > 0
+    assert len(one[2]["known"]["workload"]["measured"]) == 2 * STEPS
+    # Of the first step all samples are equal to the bit, and so is what is learned of them, whoever drew them.
+    assert one[0]["known"]["lengths"] == alone[0]["known"]["lengths"]
+    assert not any(key.startswith(("balance/load", "balance/residual")) for key in alone[0]["row"])
+
+
+class Threads:
+    """Controllers in the threads of one process; the numbers they gather are shown to be JSON."""
+
+    def __init__(self, size):
+        self.sent, self.waited = Counter(), 0.0
+        self.barrier, self.values = threading.Barrier(size, timeout=60), [None] * size
+
+    def of(self, rank):
+        peers = copy.copy(self)
+        peers.gather = lambda values: self.gather(rank, values)
+        return peers
+
+    def gather(self, rank, values):
+        self.values[rank] = json.loads(json.dumps(values))
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()
+        return found
+
+
+def given(size, prompts, per_step, cost):
+    """The slots of step 3 that each of ``size`` controllers is given."""
+    peers = Threads(size)
+    controllers = [Controller(7, rank, size, peers.of(rank)) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda c: c.slots(3, prompts, per_step, cost), controllers))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_prompts_are_given_out_unread_and_media_unopened(size):
+    read = Counter()
+
+    def get(i):
+        read[i] += 1
+        return Prompt(str(i), "x" * (i % 50), media=(Media("image", path="/nowhere.png"),))
+
+    prompts = Records(1000, get)
+    whole = Controller(7).slots(3, prompts, 8)
+    step = set(read)
+    read.clear()
+    parts = given(size, prompts, 8, lambda prompt: len(prompt.text))
+    assert sorted((s for part in parts for s in part), key=lambda s: s.index) == whole
+    assert all(parts)
+    assert set(read) <= step
+    assert max(read.values()) <= 2, "each is read where it is weighed and where it goes"
+    if size > 1:
+        work = [sum(len(s.prompt.text) for s in part) for part in parts]
+        assert max(work) == max(
+            loads([len(s.prompt.text) for s in whole], divide([len(s.prompt.text) for s in whole], size))
+        )
+
+
+def test_pictures_and_clips_count_by_their_pixels_without_being_decoded(folder):
+    balance = make(folder).balance
+    plain = Prompt("p", "Say a.")
+    seen = [
+        Media("image", path="/nowhere.png", pixels=28 * 28 * 100),
+        Media("image", data=b"\xff" * 1000),
+        Media("image", path="/nowhere.png"),
+        Media("video", path="/nowhere.mp4", pixels=28 * 28 * 100),
+    ]
+    costs = [balance.cost(replace(plain, media=(medium,))) for medium in seen]
+    assert all(cost > balance.cost(plain) for cost in costs)
+    assert costs[0] > costs[3] > costs[1]
+    assert Media("image", path="x", pixels=3) == Media("image", path="x")
+
+
+def test_a_resumed_run_gives_prompts_to_the_controllers_that_would_have_had_them(folder, tmp_path):
+    run = make(folder)
+    steps(run)
+    run.balance.workload.adopt(run.balance.workload.fitted())  # as several controllers do
+    checkpoint.save(tmp_path, checkpoint.of_run(run, STEPS, cpu_seconds=0.0), keep=1)
+    again = make(folder)
+    unlearned = given(3, again.prompts, 8, again.balance.cost)
+    checkpoint.restore(again, checkpoint.load(tmp_path, STEPS))
+    assert again.balance.state() == json.loads(json.dumps(run.balance.state()))
+    assert [again.balance.cost(p) for p in again.prompts] == [run.balance.cost(p) for p in run.prompts]
+    assert given(3, again.prompts, 8, again.balance.cost) == given(3, run.prompts, 8, run.balance.cost)
+    assert sorted(s.index for part in unlearned for s in part) == list(range(8))
+
+
+if __name__ == "__main__":
+    folder, rank, size, port, out = sys.argv[1:]
+    serve(folder, int(rank), int(size), int(port), out)
