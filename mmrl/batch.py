@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mmrl.controller.workload import Balance
     from mmrl.flight import Flight
     from mmrl.placement.devices import Devices
+    from mmrl.resampling import Attempts
 
 T = TypeVar("T")
 
@@ -47,6 +48,8 @@ class Run:
     """Responses that take more than a step, where the recipe cuts them."""
     balance: Balance | None = None
     """How much work each prompt is; None for pictures, which are all the same."""
+    attempts: Attempts | None = None
+    """Dynamic sampling, where the recipe asks for it."""
 
 
 @dataclass

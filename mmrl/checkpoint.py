@@ -47,6 +47,8 @@ def of_run(run: Run, step: int, **state: Any) -> Checkpoint:
         tensors["flight"], state["flight"] = run.flight.state()
     if run.balance is not None:
         state["balance"] = run.balance.state()
+    if run.attempts is not None:
+        state["attempts"] = {"valid": run.attempts.valid}
     return Checkpoint(step, tensors, state)
 
 
@@ -60,6 +62,8 @@ def restore(run: Run, found: Checkpoint) -> None:
         run.flight.load_state(run, found.tensors["flight"], found.state["flight"])
     if run.balance is not None and "balance" in found.state:
         run.balance.load_state(found.state["balance"])
+    if run.attempts is not None:
+        run.attempts.valid = found.state["attempts"]["valid"]
 
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:

@@ -49,8 +49,12 @@ def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], lis
     if run.flight is not None:
         run.flight.settle()
     tally.set(run.devices.end_step(run, step))
-    balance = {} if run.balance is None else run.balance.learn(run.controller, batch, slots, worked(run) - began)
-    return tally.means(run.controller.gather) | balance, batch.failures
+    row = tally.means(run.controller.gather)
+    if run.balance is not None:
+        row |= run.balance.learn(run.controller, batch, slots, worked(run) - began)
+    if run.attempts is not None:
+        row |= run.attempts.learn(row)
+    return row, batch.failures
 
 
 def worked(run: Run) -> float:

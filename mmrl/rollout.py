@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmrl.algorithms.advantages import flat_groups
 from mmrl.algorithms.objective import Scored
 from mmrl.batch import Batch, Run, chunks, rows_of_update, samples_of, slices
-from mmrl.config.algorithms import TokenAlgorithm
 from mmrl.config.checks import label_of
 from mmrl.errors import BadPromptError
 from mmrl.placement.work import Drawing
 from mmrl.report.clock import Clock
+from mmrl.resampling import resample
 from mmrl.rewards.scoring import Failure, Scores
 from mmrl.tally import Tally
 from mmrl.trajectory import SampleId, Slot, Trajectory
@@ -30,12 +29,11 @@ def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) 
         rounds = [sample_and_score(run, slots, step, clock)]
     else:
         rounds = [run.flight.land(run, len(slots), step, clock, tally)]  # some begun in earlier steps
-    groups = [(0, n) for n in range(len(slots))]
-    algorithm = run.recipe.algorithm
-    if isinstance(algorithm, TokenAlgorithm) and algorithm.dynamic_sampling:
-        groups = resample(run, rounds, step, clock, algorithm.max_attempts)
-        tally.set({"sampling/rounds": len(rounds), "sampling/groups": sum(len(r.slots) for r in rounds)})
-    tally.set(reward_metrics(rounds[0].scores, run.controller.gather))
+    groups = groups_of(rounds[0])
+    if run.attempts is not None:
+        groups = resample(run, run.attempts, rounds, lambda more: sample_and_score(run, more, step, clock), tally)
+    first = replace(rounds[0].scores, total=rewards_of(run, rounds, groups_of(rounds[0])))
+    tally.set(reward_metrics(first, run.controller.gather))
     batch, scored = assemble(run, rounds, groups)
     if batch.micro_batches[0].mask is not None:
         with clock("prepare"):
@@ -67,7 +65,7 @@ def sample_and_score(run: Run, slots: list[Slot], step: int, clock: Clock) -> Ro
     size = run.recipe.train.group_size
     rows = samples_of(slots, size)
     actions = run.pipeline.noisy_steps(step) if "log_probs" in run.objective.needs else []
-    scoring = run.rewards.start(step, size)
+    scoring = run.rewards.start(step, size, scale=run.attempts is None)
     how = Drawing(actions, run.objective.samples_with, run.recipe.seed, run.rewards.inputs)
     most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
     asked = [([s for s, _ in chunk], [i for _, i in chunk]) for chunk in chunks(rows, most)]
@@ -95,38 +93,21 @@ def encode(run: Run, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Fai
                 slot = slots[n]
                 name = SampleId(slot.step, slot.index, slot.attempt, 0)
                 bad.append(Failure(name, slot.prompt.text, "prompt", error.reason))
-                slots = [*slots[:n], run.controller.replacement(slot, slot.attempt + 1, run.prompts), *slots[n + 1 :]]
-
-
-def resample(run: Run, rounds: list[Round], step: int, clock: Clock, most: int) -> list[tuple[int, int]]:
-    """Dynamic sampling (DAPO): try other prompts in the slots whose rewards are all equal, ``most`` rounds in all.
-
-    Appends to ``rounds``; returns for each slot the (round, group) that stands in it, the last tried where none had
-    different rewards. A slot's j-th replacement is the same whoever runs it.
-    """
-    chosen = [(0, n) for n in range(len(rounds[0].slots))]
-    while len(rounds) < most:
-        flat = [flat_groups(r.scores.total, group_of_row(len(r.slots), run)) for r in rounds]
-        places = [i for i, (r, n) in enumerate(chosen) if flat[r][n]]
-        if not places:
-            break
-        latest = [rounds[r].slots[n] for r, n in chosen]
-        again = [run.controller.replacement(latest[i], latest[i].attempt + 1, run.prompts) for i in places]
-        for n, i in enumerate(places):
-            chosen[i] = (len(rounds), n)
-        rounds.append(sample_and_score(run, again, step, clock))
-    return chosen
+                last = max(s.attempt for s in slots if (s.step, s.index) == (slot.step, slot.index))
+                slots = [*slots[:n], run.controller.replacement(slot, last + 1, run.prompts), *slots[n + 1 :]]
 
 
 def assemble(run: Run, rounds: list[Round], groups: list[tuple[int, int]]) -> tuple[Batch, Scored]:
     """The chosen groups of all rounds as one batch, with their rewards."""
     size = run.recipe.train.group_size
-    micro_batches = [trajectory for r in rounds for trajectory in r.micro_batches]
-    everywhere = iter([(m, i) for m, trajectory in enumerate(micro_batches) for i in range(len(trajectory))])
+    sampled = [trajectory for r in rounds for trajectory in r.micro_batches]
+    everywhere = iter([(m, i) for m, trajectory in enumerate(sampled) for i in range(len(trajectory))])
     places = [[next(everywhere) for _ in range(size * len(r.slots))] for r in rounds]
     rows = [(r, n * size + k) for r, n in groups for k in range(size)]
+    kept = sorted({places[r][i][0] for r, i in rows})  # of groups that were replaced nothing is
+    micro_batches = [sampled[m] for m in kept]
     lengths = [run.pipeline.actions(trajectory, run.objective.kind) for trajectory in micro_batches]
-    chosen = [places[r][i] for r, i in rows]
+    chosen = [(kept.index(m), k) for m, k in (places[r][i] for r, i in rows)]
     batch = Batch(
         micro_batches,
         chosen,
@@ -136,9 +117,27 @@ def assemble(run: Run, rounds: list[Round], groups: list[tuple[int, int]]) -> tu
         keys=[key for r in rounds for key in r.keys],
         failures=[failure for r in rounds for failure in r.scores.failures],
     )
-    rewards = torch.stack([rounds[r].scores.total[i] for r, i in rows])
+    rewards = rewards_of(run, rounds, groups)
     token_rewards, all_sum = spread_spans(run, batch, rounds, rows), run.controller.total
     return batch, Scored(rewards, group_of_row(len(groups), run), token_rewards=token_rewards, all_sum=all_sum)
+
+
+def groups_of(whole: Round) -> list[tuple[int, int]]:
+    """The (round, group) of every slot of a first round."""
+    return [(0, n) for n in range(len(whole.slots))]
+
+
+def rewards_of(run: Run, rounds: list[Round], groups: list[tuple[int, int]]) -> Tensor:
+    """The weighted sum ``[B]`` of the rewards of these groups, which are the batch that some are normalised by."""
+    size = run.recipe.train.group_size
+    rows = [[n * size + k for k in range(size)] for _, n in groups]
+    if run.attempts is None:
+        return torch.cat([rounds[r].scores.total[mine] for (r, _), mine in zip(groups, rows, strict=True)])
+    parts = {
+        label: torch.cat([rounds[r].scores.parts[label][mine] for (r, _), mine in zip(groups, rows, strict=True)])
+        for label in run.rewards.labels
+    }
+    return run.rewards.total(parts, [range(n, n + size) for n in range(0, len(groups) * size, size)])
 
 
 def spread_spans(run: Run, batch: Batch, rounds: list[Round], rows: list[tuple[int, int]]) -> Tensor | None:

@@ -13,7 +13,7 @@ import torch
 import mmrl
 from mmrl import checkpoint
 from mmrl.batch import Run
-from mmrl.config.algorithms import PPO, with_length_limit
+from mmrl.config.algorithms import PPO, TokenAlgorithm, with_length_limit
 from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
@@ -25,6 +25,7 @@ from mmrl.evaluation import Heldout
 from mmrl.flight import Flight
 from mmrl.placement.devices import Devices, Single
 from mmrl.report.rundir import RunDir
+from mmrl.resampling import Attempts
 from mmrl.rewards.scoring import RewardSet
 from mmrl.trajectory import Prompt
 
@@ -67,6 +68,9 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
         settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
         critic = Policy(pipeline.open_critic(), settings, total, sum_over)
     flight = Flight(recipe.rollout.partial) if recipe.rollout.partial else None
+    algorithm, attempts = recipe.algorithm, None
+    if isinstance(algorithm, TokenAlgorithm) and algorithm.dynamic_sampling:
+        attempts = Attempts(algorithm.max_attempts)
     return Run(
         recipe,
         controller,
@@ -80,6 +84,7 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
         critic,
         flight,
         Balance(recipe) if pipeline.makes == "text" else None,
+        attempts,
     )
 
 

@@ -31,6 +31,7 @@ class Tally:
         self._weight = weight
         self._means: defaultdict[str, list[Tensor]] = defaultdict(list)
         self._pairs: defaultdict[str, list[tuple[Tensor, float]]] = defaultdict(list)
+        self._counts: defaultdict[str, float] = defaultdict(float)
         self._updates = 0
         self._maxima: dict[str, float] = {}
         self._first: float | None = None
@@ -62,6 +63,11 @@ class Tally:
         """Values per sample that were met inside the update; their mean is shown."""
         self._values[name].extend((value, 1.0) for value in values.double().tolist())
 
+    def count(self, values: Mapping[str, float]) -> None:
+        """Numbers of things in the step, added over all controllers."""
+        for name, value in values.items():
+            self._counts[name] += value
+
     def end_update(self) -> None:
         self._updates += 1
 
@@ -85,7 +91,7 @@ class Tally:
         whole = _added(found)
         out = {name: value / updates for name, value in whole["means"].items()}
         out |= {name: total / count if count else 0.0 for name, (total, count) in whole["pairs"].items()}
-        return out | whole["maxima"]
+        return out | whole["counts"] | whole["maxima"]
 
     def merge(self, found: Sequence[Sums]) -> None:
         """Count what other tallies have counted, each of a part of the slices."""
@@ -105,6 +111,7 @@ class Tally:
             "means": {name: sum(v.item() for v in of) for name, of in self._means.items()},
             "pairs": {**pairs, **values},
             "maxima": self._maxima | first,
+            "counts": self._counts,
         }
         return _added([own, *self._merged])
 
@@ -114,6 +121,7 @@ def _added(found: Sequence[Sums]) -> Sums:
     return {
         "updates": max(one["updates"] for one in found),
         "means": {name: sum(values) for name, values in _together(found, "means").items()},
+        "counts": {name: sum(values) for name, values in _together(found, "counts").items()},
         "pairs": {n: (sum(t for t, _ in of), sum(c for _, c in of)) for n, of in _together(found, "pairs").items()},
         "maxima": {
             name: functools.reduce(_larger, others, largest)

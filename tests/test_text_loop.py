@@ -191,7 +191,11 @@ def rows_of(path):
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "features/"))} for row in rows]
 
 
-@pytest.mark.parametrize("overrides", [[], ["algorithm={type: ppo}", "model.lora={rank: 2}"]], ids=["full", "ppo lora"])
+RESAMPLED = ["algorithm={type: dapo, max_attempts: 6}", "rewards[0].name=reward.py:rare"]
+RESUMED = {"full": [], "ppo lora": ["algorithm={type: ppo}", "model.lora={rank: 2}"], "resampled": RESAMPLED}
+
+
+@pytest.mark.parametrize("overrides", RESUMED.values(), ids=RESUMED)
 def test_a_resumed_run_takes_the_steps_that_would_have_come(folder, tmp_path, overrides):
     loaded = load_recipe([folder / "recipe.yaml"], overrides)
     train(loaded, tmp_path / "whole")

@@ -242,12 +242,6 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
         )
     if ":" in recipe.device:
         yield f"device: {recipe.device} is one, and {n} controllers take one each; set device to auto, cpu or cuda"
-    normalised = [i for i, reward in enumerate(recipe.rewards) if reward.normalize == "batch"]
-    if normalised and getattr(recipe.algorithm, "dynamic_sampling", False):
-        yield (
-            f"rewards[{normalised[0]}].normalize: dynamic sampling scores in as many rounds as each controller needs, "
-            "so there is no batch of all controllers to normalise by; set it to group or none, or controllers to 1"
-        )
 
 
 def _labels(recipe: Recipe) -> Iterator[str]:

@@ -33,6 +33,7 @@ from mmrl.rewards.underway import (
     batches,
     check_inputs,
     normalise,
+    total_of,
 )
 from mmrl.trajectory import Sample
 
@@ -137,13 +138,27 @@ class RewardSet:
         holders = (getattr(call, "__self__", None) for call in there)
         return (holder for holder in holders if hasattr(holder, "sleep") and hasattr(holder, "wake"))
 
-    def start(self, step: int = -1, group_size: int | None = None) -> Scoring:
+    @property
+    def by_batch(self) -> list[str]:
+        """The labels of the rewards that count and are normalised by the batch."""
+        return [e.label for e in self._entries if e.config.normalize == "batch" and e.config.weight != 0]
+
+    def start(self, step: int = -1, group_size: int | None = None, *, scale: bool = True) -> Scoring:
         """Begin to score the samples of ``step``, which come in micro-batches.
 
         ``group_size``: samples of one slot and attempt that make a group whole, so that rewards per group need not wait
-        for ``finish``; None makes them.
+        for ``finish``; None makes them. ``scale``: whether the samples are the whole batch that rewards are normalised
+        by; where they are not, ``total`` does that later.
         """
-        return Scoring(self._entries, step, self.device, self.folder, group_size, self._all_sum)
+        all_sum = self._all_sum if scale else None
+        return Scoring(self._entries, step, self.device, self.folder, group_size, all_sum)
+
+    def total(self, parts: Mapping[str, torch.Tensor], groups: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The weighted sum ``[B]`` of the normalised rewards, of their raw values by label; NaN where one is missing.
+
+        ``groups`` hold each index once. All controllers must call it equally often.
+        """
+        return total_of(self._entries, parts, groups, self._all_sum)
 
     def score(self, samples: Sequence[Sample], groups: Sequence[Sequence[int]], *, step: int = -1) -> Scores:
         """Score ``samples``, all rewards at once; ``groups`` hold each of their indices once.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -96,7 +96,7 @@ class Scoring:
         device: torch.device | str,
         folder: Path | None,
         group_size: int | None,
-        all_sum: AllSum,
+        all_sum: AllSum | None,
     ) -> None:
         self.samples: dict[int, Sample] = {}
         self._entries, self._step, self._all_sum = entries, step, all_sum
@@ -142,17 +142,12 @@ class Scoring:
         for group in groups:
             if len(group) and frozenset(group) not in self._whole:
                 self._submit_group(group)
-        total = torch.zeros(n, dtype=torch.float64)
-        began = time.perf_counter()
-        scores = Scores(total, {}, waited=self._wait(began))
+        scores = Scores(torch.zeros(n, dtype=torch.float64), {}, waited=self._wait(time.perf_counter()))
         for entry in self._entries:
-            raw, pieces = self._gather(entry, scores)
-            normal = normalise(raw, groups, entry.config.normalize, self._all_sum)
-            if entry.config.weight != 0:  # a reward of weight 0 is watched only, so it drops no sample
-                total += entry.config.weight * normal
+            pieces = self._gather(entry, scores)
             if entry.loaded.declaration.spans:
                 scores.spans[entry.label] = pieces
-        return scores
+        return replace(scores, total=total_of(self._entries, scores.parts, groups, self._all_sum))
 
     def cancel(self) -> None:
         """Forget the batches that have not begun."""
@@ -181,8 +176,8 @@ class Scoring:
             raise
         return time.perf_counter() - began
 
-    def _gather(self, entry: Entry, scores: Scores) -> tuple[torch.Tensor, list[list[Span] | None]]:
-        """Enter one reward's answers into ``scores``; returns its raw values ``[B]`` and spans."""
+    def _gather(self, entry: Entry, scores: Scores) -> list[list[Span] | None]:
+        """Enter one reward's answers into ``scores``; returns its spans."""
         raw = torch.full((len(self.samples),), NAN, dtype=torch.float64)
         pieces: list[list[Span] | None] = [None] * len(raw)
         busy: list[tuple[float, float]] = []
@@ -200,7 +195,7 @@ class Scoring:
                     raw[row] = NAN
                     scores.failures.append(self._failure(entry, row, reason))
         scores.seconds[entry.label] = _covered(busy)
-        return raw, pieces
+        return pieces
 
     def _reasons(self, call: _Call) -> list[str | None]:
         """Why each sample of a batch has no score; also where its spans are missing or lie outside its text."""
@@ -228,6 +223,25 @@ class Scoring:
     def _failure(self, entry: Entry, row: int, reason: str) -> Failure:
         sample = self.samples[row]
         return Failure(sample.id, sample.prompt.text, entry.label, reason)
+
+
+def total_of(
+    entries: Sequence[Entry],
+    parts: Mapping[str, torch.Tensor],
+    groups: Sequence[Sequence[int]],
+    all_sum: AllSum | None,
+) -> torch.Tensor:
+    """The weighted sum ``[B]`` of the normalised rewards, whose raw values ``parts`` holds by label.
+
+    ``groups`` and ``all_sum`` are ``normalise``'s; with None what is normalised by the batch stays as it is.
+    """
+    total = torch.zeros(sum(len(group) for group in groups), dtype=torch.float64)
+    for entry in entries:
+        how = "none" if all_sum is None and entry.config.normalize == "batch" else entry.config.normalize
+        normal = normalise(parts[entry.label], groups, how, all_sum or alone)
+        if entry.config.weight != 0:  # a reward of weight 0 is watched only, so it drops no sample
+            total += entry.config.weight * normal
+    return total
 
 
 def normalise(raw: torch.Tensor, groups: Sequence[Sequence[int]], how: str, all_sum: AllSum = alone) -> torch.Tensor:
