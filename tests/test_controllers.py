@@ -176,7 +176,13 @@ def test_metrics_of_controllers_are_those_of_the_whole():
     [
         (["controllers=6"], "6 controllers share 5 .train.prompts_per_step."),
         (["controllers=2", "eval.samples=1"], "2 controllers share 1 .eval.samples."),
-        (["controllers=2", "rollout={engine: vllm}"], "set controllers to 1, or remove rollout"),
+        (["controllers=2", "rollout={engine: vllm}"], "set it to vllm_server, which each starts for itself"),
+        (["controllers=2", "rollout={engine: sglang, options: {url: 'http://127.0.0.1:1'}}"], "remove url"),
+        (
+            ["controllers=2", "rollout={engine: sglang, options: {environment: {CUDA_VISIBLE_DEVICES: '1'}}}"],
+            "each uses its controller's",
+        ),
+        (["controllers=2", "rollout={engine: vllm_server, partial: {cut_after: 8, extra: 2}}"], "or remove partial"),
         (["controllers=2", "device=cuda:1"], "set device to auto, cpu or cuda"),
     ],
 )

@@ -1,5 +1,6 @@
 """Controllers as Ray actors: a recipe runs on two, is stopped, killed, frozen, and goes on with another number."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -167,3 +168,96 @@ def test_what_the_user_must_mend_stops_all(tmp_path):
     assert code == 2
     assert "no luck" in said, said
     assert "steps up to 1 are saved; mend it, then: mmrl train" in said
+
+
+@pytest.mark.slow
+def test_each_controller_has_an_engine_of_its_own(tmp_path):
+    pytest.importorskip("vllm")
+    found = []
+    for controllers in (1, 2):
+        out = tmp_path / f"{controllers}"
+        more = ["rollout={engine: vllm_server}", "train.steps=3", "eval.every=null", "train.prompts_per_step=3"]
+        code, said = ended(start(out, *more, f"controllers={controllers}"), timeout=900)
+        assert code == 0, said
+        found.append(rows(out))
+    for row, other in zip(*found, strict=True):
+        assert max(row["mismatch/log_prob_gap_max"], other["mismatch/log_prob_gap_max"]) < 1e-4  # weights arrive
+        assert other["text/length"] == row["text/length"]
+        assert other["optim/grad_norm"] == pytest.approx(row["optim/grad_norm"], rel=1e-3)
+
+
+LEDGER = """
+import json
+import os
+import time
+from pathlib import Path
+
+import mmrl
+from mmrl import loop
+
+rollout = loop.rollout
+
+def kept(run, slots, step, clock, tally):
+    batch = rollout(run, slots, step, clock, tally)
+    slots = [batch.micro_batches[m].slots[i] for m, i in batch.places[:: run.recipe.train.group_size]]
+    trained = [(s.step, s.index, s.attempt, s.prompt.id) for s in slots]
+    with Path(__file__).with_name(f"ledger-{os.getpid()}.jsonl").open("a") as file:
+        file.write(json.dumps([step, trained]) + "\\n")
+    return batch
+
+loop.rollout = kept
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    time.sleep(0.1)
+    return [float(sum(map(ord, s.prompt.id)) % 3 == 0 and s.id.sample == 0) for s in samples]
+"""
+
+
+def ledger(folder):
+    """By step, the (step, slot, attempt, prompt) that stood in each of its slots, whichever process trained on them."""
+    found = {}
+    for file in folder.glob("ledger-*.jsonl"):
+        for line in file.read_text().splitlines():
+            step, trained = json.loads(line)
+            found.setdefault(step, set()).update(map(tuple, trained))
+    return {step: sorted(trained) for step, trained in found.items()}
+
+
+def begun(folder, *overrides):
+    folder.mkdir(exist_ok=True)
+    (folder / "ledger.py").write_text(LEDGER)
+    reward = f'rewards=[{{name: "{folder / "ledger.py"}:score"}}]'
+    more = [reward, "algorithm={type: dapo}", "train.steps=7", "checkpoint.every=2", "eval.every=null"]
+    return start(folder / "run", *more, *overrides)
+
+
+@pytest.mark.slow
+def test_no_prompt_is_lost_or_trained_on_twice(tmp_path):
+    """Dynamic sampling, killed twice between checkpoints and gone on with by another number of controllers."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    code, said = ended(begun(whole))
+    assert code == 0, said
+    for controllers, steps in ((2, 3), (1, 5)):
+        process = begun(killed, f"controllers={controllers}", *(["--resume"] if steps > 3 else []))
+        wait_for(process, killed / "run", steps)
+        controlling, left = actors(process), children(process.pid)
+        process.kill()
+        process.wait()
+        assert not psutil.wait_procs(controlling, timeout=60)[1]
+        for other in left:  # of Ray's own
+            with contextlib.suppress(psutil.NoSuchProcess):
+                other.kill()
+    code, said = ended(begun(killed, "controllers=3", "--resume"))
+    assert code == 0, said
+    kept = ledger(killed)
+    assert kept == ledger(whole)
+    assert [(s, i) for step in kept.values() for s, i, *_ in sorted(step)] == [
+        (s, i) for s in sorted(kept) for i in range(4)
+    ]
+    assert any(attempt for step in kept.values() for _, _, attempt, _ in step)
+    assert learned(killed / "run") == learned(whole / "run")
+    sampled = [
+        [(row["sampling/groups"], row["sampling/valid_ema"]) for row in rows(f / "run")] for f in (whole, killed)
+    ]
+    assert sampled[0] == sampled[1]

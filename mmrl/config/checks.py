@@ -235,10 +235,25 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
     for key, most in (("train.prompts_per_step", recipe.train.prompts_per_step), ("eval.samples", recipe.eval.samples)):
         if n > most:
             yield f"controllers: {n} controllers share {most} ({key}), and each needs one; lower controllers"
-    if recipe.rollout.engine != "transformers":
+    if recipe.rollout.engine == "vllm":
         yield (
-            f"controllers: an engine beside each of several controllers ({recipe.rollout.engine}) is not built yet; "
-            "set controllers to 1, or remove rollout"
+            f"rollout.engine: vLLM in the process of one of {n} controllers would join their process group; set it to "
+            "vllm_server, which each starts for itself, or controllers to 1"
+        )
+    if "url" in recipe.rollout.options:
+        yield (
+            f"rollout.options: {n} controllers would replace one server's weights while another samples from it; "
+            "remove url, and each starts a server of its own, or set controllers to 1"
+        )
+    if "CUDA_VISIBLE_DEVICES" in (recipe.rollout.options.get("environment") or {}):
+        yield (
+            f"rollout.options: environment puts the engines of {n} controllers on the same devices; remove "
+            "CUDA_VISIBLE_DEVICES, and each uses its controller's, or set controllers to 1"
+        )
+    if recipe.rollout.partial is not None:
+        yield (
+            "rollout.partial: responses in flight beside several controllers are not built yet; set controllers to 1, "
+            "or remove partial"
         )
     if ":" in recipe.device:
         yield f"device: {recipe.device} is one, and {n} controllers take one each; set device to auto, cpu or cuda"
