@@ -34,7 +34,11 @@ LINES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         "fraction",
         (("cut at the limit", "text/truncated"), ("punished for length", "advantage/overlong_fraction")),
     ),
-    ("dynamic sampling", "a step", (("groups", "sampling/groups"), ("rounds", "sampling/rounds"))),
+    (
+        "dynamic sampling",
+        "a step",
+        (("groups", "sampling/groups"), ("unused", "sampling/ahead_unused"), ("rounds", "sampling/rounds")),
+    ),
     ("KL of sampler and trainer", "nats per token", (("k3", "mismatch/kl_k3"), ("k1", "mismatch/kl"))),
     (
         "importance weight",
