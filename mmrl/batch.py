@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
@@ -89,18 +89,24 @@ class Piece:
     padded: int
 
 
-def slices(run: Run, batch: Batch, mine: list[int]) -> Iterator[Piece]:
-    """The slices of one optimizer step over the rows ``mine``: micro-batches of them, entry by entry."""
+def slices(run: Run, batch: Batch, mine: list[int], in_step: Callable[[int], int] = int) -> Iterator[Piece]:
+    """The slices of one optimizer step over the rows ``mine``: micro-batches of them, entry by entry.
+
+    ``in_step`` says how many micro-batches all ranks go through, where theirs wait for one another: a rank that
+    has fewer repeats its last one without weight.
+    """
     device = batch.micro_batches[0].clean.device
     train = run.recipe.train
     found = [parts(run.pipeline, t) for t in batch.micro_batches]
     sizes = [found[m][i] for m, i in batch.places]
-    for index in packed(mine, sizes, train.micro_batch_size, train.micro_batch_tokens):
+    own = list(packed(mine, sizes, train.micro_batch_size, train.micro_batch_tokens))
+    for n, index in enumerate(own + own[-1:] * (in_step(len(own)) - len(own))):
         rows = gather(batch.micro_batches, [batch.places[n] for n in index])
         columns = {"advantages": batch.advantages, "weights": batch.weights, **batch.prepared}
         width = rows.clean.shape[1]
         cut = {k: v[index] if v.ndim == 1 else v[index, :width] for k, v in columns.items()}
         old = {name: value.to(device) for name, value in cut.items()}
+        old["weights"] = old["weights"] * (n < len(own))
         for entry in range(entries(run)):
             known = old | recorded(run.pipeline.recorded(rows, entry), old)
             yield Piece(rows, entry, index, known, sum(sum(sizes[n]) for n in index), padded([sizes[n] for n in index]))

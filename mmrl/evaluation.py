@@ -137,7 +137,7 @@ class Heldout:
                 yield chunk, [SampleId(-1, s.index, 0, 0) for s in chunk]
 
         made: dict[int, list[Sample]] = {}
-        with Progress(len(slots), "evaluate", "samples") as progress:
+        with run.policy.for_evaluation(), Progress(len(slots), "evaluate", "samples") as progress:
             for n, _, samples in run.devices.sample(run, asked(), how, Clock(run.device)):
                 made[n] = samples
                 run.pipeline.features.release(keys[n])

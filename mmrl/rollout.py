@@ -25,13 +25,14 @@ MOST_REPLACED = 4
 
 def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) -> Batch:
     """Sample a group for every slot, score it, and turn rewards into advantages."""
-    if run.flight is None:
-        rounds = [sample_and_score(run, slots, step, clock)]
-    else:
-        rounds = [run.flight.land(run, len(slots), step, clock, tally)]  # some begun in earlier steps
-    groups = groups_of(rounds[0])
-    if run.attempts is not None:
-        groups = resample(run, run.attempts, rounds, lambda more: sample_and_score(run, more, step, clock), tally)
+    with run.policy.alone(run.objective.samples_with):
+        if run.flight is None:
+            rounds = [sample_and_score(run, slots, step, clock)]
+        else:
+            rounds = [run.flight.land(run, len(slots), step, clock, tally)]  # some begun in earlier steps
+        groups = groups_of(rounds[0])
+        if run.attempts is not None:
+            groups = resample(run, run.attempts, rounds, lambda more: sample_and_score(run, more, step, clock), tally)
     first = replace(rounds[0].scores, total=rewards_of(run, rounds, groups_of(rounds[0])))
     tally.set(reward_metrics(first, run.controller.gather))
     batch, scored = assemble(run, rounds, groups)
@@ -178,7 +179,7 @@ def prepare(run: Run, batch: Batch, scored: Scored) -> Scored:
         row = batch.micro_batches[m].mask[i]  # type: ignore[index]
         mask[n, : len(row)] = row
     for update in range(updates if wanted else 0):
-        pieces = slices(run, batch, rows_of_update(batch, update, updates))
+        pieces = slices(run, batch, rows_of_update(batch, update, updates), run.policy.weights.in_step)
         for made in run.devices.spread(run, "prepare", pieces, wanted):
             for index, new in made:
                 for name in wanted:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 import mmrl
 from mmrl import checkpoint
@@ -20,6 +21,7 @@ from mmrl.controller import Controller
 from mmrl.controller.workload import Balance
 from mmrl.datasets.records import checked
 from mmrl.engines.policy import Policy
+from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
 from mmrl.evaluation import Heldout
 from mmrl.flight import Flight
@@ -57,8 +59,7 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
     )
     pipeline.features.owner = controller.rank
     total = recipe.train.steps * recipe.train.updates_per_step
-    sum_over = controller.gradients if controller.size * recipe.devices_per_controller > 1 else None
-    policy = Policy(pipeline.policy, recipe.optim, total, sum_over)
+    policy = Policy(pipeline.policy, recipe.optim, total, weights_of(pipeline.policy, recipe, controller))
     for copy in objective.copies:
         policy.keep(copy)
     if any("reference" in name for name in objective.needs | objective.prepares):
@@ -66,7 +67,8 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
     critic = None
     if isinstance(recipe.algorithm, PPO):
         settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
-        critic = Policy(pipeline.open_critic(), settings, total, sum_over)
+        module = pipeline.open_critic()
+        critic = Policy(module, settings, total, weights_of(module, recipe, controller))
     flight = Flight(recipe.rollout.partial) if recipe.rollout.partial else None
     algorithm, attempts = recipe.algorithm, None
     if isinstance(algorithm, TokenAlgorithm) and algorithm.dynamic_sampling:
@@ -86,6 +88,19 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
         Balance(recipe) if pipeline.makes == "text" else None,
         attempts,
     )
+
+
+def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Weights:
+    """How the trained weights of ``module`` lie on the controllers; one alone holds them whole."""
+    if controller.size * recipe.devices_per_controller == 1:
+        return Replicated(module)
+    if recipe.train.backend == "replicated":
+        return Replicated(module, controller.gradients)
+    from mmrl.engines.sharded import Sharded
+
+    if controller.peers.ranks is None:  # a run that is looked at, by one process
+        return Replicated(module)
+    return Sharded(module, controller.peers.ranks, controller.peers.sent)
 
 
 def choose_device(name: str) -> torch.device:

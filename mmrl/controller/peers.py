@@ -28,6 +28,8 @@ class Peers(Protocol):
     """Bytes given to the others so far, by kind."""
     waited: float
     """Seconds spent in these calls so far."""
+    ranks: dist.ProcessGroup | None
+    """What ``torch.distributed`` calls them; None where there are no others."""
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
         """``values``, added in place over all controllers."""
@@ -44,6 +46,7 @@ class Alone:
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
         self.waited = 0.0
+        self.ranks: dist.ProcessGroup | None = None
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
         return values
@@ -86,6 +89,7 @@ class Group:
         store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=wait, **handle)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
         self._controllers = None if devices == 1 else dist.new_group(range(0, size, devices), timeout=_PATIENCE)
+        self.ranks: dist.ProcessGroup | None = dist.group.WORLD
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
         everywhere = kind == "gradients"

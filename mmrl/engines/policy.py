@@ -1,15 +1,16 @@
-"""The trained weights on one device: optimizer, and named copies of the weights (reference, old, ema)."""
+"""The trained weights: optimizer, and named copies of the weights (reference, old, ema)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import Optim
+from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
 
 
@@ -19,7 +20,7 @@ class Policy:
     Copies hold the trainable weights only: a few megabytes for LoRA. The reference of a LoRA policy is the base model
     with the adapter switched off; otherwise it is a copy of the weights the run began with.
 
-    ``sum_over``: adds gradients ``[n]`` over all controllers, each of which holds the same weights; None for one.
+    ``weights``: how they lie on the ranks that train them; None for one rank. Optimizer and copies lie as they do.
     """
 
     def __init__(
@@ -27,11 +28,11 @@ class Policy:
         module: nn.Module,
         settings: Optim,
         total_updates: int,
-        sum_over: Callable[[Tensor], Tensor] | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.module, self.settings, self.total_updates = module, settings, total_updates
-        self.sum_over = sum_over
-        self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.weights = weights or Replicated(module)
+        self.trainable = self.weights.mine
         self.optimizer = torch.optim.AdamW(
             self.trainable.values(),
             lr=settings.lr,
@@ -66,25 +67,31 @@ class Policy:
         if name == "reference" and self.has_adapter:
             with self.module.disable_adapter():  # type: ignore[operator]
                 yield
-        elif name == "current":
+        elif name == self.active:
             yield
         else:
-            self._swap(name)
+            self.weights.swap(self.copies[name])
             self.active = name
             try:
                 yield
             finally:
-                self._swap(name)
+                self.weights.swap(self.copies[name])
                 self.active = "current"
+
+    @contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """``using`` for a phase in which this rank computes without the others; all enter and leave it together."""
+        with self.using(name), self.weights.alone():
+            yield
 
     @property
     def evaluated(self) -> str:
         """The copy that evaluation and export use: the moving average where one is kept."""
         return "ema" if "ema" in self.copies else "current"
 
-    def for_evaluation(self) -> Any:
+    def for_evaluation(self) -> AbstractContextManager[None]:
         """The context of evaluation and export."""
-        return self.using(self.evaluated)
+        return self.alone(self.evaluated)
 
     @torch.no_grad()
     def move(self, name: str, decay: float) -> None:
@@ -100,9 +107,9 @@ class Policy:
 
         Raises ``UserError`` where the gradient is not finite, before a weight is touched.
         """
-        if self.sum_over is not None:
-            self._share_gradients(self.sum_over)
-        norm = torch.nn.utils.clip_grad_norm_(self.trainable.values(), self.settings.max_grad_norm)
+        self.weights.gather_gradients()
+        norm = self.weights.norm()
+        torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), self.settings.max_grad_norm, norm)
         if not torch.isfinite(norm):
             raise UserError(
                 f"the gradient norm of update {self.updates} is {norm.item()}: the loss has left the range of numbers. "
@@ -119,17 +126,6 @@ class Policy:
             n = self.updates // self.settings.ema_every
             self.move("ema", min(self.settings.ema_decay, (1 + n) / (10 + n)))
         return {"optim/grad_norm": norm.item(), "optim/lr": lr}
-
-    @torch.no_grad()
-    def _share_gradients(self, sum_over: Callable[[Tensor], Tensor]) -> None:
-        """Replace each gradient by its sum over all controllers; what none of them has a gradient for stays without."""
-        parameters = list(self.trainable.values())
-        there = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
-        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        total = sum_over(torch.cat([g.flatten() for g in flat] + [there]))
-        *grads, there = total.split([p.numel() for p in parameters] + [len(parameters)])
-        for p, grad, n in zip(parameters, grads, there.tolist(), strict=True):
-            p.grad = grad.view_as(p) if n else None
 
     def learning_rate(self) -> float:
         """Of the next update: a function of the number of updates done, so that a resumed run has the same."""
@@ -172,8 +168,3 @@ class Policy:
             if part.startswith("copy_")
         }
         self.updates = numbers["updates"]
-
-    def _swap(self, name: str) -> None:
-        copy = self.copies[name]
-        for k, p in self.trainable.items():
-            p.data, copy[k] = copy[k], p.data

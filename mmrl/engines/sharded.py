@@ -1,0 +1,108 @@
+"""Trained weights in shards, a part of each parameter on every rank: torch's FSDP2.
+
+A forward or backward pass gathers the weights block by block, so all ranks must do equally many of them, in the same
+order. Where they cannot (sampling), the whole model is gathered for the phase.
+
+The optimizer, copies of the weights and their moving average work on this rank's shards as plain tensors: what they do
+is elementwise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from mmrl.engines.weights import gradients
+
+
+class Sharded:
+    """Final class; see ``mmrl.engines.weights.Weights``. Changes ``module`` in place; frozen weights are sharded too.
+
+    ``group``: the ranks; all must construct it together, from equal weights. ``sent`` counts the bytes given to them.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, sent: Counter[str]) -> None:
+        self._group, self._sent = group, sent
+        device = next(module.parameters()).device
+        mesh = DeviceMesh.from_group(group, device.type)
+        for part in (*blocks(module), module):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        self._parts: list[Any] = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        for part in self._parts:
+            part.set_gradient_divide_factor(1.0)  # losses have global denominators: their gradients are summed
+            part.set_force_sum_reduction_for_comms(True)
+        fully_shard.state(module)._lazy_init()  # type: ignore[attr-defined]  # the first forward may be a block's own
+        self._whole = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        with torch.no_grad():
+            self.mine = {name: _shard(p) for name, p in self._whole.items()}
+        self._alone = False
+
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        for name, p in self._whole.items():
+            self.mine[name].grad = None if p.grad is None else _shard(p.grad)
+            p.grad = None
+
+    def norm(self) -> Tensor:
+        here = [g.square().sum() for g in gradients(self.mine)]
+        total = torch.stack(here).sum() if here else torch.zeros((), device=next(iter(self.mine.values())).device)
+        dist.all_reduce(total, group=self._group)
+        return total.sqrt()
+
+    @torch.no_grad()
+    def swap(self, copy: dict[str, Tensor]) -> None:
+        if self._alone:
+            raise RuntimeError("weights that are gathered for a phase cannot be exchanged inside it")
+        for k, p in self.mine.items():  # in place: FSDP gathers from this very storage
+            before = p.clone()
+            p.copy_(copy[k])
+            copy[k].copy_(before)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        if self._alone:
+            yield
+            return
+        self._alone = True
+        for part in self._parts:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        try:
+            yield
+        finally:
+            for part in self._parts:
+                part.set_reshard_after_forward(True, recurse=False)
+                part.reshard()
+            self._alone = False
+
+    def in_step(self, n: int) -> int:
+        most = torch.tensor(n, device=next(iter(self.mine.values())).device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        return int(most)
+
+    def spread(self, name: str, mine: Tensor) -> Tensor:
+        like = self._whole[name]
+        assert isinstance(like, DTensor)
+        return DTensor.from_local(
+            mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The layers that transformers and diffusers say must stay together: each is gathered when its turn comes."""
+    names = {name for m in module.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+    return [m for m in module.modules() if type(m).__name__ in names and m is not module]
+
+
+def _shard(whole: Tensor) -> Tensor:
+    assert isinstance(whole, DTensor)
+    return whole.to_local()

@@ -1,0 +1,84 @@
+"""How trained weights lie on the ranks that train them: whole on each (here), or in shards (``mmrl.engines.sharded``).
+
+A *rank* is a process that computes gradients of the one policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Weights(Protocol):
+    mine: dict[str, Tensor]
+    """By parameter's name, what this rank keeps of it and its optimizer steps on: all of it, or its rows of it."""
+
+    def gather_gradients(self) -> None:
+        """Give each of ``mine`` its gradient, summed over all ranks; what none has a gradient for stays without."""
+        ...
+
+    def norm(self) -> Tensor:
+        """Of the gradient of all parameters, the same on every rank."""
+        ...
+
+    def swap(self, copy: dict[str, Tensor]) -> None:
+        """Exchange the weights and ``copy``, which has what ``mine`` has."""
+        ...
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Inside, this rank computes without the others. All ranks enter and leave together."""
+        ...
+
+    def in_step(self, n: int) -> int:
+        """How many forward and backward passes this rank must do, which has ``n`` to do, for all to go on."""
+        ...
+
+    def spread(self, name: str, mine: Tensor) -> Tensor:
+        """What this rank has for the parameter ``name`` (a moment, a copy) as ``torch.distributed.checkpoint`` takes
+        it; the same storage."""
+        ...
+
+
+class Replicated:
+    """Final class: each rank holds all weights. ``sum_over`` adds ``[n]`` over all ranks; None for one."""
+
+    def __init__(self, module: nn.Module, sum_over: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.mine: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._sum_over = sum_over
+
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        if self._sum_over is None:
+            return
+        parameters = list(self.mine.values())
+        there = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        total = self._sum_over(torch.cat([g.flatten() for g in flat] + [there]))
+        *grads, there = total.split([p.numel() for p in parameters] + [len(parameters)])
+        for p, grad, n in zip(parameters, grads, there.tolist(), strict=True):
+            p.grad = grad.view_as(p) if n else None
+
+    def norm(self) -> Tensor:
+        return torch.nn.utils.get_total_norm(gradients(self.mine))
+
+    def swap(self, copy: dict[str, Tensor]) -> None:
+        for k, p in self.mine.items():
+            p.data, copy[k] = copy[k], p.data
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def in_step(self, n: int) -> int:
+        return n
+
+    def spread(self, name: str, mine: Tensor) -> Tensor:
+        return mine
+
+
+def gradients(mine: Mapping[str, Tensor]) -> list[Tensor]:
+    """The gradients that are there."""
+    return [p.grad for p in mine.values() if p.grad is not None]

@@ -1,0 +1,162 @@
+"""Sharded weights do what whole ones do: samples, gradients, weights and copies, over real gloo process groups."""
+
+import hashlib
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.config.loader import load_recipe
+from mmrl.controller import Controller
+from mmrl.controller.peers import Group
+from mmrl.loop import train_step
+from mmrl.report.clock import Clock
+from mmrl.run import build
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["train.prompts_per_step=5", "train.group_size=4", "train.micro_batch_size=4", "model.dtype=float32"]
+SMALL += ["train.backend=fsdp"]
+PICTURES = [*SMALL, "sampling.steps=4", "sampling.window={size: 2}"]
+RECIPES = {
+    "lora": ("shapes-lora", [*PICTURES, "algorithm.kl_coef=0.01", "optim.ema_decay=0.9"]),
+    "full": ("shapes-full", [*PICTURES, "algorithm.kl_coef=0.01", "optim.ema_decay=0.9"]),
+    "nft": ("shapes-nft", [*SMALL, "sampling.steps=4"]),
+    "text": ("sums", [*SMALL, "train.updates_per_step=2", "algorithm.kl_coef=0.01", "train.micro_batch_tokens=64"]),
+    "dynamic": ("sums", [*SMALL, "algorithm={type: dapo, dynamic_sampling: true}"]),
+    "half": ("shapes-lora", [*PICTURES, "model.dtype=bfloat16"]),
+    "critic": ("sums", [*SMALL, "algorithm={type: ppo}", "train.group_size=1", "train.micro_batch_size=1"]),
+    "vision": ("scenes", SMALL),
+}
+
+
+def make(name, controller=None):
+    recipe, changes = RECIPES[name]
+    loaded = load_recipe([recipe], changes)
+    return build(loaded.recipe, loaded.root, controller)
+
+
+def work(run, steps=1):
+    """What a rank did: samples of the first step by name, its part of the first gradient and of the last weights and
+    copies, metrics, and bytes it holds between steps."""
+    sampled, gradient, rows = {}, [], []
+    pipeline_sample = run.pipeline.sample
+
+    def sample(slots, ids, *args, **kwargs):
+        trajectory = pipeline_sample(slots, ids, *args, **kwargs)
+        for n, (i, row) in enumerate(zip(ids, trajectory.clean, strict=True)):
+            content = row if trajectory.mask is None else row[trajectory.mask[n] > 0]
+            if not rows:
+                name = f"{i.slot}/{i.attempt}/{i.sample}"
+                sampled[name] = hashlib.sha256(content.contiguous().numpy().tobytes()).hexdigest()
+        return trajectory
+
+    def keep(optimizer, *_):
+        if not gradient:
+            gradient.extend(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained())
+
+    def trained():
+        return list(run.policy.trainable.values())
+
+    run.pipeline.sample = sample
+    run.policy.optimizer.register_step_pre_hook(keep)
+    for step in range(steps):
+        row, _ = train_step(run, step, Clock(torch.device("cpu")))
+        rows.append(row)
+    run.pipeline.close()
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(run.policy)}
+    copies = {name: list(copy.values()) for name, copy in run.policy.copies.items()}
+    return {
+        "sampled": sampled,
+        "gradient": gradient,
+        "weights": [p.detach().clone() for p in trained()],
+        "copies": copies,
+        "rows": rows,
+        "held": sum(held.values()),
+    }
+
+
+def tensors(policy):
+    from torch.distributed.tensor import DTensor
+
+    for p in policy.module.parameters():
+        yield p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+    for state in policy.optimizer.state.values():
+        yield from state.values()
+    for copy in policy.copies.values():
+        yield from copy.values()
+
+
+def serve(name, rank, size, port, out, steps):
+    """A controller in this process: the script's work."""
+    torch.set_num_threads(1)
+    peers = Group(rank, size, "127.0.0.1", port)
+    done = work(make(name, Controller(0, rank, size, peers)), steps)
+    torch.save({**done, "sent": dict(peers.sent)}, out)
+    peers.close()
+
+
+def together(name, size, folder, steps):
+    """What ``size`` controllers did, each in a process of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    outs = [folder / f"{name}-{size}-{rank}.pt" for rank in range(size)]
+    started = [
+        subprocess.Popen([sys.executable, __file__, *map(str, (name, rank, size, port, out, steps))], cwd=ROOT)
+        for rank, out in enumerate(outs)
+    ]
+    try:
+        assert [one.wait(timeout=300) for one in started] == [0] * size
+    finally:
+        for one in started:
+            one.kill()
+    return [torch.load(out, weights_only=True) for out in outs]
+
+
+def joined(parts):
+    """The whole of what every rank has its rows of."""
+    return torch.cat([torch.cat(rows).flatten() for rows in zip(*parts, strict=True)])
+
+
+def close(parts, whole, tolerance=1e-5):
+    whole = torch.cat([t.flatten() for t in whole])
+    found = joined(parts)
+    assert found.shape == whole.shape
+    assert (found - whole).norm() <= tolerance * whole.norm()
+
+
+def check(name, sizes, folder, steps=1):
+    one = work(make(name), steps)
+    for size in sizes:
+        found = together(name, size, folder, steps)
+        theirs = [rank["sampled"] for rank in found]
+        assert all(theirs), "a controller sampled nothing"
+        assert sum(map(len, theirs)) == len(one["sampled"])
+        assert {key: value for rank in theirs for key, value in rank.items()} == one["sampled"]  # to the bit
+        close([rank["gradient"] for rank in found], one["gradient"])
+        close([rank["weights"] for rank in found], one["weights"], 1e-4)
+        for copy, values in one["copies"].items():
+            close([rank["copies"][copy] for rank in found], values, 1e-4)
+        for rank in found:
+            assert rank["rows"][0].keys() == one["rows"][0].keys()
+            for key, value in one["rows"][0].items():
+                if key.startswith(("mismatch/", "policy/ratio", "policy/first")):
+                    assert rank["rows"][0][key] == pytest.approx(value, abs=1e-4), key
+                else:
+                    assert rank["rows"][0][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+        held = max(rank["held"] for rank in found)
+        print(f"{name}: bytes of weights, optimizer and copies on a rank: {one['held']} -> {held} of {size}")
+        assert held <= 1.25 * one["held"] / size
+    return one
+
+
+@pytest.mark.parametrize("name", ["lora", "text"])
+def test_two_ranks_with_half_the_weights_each(name, tmp_path):
+    check(name, [2], tmp_path)
+
+
+if __name__ == "__main__":
+    name, rank, size, port, out, steps = sys.argv[1:]
+    serve(name, int(rank), int(size), int(port), out, int(steps))
