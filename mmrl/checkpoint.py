@@ -1,48 +1,102 @@
-"""Checkpoints that are whole or absent: written aside, checksummed, renamed into place.
+"""What a checkpoint holds, and how a run takes it up again. ``mmrl.saving`` writes it.
 
-``checkpoints/step_000010/`` holds one safetensors file per part, ``state.json`` and, written last,
-``manifest.json`` with the size and SHA-256 of each. Step ``n`` means: ``n`` training steps are done.
+``checkpoints/step_000010/`` holds safetensors files, ``state.json`` and, written last, ``manifest.json`` with the size
+and SHA-256 of each. Step ``n`` means: ``n`` training steps are done. Tensors are called ``part/name``.
+
+Where the weights lie in shards each rank wrote a file, in the safetensors layout of ``torch.distributed.checkpoint``:
+the place of each piece in its tensor stands in the file. Otherwise there is a file per part. Any number of ranks reads
+either, each only what it keeps. There is no pickle in it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
 
 if TYPE_CHECKING:
     from mmrl.batch import Run
+    from mmrl.engines.policy import Policy
 
+MANIFEST = "manifest.json"
+STATE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})$")
+_CRITIC = "critic_"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was saved: ``tensors`` by part and name, ``state`` any JSON, ``step`` the number of finished steps."""
+    """What is to be saved: ``tensors`` by part and name, ``state`` any JSON, ``step`` the number of finished steps.
+
+    Tensors are the run's own, which the next step changes; those in shards are ``DTensor``.
+    """
 
     step: int
     tensors: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
 
+    @property
+    def flat(self) -> dict[str, Tensor]:
+        return {f"{part}/{name}": t for part, tensors in self.tensors.items() for name, t in tensors.items()}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was found whole in ``directory``."""
+
+    step: int
+    state: dict[str, Any]
+    directory: Path
+
+    @cached_property
+    def shapes(self) -> dict[str, dict[str, Tensor]]:
+        """Its tensors without their data, by part and name."""
+        out: dict[str, dict[str, Tensor]] = {}
+        for key, found in self._reader().read_metadata().state_dict_metadata.items():
+            part, _, name = key.partition("/")
+            out.setdefault(part, {})[name] = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+        return out
+
+    @cached_property
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """All of it, read whole."""
+        out = {part: {k: torch.empty_like(t, device="cpu") for k, t in of.items()} for part, of in self.shapes.items()}
+        self.read(out)
+        return out
+
+    def read(self, rooms: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Fill ``rooms``: of a ``DTensor`` this rank's shard. Needs no other rank."""
+        from torch.distributed import checkpoint as dcp
+
+        flat = {f"{part}/{name}": room for part, of in rooms.items() for name, room in of.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each reads for itself
+            dcp.load(flat, storage_reader=self._reader(), no_dist=True)
+
+    def _reader(self) -> Any:
+        from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+        return HuggingFaceStorageReader(str(self.directory))
+
 
 def of_run(run: Run, step: int, **state: Any) -> Checkpoint:
     """All that going on after ``step`` finished steps needs: policy, critic, responses in flight, what
     is known of prompts' workload, and ``state``."""
-    tensors, state["policy"] = run.policy.state()
+    tensors, state["policy"] = _spread(run.policy)
     if run.critic is not None:
-        theirs, state["critic"] = run.critic.state()
-        tensors |= {f"critic_{part}": values for part, values in theirs.items()}
+        theirs, state["critic"] = _spread(run.critic)
+        tensors |= {f"{_CRITIC}{part}": values for part, values in theirs.items()}
     if run.flight is not None:
         tensors["flight"], state["flight"] = run.flight.state()
     if run.balance is not None:
@@ -52,48 +106,34 @@ def of_run(run: Run, step: int, **state: Any) -> Checkpoint:
     return Checkpoint(step, tensors, state)
 
 
-def restore(run: Run, found: Checkpoint) -> None:
+def restore(run: Run, found: Saved) -> None:
     """Bring ``run`` to where ``of_run`` left it. Raises ``UserError`` where the checkpoint is of another run."""
-    run.policy.load_state(found.tensors, found.state["policy"])
+    restore_policy(run.policy, found)
     if run.critic is not None:
-        theirs = {k.removeprefix("critic_"): v for k, v in found.tensors.items() if k.startswith("critic_")}
-        run.critic.load_state(theirs, found.state["critic"])
+        _load(run.critic, found, _CRITIC, "critic")
     if run.flight is not None:
-        run.flight.load_state(run, found.tensors["flight"], found.state["flight"])
+        run.flight.load_state(run, found.tensors.get("flight", {}), found.state["flight"])
     if run.balance is not None and "balance" in found.state:
         run.balance.load_state(found.state["balance"])
     if run.attempts is not None:
         run.attempts.valid = found.state["attempts"]["valid"]
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write ``checkpoint`` into ``folder`` atomically and delete all but the newest ``keep``.
+def restore_policy(policy: Policy, found: Saved) -> None:
+    """The trained weights and all that belongs to them. Raises ``UserError`` where they are another policy's."""
+    _load(policy, found, "", "policy")
 
-    Raises ``OSError`` where the disk is full or not writable; what was there before is untouched then.
-    """
-    target = folder / f"step_{checkpoint.step:06d}"
-    aside = folder / f".tmp-{target.name}"
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
-        for part, tensors in checkpoint.tensors.items():
-            save_file({k: v.contiguous() for k, v in tensors.items()}, aside / f"{part}.safetensors")
-        (aside / "state.json").write_text(json.dumps(checkpoint.state))
-        manifest = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(aside.iterdir())}
-        _write_synced(aside / "manifest.json", json.dumps({"step": checkpoint.step, "files": manifest}, indent=1))
-        for path in aside.iterdir():
-            _sync(path)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(aside, target)
-        _sync(folder)
-    except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, SafetensorError):  # how safetensors reports a full disk
-            raise OSError(str(error)) from error
-        raise
-    for old in steps(folder)[:-keep]:
-        shutil.rmtree(folder / f"step_{old:06d}", ignore_errors=True)
-    return target
+
+def _spread(policy: Policy) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    tensors, numbers = policy.state()
+    return {part: {k: policy.spread(part, k, t) for k, t in of.items()} for part, of in tensors.items()}, numbers
+
+
+def _load(policy: Policy, found: Saved, prefix: str, key: str) -> None:
+    parts = [p for p in found.shapes if p.startswith(prefix) and (prefix or not p.startswith((_CRITIC, "flight")))]
+    rooms = policy.rooms({part.removeprefix(prefix): found.shapes[part] for part in parts})
+    found.read({f"{prefix}{p}": {k: policy.spread(p, k, t) for k, t in of.items()} for p, of in rooms.items()})
+    policy.load_state(rooms, found.state[key])
 
 
 def steps(folder: Path) -> list[int]:
@@ -103,17 +143,16 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(m.group(1)) for p in folder.iterdir() if (m := _NAME.match(p.name)) and p.is_dir())
 
 
-def load(folder: Path, step: int) -> Checkpoint:
-    """Read one checkpoint after comparing every file with its manifest. Raises ``UserError`` naming what is torn."""
+def load(folder: Path, step: int) -> Saved:
+    """One checkpoint, after comparing every file with its manifest. Raises ``UserError`` naming what is torn."""
     directory = folder / f"step_{step:06d}"
     fault = _fault(directory)
     if fault:
         raise UserError(f"checkpoint {directory.name} is not whole: {fault}")
-    tensors = {p.stem: load_file(p) for p in sorted(directory.glob("*.safetensors"))}
-    return Checkpoint(step, tensors, json.loads((directory / "state.json").read_text()))
+    return Saved(step, json.loads((directory / STATE).read_text()), directory)
 
 
-def load_latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def load_latest(folder: Path) -> tuple[Saved | None, list[str]]:
     """The newest whole checkpoint, if any, and a line for each newer one that was passed over."""
     skipped = []
     for step in reversed(steps(folder)):
@@ -127,7 +166,7 @@ def load_latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 def _fault(directory: Path) -> str | None:
     """Why the checkpoint must not be loaded, or None."""
     try:
-        files = json.loads((directory / "manifest.json").read_text())["files"]
+        files = json.loads((directory / MANIFEST).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"its manifest.json cannot be read ({type(error).__name__})"
     for name, expected in files.items():
@@ -136,24 +175,12 @@ def _fault(directory: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != expected["bytes"]:
             return f"{name} has {path.stat().st_size} bytes, not {expected['bytes']}"
-        if _sha256(path) != expected["sha256"]:
+        if sha256(path) != expected["sha256"]:
             return f"{name} does not match its checksum"
-    return None if "state.json" in files else "state.json is missing"
+    return None if STATE in files else f"{STATE} is missing"
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_synced(path: Path, text: str) -> None:
-    path.write_text(text)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

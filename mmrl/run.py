@@ -180,7 +180,7 @@ def restored(path: Path, which: str) -> tuple[Run, RunDir, int]:
             raise UserError(f"--checkpoint {which}: give latest, base or a step")
         if found is None:
             raise UserError(f"{path} has no whole checkpoint yet; use --checkpoint base, or train first")
-        run.policy.load_state(found.tensors, found.state["policy"])
+        checkpoint.restore_policy(run.policy, found)
         step = found.step
     return run, directory, step
 

@@ -31,6 +31,7 @@ from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Tracker, check_trackers, open_trackers
 from mmrl.run import build, load_prompts
+from mmrl.saving import Saver
 
 
 def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool = False) -> Path:
@@ -165,12 +166,13 @@ class Session:
             for rewards in self.heldout.rewards:  # those of training among them
                 rewards.folder = directory.path
             progress.advance()
+        sharded = self.recipe.train.backend == "fsdp" and self.controller.size > 1
+        ranks = self.controller.peers.again("gloo") if sharded else None
+        self.saver = Saver(self.checkpoints, self.recipe.checkpoint.keep, ranks, self.controller.leads)
         self._name_bad_records()
         self.done = 0
         self.cpu_seconds = 0.0
-        self.saved = 0
         self.updates = 0
-        self.last_save_failed: str | None = None
         self.trackers: list[Tracker] = []
 
     def _name_bad_records(self) -> None:
@@ -192,7 +194,7 @@ class Session:
             finished = self.train(stop)
         except UserError as found:
             error = str(found)
-        return Outcome(finished, self.done, self.saved, self.cpu_seconds, error, self.last_save_failed)
+        return Outcome(finished, self.done, self.saver.saved, self.cpu_seconds, error, self.saver.failed)
 
     def restore(self) -> None:
         """Take up the newest whole checkpoint, and forget what was logged after it."""
@@ -204,7 +206,7 @@ class Session:
             self.run.devices.others(self.run, "restore", self.checkpoints, found.step)
             self.run.devices.take_up(found.state.get("placement", {}))
             self.done, self.cpu_seconds = found.step, found.state["cpu_seconds"]
-            self.saved, self.updates = self.done, self.run.policy.updates
+            self.saver.saved, self.updates = self.done, self.run.policy.updates
         print(
             f"resuming after step {self.done}" if found else "no checkpoint yet: starting from step 0", file=sys.stderr
         )
@@ -233,11 +235,12 @@ class Session:
                         progress.line(f"step {self.done}  {self._measure(heldout)}")
                     if self.done % recipe.checkpoint.every == 0:
                         self._save()
-            if self.done > self.saved:
-                self._save()
+            self._save_rest()
         except (UserError, OSError):
-            if self.done > self.saved and self.run.policy.updates == self.updates:
-                self._save()
+            # shards are saved by all ranks, and those that did not fail are elsewhere
+            if self.saver.ranks is None and self.run.policy.updates == self.updates:
+                self._save_rest()
+            self.saver.finish()
             raise
         finally:
             for tracker in self.trackers:
@@ -295,25 +298,15 @@ class Session:
         return "held-out: " + "  ".join(f"{k} {v:.3f}" for k, v in shown.items())
 
     def _save(self) -> None:
-        """Save; a disk that is full is told and the run goes on with the last good checkpoint.
+        kept = {"cpu_seconds": self.cpu_seconds, "placement": self.run.devices.kept()}
+        self.saver.begin(checkpoint.of_run(self.run, self.done, **kept))
 
-        The weights are the same everywhere, so the leader saves for all.
-        """
-        if not self.controller.leads:
-            self.saved = self.done
-            return
-        whole = checkpoint.of_run(self.run, self.done, cpu_seconds=self.cpu_seconds, placement=self.run.devices.kept())
-        try:
-            checkpoint.save(self.checkpoints, whole, self.recipe.checkpoint.keep)
-            self.saved, self.last_save_failed = self.done, None
-        except OSError as error:
-            kept = checkpoint.steps(self.checkpoints)
-            self.last_save_failed = (
-                f"the checkpoint of step {self.done} could not be saved ({error.strerror or error}); "
-                f"{f'the last whole one is step {kept[-1]}' if kept else 'there is none yet'}. "
-                "Free space there; --resume repeats the steps since."
-            )
-            print(f"warning: {self.last_save_failed}", file=sys.stderr)
+    def _save_rest(self) -> None:
+        """Have the last step on the disk, where it can be."""
+        self.saver.finish()
+        if self.done > self.saver.saved:
+            self._save()
+            self.saver.finish()
 
 
 def largest(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

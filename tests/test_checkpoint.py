@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from mmrl import checkpoint
+from mmrl import checkpoint, saving
 from mmrl.checkpoint import Checkpoint
 from mmrl.errors import UserError
 
@@ -18,7 +18,7 @@ def make(step, value=1.0):
 
 
 def test_what_was_saved_comes_back(tmp_path):
-    checkpoint.save(tmp_path, make(3, 2.5), keep=2)
+    saving.save(tmp_path, make(3, 2.5), keep=2)
     found, skipped = checkpoint.load_latest(tmp_path)
     assert found is not None
     assert (found.step, found.state, skipped) == (3, {"policy": {"updates": 3}}, [])
@@ -27,7 +27,7 @@ def test_what_was_saved_comes_back(tmp_path):
 
 def test_only_the_newest_are_kept(tmp_path):
     for step in (1, 2, 3, 10):
-        checkpoint.save(tmp_path, make(step), keep=2)
+        saving.save(tmp_path, make(step), keep=2)
     assert checkpoint.steps(tmp_path) == [3, 10]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000003", "step_000010"]
 
@@ -66,8 +66,8 @@ def damage_state(path):
     ],
 )
 def test_a_torn_checkpoint_is_passed_over_by_name(tmp_path, damage, says):
-    checkpoint.save(tmp_path, make(1, 1.0), keep=3)
-    damage(checkpoint.save(tmp_path, make(2, 2.0), keep=3))
+    saving.save(tmp_path, make(1, 1.0), keep=3)
+    damage(saving.save(tmp_path, make(2, 2.0), keep=3))
     found, skipped = checkpoint.load_latest(tmp_path)
     assert found is not None
     assert found.step == 1
@@ -80,13 +80,13 @@ def test_a_torn_checkpoint_is_passed_over_by_name(tmp_path, damage, says):
 
 def test_a_full_disk_leaves_the_last_one_alone(tmp_path):
     """A limit on file sizes stands for the full disk: the kernel refuses the write in the middle of the weights."""
-    checkpoint.save(tmp_path, make(1), keep=1)
+    saving.save(tmp_path, make(1), keep=1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         with pytest.raises(OSError, match=r"."):
-            checkpoint.save(tmp_path, make(2), keep=1)
+            saving.save(tmp_path, make(2), keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)

@@ -96,4 +96,4 @@ def test_a_restored_policy_takes_the_same_next_update():
 def test_a_checkpoint_of_another_policy_is_refused():
     a, b = make(), Policy(nn.Linear(4, 2), Optim(), 1)
     with pytest.raises(UserError, match="another policy"):
-        b.load_state(*a.state())
+        b.rooms(a.state()[0])

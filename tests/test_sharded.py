@@ -1,9 +1,11 @@
 """Sharded weights do what whole ones do: samples, gradients, weights and copies, over real gloo process groups."""
 
+import faulthandler
 import hashlib
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,7 @@ def tensors(policy):
 def serve(name, rank, size, port, out, steps):
     """A controller in this process: the script's work."""
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(100, exit=True)  # a rank that waits for another says where
     peers = Group(rank, size, "127.0.0.1", port)
     done = work(make(name, Controller(0, rank, size, peers)), steps)
     torch.save({**done, "sent": dict(peers.sent)}, out)
@@ -108,7 +111,9 @@ def together(name, size, folder, steps):
         for rank, out in enumerate(outs)
     ]
     try:
-        assert [one.wait(timeout=300) for one in started] == [0] * size
+        while any(one.poll() is None for one in started) and not any(one.poll() for one in started):
+            time.sleep(0.05)  # one that failed leaves the others waiting for it
+        assert [one.poll() for one in started] == [0] * size
     finally:
         for one in started:
             one.kill()
@@ -155,6 +160,12 @@ def check(name, sizes, folder, steps=1):
 @pytest.mark.parametrize("name", ["lora", "text"])
 def test_two_ranks_with_half_the_weights_each(name, tmp_path):
     check(name, [2], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "full", "nft", "text", "dynamic", "half", "critic", "vision"])
+def test_any_number_of_ranks_and_every_kind(name, tmp_path):
+    check(name, [4] if name in ("lora", "text") else [2, 4], tmp_path, steps=2)
 
 
 if __name__ == "__main__":

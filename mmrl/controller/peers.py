@@ -39,6 +39,10 @@ class Peers(Protocol):
         """Numbers and names (anything JSON has) of all controllers, in the order of their ranks."""
         ...
 
+    def again(self, backend: str) -> dist.ProcessGroup | None:
+        """The same ranks as a group of its own, for what must not wait for the rest."""
+        ...
+
 
 class Alone:
     """Final class: a controller without others."""
@@ -53,6 +57,9 @@ class Alone:
 
     def gather(self, values: T) -> list[T]:
         return [values]
+
+    def again(self, backend: str) -> dist.ProcessGroup | None:
+        return None
 
 
 class Group:
@@ -105,6 +112,11 @@ class Group:
             dist.all_gather_object(found, values, group=self._controllers)
         self.sent["numbers"] += len(str(values))
         return found
+
+    def again(self, backend: str) -> dist.ProcessGroup | None:
+        group = dist.new_group(backend=backend, timeout=_PATIENCE)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     @contextmanager
     def _wait(self, on_gpu: bool = False) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from mmrl.config.schema import Optim
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
+
+_KINDS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class Policy:
@@ -134,30 +136,51 @@ class Policy:
         return self.settings.lr * warm * (max(0.0, 1 - self.updates / self.total_updates) if falling else 1.0)
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """All that a resumed run needs: tensors by part and name, and numbers."""
+        """All that a resumed run needs: tensors by part and name, as this rank keeps them, and numbers."""
         adam = {
             f"{kind}.{name}": self.optimizer.state[p][kind]
             for name, p in self.trainable.items()
-            for kind in ("exp_avg", "exp_avg_sq", "step")
+            for kind in _KINDS
             if p in self.optimizer.state
         }
         weights = {name: p.detach() for name, p in self.trainable.items()}
         copies = {f"copy_{name}": copy for name, copy in self.copies.items()}
         return {"weights": weights, "optimizer": adam, **copies}, {"updates": self.updates}
 
-    @torch.no_grad()
-    def load_state(self, tensors: dict[str, dict[str, Tensor]], numbers: dict[str, Any]) -> None:
-        """Restore ``state``. Raises ``UserError`` where the checkpoint is of another policy."""
-        saved = tensors["weights"]
-        if {k: v.shape for k, v in saved.items()} != {k: p.shape for k, p in self.trainable.items()}:
-            different = sorted(set(saved) ^ set(self.trainable))[:3] or ["shapes differ"]
+    def rooms(self, saved: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Empty tensors for a saved ``state``, whose whole shapes are ``saved``'s.
+
+        Raises ``UserError`` where it is of another policy.
+        """
+        whole = {name: self.weights.spread(name, p).shape for name, p in self.trainable.items()}
+        theirs = {name: t.shape for name, t in saved.get("weights", {}).items()}
+        if theirs != whole:
+            different = sorted(set(theirs) ^ set(whole))[:3] or ["shapes differ"]
             raise UserError(
                 f"the checkpoint is of another policy ({', '.join(different)}, ...): resume with its own recipe "
                 "(resolved.json in the run directory), or start a new run with --out"
             )
+        return {
+            part: {
+                k: torch.empty_like(t, device="cpu") if _counts(part, k) else torch.empty_like(self._of(part, k))
+                for k, t in of.items()
+            }
+            for part, of in saved.items()
+        }
+
+    def spread(self, part: str, key: str, mine: Tensor) -> Tensor:
+        """A tensor of ``state`` or ``rooms`` as it is saved and read: see ``Weights.spread``."""
+        return mine if _counts(part, key) else self.weights.spread(_parameter(part, key), mine)
+
+    def _of(self, part: str, key: str) -> Tensor:
+        return self.trainable[_parameter(part, key)].detach()
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], numbers: Mapping[str, Any]) -> None:
+        """Restore ``state``; ``tensors`` are copied."""
         for name, p in self.trainable.items():
-            p.copy_(saved[name])
-            kinds = {k: tensors["optimizer"].get(f"{k}.{name}") for k in ("exp_avg", "exp_avg_sq", "step")}
+            p.copy_(tensors["weights"][name])
+            kinds = {k: tensors.get("optimizer", {}).get(f"{k}.{name}") for k in _KINDS}
             if kinds["step"] is not None:
                 self.optimizer.state[p] = {
                     k: v.to(p.device if k != "step" else "cpu", copy=True) for k, v in kinds.items() if v is not None
@@ -168,3 +191,13 @@ class Policy:
             if part.startswith("copy_")
         }
         self.updates = numbers["updates"]
+
+
+def _counts(part: str, key: str) -> bool:
+    """Whether it is the optimizer's count of steps, which is no tensor of a parameter's shape."""
+    return part == "optimizer" and key.startswith("step.")
+
+
+def _parameter(part: str, key: str) -> str:
+    """The name of the parameter that a tensor of ``state`` belongs to."""
+    return key.partition(".")[2] if part == "optimizer" else key

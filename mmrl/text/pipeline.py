@@ -214,6 +214,7 @@ class TextPipeline:
                 max_new_tokens=most,
                 eos_token_id=self.conditioner.stop_tokens,
                 pad_token_id=self.conditioner.pad_token,
+                synced_gpus=False,  # it would wait for other ranks wherever it sees sharded weights
             )
         tokens = out[:, inputs["input_ids"].shape[1] :]
         stops = torch.isin(tokens, torch.tensor(self.conditioner.stop_tokens, device=tokens.device))

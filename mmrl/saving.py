@@ -1,0 +1,201 @@
+"""Writes checkpoints while the run goes on: copied at once, then written aside, checksummed and renamed into place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mmrl import checkpoint
+from mmrl.checkpoint import MANIFEST, STATE, Checkpoint, sha256
+
+Manifest = Mapping[str, Mapping[str, Any]]
+
+
+class Saver:
+    """Final class: saves one checkpoint at a time into ``folder``, and keeps the newest ``keep``.
+
+    ``ranks``: a process group of its own, on the CPU, of all whose weights lie in shards: they save together, each its
+    own. None: the leader, one of them all, has everything and saves for all.
+    """
+
+    def __init__(self, folder: Path, keep: int, ranks: dist.ProcessGroup | None = None, leads: bool = True) -> None:
+        self.folder, self.keep, self.ranks, self.leads = folder, keep, ranks, leads
+        self.saved = 0
+        """The newest step that is on the disk, or was taken up from there."""
+        self.failed: str | None = None
+        """Why the newest one is not on the disk."""
+        self._copies: dict[str, Tensor] = {}
+        self._thread: Thread | None = None
+        self._error: Exception | None = None
+        self._step = 0
+
+    def begin(self, taken: Checkpoint) -> None:
+        """Copy ``taken`` and write it while the caller goes on; waits first for the one before."""
+        self.finish()
+        self._step = taken.step
+        if self.ranks is None and not self.leads:
+            self.saved = taken.step
+            return
+        try:
+            work = (
+                self._copied(taken) if self.ranks is None else begin_shards(self.folder, taken, self.keep, self.ranks)
+            )
+        except OSError as error:
+            self._error = error
+            self.finish()
+            return
+        # not waited for where the process must end at once: what is half written is written aside
+        self._thread = Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until what was begun is on the disk. A disk that is full is told, and the last good one stays."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self.saved = self._step if self._error is None else self.saved
+            self.failed = None if self._error is None else self.failed
+        error, self._error = self._error, None
+        if isinstance(error, OSError):
+            kept = checkpoint.steps(self.folder)
+            self.failed = (
+                f"the checkpoint of step {self._step} could not be saved ({error.strerror or error}); "
+                f"{f'the last whole one is step {kept[-1]}' if kept else 'there is none yet'}. "
+                "Free space there; --resume repeats the steps since."
+            )
+            print(f"warning: {self.failed}", file=sys.stderr)
+        elif error is not None:
+            raise error
+
+    def _run(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # told, or raised, where the run asks next
+            self._error = error
+
+    def _copied(self, taken: Checkpoint) -> Callable[[], object]:
+        """Into the memory of the last copy: to make room for hundreds of megabytes takes longer than to copy them."""
+        before, self._copies = self._copies, {}
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for part, of in taken.tensors.items():
+            tensors[part] = {}
+            for name, t in of.items():
+                room = before.get(f"{part}/{name}")
+                if room is None or (room.shape, room.dtype) != (t.shape, t.dtype):
+                    room = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+                room.copy_(t, non_blocking=t.is_cuda)
+                self._copies[f"{part}/{name}"] = tensors[part][name] = room
+        if any(t.is_cuda for t in taken.flat.values()):
+            torch.cuda.current_stream().synchronize()
+        copied = Checkpoint(taken.step, tensors, taken.state)
+        return lambda: save(self.folder, copied, self.keep)
+
+
+def save(folder: Path, whole: Checkpoint, keep: int) -> Path:
+    """Write ``whole`` into ``folder`` atomically and delete all but the newest ``keep``.
+
+    Raises ``OSError`` where the disk is full or not writable; what was there before is untouched then.
+    """
+    aside = _aside(folder, whole.step)
+    try:
+        for part, tensors in whole.tensors.items():
+            named = {f"{part}/{k}": v.contiguous() for k, v in tensors.items()}
+            save_file(named, aside / f"{part}.safetensors")
+        files = {path.name: _described(path) for path in sorted(aside.iterdir())}
+        return _in_place(folder, aside, whole, files, keep)
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # how safetensors reports a full disk
+            raise OSError(str(error)) from error
+        raise
+
+
+def begin_shards(folder: Path, taken: Checkpoint, keep: int, ranks: dist.ProcessGroup) -> Callable[[], object]:
+    """Copy this rank's shards of ``taken`` and begin to write them; all ranks together. The rest is what is returned.
+
+    Raises ``OSError`` on every rank where the leader cannot write; so does the rest, where any cannot.
+    """
+    from torch.distributed import checkpoint as dcp
+
+    rank = dist.get_rank(ranks)
+    aside = folder / f".tmp-step_{taken.step:06d}"
+    _all_well(ranks, lambda: _aside(folder, taken.step) if rank == 0 else None)
+    writer = dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True)
+    writing: Any = dcp.async_save(taken.flat, storage_writer=writer, process_group=ranks)
+
+    def finish() -> None:
+        try:
+            _all_well(ranks, writing.result)
+            mine = sorted(aside.glob(f"shard-{rank + 1:05d}-*"))
+            found = _all_well(ranks, lambda: {path.name: _described(path) for path in mine})
+            files = {name: described for of in found for name, described in of.items()}
+            _all_well(ranks, lambda: _in_place(folder, aside, taken, files, keep) if rank == 0 else None)
+        except BaseException:
+            if rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+
+    return finish
+
+
+def _all_well(ranks: dist.ProcessGroup, work: Callable[[], Any]) -> list[Any]:
+    """What ``work`` came to on every rank. Raises ``OSError`` on all of them where it failed on one."""
+    try:
+        mine, error = work(), None
+    except Exception as failed:
+        mine, error = None, f"{getattr(failed, 'strerror', None) or failed}"
+    found: list[Any] = [None] * dist.get_world_size(ranks)
+    dist.all_gather_object(found, (mine if isinstance(mine, dict) else None, error), group=ranks)
+    errors = [why for _, why in found if why is not None]
+    if errors:
+        raise OSError(errors[0])
+    return [done for done, _ in found]
+
+
+def _aside(folder: Path, step: int) -> Path:
+    """An empty directory to write into; what a killed process left is removed."""
+    for left in folder.glob(".tmp-step_*"):
+        shutil.rmtree(left, ignore_errors=True)
+    aside = folder / f".tmp-step_{step:06d}"
+    aside.mkdir(parents=True)
+    return aside
+
+
+def _in_place(folder: Path, aside: Path, taken: Checkpoint, files: Manifest, keep: int) -> Path:
+    """Add what else belongs to the checkpoint ``aside``, and rename it to where it is looked for."""
+    target = folder / f"step_{taken.step:06d}"
+    (aside / STATE).write_text(json.dumps(taken.state))
+    files = {**files, STATE: _described(aside / STATE)}
+    (aside / MANIFEST).write_text(json.dumps({"step": taken.step, "files": files}, indent=1))
+    for path in aside.iterdir():
+        _sync(path)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(aside, target)
+    _sync(folder)
+    for old in checkpoint.steps(folder)[:-keep]:
+        shutil.rmtree(folder / f"step_{old:06d}", ignore_errors=True)
+    return target
+
+
+def _described(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
