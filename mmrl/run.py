@@ -59,16 +59,16 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
     )
     pipeline.features.owner = controller.rank
     total = recipe.train.steps * recipe.train.updates_per_step
+    critic = None
+    if isinstance(recipe.algorithm, PPO):  # it starts as a copy of the policy, so before the policy is in shards
+        settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
+        module = pipeline.open_critic()
+        critic = Policy(module, settings, total, weights_of(module, recipe, controller))
     policy = Policy(pipeline.policy, recipe.optim, total, weights_of(pipeline.policy, recipe, controller))
     for copy in objective.copies:
         policy.keep(copy)
     if any("reference" in name for name in objective.needs | objective.prepares):
         policy.keep("reference")
-    critic = None
-    if isinstance(recipe.algorithm, PPO):
-        settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
-        module = pipeline.open_critic()
-        critic = Policy(module, settings, total, weights_of(module, recipe, controller))
     flight = Flight(recipe.rollout.partial) if recipe.rollout.partial else None
     algorithm, attempts = recipe.algorithm, None
     if isinstance(algorithm, TokenAlgorithm) and algorithm.dynamic_sampling:

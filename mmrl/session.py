@@ -95,7 +95,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     Raises ``UserError`` naming the keys that differ.
     """
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
-    free |= {"controllers", "devices_per_controller", "placement", "ray"}
+    free |= {"controllers", "devices_per_controller", "placement", "ray", "train.backend"}
     if loaded.recipe.optim.schedule == "linear":
         free.discard("train.steps")  # the learning rate of every step depends on it
     before, now = (flatten(d) for d in (json.loads(directory.resolved.read_text()), loaded.resolved()))

@@ -1,8 +1,12 @@
 """Checkpoints are whole or absent."""
 
 import json
+import random
 import resource
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -97,3 +101,85 @@ def test_a_full_disk_leaves_the_last_one_alone(tmp_path):
 
 def test_nothing_saved_is_no_error(tmp_path):
     assert checkpoint.load_latest(tmp_path / "none") == (None, [])
+
+
+def grow(checkpoint):
+    """The run goes on: its tensors change in place."""
+    for tensors in checkpoint.tensors.values():
+        for t in tensors.values():
+            t += 1
+
+
+def test_what_is_saved_is_what_was_there_when_the_saving_began(tmp_path):
+    saver = saving.Saver(tmp_path, keep=2)
+    run = make(1, 5.0)
+    for step in (1, 2, 3):
+        saver.begin(Checkpoint(step, run.tensors, {"policy": {"updates": step}}))
+        grow(run)
+    assert saver.saved == 2  # the third is being written, or it is not asked for yet
+    saver.finish()
+    assert (saver.saved, saver.failed) == (3, None)
+    assert [checkpoint.load(tmp_path, n).tensors["weights"]["a"][0, 0].item() for n in (2, 3)] == [6, 7]
+
+
+def test_a_disk_that_is_full_is_told_and_the_next_save_is_tried(tmp_path, capsys):
+    saver = saving.Saver(tmp_path, keep=2)
+    saver.begin(make(1))
+    saver.finish()
+    (tmp_path / ".tmp-step_000002").write_text("a file where a directory belongs")
+    saver.begin(make(2))
+    saver.finish()
+    assert saver.saved == 1
+    assert "the checkpoint of step 2 could not be saved" in str(saver.failed)
+    assert "the last whole one is step 1" in capsys.readouterr().err
+    saver.begin(make(3))
+    saver.finish()
+    assert (saver.saved, saver.failed) == (3, None)
+
+
+def test_only_the_leader_writes_what_all_hold(tmp_path):
+    saver = saving.Saver(tmp_path, keep=2, leads=False)
+    saver.begin(make(4))
+    saver.finish()
+    assert saver.saved == 4
+    assert checkpoint.steps(tmp_path) == []
+
+
+KILLED = """
+import sys
+import torch
+from pathlib import Path
+from mmrl.checkpoint import Checkpoint
+from mmrl.saving import Saver
+
+saver = Saver(Path(sys.argv[1]), keep=2)
+for step in range(1, 10_000):
+    weights = {str(n): torch.full((500, 1000), float(step)) for n in range(4)}
+    saver.begin(Checkpoint(step, {"weights": weights}, {"step": step}))
+    print(step, saver.saved, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    generator = random.Random(0)
+    for n in range(6):
+        folder = tmp_path / str(n)
+        process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(3):
+            told = process.stdout.readline().split()
+        time.sleep(generator.uniform(0, 0.3))
+        process.kill()
+        told = (process.stdout.read().splitlines() or [" ".join(told)])[-1].split() or told
+        found, _ = checkpoint.load_latest(folder)
+        assert found is not None
+        assert found.step >= int(told[1]) > 0  # nothing that was said to be saved is lost
+        assert found.state == {"step": found.step}
+        assert all(
+            torch.equal(t, torch.full((500, 1000), float(found.step))) for t in found.tensors["weights"].values()
+        )
+        saver = saving.Saver(folder, keep=2)  # what was half written is in nobody's way
+        saver.begin(make(20_000))
+        saver.finish()
+        assert not list(folder.glob(".tmp*"))

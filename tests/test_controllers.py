@@ -182,6 +182,14 @@ def test_metrics_of_controllers_are_those_of_the_whole():
             ["controllers=2", "rollout={engine: sglang, options: {environment: {CUDA_VISIBLE_DEVICES: '1'}}}"],
             "each uses its controller's",
         ),
+        (
+            ["controllers=2", "train.backend=fsdp", "rollout={engine: vllm_server}"],
+            "train.backend: vllm_server takes whole weights after every update",
+        ),
+        (
+            ["controllers=2", "train.backend=fsdp", "algorithm={type: dpo}", "train.group_size=1", "rewards=[]"],
+            "set eval.every to null",
+        ),
         (["controllers=2", "rollout={engine: vllm_server, partial: {cut_after: 8, extra: 2}}"], "or remove partial"),
         (["controllers=2", "device=cuda:1"], "set device to auto, cpu or cuda"),
     ],

@@ -346,6 +346,22 @@ def test_a_plan_of_several_controllers_is_of_the_one_with_most_and_of_all_on_thi
     assert planned(*changes, "ray=auto", device_memory=needed - 1).problems == []
 
 
+def test_shards_divide_what_stays_and_are_gathered_where_a_controller_computes_alone():
+    changes = [*SMALL, "model.lora=null", "train.prompts_per_step=4", "controllers=4"]
+    whole, shards = planned(*changes), planned(*changes, "train.backend=fsdp")
+    for name in ("policy, trained", "gradients", "optimizer"):
+        of = [next(role.bytes for role in made.roles if role.name == name) for made in (whole, shards)]
+        assert of[1] == -(-of[0] // 4)
+    at = {phase.name: phase.parts for phase in shards.phases}
+    policy = next(phase.parts["policy"] for phase in whole.phases)
+    assert at["sample"]["weights gathered for the phase"] == policy
+    assert "weights gathered for the phase" not in at["optimizer"]
+    assert at["optimizer"]["policy"] == -(-policy // 4)
+    assert "weights and gradients of every training slice" in " ".join(rendered(shards).split())
+    (problem,) = planned(*changes, device_memory=2**20).problems
+    assert "train.backend=fsdp" in problem
+
+
 def test_full_training_that_does_not_fit_is_told_of_lora():
     made = planned(*SMALL, "model.lora=null", device_memory=2**20)
     assert "model.lora={rank: 32}" in made.problems[0]

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmrl import checkpoint
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.run import build
+from mmrl.saving import Saver
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["train.prompts_per_step=5", "train.group_size=4", "train.micro_batch_size=4", "model.dtype=float32"]
@@ -34,9 +36,9 @@ RECIPES = {
 }
 
 
-def make(name, controller=None):
+def make(name, controller=None, *overrides):
     recipe, changes = RECIPES[name]
-    loaded = load_recipe([recipe], changes)
+    loaded = load_recipe([recipe], [*changes, *overrides])
     return build(loaded.recipe, loaded.root, controller)
 
 
@@ -91,25 +93,60 @@ def tensors(policy):
         yield from copy.values()
 
 
-def serve(name, rank, size, port, out, steps):
+def go_on(run, folder, ranks):
+    """The step after the newest checkpoint: its metrics, the prompts of its slots, and how far Adam and EMA are."""
+    found, skipped = checkpoint.load_latest(folder)
+    assert found is not None
+    assert not skipped
+    checkpoint.restore(run, found)
+    row, _ = train_step(run, found.step, Clock(torch.device("cpu")))
+    return outcome(run, found.step, row)
+
+
+def outcome(run, step, row):
+    slots = run.controller.slots(step, run.prompts, run.recipe.train.prompts_per_step)
+    seen = {str(s.index): s.prompt.id for s in slots}
+    counts = sorted({s["step"].item() for s in run.policy.optimizer.state.values()})
+    copies = {name: [copy[k] for k in run.policy.trainable] for name, copy in run.policy.copies.items()}
+    weights = [p.detach().clone() for p in run.policy.trainable.values()]
+    return {"row": row, "seen": seen, "counts": counts, "copies": copies, "weights": weights}
+
+
+def save(run, folder, ranks):
+    """Two steps, a checkpoint of them, and a third step while it is written."""
+    sharded = run.recipe.train.backend == "fsdp"
+    saver = Saver(folder, 2, ranks if sharded else None, run.controller.leads)
+    for step in range(2):
+        train_step(run, step, Clock(torch.device("cpu")))
+    saver.begin(checkpoint.of_run(run, 2))
+    row, _ = train_step(run, 2, Clock(torch.device("cpu")))
+    saver.finish()
+    assert (saver.saved, saver.failed) == (2, None)
+    return outcome(run, 2, row)
+
+
+def serve(name, rank, size, port, out, what, *overrides):
     """A controller in this process: the script's work."""
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(100, exit=True)  # a rank that waits for another says where
+    faulthandler.dump_traceback_later(280, exit=True)  # a rank that waits for another says where
     peers = Group(rank, size, "127.0.0.1", port)
-    done = work(make(name, Controller(0, rank, size, peers)), steps)
+    run = make(name, Controller(0, rank, size, peers), *overrides)
+    ranks = peers.again("gloo")
+    if what.isdecimal():
+        done = work(run, int(what))
+    else:
+        done = {"save": save, "go_on": go_on}[what](run, Path(out).parent / "checkpoints", ranks)
     torch.save({**done, "sent": dict(peers.sent)}, out)
     peers.close()
 
 
-def together(name, size, folder, steps):
+def together(name, size, folder, what, *overrides):
     """What ``size`` controllers did, each in a process of its own."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     outs = [folder / f"{name}-{size}-{rank}.pt" for rank in range(size)]
-    started = [
-        subprocess.Popen([sys.executable, __file__, *map(str, (name, rank, size, port, out, steps))], cwd=ROOT)
-        for rank, out in enumerate(outs)
-    ]
+    each = [[name, rank, size, port, out, what, *overrides] for rank, out in enumerate(outs)]
+    started = [subprocess.Popen([sys.executable, __file__, *map(str, words)], cwd=ROOT) for words in each]
     try:
         while any(one.poll() is None for one in started) and not any(one.poll() for one in started):
             time.sleep(0.05)  # one that failed leaves the others waiting for it
@@ -147,6 +184,8 @@ def check(name, sizes, folder, steps=1):
         for rank in found:
             assert rank["rows"][0].keys() == one["rows"][0].keys()
             for key, value in one["rows"][0].items():
+                if key == "sampling/rounds":
+                    continue  # each controller draws as often as its own groups need
                 if key.startswith(("mismatch/", "policy/ratio", "policy/first")):
                     assert rank["rows"][0][key] == pytest.approx(value, abs=1e-4), key
                 else:
@@ -162,6 +201,62 @@ def test_two_ranks_with_half_the_weights_each(name, tmp_path):
     check(name, [2], tmp_path)
 
 
+def same_step(before, after):
+    """Whether the third step was that of the run that went on, by every rank's part of it."""
+    assert {k: v for rank in after for k, v in rank["seen"].items()} == {
+        k: v for rank in before for k, v in rank["seen"].items()
+    }
+    for rank in after:
+        assert rank["counts"] == before[0]["counts"] != []
+        for key, value in before[0]["row"].items():
+            if key.startswith(("mismatch/", "policy/ratio", "policy/first")):
+                assert rank["row"][key] == pytest.approx(value, abs=1e-4), key
+            else:
+                assert rank["row"][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+
+
+def whole(ranks, of, name=None):
+    """Weights or a copy, from every rank's part of them; each rank of a replicated run has all."""
+    parts = [rank[of] if name is None else rank[of][name] for rank in ranks]
+    return joined(parts)
+
+
+def check_elastic(name, size, after, folder):
+    before = together(name, size, folder, "save")
+    files = {path.name for path in (folder / "checkpoints" / "step_000002").iterdir()}
+    assert files == {"manifest.json", "state.json"} | {
+        f"shard-{n + 1:05d}-model-00001-of-00001.safetensors" for n in range(size)
+    }
+    for n in after:
+        found = together(name, n, folder, "go_on")
+        same_step(before, found)
+        for one, other in [(whole(found, "weights"), whole(before, "weights"))] + [
+            (whole(found, "copies", copy), whole(before, "copies", copy)) for copy in before[0]["copies"]
+        ]:
+            assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+def test_a_checkpoint_in_shards_goes_on_with_another_number(tmp_path):
+    check_elastic("lora", 2, [1], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "text"])
+def test_a_checkpoint_of_four_goes_on_with_any_number(name, tmp_path):
+    check_elastic(name, 4, [1, 2, 3], tmp_path)
+
+
+@pytest.mark.slow
+def test_whole_weights_and_shards_read_each_others_checkpoints(tmp_path):
+    before = together("text", 2, tmp_path, "save", "train.backend=replicated")
+    assert (tmp_path / "checkpoints" / "step_000002" / "weights.safetensors").exists()
+    same_step(before, together("text", 2, tmp_path, "go_on"))
+    in_shards = tmp_path / "in_shards"
+    in_shards.mkdir()
+    before = together("text", 2, in_shards, "save")
+    same_step(before, together("text", 2, in_shards, "go_on", "train.backend=replicated"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora", "full", "nft", "text", "dynamic", "half", "critic", "vision"])
 def test_any_number_of_ranks_and_every_kind(name, tmp_path):
@@ -169,5 +264,5 @@ def test_any_number_of_ranks_and_every_kind(name, tmp_path):
 
 
 if __name__ == "__main__":
-    name, rank, size, port, out, steps = sys.argv[1:]
-    serve(name, int(rank), int(size), int(port), out, int(steps))
+    name, rank, size, port, out, what, *overrides = sys.argv[1:]
+    serve(name, int(rank), int(size), int(port), out, what, *overrides)

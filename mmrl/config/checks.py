@@ -219,6 +219,11 @@ def _placement(recipe: Recipe) -> Iterator[str]:
             f"placement.judges: of {devices} devices (devices_per_controller) one must sample; "
             f"set it to {devices - 1} or less"
         )
+    if devices > 1 and recipe.train.backend == "fsdp":
+        yield (
+            "train.backend: weights in shards (fsdp) over several devices of a controller are not built yet; set "
+            "devices_per_controller to 1 and controllers to more, or train.backend to replicated"
+        )
     if devices > 1 and recipe.rollout.engine != "transformers":
         yield (
             f"devices_per_controller: an engine beside several devices ({recipe.rollout.engine}) is not built yet; set "
@@ -257,6 +262,29 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
         )
     if ":" in recipe.device:
         yield f"device: {recipe.device} is one, and {n} controllers take one each; set device to auto, cpu or cuda"
+    if recipe.train.backend == "fsdp":
+        yield from _sharded(recipe)
+
+
+def _sharded(recipe: Recipe) -> Iterator[str]:
+    """Where weights lie in shards, forward and backward passes are of all ranks together."""
+    algorithm = recipe.algorithm
+    if algorithm.type == "draft":
+        yield (
+            "train.backend: draft back-propagates through several denoising steps at once, which weights in shards "
+            "(fsdp) cannot do; set train.backend to replicated"
+        )
+    if recipe.rollout.engine != "transformers":
+        yield (
+            f"train.backend: {recipe.rollout.engine} takes whole weights after every update, which weights in shards "
+            "(fsdp) do not give it yet; set train.backend to replicated, or remove rollout"
+        )
+    reference = algorithm.type == "dpo" and not algorithm.reference_free and recipe.model.lora is None
+    if reference and recipe.eval.every is not None:
+        yield (
+            "train.backend: held-out pairs are compared under the weights and the reference in turn, which weights in "
+            "shards (fsdp) cannot do; set eval.every to null, model.lora={rank: 32}, or train.backend to replicated"
+        )
 
 
 def _labels(recipe: Recipe) -> Iterator[str]:

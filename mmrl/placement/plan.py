@@ -6,7 +6,7 @@ Everything of a controller is in its device's memory at some phase of the step; 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from mmrl.placement.room import room
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import nn
 
     from mmrl.algorithms.objective import Objective
     from mmrl.placement.description import Beside, Component, Description
@@ -187,7 +188,8 @@ def _account(
     pathwise = objective.kind == "pathwise"
     entries = objective.entries or description.pipeline.entries(objective.kind)
     store = description.pipeline.features
-    sizes = _sizes(description)
+    shards = recipe.controllers if recipe.train.backend == "fsdp" else 1
+    sizes = _sizes(description, shards)
     prompt, row_tokens = Prompt("plan", "plan"), 0
     try:
         if description.longest is not None:
@@ -203,7 +205,9 @@ def _account(
     except Exception as error:  # a pipeline that fake tensors cannot run may still train: an estimate must not stop it
         made.notes.append(f"memory is not known: the step cannot be run without data ({type(error).__name__}: {error})")
         return
-    made.measured = measured
+    made.measured = measured = replace(
+        measured, adam=-(-measured.adam // shards), optimizer=-(-measured.optimizer // shards)
+    )
     different = _different(prompts, description)
     in_use = min(counts.prompts, max(counts.batch, counts.slice_rows)) + 1  # the others may lie on disk
     kept = min(different or store.budget_bytes, max(in_use, store.budget_bytes // max(1, measured.features)))
@@ -228,15 +232,20 @@ PHASES = ("encode", "sample", "decode", "train", "optimizer")
 
 @dataclass(frozen=True)
 class Size:
+    """Bytes are what one controller keeps: of what trains, its shard; ``gathered`` and ``gathered_blocks`` come on top
+    where it computes without the others, and in a training slice."""
+
     parameters: int
     trained_parameters: int
     total: int
     trained: int
     dtypes: str
+    gathered: int = 0
+    gathered_blocks: int = 0
 
 
-def _sizes(description: Description) -> dict[int, Size]:
-    """Of each component, by ``id``."""
+def _sizes(description: Description, shards: int) -> dict[int, Size]:
+    """Of each component, by ``id``; what trains lies in so many ``shards``."""
     from mmrl.placement.memory import nbytes
 
     sizes = {}
@@ -252,7 +261,28 @@ def _sizes(description: Description) -> dict[int, Size]:
             nbytes(trained),
             ", ".join(dtypes),
         )
+        if trained and shards > 1:
+            sizes[id(component)] = _in_shards(component.module, sizes[id(component)], shards)
     return sizes
+
+
+def _in_shards(module: nn.Module, whole: Size, shards: int) -> Size:
+    """In a slice two blocks are there at once, one computing and one on its way, with their gradients until each rank
+    has its rows; what is in no block is there all the time."""
+    from mmrl.engines.sharded import blocks
+    from mmrl.placement.memory import nbytes
+
+    groups = [list(block.parameters()) for block in blocks(module)]
+    inside = {id(p) for group in groups for p in group}
+    groups.append([p for p in module.parameters() if id(p) not in inside])
+    moving = [nbytes(group) + nbytes(p for p in group if p.requires_grad) for group in groups]
+    return replace(
+        whole,
+        total=-(-whole.total // shards),
+        trained=-(-whole.trained // shards),
+        gathered=whole.total,
+        gathered_blocks=moving[-1] + 2 * max(moving[:-1], default=0),
+    )
 
 
 def _offloads(made: Plan) -> bool:
@@ -346,7 +376,11 @@ def _phases(
         "train": {**trajectories, "gradients": trained, "working memory": measured.train},
         "optimizer": {**trajectories, "gradients": trained, "working memory": measured.optimizer},
     }
-    if made.recipe.controllers > 1:
+    gathered = {name: sum(getattr(size, name) for size in sizes.values()) for name in ("gathered", "gathered_blocks")}
+    for phase in ("encode", "sample", "decode"):
+        own[phase]["weights gathered for the phase"] = gathered["gathered"]
+    own["train"]["blocks being gathered, and their gradients"] = gathered["gathered_blocks"]
+    if made.recipe.controllers > 1 and made.recipe.train.backend == "replicated":
         own["optimizer"]["gradients being summed"] = trained
     for phase in PHASES:
         if not counts.micro_batches and phase in ("sample", "decode"):

@@ -155,4 +155,6 @@ def _crossing(plan: Plan) -> str:
     if n > 1:
         trained = next(role.bytes for role in plan.roles if role.name == "gradients")
         crossing = f"the gradients ({size(trained)}) of {c.optimizer_steps} updates a step, and numbers; no samples"
+        if plan.recipe.train.backend == "fsdp":
+            crossing = "weights and gradients of every training slice, weights once a step, and numbers; no samples"
     return f"between controllers: {crossing}{pictures if m.picture else ''}"
