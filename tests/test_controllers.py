@@ -167,7 +167,7 @@ def test_metrics_of_controllers_are_those_of_the_whole():
 
     whole = filled([1.0, 2.0, 3.0, 6.0, 8.0], 5, 1)
     parts = [filled([1.0, 2.0, 3.0], 3, 1), filled([6.0, 8.0], 2, 1)]
-    sums = [json.loads(json.dumps(part._sums())) for part in parts]
+    sums = [json.loads(json.dumps(part.sums())) for part in parts]
     assert parts[0].means(lambda _: sums) == pytest.approx(whole.means())
 
 

@@ -190,15 +190,16 @@ def check(name, sizes, folder, steps=1):
                     assert rank["rows"][0][key] == pytest.approx(value, abs=1e-4), key
                 else:
                     assert rank["rows"][0][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+            kinds = {"gradients", "weights", "numbers", "statistics"}
+            assert {"gradients", "weights"} <= set(rank["sent"]) <= kinds
         held = max(rank["held"] for rank in found)
         print(f"{name}: bytes of weights, optimizer and copies on a rank: {one['held']} -> {held} of {size}")
         assert held <= 1.25 * one["held"] / size
     return one
 
 
-@pytest.mark.parametrize("name", ["lora", "text"])
-def test_two_ranks_with_half_the_weights_each(name, tmp_path):
-    check(name, [2], tmp_path)
+def test_two_ranks_with_half_the_weights_each(tmp_path):
+    check("text", [2], tmp_path)
 
 
 def same_step(before, after):
@@ -260,7 +261,7 @@ def test_whole_weights_and_shards_read_each_others_checkpoints(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora", "full", "nft", "text", "dynamic", "half", "critic", "vision"])
 def test_any_number_of_ranks_and_every_kind(name, tmp_path):
-    check(name, [4] if name in ("lora", "text") else [2, 4], tmp_path, steps=2)
+    check(name, [4] if name == "text" else [2, 4], tmp_path, steps=2)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ is elementwise.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,10 +33,16 @@ class Sharded:
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, sent: Counter[str]) -> None:
         self._group, self._sent = group, sent
+        # the loop writes into nothing that a model returned
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
         device = next(module.parameters()).device
         mesh = DeviceMesh.from_group(group, device.type)
+        self._alone = False
+        self._counted: set[int] = set()
+        self._kept = 0  # bytes of all parameters on this rank, about
         for part in (*blocks(module), module):
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
+            self._count(part)
         self._parts: list[Any] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)  # losses have global denominators: their gradients are summed
@@ -44,7 +51,6 @@ class Sharded:
         self._whole = {name: p for name, p in module.named_parameters() if p.requires_grad}
         with torch.no_grad():
             self.mine = {name: _shard(p) for name, p in self._whole.items()}
-        self._alone = False
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
@@ -73,6 +79,7 @@ class Sharded:
             yield
             return
         self._alone = True
+        self._sent["weights"] += self._kept
         for part in self._parts:
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
@@ -88,6 +95,23 @@ class Sharded:
         most = torch.tensor(n, device=next(iter(self.mine.values())).device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         return int(most)
+
+    def _count(self, part: nn.Module) -> None:
+        """Count what each pass through ``part`` gives the others: its rows of the weights before the forward and again
+        before the backward, and behind that its gradients of the rows of others."""
+        own = [p for p in part.parameters() if id(p) not in self._counted]
+        self._counted.update(map(id, own))
+        kept = sum(_shard(p).nbytes for p in own)
+        given = sum(p.numel() * p.element_size() - _shard(p).nbytes for p in own if p.requires_grad)
+        self._kept += kept
+
+        def count(*_: Any) -> None:
+            if not self._alone:
+                graph = torch.is_grad_enabled()
+                self._sent["weights"] += kept * (1 + graph)
+                self._sent["gradients"] += given * graph
+
+        part.register_forward_pre_hook(count)
 
     def spread(self, name: str, mine: Tensor) -> Tensor:
         like = self._whole[name]
