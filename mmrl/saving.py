@@ -38,7 +38,7 @@ class Saver:
         """Why the newest one is not on the disk."""
         self._copies: dict[str, Tensor] = {}
         self._thread: Thread | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._step = 0
 
     def begin(self, taken: Checkpoint) -> None:
@@ -82,7 +82,7 @@ class Saver:
     def _run(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except Exception as error:  # told, or raised, where the run asks next
+        except BaseException as error:  # told, or raised, where the run asks next
             self._error = error
 
     def _copied(self, taken: Checkpoint) -> Callable[[], object]:
@@ -152,16 +152,24 @@ def begin_shards(folder: Path, taken: Checkpoint, keep: int, ranks: dist.Process
 
 def _all_well(ranks: dist.ProcessGroup, work: Callable[[], Any]) -> list[Any]:
     """What ``work`` came to on every rank. Raises ``OSError`` on all of them where it failed on one."""
+    from torch.distributed.checkpoint import CheckpointException
+
     try:
         mine, error = work(), None
+    except CheckpointException as failed:  # no Exception; it holds every rank's
+        mine, error = None, _why(next(iter(failed.failures.values()))[0])
     except Exception as failed:
-        mine, error = None, f"{getattr(failed, 'strerror', None) or failed}"
+        mine, error = None, _why(failed)
     found: list[Any] = [None] * dist.get_world_size(ranks)
     dist.all_gather_object(found, (mine if isinstance(mine, dict) else None, error), group=ranks)
     errors = [why for _, why in found if why is not None]
     if errors:
         raise OSError(errors[0])
     return [done for done, _ in found]
+
+
+def _why(failed: BaseException) -> str:
+    return str(getattr(failed, "strerror", None) or failed)
 
 
 def _aside(folder: Path, step: int) -> Path:

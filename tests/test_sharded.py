@@ -2,6 +2,8 @@
 
 import faulthandler
 import hashlib
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -125,6 +127,22 @@ def save(run, folder, ranks):
     return outcome(run, 2, row)
 
 
+def full_disk(run, folder, ranks):
+    """The second rank's disk is full once: both say so, nothing is left of it, and the next save is whole."""
+    saver = Saver(folder, 2, ranks, run.controller.leads)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if run.controller.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    saver.begin(checkpoint.of_run(run, 1))
+    saver.finish()
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    failed, saved = str(saver.failed), saver.saved
+    saver.begin(checkpoint.of_run(run, 2))
+    saver.finish()
+    return {"failed": failed, "saved": [saved, saver.saved], "left": sorted(p.name for p in folder.iterdir())}
+
+
 def serve(name, rank, size, port, out, what, *overrides):
     """A controller in this process: the script's work."""
     torch.set_num_threads(1)
@@ -135,7 +153,9 @@ def serve(name, rank, size, port, out, what, *overrides):
     if what.isdecimal():
         done = work(run, int(what))
     else:
-        done = {"save": save, "go_on": go_on}[what](run, Path(out).parent / "checkpoints", ranks)
+        done = {"save": save, "go_on": go_on, "full_disk": full_disk}[what](
+            run, Path(out).parent / "checkpoints", ranks
+        )
     torch.save({**done, "sent": dict(peers.sent)}, out)
     peers.close()
 
@@ -239,6 +259,16 @@ def check_elastic(name, size, after, folder):
 
 def test_a_checkpoint_in_shards_goes_on_with_another_number(tmp_path):
     check_elastic("lora", 2, [1], tmp_path)
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_one_is_told_by_all_and_the_next_save_is_whole(tmp_path):
+    for rank in together("text", 2, tmp_path, "full_disk"):
+        assert "the checkpoint of step 1 could not be saved (File too large); there is none yet" in rank["failed"]
+        assert rank["saved"] == [0, 2]
+        assert rank["left"] == ["step_000002"]
+    found, _ = checkpoint.load_latest(tmp_path / "checkpoints")
+    assert found is not None
 
 
 @pytest.mark.slow
