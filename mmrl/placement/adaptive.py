@@ -19,6 +19,8 @@ WORTH = 0.03
 """The least share of the generate phase that a new split must be expected to save (hysteresis)."""
 MOST_TURNS = 2
 """Every change that goes back on the one before doubles ``WORTH``, at most so often: noise cannot make a split flap."""
+SETTLED = 6
+"""Steps after which a split that was kept is settled, and only twice ``WORTH`` moves it."""
 HORIZON = 10
 """Steps within which what is saved must pay for the move."""
 LEARNING = 0.3
@@ -124,8 +126,8 @@ def decide(state: State, measured: Measured) -> tuple[State, Decision]:
     """The split for the next step.
 
     The target has the least expected phase (``expected``). The first decision goes straight to it; later ones go half
-    the way, in whole replicas, and only where the target saves ``WORTH`` of the phase (more after turns) and pays for
-    its move within ``HORIZON`` steps. To colocate, and from it, is one move.
+    the way, in whole replicas, and only where the target saves ``WORTH`` of the phase (more once settled, or after
+    turns) and pays for its move within ``HORIZON`` steps. To colocate, and from it, is one move.
     """
     latest, phase = _work(state, measured), max(measured.rollout_done, measured.judge_done)
     if latest.rollout + latest.judge <= 0 or phase <= 0:
@@ -160,7 +162,8 @@ def decide(state: State, measured: Measured) -> tuple[State, Decision]:
         return state, Decision(state.split, f"no split is expected to be faster than {_name(state.split)}", numbers)
     way = 1 if target.judge > state.split.judge else -1
     turns = min(state.turns + (way == -state.way), MOST_TURNS)
-    if not first and (saved < WORTH * 2**turns * now or saved * HORIZON < measured.price):
+    worth = WORTH * 2 ** (turns + (state.kept > SETTLED))
+    if not first and (saved < worth * now or saved * HORIZON < measured.price):
         why = f"{_name(target)} would save {saved:.2f} s of {now:.2f} s a step, too little for a move"
         return state, Decision(state.split, why, numbers)
     split = target if first else _half_way(state, target)

@@ -1,0 +1,209 @@
+"""Where judging beside sampling beats judging after it, and what the adaptive split makes of loads that change.
+
+    python benchmarks/placement.py --devices 64 512 --json benchmarks/results/placement.json
+
+In simulated time (``mmrl.placement.simulate``), the same figures on every machine. Controllers have 8 devices, 8
+micro-batches of sampling a device and step. Three tables for each number of devices:
+
+- grid        judge cost x tail x dynamic sampling x price of a swap: how much shorter the best ``partial`` split
+              makes the generate phase than ``colocate`` (negative: longer), and how far ``adaptive`` is ahead of the
+              better one
+- points      the judge-heavy point, and how many cells lie within the published 16-24 %
+- loads       ``adaptive`` on steady, judge-heavy, drifting, shifting and long-tailed loads: step time ahead of the best
+              static placement (one split for the whole run, chosen with hindsight), over the bound, and its split alone
+
+``price`` is a device's move between the roles as a share of the generate phase with all work shared evenly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mmrl.placement.adaptive import splits
+from mmrl.placement.simulate import Cluster, Outcome, adaptive, bound, static
+from mmrl.placement.trace import LOADS, Load, Trace, synthetic
+
+DEVICES, MICRO_BATCHES = 8, 8
+"""Of a controller; of a device in a step."""
+JUDGE = (0.25, 0.5, 1.0, 2.0, 3.0)
+PRICE = (0.02, 0.1, 0.2, 0.4)
+TAILS: dict[str, dict[str, Any]] = {"light": {"tail": 0.4}, "heavy": {"pareto": 1.5}}
+AGAIN = (0.0, 0.3)
+LOAD_PRICES = (0.02, 0.05, 0.1, 0.2)
+PUBLISHED, GOAL_POINT = (0.16, 0.24), 0.24
+GOALS = {"steady": -0.02, "judge-heavy": -0.02, "drifting": 0.10, "shifting": 0.10, "tailed": 0.10}
+"""How far ahead of the best static placement the step time should be."""
+OVER_BOUND, SETTLED = 0.15, 10
+Row = dict[str, Any]
+
+
+def made(load: Load, price: float, cluster: Cluster, steps: int, seed: int) -> Trace:
+    """The trace of a load whose ``price`` is a share of the first step's even generate phase."""
+    count = cluster.total * MICRO_BATCHES
+    trace = synthetic(load, steps, cluster.controllers, cluster.total, count, seed)
+    return replace(trace, price=price * load.sample * MICRO_BATCHES * (1 + load.judge(0.0)))
+
+
+def shorter(a: Sequence[float], b: Sequence[float]) -> float:
+    """How much less time ``a`` took than ``b``, as a share of ``b``."""
+    return 1 - sum(a) / sum(b)
+
+
+def compared(trace: Trace, cluster: Cluster) -> Row:
+    """Every static placement and ``adaptive`` on one trace."""
+    colocate, *partial = [static(trace, cluster, split) for split in splits(cluster.devices)]
+    fastest = min(partial, key=lambda outcome: outcome.seconds)
+    best = min(colocate, fastest, key=lambda outcome: outcome.seconds)
+    moving, alone = adaptive(trace, cluster), adaptive(trace, cluster, moves=False)
+    least = sum(bound(trace, cluster))
+    return {
+        "partial": fastest.name,
+        "best": best.name,
+        "gain": shorter(fastest.generate, colocate.generate),
+        "ahead": shorter(moving.steps, best.steps),
+        "ahead_generate": shorter(moving.generate, best.generate),
+        "alone": shorter(alone.steps, best.steps),
+        "best_over_bound": best.seconds / least - 1,
+        "over_bound": moving.seconds / least - 1,
+        "alone_over_bound": alone.seconds / least - 1,
+        "idle": moving.idle,
+        "waiting": moving.apart / moving.seconds / moving.devices,
+        "moves": sum(moving.moves) / len(trace.steps) / cluster.total,
+        "changes": moving.changes,
+        "settled": settled(moving, len(trace.steps) // 2),
+        "settled_alone": settled(alone, len(trace.steps) // 2),
+        "steps": {outcome.name: outcome.steps for outcome in (colocate, fastest, moving, alone)},
+        "judge_devices": {outcome.name: [s.judge for s in outcome.splits] for outcome in (moving, alone)},
+    }
+
+
+def settled(outcome: Outcome, shift: int) -> int:
+    """Steps from ``shift``, the first step of another load, to the last change of the split after it; 0 without one."""
+    found = outcome.splits
+    return max((step - shift for step in range(shift + 1, len(found)) if found[step] != found[step - 1]), default=0)
+
+
+def grid(cluster: Cluster, steps: int, seed: int) -> Iterator[Row]:
+    for judge in JUDGE:
+        for tail, spread in TAILS.items():
+            for again in AGAIN:
+                for price in PRICE:
+                    load = Load("", lambda at, judge=judge: judge, again=(again, again), ahead=False, **spread)
+                    found = compared(made(load, price, cluster, steps, seed), cluster)
+                    yield {"judge": judge, "tail": tail, "again": again, "price": price, **found}
+
+
+def loads(cluster: Cluster, steps: int, seed: int) -> Iterator[Row]:
+    for name in GOALS:
+        for price in LOAD_PRICES:
+            trace = made(LOADS[name], price, cluster, steps, seed)
+            yield {"load": name, "price": price, "goal": GOALS[name], **compared(trace, cluster)}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def grid_table(rows: Sequence[Row]) -> str:
+    head = ["judge", "tail", "again", *(f"price {p:.0%}: gain (ahead)" for p in PRICE)]
+    lines = []
+    for start in range(0, len(rows), len(PRICE)):
+        cells = rows[start : start + len(PRICE)]
+        first = cells[0]
+        found = [f"{row['gain']:+.1%} ({row['ahead']:+.1%})" for row in cells]
+        lines.append([f"{first['judge']:g}", first["tail"], f"{first['again']:.0%}", *found])
+    return table(head, lines)
+
+
+def points(rows: Sequence[Row]) -> str:
+    """The judge-heavy point, and how many cells of the grid lie where."""
+    low, high = PUBLISHED
+    heavy = [row for row in rows if row["judge"] == max(JUDGE)]
+    best = max(heavy, key=lambda row: row["gain"])
+    reached = [row for row in heavy if row["gain"] >= GOAL_POINT]
+    within = [row for row in rows if low <= row["gain"] <= high]
+    from_price = f", from a price of {min(row['price'] for row in reached):.0%} on" if reached else ""
+    lines = [
+        f"partial beats colocate in {sum(row['gain'] > 0 for row in rows)} of {len(rows)} cells, loses in the others; "
+        f"{len(within)} lie within the published {low:.0%}-{high:.0%}.",
+        f"Judge-heavy (judging {max(JUDGE):g} times sampling): {GOAL_POINT:.0%} or more in {len(reached)} of "
+        f"{len(heavy)} cells{from_price}; most: {best['gain']:.1%} at price {best['price']:.0%}, {best['tail']} tail, "
+        f"{best['again']:.0%} sampled again.",
+    ]
+    return "\n".join(lines)
+
+
+def loads_table(rows: Sequence[Row]) -> str:
+    head = [
+        "load",
+        "price",
+        "best static",
+        "ahead",
+        "goal",
+        "split alone",
+        "over bound",
+        "of it waiting",
+        "moves",
+        "settled",
+    ]
+    lines = [
+        [
+            row["load"],
+            f"{row['price']:.0%}",
+            f"{row['best']} ({row['best_over_bound']:+.1%})",
+            f"{row['ahead']:+.1%}",
+            f"{row['goal']:+.0%}" + ("" if row["ahead"] >= row["goal"] else " missed"),
+            f"{row['alone']:+.1%}",
+            f"{row['over_bound']:+.1%}" + ("" if row["over_bound"] <= OVER_BOUND else " missed"),
+            f"{row['waiting']:.1%}",
+            f"{row['moves']:.2f}",
+            f"{row['settled']}, {row['settled_alone']}" if row["load"] == "shifting" else "",
+        ]
+        for row in rows
+    ]
+    return table(head, lines)
+
+
+def benchmark(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run all tables, saying each when it is done; every figure."""
+    result: dict[str, Any] = {}
+    for devices in arguments.devices:
+        cluster = Cluster(devices // DEVICES, DEVICES)
+        cells = list(grid(cluster, arguments.grid_steps, arguments.seed))
+        say(f"\n## {devices} devices: partial over colocate (adaptive over the better one)\n\n{grid_table(cells)}")
+        say(f"\n{points(cells)}")
+        changing = list(loads(cluster, arguments.steps, arguments.seed))
+        say(f"\n## {devices} devices: adaptive over the best static placement\n\n{loads_table(changing)}")
+        result[str(devices)] = {"grid": cells, "loads": changing}
+    return result
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, nargs="+", default=[64, 512], help="of all controllers, 8 each")
+    parser.add_argument("--steps", type=int, default=40, help="of the loads")
+    parser.add_argument("--grid-steps", type=int, default=10, help="of a cell of the grid")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", "--out", dest="json", type=Path, help="write every single figure here")
+    arguments = parser.parse_args(given)
+    if any(devices % DEVICES or devices < DEVICES for devices in arguments.devices):
+        parser.error(f"--devices: multiples of {DEVICES}")
+    command = shlex.join(["python", "benchmarks/placement.py", *(sys.argv[1:] if given is None else given)])
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    print(f"{date}, `{command}`, simulated", flush=True)
+    result = benchmark(arguments, lambda text: print(text, flush=True))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"date": date, "command": command, **result}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""The simulator of placements: closed forms of simple loads, nothing lost, no placement faster than the bound."""
+
+import importlib
+import itertools
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mmrl.cli.simulate import MadeUp, micro_batches, shape
+from mmrl.config.loader import load_recipe
+from mmrl.errors import UserError
+from mmrl.placement.adaptive import Split, splits
+from mmrl.placement.phase import Generate, Habits
+from mmrl.placement.recorded import fitted, read_run
+from mmrl.placement.simulate import (
+    Cluster,
+    adaptive,
+    best_disaggregated,
+    bound,
+    compare,
+    device_seconds,
+    disaggregated,
+    static,
+)
+from mmrl.placement.trace import LOADS, Load, Trace, Work, synthetic
+from tests.test_cli import folder, mmrl  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def equal(controllers, count, sampling, judging, train=0.0, price=0.0, steps=1):
+    """Steps of ``count`` equal micro-batches a controller."""
+    return Trace([Work([[[(sampling, judging)] * count]] * controllers, train)] * steps, price, "equal")
+
+
+def test_colocate_of_equal_work_is_both_phases_and_the_swap():
+    out = static(equal(2, 16, 3.0, 5.0, train=7.0, price=2.0), Cluster(2, 4), Split(4, 0))
+    assert out.generate == pytest.approx([16 * 3 / 4 + 2 + 16 * 5 / 4])
+    assert out.steps == pytest.approx([out.generate[0] + 7])
+
+
+def test_colocate_in_rounds_swaps_back_for_every_further_round():
+    rounds = [[(3.0, 5.0)] * 4, [(3.0, 5.0)] * 4]
+    out = static(Trace([Work([rounds], 0.0)], 2.0, ""), Cluster(1, 4), Split(4, 0))
+    assert out.generate == pytest.approx([(3 + 2 + 5) + 2 + (3 + 2 + 5)])
+
+
+@pytest.mark.parametrize(("sampling", "judging"), [(4.0, 1.0), (1.0, 4.0), (2.0, 2.0)])
+def test_partial_of_equal_work_is_the_longer_slice_and_the_fill_of_the_other(sampling, judging):
+    out = static(equal(1, 16, sampling, judging), Cluster(1, 4), Split(2, 2))
+    assert out.generate == pytest.approx([max(8 * sampling + judging, sampling + 8 * judging)])
+
+
+def test_disaggregated_is_its_slowest_slice_once_it_flows():
+    trace = equal(1, 8, 2.0, 1.0, train=1.0, steps=30)
+    out = disaggregated(trace, Cluster(1, 4), train=1, judge=1, staleness=4)
+    assert out.steps[-1] == pytest.approx(max(8 * 2.0 / 2, 8 * 1.0 / 1, 1.0 * 4 / 1))
+
+
+def test_no_staleness_leaves_nothing_to_overlap_with_training():
+    trace = equal(1, 8, 2.0, 1.0, train=1.0, steps=5)
+    out = disaggregated(trace, Cluster(1, 4), train=1, judge=1, staleness=0)
+    assert out.steps == pytest.approx([8 * 2.0 / 2 + 2 * 1.0 + 4.0] * 5)  # two samples end together, for one judge
+
+
+def test_a_judge_replica_takes_all_its_devices():
+    generate = Generate(Split(2, 4), 0.0, replica=4, record=True)
+    phase = generate.run([[(1.0, 3.0)] * 4])
+    assert phase.seconds == pytest.approx(1 + 4 * 3)
+    assert phase.judge_busy == pytest.approx(4 * 3 * 4)
+    assert {span.device for span in phase.spans if span.role == "judge"} == {2, 3, 4, 5}
+
+
+CASES = list(itertools.product(LOADS, (0.0, 1.0, 5.0), (False, True)))
+
+
+@pytest.mark.parametrize(("name", "price", "moves"), CASES)
+def test_all_work_is_done_once_and_no_device_does_two_things(name, price, moves):
+    load = replace(LOADS[name], again=(0.3, 0.3), ahead=False)
+    trace = synthetic(load, 2, 2, 12, 60, seed=4)
+    for work, split in itertools.product(trace.steps, splits(6, 2)):
+        for rounds in work.shares:
+            generate = Generate(split, price, 2, moves, Habits(20.0, 30.0, 0.4), record=True)
+            phase = generate.run(rounds)
+            batches = [batch for one in rounds for batch in one]
+            assert (phase.sampled, phase.judged) == (len(batches), len(batches))
+            assert phase.rollout_busy == pytest.approx(sum(r for r, _ in batches))
+            assert phase.judge_busy == pytest.approx(2 * sum(j for _, j in batches))
+            by_role = {role: [s for s in phase.spans if s.role == role] for role in ("rollout", "judge")}
+            assert sum(s.ended - s.began for s in by_role["rollout"]) == pytest.approx(phase.rollout_busy)
+            assert sum(s.ended - s.began for s in by_role["judge"]) == pytest.approx(phase.judge_busy)
+            for device in range(6):
+                spans = sorted((s.began, s.ended) for s in phase.spans if s.device == device)
+                assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_nothing_is_faster_than_the_bound(name):
+    cluster = Cluster(3, 4)
+    trace = synthetic(replace(LOADS[name], again=(0.2, 0.2)), 6, 3, 12, 70, seed=1)
+    least = bound(trace, cluster)
+    assert all(b > 0 for b in least)
+    for outcome in compare(trace, cluster).outcomes:
+        if outcome.name.startswith("disaggregated"):  # trains on stale samples, so that only the work bounds it
+            work = sum(device_seconds(work, cluster) for work in trace.steps)
+            assert outcome.seconds >= work / cluster.total
+        else:
+            assert all(step >= b - 1e-9 for step, b in zip(outcome.steps, least, strict=True))
+        assert 0 <= outcome.idle < 1
+
+
+def test_the_bound_is_the_longest_chain_where_that_is_longer():
+    rounds = [[(1.0, 1.0), (9.0, 2.0)], [(1.0, 1.0), (2.0, 3.0)]]
+    assert bound(Trace([Work([rounds, [[(1.0, 1.0)]]], 4.0)], 0.0, ""), Cluster(2, 8)) == [9 + 2 + 2 + 3 + 4.0]
+
+
+@pytest.mark.parametrize("price", [0.25, 1.0, 3.0])
+@pytest.mark.parametrize("name", ["steady", "judge-heavy"])
+def test_adaptive_is_at_most_2_percent_behind_the_best_static_split_on_steady_loads(name, price):
+    cluster = Cluster(2, 8)
+    trace = synthetic(replace(LOADS[name], price=price), 30, 2, 16, 96, seed=2)
+    assert adaptive(trace, cluster).seconds <= 1.02 * compare(trace, cluster).best.seconds
+
+
+@pytest.mark.parametrize("price", [1.0, 3.0])
+def test_adaptive_settles_within_10_steps_of_a_shift(price):
+    trace = synthetic(replace(LOADS["shifting"], price=price), 60, 4, 32, 256, seed=2)
+    for moves in (False, True):
+        found = [split.judge for split in adaptive(trace, Cluster(4, 8), moves).splits]
+        assert len(set(found[40:])) == 1, found
+
+
+def test_moves_inside_a_step_mend_a_tail_that_no_split_can():
+    cluster = Cluster(4, 8)
+    trace = synthetic(LOADS["tailed"], 20, 4, 32, 256, seed=2)
+    moving, best = adaptive(trace, cluster), compare(trace, cluster).best
+    assert sum(moving.moves) > 0
+    assert moving.seconds < 0.9 * best.seconds
+
+
+def test_a_load_is_the_same_from_the_same_seed_and_has_the_mean_it_says():
+    load = Load("", lambda at: 2.0, sample=10.0, pareto=1.5)
+    a, b, c = (synthetic(load, 2, 2, 8, 4000, seed) for seed in (1, 1, 2))
+    assert a == b
+    assert a != c
+    batches = [batch for work in a.steps for rounds in work.shares for one in rounds for batch in one]
+    assert sum(r for r, _ in batches) / len(batches) == pytest.approx(10.0, rel=0.06)
+    assert sum(j for _, j in batches) / len(batches) == pytest.approx(20.0, rel=0.02)
+
+
+def test_dynamic_sampling_tries_ahead_what_the_step_before_lacked():
+    rounds = {
+        ahead: synthetic(Load("", lambda at: 1.0, again=(0.4, 0.4), ahead=ahead), 2, 1, 8, 500).steps[1].shares[0]
+        for ahead in (False, True)
+    }
+    assert len(rounds[False][0]) == 500
+    assert len(rounds[False]) > 2
+    assert 800 <= len(rounds[True][0]) <= 850
+
+
+def test_one_device_has_nothing_beside_it():
+    with pytest.raises(ValueError, match="leave none"):
+        compare(equal(1, 4, 1.0, 1.0), Cluster(1, 1))
+    assert best_disaggregated(equal(1, 4, 1.0, 1.0), Cluster(1, 2)) is None
+
+
+# -- traces of runs ----------------------------------------------------------------------------------------------------
+
+
+def record(path, trace, split, price=0.5):
+    """What a run with this work would have written, by the simulator's own account of its devices."""
+    path.mkdir(exist_ok=True)
+    lines, metrics = [], []
+    for step, work in enumerate(trace.steps):
+        phases = [Generate(split, price, record=True).run(rounds) for rounds in work.shares]
+        lead = 0.25  # encoding, before the phase
+        for rank, phase in enumerate(phases):
+            for span in phase.spans:
+                times = {"began": span.began + lead, "ended": span.ended + lead}
+                lines.append({"step": step, "controller": rank, "device": span.device, "role": span.role, **times})
+        lines.append({"step": step, "decision": "so", "rollout": split.rollout, "judge": split.judge, "numbers": {}})
+        metrics.append({"step": step, "time/step": max(phase.seconds for phase in phases) + work.train})
+    for name, rows in (("placement.jsonl", lines), ("metrics.jsonl", metrics)):
+        (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("split", [Split(2, 2), Split(4, 0)])
+def test_a_recorded_run_is_predicted_as_it_was(tmp_path, split):
+    trace = synthetic(LOADS["steady"], 3, 2, 8, 48, seed=5)
+    record(tmp_path / "run", trace, split, price=6.0)
+    found = read_run(tmp_path / "run")
+    assert (found.controllers, found.devices) == (2, 4)
+    again = static(found.trace, Cluster(2, 4), split)
+    assert again.steps == pytest.approx(static(replace(trace, price=6.0), Cluster(2, 4), split).steps, rel=0.03)
+    assert fitted(found, 2, 8, 48) is found.trace
+    assert found.trace.price == (0.0 if split.judge else pytest.approx(6.0))  # without a move there is none to measure
+
+
+def test_a_recorded_run_on_more_devices_has_the_same_work_for_each(tmp_path):
+    record(tmp_path / "run", synthetic(LOADS["steady"], 3, 2, 8, 48, seed=5), Split(2, 2))
+    larger = fitted(read_run(tmp_path / "run"), 16, 64, 48 * 8, seed=0)
+    small, large = read_run(tmp_path / "run").trace.steps, larger.steps
+    assert [work.train for work in large] == pytest.approx([work.train for work in small])
+    even = [
+        device_seconds(work, cluster) / cluster.total
+        for work, cluster in ((small[0], Cluster(2, 4)), (large[0], Cluster(16, 4)))
+    ]
+    assert even[1] == pytest.approx(even[0], rel=0.15)
+
+
+def test_metrics_alone_give_the_means(tmp_path):
+    (tmp_path / "resolved.json").write_text(
+        json.dumps(
+            {"train": {"prompts_per_step": 4, "group_size": 4, "micro_batch_size": 2}, "sampling": {}, "controllers": 2}
+        )
+    )
+    row = {"step": 0, "time/step": 10.0, "time/sample": 3.0, "time/decode": 1.0, "time/reward": 2.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (work,) = read_run(tmp_path).trace.steps
+    assert work.shares == [[[(1.0, 0.5)] * 4]] * 2
+    assert work.train == pytest.approx(4.0)
+
+
+def test_a_run_without_records_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"no metrics\.jsonl"):
+        read_run(tmp_path)
+    (tmp_path / "placement.jsonl").write_text('{"role": "rollout", "step": 0}\n')
+    with pytest.raises(UserError, match=r"placement\.jsonl has a line that is not as expected"):
+        read_run(tmp_path)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+GROWN = ("train.prompts_per_step=64", "train.group_size=4", "train.micro_batch_size=4")
+
+
+def test_command_shows_every_placement(folder, capsys):  # noqa: F811
+    assert mmrl("simulate", "recipe.yaml", *GROWN, "controllers=2", "--devices", "16", "--steps", "3") == 0
+    out = capsys.readouterr().out
+    for name in (
+        "colocate",
+        "partial",
+        "disaggregated",
+        "adaptive, split alone",
+        "adaptive",
+        "bound: no gap",
+        "best static",
+    ):
+        assert name in out
+    assert "16 devices: 2 controllers of 8" in out
+
+
+def test_command_prints_json_of_a_recorded_run(folder, capsys):  # noqa: F811
+    record(folder / "run", synthetic(LOADS["steady"], 4, 2, 8, 48, seed=5), Split(4, 0), price=6.0)
+    options = ("--devices", "8", "--trace", "run", "--json", "--steps", "2")
+    assert mmrl("simulate", "recipe.yaml", *GROWN, "controllers=2", *options) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["price"] == pytest.approx(6.0)
+    names = [row["placement"] for row in found["placements"]]
+    assert names[0] == "colocate"
+    assert names[-1] == "adaptive"
+    assert all(len(row["steps"]) == 2 and row["step"] >= found["bound"] * 0.5 for row in found["placements"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "message"),
+    [
+        (["controllers=2"], 9, "--devices 9 cannot be shared by controllers=2; write --devices 10"),
+        (["controllers=2"], 2, "2 controllers on 2 devices have 1 each"),
+        ([], 1, "1 controllers on 1 devices have 1 each"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused_with_the_edit(folder, changes, devices, message):  # noqa: F811
+    recipe = load_recipe(["recipe.yaml"], [*GROWN, *changes]).recipe
+    with pytest.raises(UserError) as error:
+        shape(recipe, devices, 1)
+    assert message in str(error.value)
+
+
+def test_micro_batches_are_those_of_the_loop(folder):  # noqa: F811
+    recipe = load_recipe(["recipe.yaml"], ["train.prompts_per_step=5", "train.group_size=3", "controllers=2"]).recipe
+    assert micro_batches(recipe, 2) == -(-9 // 4) + -(-6 // 4)
+
+
+def test_the_commands_loads_are_the_simulators():
+    assert [load.value for load in MadeUp] == list(LOADS)
+
+
+def test_benchmark_runs_and_counts(capsys, tmp_path):
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        placement = importlib.import_module("placement")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    placement.JUDGE, placement.PRICE, placement.AGAIN, placement.LOAD_PRICES = (1.0,), (0.1, 0.4), (0.0,), (0.1,)
+    placement.main(["--devices", "8", "--steps", "12", "--grid-steps", "2", "--json", str(tmp_path / "out.json")])
+    out = capsys.readouterr().out
+    assert "partial beats colocate in" in out
+    rows = json.loads((tmp_path / "out.json").read_text())["8"]
+    assert [row["load"] for row in rows["loads"]] == list(placement.GOALS)
+    for row in rows["grid"]:
+        (name,) = [name for name in row["steps"] if name.startswith("partial")]
+        assert (sum(row["steps"][name]) < sum(row["steps"]["colocate"])) == (row["gain"] > 0)
