@@ -37,7 +37,7 @@ JUDGE = (0.25, 0.5, 1.0, 2.0, 3.0)
 PRICE = (0.02, 0.1, 0.2, 0.4)
 TAILS: dict[str, dict[str, Any]] = {"light": {"tail": 0.4}, "heavy": {"pareto": 1.5}}
 AGAIN = (0.0, 0.3)
-LOAD_PRICES = (0.02, 0.05, 0.1, 0.2)
+LOAD_PRICES = (0.02, 0.1, 0.2, 0.4)
 PUBLISHED, GOAL_POINT = (0.16, 0.24), 0.24
 GOALS = {"steady": -0.02, "judge-heavy": -0.02, "drifting": 0.10, "shifting": 0.10, "tailed": 0.10}
 """How far ahead of the best static placement the step time should be."""
@@ -70,6 +70,7 @@ def compared(trace: Trace, cluster: Cluster) -> Row:
         "gain": shorter(fastest.generate, colocate.generate),
         "ahead": shorter(moving.steps, best.steps),
         "ahead_generate": shorter(moving.generate, best.generate),
+        "ahead_partial": shorter(moving.steps, fastest.steps),
         "alone": shorter(alone.steps, best.steps),
         "best_over_bound": best.seconds / least - 1,
         "over_bound": moving.seconds / least - 1,
@@ -149,6 +150,7 @@ def loads_table(rows: Sequence[Row]) -> str:
         "best static",
         "ahead",
         "goal",
+        "ahead of partial",
         "split alone",
         "over bound",
         "of it waiting",
@@ -162,6 +164,7 @@ def loads_table(rows: Sequence[Row]) -> str:
             f"{row['best']} ({row['best_over_bound']:+.1%})",
             f"{row['ahead']:+.1%}",
             f"{row['goal']:+.0%}" + ("" if row["ahead"] >= row["goal"] else " missed"),
+            f"{row['ahead_partial']:+.1%}",
             f"{row['alone']:+.1%}",
             f"{row['over_bound']:+.1%}" + ("" if row["over_bound"] <= OVER_BOUND else " missed"),
             f"{row['waiting']:.1%}",

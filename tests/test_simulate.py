@@ -138,7 +138,7 @@ def test_moves_inside_a_step_mend_a_tail_that_no_split_can():
     trace = synthetic(LOADS["tailed"], 20, 4, 32, 256, seed=2)
     moving, best = adaptive(trace, cluster), compare(trace, cluster).best
     assert sum(moving.moves) > 0
-    assert moving.seconds < 0.9 * best.seconds
+    assert moving.seconds < 0.93 * best.seconds
 
 
 def test_a_load_is_the_same_from_the_same_seed_and_has_the_mean_it_says():

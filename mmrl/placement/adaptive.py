@@ -109,17 +109,15 @@ def splits(devices: int, replica: int = 1) -> list[Split]:
 
 
 def begin(devices: int, replica: int = 1, moves: bool = True) -> State:
-    """The state of a run that has measured nothing: half the devices judge, in whole replicas, where there is room.
+    """The state of a run that has measured nothing.
 
-    ``moves``: devices will also move inside a step, by ``worth_moving``.
-
-    Raises ``ValueError`` where there is no device or a replica has none.
+    It begins with colocate, which no load makes much worse than the best split, and whose first step measures the work of
+    both roles and the price of a move. ``moves``: devices will also move inside a step, by ``worth_moving``. Raises ``ValueError`` where there is no device
+    or a replica has none.
     """
     if devices < 1 or replica < 1:
         raise ValueError(f"{devices} devices of a controller and {replica} of a judge replica: both at least 1")
-    half = max(devices // 2 // replica, 1) * replica
-    split = Split(devices - half, half) if half < devices else Split(devices, 0)
-    return State(devices, replica, split, moves=moves)
+    return State(devices, replica, Split(devices, 0), moves=moves)
 
 
 def decide(state: State, measured: Measured) -> tuple[State, Decision]:
