@@ -85,6 +85,11 @@ def test_the_first_decision_goes_straight_to_the_ratio_of_busy_seconds():
 def test_later_ones_go_half_the_way_in_whole_replicas():
     _, state = after(begin(16, 2, moves=False), 3, 300.0, 100.0, price=30.0)
     assert state.split == Split(12, 4)
+    sampled, judged = fluid(state.split, 16, 100.0, 300.0, 30.0)
+    shifted = Measured(400.0, 1200.0, sampled, judged, 64, 30.0)
+    _, decision = decide(state, shifted)
+    assert decision.numbers["target_judge"] == 8
+    assert decision.split == Split(10, 6)
     seen, _ = after(state, 12, 100.0, 300.0, price=30.0)
     judges = [split.judge for split in seen]
     assert judges[-1] == 12

@@ -111,9 +111,10 @@ def splits(devices: int, replica: int = 1) -> list[Split]:
 def begin(devices: int, replica: int = 1, moves: bool = True) -> State:
     """The state of a run that has measured nothing.
 
-    It begins with colocate, which no load makes much worse than the best split, and whose first step measures the work of
-    both roles and the price of a move. ``moves``: devices will also move inside a step, by ``worth_moving``. Raises ``ValueError`` where there is no device
-    or a replica has none.
+    It begins with colocate, which no load makes much worse than the best split, and whose first step measures the work
+    of both roles and the price of a move. ``moves``: devices will also move inside a step, by ``worth_moving``.
+
+    Raises ``ValueError`` where there is no device or a replica has none.
     """
     if devices < 1 or replica < 1:
         raise ValueError(f"{devices} devices of a controller and {replica} of a judge replica: both at least 1")
