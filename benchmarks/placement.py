@@ -194,7 +194,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[64, 512], help="of all controllers, 8 each")
     parser.add_argument("--steps", type=int, default=40, help="of the loads")
-    parser.add_argument("--grid-steps", type=int, default=10, help="of a cell of the grid")
+    parser.add_argument("--grid-steps", type=int, default=20, help="of a cell of the grid")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", "--out", dest="json", type=Path, help="write every single figure here")
     arguments = parser.parse_args(given)

@@ -86,7 +86,7 @@ class State:
     turns: int = 0
     """Changes that went back on the one before."""
     over: dict[str, float] = field(default_factory=dict)
-    """By kind of split: what phases took over ``formula``, as a share of the even time, smoothed."""
+    """By kind of ``formula``: what phases took over ``formula``, as a share of the even time, smoothed."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> State:
@@ -176,14 +176,12 @@ def expected(state: State, price: float) -> dict[Split, float]:
     took over it so far; never less than the even time, in which all devices share all work."""
     work = Work(state.rollout_busy, state.judge_busy, state.grain)
     even = (work.rollout + work.judge) / state.devices
-    return {
-        split: max(even, formula(state, split, work, price) + state.over.get(_kind(split), 0.0) * even)
-        for split in splits(state.devices, state.replica)
-    }
+    found = {split: formula(state, split, work, price) for split in splits(state.devices, state.replica)}
+    return {split: max(even, seconds + state.over.get(kind, 0.0) * even) for split, (seconds, kind) in found.items()}
 
 
-def formula(state: State, split: Split, work: Work, price: float) -> float:
-    """Seconds of a phase without tails.
+def formula(state: State, split: Split, work: Work, price: float) -> tuple[float, str]:
+    """Seconds of a phase without tails, and its kind: colocate, apart or joined.
 
     Of a split: the slice that has more work for each of its devices, begun late by one micro-batch's sampling (judging)
     or followed by one micro-batch's judging (sampling). Where devices move inside a step and judging is what lasts
@@ -192,14 +190,14 @@ def formula(state: State, split: Split, work: Work, price: float) -> float:
     """
     fill, drain = work.rollout * work.grain, work.judge * work.grain / state.replica
     if not split.judge:
-        return (work.rollout + work.judge) / state.devices + (price if work.judge else 0.0)
+        return (work.rollout + work.judge) / state.devices + (price if work.judge else 0.0), "colocate"
     sampled, judged = work.rollout / split.rollout, fill + work.judge / split.judge
     apart = max(sampled + drain, judged)
     if not state.moves or judged <= sampled:
-        return apart
+        return apart, "apart"
     left = work.judge - max(sampled - fill, 0.0) * split.judge
     joined = sampled + (left + split.rollout * price) / state.devices + drain / 2
-    return min(apart, max(joined, sampled + price))
+    return min((apart, "apart"), (max(joined, sampled + price), "joined"))
 
 
 def worth_moving(own_left: float, other_left: float, other_devices: int, price: float, own_devices: int = 0) -> bool:
@@ -231,14 +229,10 @@ def _work(state: State, measured: Measured) -> Work:
 
 def _learn(state: State, work: Work, phase: float, price: float) -> dict[str, float]:
     """``State.over`` after a step of ``work`` that took ``phase`` seconds."""
-    over = max(phase - formula(state, state.split, work, price), 0.0) * state.devices / (work.rollout + work.judge)
-    kind = _kind(state.split)
+    seconds, kind = formula(state, state.split, work, price)
+    over = max(phase - seconds, 0.0) * state.devices / (work.rollout + work.judge)
     before = state.over.get(kind, over)
     return {**state.over, kind: before + LEARNING * (over - before)}
-
-
-def _kind(split: Split) -> str:
-    return "partial" if split.judge else "colocate"
 
 
 def _half_way(state: State, target: Split) -> Split:
