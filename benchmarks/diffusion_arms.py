@@ -22,6 +22,7 @@ from torch import Tensor
 import mmrl
 from mmrl.batch import Run, chunks, samples_of
 from mmrl.config.schema import Recipe
+from mmrl.controller import Controller
 from mmrl.controller.features import FeatureStore
 from mmrl.loop import train_step
 from mmrl.report.clock import Clock
@@ -75,6 +76,7 @@ SIZES = {
 
 def write_model(size: Size, out: Path) -> None:
     """Write a Stable Diffusion 3 of that size with random weights, as diffusers saves it."""
+    pretrain = mmrl.load("pipelines", "diffusion/pretrain")  # first: it lets torchvision be imported without CUDA
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
     from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
     from diffusers.utils import logging as diffusers_logging
@@ -82,7 +84,6 @@ def write_model(size: Size, out: Path) -> None:
 
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
-    pretrain = mmrl.load("pipelines", "diffusion/pretrain")
     torch.manual_seed(0)
     pipe = pretrain.build([p.text for p in mmrl.load("datasets", "shapes").prompts("all")])
     if size.transformer:
@@ -109,9 +110,14 @@ def write_model(size: Size, out: Path) -> None:
     pipe.save_pretrained(out)
 
 
-def make_run(size: Size, model: Path, lora: int) -> Run:
-    """A run of that size on one CPU thread: Flow-GRPO with the JPEG reward, and LoRA of rank ``lora`` or (0) none."""
-    recipe = Recipe.model_validate(
+def make_run(size: Size, model: Path, lora: int, controller: Controller | None = None) -> Run:
+    """A run of that size on one CPU thread; ``controller``: which of several it is."""
+    return build(make_recipe(size, model, lora), Path.cwd(), controller)
+
+
+def make_recipe(size: Size, model: Path, lora: int) -> Recipe:
+    """Flow-GRPO with the JPEG reward, and LoRA of rank ``lora`` or (0) none."""
+    return Recipe.model_validate(
         {
             "name": "benchmark",
             "device": "cpu",
@@ -138,7 +144,6 @@ def make_run(size: Size, model: Path, lora: int) -> Run:
             "optim": {"lr": 1e-5},
         }
     )
-    return build(recipe, Path.cwd())
 
 
 def micro_batches(run: Run, step: int) -> list[tuple[list[Slot], list[SampleId]]]:
