@@ -210,7 +210,9 @@ class Session:
         print(
             f"resuming after step {self.done}" if found else "no checkpoint yet: starting from step 0", file=sys.stderr
         )
-        self.directory.truncate_after(self.done if found else -1)
+        gone = self.directory.of_others(self.controller.size) if self.controller.leads else []
+        for directory in (self.directory, *gone):
+            directory.truncate_after(self.done if found else -1)
 
     def train(self, stop: Stop) -> bool:
         """Train to the end, or to a stop that was asked for; returns whether the end was reached.

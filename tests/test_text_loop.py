@@ -12,6 +12,7 @@ from mmrl.controller import Controller
 from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
+from mmrl.report.rundir import RunDir
 from mmrl.rollout import rollout
 from mmrl.run import build
 from mmrl.session import train
@@ -201,7 +202,11 @@ def test_a_resumed_run_takes_the_steps_that_would_have_come(folder, tmp_path, ov
     train(loaded, tmp_path / "whole")
     part = load_recipe([folder / "recipe.yaml"], [*overrides, "train.steps=2"])
     train(part, tmp_path / "cut")
+    other = RunDir(tmp_path / "cut").of_controller(1)  # as if there had been two, and both were killed in step 4
+    for n in (1, 4):
+        other.failure(n, "reward", "a prompt", "no score")
     train(loaded, tmp_path / "cut", resume=True)
+    assert [json.loads(line)["step"] for line in other.failures.read_text().splitlines()] == [1]
     assert rows_of(tmp_path / "cut") == rows_of(tmp_path / "whole")
     held = [(tmp_path / name / "heldout.jsonl").read_text() for name in ("whole", "cut")]
     assert held[0] == held[1]

@@ -97,6 +97,11 @@ class RunDir:
         own.samples.mkdir(parents=True, exist_ok=True)
         return own
 
+    def of_others(self, size: int) -> list[RunDir]:
+        """The folders of controllers that a start of this run with more than ``size`` had."""
+        found = (self.path / "controllers").glob("*")
+        return [RunDir(f) for f in sorted(found) if f.is_dir() and f.name.isdecimal() and int(f.name) >= size]
+
     def close(self) -> None:
         """Give the lock back. The lock file stays: it also marks the directory as a run."""
         if self._lock is not None:
