@@ -10,6 +10,10 @@ Each token keeps the log-prob it was drawn with, under the weights of then. Thei
 is part of the gap that truncated importance sampling corrects (``mmrl.algorithms.mismatch``).
 
 Short responses come back sooner: the first steps of a run see more of them than the data's share.
+
+Each of several controllers has a flight of its own, of its own slots and its part of ``extra``. Tokens never leave it:
+a checkpoint says which slots are under way, and a resumed run begins those anew, whoever has them now. One controller
+alone saves the tokens too.
 """
 
 from __future__ import annotations
@@ -53,9 +57,8 @@ class Flight:
     def __init__(self, settings: Partial) -> None:
         self.settings = settings
         self.groups: list[Group] = []
-        self.taken = 0
-        """Slots taken from the stream so far."""
-        self._settled: tuple[list[Group], int] = ([], 0)
+        self.stream = Stream()
+        self._settled: tuple[list[Group], dict[str, Any]] = ([], {"first": 0, "taken": [], "slots": []})
 
     def land(self, run: Run, wanted: int, step: int, clock: Clock, tally: Tally) -> Round:
         """Draw until ``wanted`` groups, a step's slots on this controller, are whole, and score them.
@@ -64,7 +67,7 @@ class Flight:
         """
         size = run.recipe.train.group_size
         with clock("encode"):
-            bad = self._fill(run, wanted + self.settings.extra)
+            bad = self._fill(run, wanted + len(run.controller.share(self.settings.extra)))
         scoring = run.rewards.start(step, size)
         landed: list[Group] = []
         micro_batches: list[Trajectory] = []
@@ -87,27 +90,36 @@ class Flight:
         with clock("reward"):
             scores = scoring.finish([list(range(n, n + size)) for n in range(0, wanted * size, size)])
         scores.failures.extend(bad)
-        tally.set({"sampling/rounds": rounds, **self._metrics(micro_batches, step)})
+        self._measure(micro_batches, step, rounds, tally)
         return Round([g.slot for g in landed], [key for g in landed for key in g.keys], micro_batches, scores)
 
-    def settle(self) -> None:
-        """The step is done: what is in flight now is what a checkpoint keeps."""
-        self._settled = (self.groups, self.taken)  # neither list nor groups are changed in place
+    def settle(self, run: Run) -> None:
+        """The step is done: what is in flight now, on all controllers, is what a checkpoint keeps."""
+        mine = [[g.slot.step, g.slot.index, g.slot.attempt, g.slot.prompt.id] for g in self.groups]
+        everyone = run.controller.gather({"next": self.stream.next, "slots": mine})
+        first, taken = self.stream.whole(run, [one["next"] for one in everyone])
+        slots = sorted((slot for one in everyone for slot in one["slots"]), key=lambda slot: slot[:2])
+        alone = self.groups if len(everyone) == 1 else []  # neither the list nor its groups are changed in place
+        self._settled = (alone, {"first": first, "taken": taken, "slots": slots})
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What was in flight after the last finished step: rows of its groups one after another, and their slots."""
-        groups, taken = self._settled
+        """What was in flight after the last finished step: the slots, and of a controller alone the rows of its groups
+        one after another."""
+        groups, state = self._settled
         rows = Trajectory.join([group.rows for group in groups]) if groups else None
-        tensors = {} if rows is None else {name: _column(getattr(rows, name)) for name in _SAVED}
-        slots = [[g.slot.step, g.slot.index, g.slot.attempt, g.slot.prompt.id] for g in groups]
-        return tensors, {"taken": taken, "slots": slots}
+        return {} if rows is None else {name: _column(getattr(rows, name)) for name in _SAVED}, state
 
     def load_state(self, run: Run, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Restore ``state``, features of the prompts too. Raises ``UserError`` where the data set has changed."""
+        """Restore this controller's part of ``state``, features of the prompts too.
+
+        Raises ``UserError`` where the data set has changed.
+        """
         size = run.recipe.train.group_size
         self.groups = []
         for n, (step, index, attempt, prompt) in enumerate(state["slots"]):
-            slot = next(s for s in _slots(run, step) if s.index == index)
+            slot = next((s for s in _slots(run, step) if s.index == index), None)
+            if slot is None:
+                continue  # another controller's
             slot = run.controller.replacement(slot, attempt, run.prompts) if attempt else slot
             if slot.prompt.id != prompt:
                 raise UserError(
@@ -116,20 +128,23 @@ class Flight:
                     "new run with --out"
                 )
             group = _begun(run, slot)
+            if not tensors:
+                self.groups.append(group)
+                continue
             device = group.rows.clean.device
             saved = {name: column[n * size : (n + 1) * size].to(device) for name, column in tensors.items()}
             without_padding = replace(group.rows, **saved).rows(list(range(size)))
             self.groups.append(replace(group, rows=without_padding))
-        self.taken = state["taken"]
-        self.settle()
+        self.stream = Stream(state["first"], frozenset(state["taken"]))
+        self._settled = (self.groups if run.controller.size == 1 else [], state)
 
     def _fill(self, run: Run, most: int) -> list[Failure]:
         """Begin groups for the next slots of the stream, ``most`` in all; returns the prompts that cannot be used."""
-        fresh = _stream(run, self.taken, most - len(self.groups))
+        fresh = self.stream.take(run, most - len(self.groups))
         slots, keys, bad = encode(run, fresh)
-        self.groups = [*self.groups, *(_begun(run, slot) for slot in slots)]
+        groups = [*self.groups, *(_begun(run, slot) for slot in slots)]
+        self.groups = sorted(groups, key=lambda group: _position(run, group.slot))
         run.pipeline.features.release(keys)  # each group holds its own: two may share a prompt
-        self.taken += len(fresh)
         return bad
 
     def _draw(self, run: Run, step: int) -> None:
@@ -149,25 +164,47 @@ class Flight:
         grown = iter([after.rows([place[row] for row in range(n, n + size)]) for n in range(0, len(before), size)])
         self.groups = [group if group.whole else replace(group, rows=next(grown)) for group in self.groups]
 
-    def _metrics(self, landed: Sequence[Trajectory], step: int) -> dict[str, float]:
+    def _measure(self, landed: Sequence[Trajectory], step: int, rounds: int, tally: Tally) -> None:
         ages = torch.cat([step - _column(t.drawn_at)[_column(t.mask) > 0] for t in landed])
+        oldest = ages.max() if len(ages) else torch.tensor(0)
+        largest = {"sampling/stale_steps": oldest, "sampling/rounds": torch.tensor(rounds)}
+        tally.gather({"sampling/stale_tokens": (ages > 0).sum()}, largest, len(ages))
         waiting = sum(group.whole for group in self.groups)
-        return {
-            "sampling/in_flight": len(self.groups) - waiting,
-            "sampling/waiting": waiting,
-            "sampling/stale_tokens": (ages > 0).float().mean().item() if len(ages) else 0.0,
-            "sampling/stale_steps": ages.max().item() if len(ages) else 0,
-        }
+        tally.count({"sampling/in_flight": len(self.groups) - waiting, "sampling/waiting": waiting})
 
 
-def _stream(run: Run, first: int, n: int) -> list[Slot]:
-    """``n`` slots of this controller from number ``first`` on, step after step."""
-    step, skipped = divmod(first, len(_slots(run, 0)))
-    slots: list[Slot] = []
-    while len(slots) < skipped + n:
-        slots += _slots(run, step)
-        step += 1
-    return slots[skipped : skipped + n]
+class Stream:
+    """Final class: this controller's slots, step after step, each taken once.
+
+    A slot's position is ``step * prompts_per_step + index``. Its own before ``next`` are taken, and those in ``taken``:
+    controllers of another number had come to different places.
+    """
+
+    def __init__(self, first: int = 0, taken: frozenset[int] = frozenset()) -> None:
+        self.next, self.taken = first, taken
+
+    def take(self, run: Run, n: int) -> list[Slot]:
+        """The next ``n`` slots; none where ``n`` is negative."""
+        slots: list[Slot] = []
+        step = self.next // run.recipe.train.prompts_per_step
+        while len(slots) < n:
+            for slot in _slots(run, step):
+                at = _position(run, slot)
+                if len(slots) < n and at >= self.next and at not in self.taken:
+                    slots.append(slot)
+                    self.next = at + 1
+            step += 1
+        return slots
+
+    def whole(self, run: Run, places: Sequence[int]) -> tuple[int, list[int]]:
+        """``first`` and ``taken`` of all controllers, whose ``next`` are ``places``."""
+        per_step, first = run.recipe.train.prompts_per_step, min(places)
+        ahead = {at for at in range(first, max(places)) if at < places[at % per_step % len(places)]}
+        return first, sorted(ahead | {at for at in self.taken if at >= first})
+
+
+def _position(run: Run, slot: Slot) -> int:
+    return slot.step * run.recipe.train.prompts_per_step + slot.index
 
 
 def _slots(run: Run, step: int) -> list[Slot]:

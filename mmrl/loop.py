@@ -47,7 +47,7 @@ def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], lis
         run.devices.everywhere(run, "move", step)
     run.pipeline.features.release(batch.keys)
     if run.flight is not None:
-        run.flight.settle()
+        run.flight.settle(run)
     tally.set(run.devices.end_step(run, step))
     row = tally.means(run.controller.gather)
     if run.balance is not None:

@@ -1,6 +1,9 @@
 """Partial rollout in the loop: responses that take several steps, sampled by a real engine with weights of its own."""
 
 import json
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 
 from mmrl import checkpoint
 from mmrl.config.loader import load_recipe
+from mmrl.controller import Controller
 from mmrl.engines.external import allowances, completion, nothing_left
 from mmrl.errors import BadPromptError, UserError
 from mmrl.loop import train_step
@@ -343,6 +347,68 @@ def test_other_data_than_what_is_in_flight_is_refused(folder, tmp_path, uninterr
         UserError, match=r"slot \d of step \d held the prompt data:\d+, and now .* the data set has changed"
     ):
         checkpoint.restore(run, found)
+
+
+class Room:
+    """Controllers in threads of one process: ``Peers`` of each."""
+
+    def __init__(self, size):
+        self.barrier, self.said = threading.Barrier(size, timeout=120), [None] * size
+
+    def member(self, rank):
+        room = self
+
+        class Member:
+            def __init__(self):
+                self.sent = Counter()
+
+            def gather(self, values):
+                room.said[rank] = values
+                room.barrier.wait()
+                found = list(room.said)
+                room.barrier.wait()
+                return found
+
+            def sum(self, values, kind):
+                found = self.gather(values.clone())
+                return values.copy_(torch.stack(found).sum(0))
+
+        return Member()
+
+
+def together(folder, size):
+    """The runs of ``size`` controllers, of three prompts a step and three groups more in flight."""
+    loaded = load(folder, "train.prompts_per_step=3", "rollout.engine=vllm_server")
+    room = Room(size)
+    return [build(loaded.recipe, loaded.root, Controller(0, rank, size, room.member(rank))) for rank in range(size)]
+
+
+def test_controllers_lose_no_slot_and_train_on_none_twice_whatever_their_number(folder):
+    saved, trained, done = None, [], 0
+    for size, steps in ((1, 2), (2, 3), (3, 2), (2, 1), (1, 2)):
+        runs = together(folder, size)
+        if saved:
+            for run in runs:
+                run.flight.load_state(run, *saved)
+            lengths = [int(g.rows.mask.sum()) for run in runs for g in run.flight.groups]
+            assert len(lengths) == 3
+            assert any(lengths) == bool(saved[0])  # the tokens of one controller go on, those of several are drawn anew
+        rounds = [watched(run) for run in runs]
+        with ThreadPoolExecutor(size) as pool:
+            for n in range(done, done + steps):
+                rows = [row for row, _ in pool.map(lambda run, n=n: step(run, n), runs)]
+                assert sum(len(r[-1].slots) for r in rounds) == 3
+                assert all(row["sampling/in_flight"] + row["sampling/waiting"] == 3 for row in rows)
+        done += steps
+        trained += [s for of in rounds for r in of for s in r.slots]
+        flying = [g.slot for run in runs for g in run.flight.groups]
+        places = [s.step * 3 + s.index for s in (*trained, *flying)]
+        assert len(set(places)) == len(places) == 3 * done + 3
+        states = [json.loads(json.dumps(run.flight.state()[1])) for run in runs]
+        assert all(state == states[0] for state in states)
+        saved = runs[0].flight.state()[0], states[0]
+        assert set(range(states[0]["first"])) <= set(places)
+    assert set(range(3 * done - 3)) <= set(places)  # and none is left behind
 
 
 @pytest.mark.parametrize(

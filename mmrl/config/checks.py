@@ -255,10 +255,10 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
             f"rollout.options: environment puts the engines of {n} controllers on the same devices; remove "
             "CUDA_VISIBLE_DEVICES, and each uses its controller's, or set controllers to 1"
         )
-    if recipe.rollout.partial is not None:
+    if recipe.rollout.partial is not None and recipe.rollout.partial.extra < n:
         yield (
-            "rollout.partial: responses in flight beside several controllers are not built yet; set controllers to 1, "
-            "or remove partial"
+            f"rollout.partial.extra: {n} controllers share {recipe.rollout.partial.extra}, and one without waits for "
+            f"its longest response; set it to {n} or more, or lower controllers"
         )
     if ":" in recipe.device:
         yield f"device: {recipe.device} is one, and {n} controllers take one each; set device to auto, cpu or cuda"
