@@ -22,6 +22,7 @@ from mmrl.report.pictures import Evaluation, extremes, pairs, read_evaluations
 from mmrl.report.progress import duration
 from mmrl.report.rundir import RunDir, looks_like_run, write_atomic
 from mmrl.report.texts import transcripts
+from mmrl.report.timeline import timeline
 
 __all__ = ["curve_png", "write_report"]
 
@@ -96,6 +97,7 @@ def write_report(run: Path | str) -> Path:
         remarks=_remarks(found),
         heldout_charts=_heldout_charts(found),
         training_charts=_training_charts(found),
+        devices=timeline(RunDir(run).placement, found.metrics),
         pairs=before_after,
         table=_reward_table(found),
         extremes=extremes(found.evaluations, found.trained),
