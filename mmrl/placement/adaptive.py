@@ -84,7 +84,9 @@ class State:
     way: int = 0
     """Of the last change: 1 to more judges, -1 to fewer."""
     turns: int = 0
-    """Changes that went back on the one before."""
+    """Changes that went back on the one before, those from a trial left out."""
+    trial: bool = False
+    """Whether the split in force was the first of its kind."""
     over: dict[str, float] = field(default_factory=dict)
     """By kind of ``formula``: what phases took over ``formula``, as a share of the even time, smoothed."""
 
@@ -160,7 +162,7 @@ def decide(state: State, measured: Measured) -> tuple[State, Decision]:
     if target == state.split:
         return state, Decision(state.split, f"no split is expected to be faster than {_name(state.split)}", numbers)
     way = 1 if target.judge > state.split.judge else -1
-    turns = min(state.turns + (way == -state.way), MOST_TURNS)
+    turns = min(state.turns + (way == -state.way and not state.trial), MOST_TURNS)
     worth = WORTH * 2 ** (turns + (state.kept > SETTLED))
     if not first and (saved < worth * now or saved * HORIZON < measured.price):
         why = f"{_name(target)} would save {saved:.2f} s of {now:.2f} s a step, too little for a move"
@@ -168,7 +170,10 @@ def decide(state: State, measured: Measured) -> tuple[State, Decision]:
     split = target if first else _half_way(state, target)
     seconds = f"sampling took {rollout:.2f} device-seconds and judging {judge:.2f}"
     why = f"{seconds}: {_name(state.split)} to {_name(split)}, expected to save {saved:.2f} s of {now:.2f} s a step"
-    return replace(state, split=split, kept=0, way=0 if first else way, turns=turns), Decision(split, why, numbers)
+    work = Work(rollout, judge, state.grain)
+    trial = formula(state, split, work, measured.price)[1] not in state.over
+    state = replace(state, split=split, kept=0, way=0 if first else way, turns=turns, trial=trial)
+    return state, Decision(split, why, numbers)
 
 
 def expected(state: State, price: float) -> dict[Split, float]:
