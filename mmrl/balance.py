@@ -257,6 +257,8 @@ def pack(
     A dynamic programme over the ends of micro-batches: its micro-batches are contiguous in the sorted order, so that
     the best division of the first ``n`` rows is the best one of fewer and a last micro-batch.
     """
+    if not sizes:
+        return []
     rows = np.asarray(sizes, dtype=np.int64).reshape(len(sizes), -1)
     order = np.argsort(rows.sum(1), kind="stable")
     if len(rows) and (rows == rows[0]).all():

@@ -20,7 +20,7 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from mmrl import checkpoint
+from mmrl import checkpoint, saving
 from mmrl._torchvision import allow_cpu_only
 from mmrl.balance import (
     PRIOR,
@@ -451,7 +451,7 @@ def test_a_resumed_run_gives_prompts_to_the_controllers_that_would_have_had_them
     run = make(folder)
     steps(run)
     run.balance.workload.adopt(run.balance.workload.fitted())  # as several controllers do
-    checkpoint.save(tmp_path, checkpoint.of_run(run, STEPS, cpu_seconds=0.0), keep=1)
+    saving.save(tmp_path, checkpoint.of_run(run, STEPS, cpu_seconds=0.0), keep=1)
     again = make(folder)
     unlearned = given(3, again.prompts, 8, again.balance.cost)
     checkpoint.restore(again, checkpoint.load(tmp_path, STEPS))

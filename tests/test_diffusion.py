@@ -185,7 +185,7 @@ def test_policy_gradient_matches_finite_differences():
     trajectory = pipeline.sample(slots, ids, [1], seed=0)
     # float64 throughout, or the difference quotient drowns in rounding
     pipeline.policy.double()
-    for row in pipeline.features._features.values():
+    for row in (pipeline.features.get(key) for key in set(trajectory.features)):
         row.update({k: v.double() for k, v in row.items()})
 
     def objective():

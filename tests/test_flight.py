@@ -360,7 +360,7 @@ class Room:
 
         class Member:
             def __init__(self):
-                self.sent = Counter()
+                self.sent, self.waited, self.ranks = Counter(), 0.0, None
 
             def gather(self, values):
                 room.said[rank] = values

@@ -95,7 +95,7 @@ def test_controllers_try_the_same_groups(differs, valid, size):
     parts = [outcome(attempts(), differs, 7, rank, size) for rank in range(size)]
     assert sorted(one for part in parts for one in part[0]) == whole
     assert sorted(one for part in parts for one in part[1]) == sorted(asked)
-    sums = [json.loads(json.dumps(part[2]._sums())) for part in parts]
+    sums = [json.loads(json.dumps(part[2].sums())) for part in parts]
     assert parts[0][2].means(lambda _: sums) == tally.means()
 
 

@@ -42,6 +42,8 @@ class Event:
     role: str
     began: float
     ended: float
+    round: int = 0
+    """Of dynamic sampling."""
 
 
 class Board:
@@ -60,18 +62,21 @@ class Board:
         self._moves: Moves = "after"
         self._changed = threading.Condition()
         self._closed = False
+        self._round = -1
         self._start = time.perf_counter()
 
     def new_step(self) -> None:
         """Forget the events of the step before; times count from now."""
         with self._changed:
             self.events, self.moves, self._start = [], 0, time.perf_counter()
+            self._round = -1
 
     def begin(self, split: Split, moves: Moves, to_come: int) -> None:
         """A generate phase of ``to_come`` micro-batches begins: the first devices sample, the last judge."""
         with self._changed:
             self.roles = ["judge" if d >= split.rollout else "rollout" for d in range(len(self.roles))]
             self._moves, self._to_come = moves, to_come
+            self._round += 1
             self._changed.notify_all()
 
     def put(self, task: Task) -> Future[Any]:
@@ -102,7 +107,7 @@ class Board:
                 self.price = _recent(self.price, turned - began)
                 self.events.append(Event(device, "wake", began - self._start, turned - self._start))
             if role is not None:
-                self.events.append(Event(device, role, turned - self._start, ended - self._start))
+                self.events.append(Event(device, role, turned - self._start, ended - self._start, self._round))
                 self._seconds[role] = _recent(self._seconds.get(role, 0.0), ended - turned)
             self._changed.notify_all()
 
@@ -176,6 +181,7 @@ def as_rows(events: Sequence[Event], step: int, controller: int) -> list[dict[st
             "role": e.role,
             "began": round(e.began, 4),
             "ended": round(e.ended, 4),
+            **({"round": e.round} if e.round > 0 else {}),
         }
         for e in events
     ]

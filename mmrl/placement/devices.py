@@ -121,7 +121,7 @@ class Several:
     """Final class: the controller's own process and ``workers``, a thread for each that takes tasks off the board."""
 
     def __init__(self, workers: Sequence[There], settings: Placement) -> None:
-        self._workers, self._settings = workers, settings
+        self._workers, self.settings = workers, settings
         self._count = 1 + len(workers)
         self._board = Board(self._count)
         self.state = starting(settings, self._count)
@@ -140,7 +140,7 @@ class Several:
         apart = self.state.split.judge and run.rewards.on_device and not how.evaluate
         split = self.state.split if apart else adaptive.Split(self._count, 0)
         moves: Moves = "never" if apart else "after"
-        if self._settings.type == "adaptive" and self._settings.inside and not how.evaluate:
+        if self.settings.type == "adaptive" and self.settings.inside and not how.evaluate:
             moves = "worth"
         self._board.begin(split, moves, len(asked))
         numbers: dict[Future[Any], int] = {}
@@ -192,7 +192,7 @@ class Several:
         numbers = {k: (max if k in latest else sum)(n[k] for n, _ in found) for k in mine}
         self._lines = [line for _, lines in found for line in lines]
         split = self.state.split
-        if self._settings.type == "adaptive" and run.rewards.on_device:
+        if self.settings.type == "adaptive" and run.rewards.on_device:
             self._decide(step + 1, numbers, self._count * len(found))
         wall = numbers["wall"]
         busy = numbers["rollout_busy"] + numbers["judge_busy"] + numbers["train_busy"]
@@ -214,10 +214,10 @@ class Several:
         return self._cpu
 
     def kept(self) -> dict[str, Any]:
-        return asdict(self.state) if self._settings.type == "adaptive" else {}
+        return asdict(self.state) if self.settings.type == "adaptive" else {}
 
     def take_up(self, kept: dict[str, Any]) -> None:
-        if self._settings.type == "adaptive" and kept.get("devices") == self._count:
+        if self.settings.type == "adaptive" and kept.get("devices") == self._count:
             self.state = adaptive.State.read(kept)
 
     def close(self) -> None:
@@ -256,7 +256,7 @@ class Several:
 
         if device == 0 and run.recipe.threads:
             torch.set_num_threads(run.recipe.threads)  # of this thread
-        judges = self._settings.sleep  # so that what was loaded awake is put to sleep by the first other work
+        judges = self.settings.sleep  # so that what was loaded awake is put to sleep by the first other work
         while (task := self._board.take(device)) is not None:
             role = task.role if task.name in _SHOWN else None
             began = turned = time.perf_counter()
@@ -264,7 +264,7 @@ class Several:
                 self._board.done(device, None, began, turned, turned)
                 continue
             try:
-                if self._settings.sleep and judges != (task.role == "judge"):
+                if self.settings.sleep and judges != (task.role == "judge"):
                     judges = task.role == "judge"
                     self._perform(run, device, Task(task.role, "turn", (task.role,)))
                     turned = time.perf_counter()
