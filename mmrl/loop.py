@@ -25,7 +25,7 @@ from mmrl.trajectory import Trajectory
 def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], list[Failure]]:
     """One step of training; returns its metrics and the samples left out."""
     train = run.recipe.train
-    cost = None if run.balance is None else run.balance.cost
+    cost = None if run.balance is None or run.flight is not None else run.balance.cost  # a flight has its own stream
     run.devices.begin_step()
     slots = run.controller.slots(step, run.prompts, train.prompts_per_step, cost)
     began = worked(run)
