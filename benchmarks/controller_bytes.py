@@ -90,8 +90,9 @@ class Worker:
 
     def figures(self) -> dict[str, Any]:
         sent = Counter(self.peers.sent) - self.before
+        gradients, numbers = sent.pop("gradients", 0), sent.pop("numbers", 0) + sent.pop("statistics", 0)
         peak = resident("VmHWM") - self.built
-        return {"samples": self.moved, "gradients": sent.pop("gradients", 0), "numbers": sent.total(), "peak": peak}
+        return {"samples": self.moved + sent.total(), "gradients": gradients, "numbers": numbers, "peak": peak}
 
     def step(self, number: int) -> dict[str, float]:
         """A step of our loop; seconds of the main thread by what they were for."""

@@ -88,7 +88,7 @@ METRICS: dict[str, str] = {
     "features/spilled_bytes": "Bytes of them that the step wrote to disk, being past features.budget.",
     "features/held": "Prompts whose features are still held after the step: those of groups in flight, else none.",
     "sent/gradients": "Several controllers: bytes of gradients given to the others, of the controller that gave most.",
-    "sent/numbers": "Several controllers: bytes, about, of counts, rewards and metrics given to the others.",
+    "sent/numbers": "Several controllers: bytes of counts, rewards and metrics given to the others.",
     "sent/statistics": "Several controllers: bytes of sums that whiten or scale advantages and rewards.",
     "sent/media": "Bytes of encoded pictures and clips that judges and rewards in other processes got, each once.",
     "sent/questions": "Bytes of the rest of what those were asked: texts, rubrics, settings.",
