@@ -6,12 +6,12 @@ the clamp, on tensors and with a gradient. ``path`` is a directory or a hub name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mmrl
 from mmrl.errors import UserError
-from mmrl.rewards.contract import Context
+from mmrl.rewards.contract import Context, Weights
 from mmrl.trajectory import Sample
 
 if TYPE_CHECKING:
@@ -21,7 +21,11 @@ DEFAULT = "openai/clip-vit-large-patch14"
 WEIGHT = 2.5
 
 
-@mmrl.reward(device=True, paths=("path",))
+def _models(options: Mapping[str, Any]) -> list[Weights]:
+    return [Weights(str(options.get("path", DEFAULT)))]
+
+
+@mmrl.reward(device=True, paths=("path",), models=_models)
 class ClipScore:
     """CLIPScore of each picture with its prompt, 0 to 2.5. Prompts are cut at the text encoder's length."""
 

@@ -21,7 +21,7 @@ from mmrl.judge.modes import Job, Mode
 from mmrl.judge.rubric import Rubric
 from mmrl.judge.sampling import seed_of_samples, seeded
 from mmrl.judge.store import TRANSCRIPTS, Cache, lines_of, thumbnail
-from mmrl.rewards.contract import Context, Declaration
+from mmrl.rewards.contract import Context, Declaration, Weights
 from mmrl.trajectory import Sample
 
 _LOCAL = ("path", "batch", "dtype", "template")
@@ -39,7 +39,16 @@ class _Hearing:
     open: dict[str, Ask]
 
 
-@mmrl.reward(paths=("model", "model.path", "model.vllm", "rubric"))
+def _models(options: Mapping[str, Any]) -> list[Weights]:
+    """The model in this process, none where an endpoint is asked. Raises ``UserError``."""
+    model = options.get("model")
+    if not _is_local(model):
+        return []
+    given = {"path": model} if isinstance(model, str) else dict(model or {})
+    return [Weights(str(given["path"]), str(given.get("dtype", "auto")))]
+
+
+@mmrl.reward(paths=("model", "model.path", "model.vllm", "rubric"), models=_models)
 class Judge:
     """Scores by a model's verdict.
 

@@ -6,11 +6,11 @@ and only a scale. PickScore_v1 holds no processor, so that of its base model is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import mmrl
-from mmrl.rewards.contract import Context
+from mmrl.rewards.contract import Context, Weights
 from mmrl.trajectory import Sample
 
 from .clip import cosine, load_clip
@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     import torch
 
 SCALE = 26.0
+DEFAULT = "yuvalkirstain/PickScore_v1"
 
 
-@mmrl.reward(device=True, paths=("path", "processor"))
+def _models(options: Mapping[str, Any]) -> list[Weights]:
+    return [Weights(str(options.get("path", DEFAULT)))]
+
+
+@mmrl.reward(device=True, paths=("path", "processor"), models=_models)
 class PickScore:
     """PickScore of each picture with its prompt."""
 
-    def __init__(
-        self, path: str = "yuvalkirstain/PickScore_v1", processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-    ) -> None:
+    def __init__(self, path: str = DEFAULT, processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K") -> None:
         self.model, self.processor = load_clip(path, processor)
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:

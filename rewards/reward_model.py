@@ -17,11 +17,15 @@ from typing import Any
 
 import mmrl
 from mmrl.errors import UserError
-from mmrl.rewards.contract import Context, Failed
+from mmrl.rewards.contract import Context, Failed, Weights
 from mmrl.trajectory import Sample
 
 
-@mmrl.reward(inputs=("text",), device=True, paths=("path",))
+def _models(options: Mapping[str, Any]) -> list[Weights]:
+    return [Weights(str(options["path"]), str(options.get("dtype", "float32")))]
+
+
+@mmrl.reward(inputs=("text",), device=True, paths=("path",), models=_models)
 class RewardModel:
     """The reward model's number for each response.
 

@@ -15,6 +15,7 @@ from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.placement.arithmetic import Counts, count
 from mmrl.placement.room import room
+from mmrl.placement.sharing import SAMPLED, idle, inside, refusals, sleeps
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from mmrl.algorithms.objective import Objective
     from mmrl.placement.description import Beside, Component, Description
+    from mmrl.placement.judges import Asked
     from mmrl.placement.memory import Measured
     from mmrl.trajectory import Prompt
 
@@ -66,6 +68,10 @@ class Plan:
     roles: list[Role] = field(default_factory=list)
     phases: list[PhaseMemory] = field(default_factory=list)
     host: int = 0
+    asked: list[Asked] = field(default_factory=list)
+    """The rewards that compute on a device."""
+    inside: dict[str, int] = field(default_factory=dict)
+    """Bytes that go between a controller and its further devices in a step, the most, by kind."""
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -108,6 +114,7 @@ def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
         return made
     _account(made, description, objective, prompts, inputs)
     made.problems += room(made)
+    made.notes += idle(made)
     return made
 
 
@@ -155,14 +162,18 @@ def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozense
     """What the rewards read of a sample."""
     import inspect
 
+    from mmrl.placement.judges import on_devices
     from mmrl.rewards.scoring import check
 
     try:
         found = check(loaded.recipe.rewards, loaded.root)
-        check(loaded.recipe.eval.rewards, loaded.root)
+        evaluated = check(loaded.recipe.eval.rewards, loaded.root)
     except UserError as error:
         made.problems.extend(str(error).splitlines())
         return frozenset()
+    made.asked, problems, notes = on_devices(loaded, found, evaluated)
+    made.notes += notes
+    made.problems += problems or refusals(made, objective)
     if objective.kind == "pathwise":
         made.problems += [
             f"rewards: {loaded.recipe.algorithm.type} follows the reward's gradient, and {one.name} declares none "
@@ -196,8 +207,7 @@ def _account(
             if not prompts:
                 return
             prompt, row_tokens = description.longest([p for split in prompts for p in _looked_at(split)])
-        sampled = objective.kind in ("policy_gradient", "forward_process")
-        made.counts = counts = count(recipe, entries, sampled, row_tokens)
+        made.counts = counts = count(recipe, entries, objective.kind in SAMPLED, row_tokens)
         measured = measure(description, recipe, objective, counts, made.device.startswith("cuda"), prompt)
     except UserError as error:
         made.problems.append(str(error))
@@ -217,6 +227,10 @@ def _account(
     if _offloads(made):
         moved = (c for c in description.components if len(c.needed) < len(PHASES))
         made.host = sum(sizes[id(c)].total for c in moved)
+    if sleeps(recipe) and made.device != "cpu":
+        made.host += sum(one.bytes for one in made.asked if one.trained_on)
+    shown = measured.picture if "tensor" in inputs else measured.picture // 4 if "image" in inputs else 0
+    made.inside = inside(made, objective, shown)
 
 
 def _different(prompts: list[Sequence[Prompt]], description: Description) -> int:
@@ -321,6 +335,11 @@ def _roles(
     yield Role("optimizer", "Adam's two moments, float32", trained * 2, measured.adam, "always")
     for one in description.beside:
         yield Role(one.role, one.what, 0, _held(made, one), "always")
+    for asked in made.asked:
+        where = "always"
+        if sleeps(made.recipe) and asked.trained_on:
+            where = f"judge, else {'freed' if made.device == 'cpu' else 'in host memory'}"
+        yield Role(f"reward {asked.label}", asked.what, asked.parameters, asked.bytes, where)
     yield Role("prompt features", f"{amount(measured.features)} a prompt", 0, features, "always")
     if measured.trajectory:
         total = measured.trajectory * counts.samples
@@ -359,10 +378,12 @@ def _phases(
     assert counts is not None
     trained = sum(size.trained for size in sizes.values())
     copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
+    sleeping = sum(one.bytes for one in made.asked if one.trained_on) if sleeps(made.recipe) else 0
     always = {
         "optimizer state": measured.adam,
         "copies of the trained weights": copied * len(_copies(made.recipe, objective)),
         **{one.role: _held(made, one) for one in description.beside},
+        "rewards' models": sum(one.bytes for one in made.asked) - sleeping,
         "prompt features": features,
     }
     pictures = measured.picture * counts.samples if "tensor" in inputs else 0
@@ -373,6 +394,11 @@ def _phases(
         "encode": {"working memory": measured.encode},
         "sample": {**trajectories, "pictures for the rewards": pictures, "working memory": measured.sample},
         "decode": {**trajectories, "pictures for the rewards": pictures, "working memory": measured.decode},
+        "judge": {
+            **trajectories,
+            "pictures for the rewards": pictures,
+            "rewards' models": always["rewards' models"] + sleeping,
+        },
         "train": {**trajectories, "gradients": trained, "working memory": measured.train},
         "optimizer": {**trajectories, "gradients": trained, "working memory": measured.optimizer},
     }
@@ -380,14 +406,16 @@ def _phases(
     for phase in ("encode", "sample", "decode"):
         own[phase]["weights gathered for the phase"] = gathered["gathered"]
     own["train"]["blocks being gathered, and their gradients"] = gathered["gathered_blocks"]
-    if made.recipe.controllers > 1 and made.recipe.train.backend == "replicated":
+    if made.recipe.controllers * made.recipe.devices_per_controller > 1 and made.recipe.train.backend == "replicated":
         own["optimizer"]["gradients being summed"] = trained
-    for phase in PHASES:
-        if not counts.micro_batches and phase in ("sample", "decode"):
+    for phase in (*PHASES[:3], "judge", *PHASES[3:]):
+        if phase in ("sample", "decode", "judge") and not counts.micro_batches:
             continue
-        inside = (
-            {phase, "sample", "decode"} if pathwise else {phase}
-        )  # what its update samples with stays between updates
+        if phase == "judge" and not sleeping:
+            continue
+        inside = {phase, "sample", "decode"} if pathwise else {phase}  # what its update samples with stays meanwhile
+        if phase == "judge":
+            inside = {"optimizer"}  # what is there in every phase
         weights: dict[str, int] = {}
         for component in description.components:
             if not _offloads(made) or component.needed & inside:

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 def room(plan: Plan) -> list[str]:
-    """Why a controller, or all that are to run on this machine, cannot have the memory or the GPUs they need."""
-    peak, memory, n = plan.peak, plan.device_memory, plan.recipe.controllers
+    """Why a device, or all that are to be on this machine, cannot have the memory or the GPUs they need."""
+    peak, memory, devices = plan.peak, plan.device_memory, plan.recipe.devices_per_controller
+    n = plan.recipe.controllers * devices
     if peak is None or memory is None:
         return []
     if peak.total > memory:
@@ -24,14 +25,28 @@ def room(plan: Plan) -> list[str]:
         import torch
 
         has = torch.cuda.device_count()
-        lacks = f"{n} take a GPU each, and this machine has {has}" if n > has else None
+        lacks = f"{_all(plan)} take a GPU each, and this machine has {has}" if n > has else None
     else:
-        total = n * peak.total
-        lacks = f"{n} need {size(total)} together in {peak.name}, and this machine has {size(memory)}"
+        total = n * peak.total - (n - plan.recipe.controllers) * _of_controller(peak)
+        lacks = f"{_all(plan)} need {size(total)} together in {peak.name}, and this machine has {size(memory)}"
         lacks = lacks if total > memory else None
     if lacks is None:
         return []
-    return [f"controllers: {lacks}; lower controllers, or name a cluster (ray=auto or its address)"]
+    key = "controllers" if devices == 1 else "devices_per_controller"
+    lower = key if plan.recipe.controllers == 1 or devices == 1 else f"controllers or {key}"
+    return [f"{key}: {lacks}; lower {lower}, or name a cluster (ray=auto or its address)"]
+
+
+def _all(plan: Plan) -> str:
+    n, devices = plan.recipe.controllers, plan.recipe.devices_per_controller
+    if devices == 1:
+        return str(n)
+    return f"{n * devices} devices ({n} controller{'s' * (n > 1)} x {devices})"
+
+
+def _of_controller(peak: PhaseMemory) -> int:
+    """What only a controller's own process holds."""
+    return sum(peak.parts.get(name, 0) for name in ("trajectories", "pictures for the rewards"))
 
 
 def _too_big(plan: Plan, peak: PhaseMemory, memory: int) -> str:
@@ -43,6 +58,14 @@ def _too_big(plan: Plan, peak: PhaseMemory, memory: int) -> str:
     )
 
 
+def _smaller_judges(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
+    recipe = plan.recipe
+    if recipe.devices_per_controller > 1 and not recipe.placement.sleep and peak.name != "judge":
+        yield f"placement={{type: {recipe.placement.type}, sleep: true}}"
+    labels = ", ".join(one.label for one in plan.asked if one.bytes)
+    yield f"a smaller model for {labels}, or one that is asked elsewhere (a judge's model: {{url: ..., name: ...}})"
+
+
 def _edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     """Edits that lower the peak, the cheapest first."""
     recipe = plan.recipe
@@ -50,6 +73,8 @@ def _edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     rows = plan.counts.slice_rows if plan.counts and peak.name == "train" else train.micro_batch_size
     if not recipe.model.offload and plan.device != "cpu" and not text:
         yield "model.offload=true"
+    if peak.parts.get("rewards' models", 0) > peak.total // 20:
+        yield from _smaller_judges(plan, peak)
     if peak.name == "train" and not recipe.model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true"
     if peak.name in ("sample", "decode") and sampling.batch_size and sampling.batch_size > 1:

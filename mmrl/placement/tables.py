@@ -8,6 +8,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from mmrl.placement.sharing import rows, shares
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 NOT_COUNTED = (
     "Every tensor is counted, attention as the flash kernel does it. Not counted: kernels' own workspaces, the "
-    "allocator's slack, the device's context, and the rewards' models."
+    "allocator's slack, the device's context, and what rewards work with beside the weights of their models."
 )
 
 
@@ -40,7 +42,9 @@ def render(plan: Plan, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    say(f"{plan.recipe.name} on {plan.device}, one controller")
+    recipe = plan.recipe
+    several = f", the first of {recipe.devices_per_controller} devices" if recipe.devices_per_controller > 1 else ""
+    say(f"{recipe.name} on {plan.device}, one controller{several}")
     if plan.source:
         say(f"sizes from {plan.source}")
     if plan.counts and plan.measured:
@@ -53,7 +57,11 @@ def render(plan: Plan, console: Console) -> None:
         say(_peak(plan))
         if plan.host:
             say(f"in host memory while off the device: {size(plan.host)}")
+        _placed(plan, console)
         say(_crossing(plan))
+        if plan.inside:
+            parts = ", ".join(f"{kind} {size(n)}" for kind, n in plan.inside.items())
+            say(f"between a controller and its further devices, on their host, a step: up to about {parts}")
         say(NOT_COUNTED)
     for note in plan.notes:
         say(f"note: {note}")
@@ -134,6 +142,31 @@ def _phases(plan: Plan) -> Table:
     return table
 
 
+def _placed(plan: Plan, console: Console) -> None:
+    """Who does what when, where there are several devices."""
+    recipe = plan.recipe
+    if recipe.controllers * recipe.devices_per_controller == 1:
+        return
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"placement: {recipe.placement.type}, {recipe.controllers} controller{'s' * (recipe.controllers > 1)} x "
+        f"{recipe.devices_per_controller} device{'s' * (recipe.devices_per_controller > 1)}",
+        title_justify="left",
+        title_style="bold",
+    )
+    for name in ("device of each", "generate", "prepare, train"):
+        table.add_column(name, overflow="fold")
+    for row in rows(plan):
+        table.add_row(*map(escape, row))
+    console.print(table)
+    if recipe.devices_per_controller > 1:
+        console.print(f"of a controller: {shares(plan)}", markup=False, highlight=False, soft_wrap=True)
+    if recipe.placement.type == "adaptive":
+        inside = "a device whose role has run dry takes up the other" if recipe.placement.inside else "roles stay"
+        moves = f"between steps the split follows what was measured; inside a step {inside}"
+        console.print(moves, markup=False, highlight=False, soft_wrap=True)
+
+
 def _peak(plan: Plan) -> str:
     peak = plan.peak
     if peak is None:
@@ -154,7 +187,10 @@ def _crossing(plan: Plan) -> str:
     crossing = "0 bytes, there is one"
     if n > 1:
         trained = next(role.bytes for role in plan.roles if role.name == "gradients")
-        crossing = f"the gradients ({size(trained)}) of {c.optimizer_steps} updates a step, and numbers; no samples"
+        plural = "s" * (c.optimizer_steps > 1)
+        crossing = (
+            f"the gradients ({size(trained)}) of {c.optimizer_steps} update{plural} a step, and numbers; no samples"
+        )
         if plan.recipe.train.backend == "fsdp":
             crossing = "weights and gradients of every training slice, weights once a step, and numbers; no samples"
     return f"between controllers: {crossing}{pictures if m.picture else ''}"

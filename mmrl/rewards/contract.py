@@ -61,6 +61,15 @@ class Spans:
         object.__setattr__(self, "spans", spans)
 
 
+@dataclass(frozen=True)
+class Weights:
+    """A model that a reward computes with: a directory or hub name, and the dtype it is loaded in (``auto``: as it is
+    stored)."""
+
+    path: str
+    dtype: str = "auto"
+
+
 Value: TypeAlias = float | Failed | None
 Returned: TypeAlias = "Sequence[Value] | Mapping[str, Sequence[Value] | Sequence[Spans | None]] | torch.Tensor"
 
@@ -86,6 +95,7 @@ class Declaration:
     own_deadline: bool = False
     device: bool = False
     paths: tuple[str, ...] = ()
+    models: Callable[[Mapping[str, Any]], Sequence[Weights]] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,13 +127,14 @@ def reward(
     own_deadline: bool = False,
     device: bool = False,
     paths: tuple[str, ...] = (),
+    models: Callable[[Mapping[str, Any]], Sequence[Weights]] | None = None,
 ) -> Callable[[R], R]:
     """Declare a function or class as a reward that differs from the defaults (see ``Declaration``)."""
     if differentiable and "tensor" not in inputs:
         inputs = (*inputs, "tensor")
 
     def mark(target: R) -> R:
-        declaration = Declaration(inputs, per, differentiable, spans, own_deadline, device, paths)
+        declaration = Declaration(inputs, per, differentiable, spans, own_deadline, device, paths, models)
         target.__mmrl_reward__ = declaration  # type: ignore[attr-defined]
         return target
 

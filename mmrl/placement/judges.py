@@ -1,0 +1,142 @@
+"""The models that rewards compute with on a device: which, and how large, read from their files and not loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmrl.config.checks import label_of
+from mmrl.config.names import resolve_options
+from mmrl.errors import UserError
+from mmrl.rewards.contract import Weights
+
+if TYPE_CHECKING:
+    from mmrl.config.loader import LoadedRecipe
+    from mmrl.config.schema import Reward
+    from mmrl.rewards.loading import Found
+
+_WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "I64": 8, "I32": 4}
+"""Bytes; any other dtype takes one."""
+_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Of what safetensors calls floats that a model may be loaded as."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A reward that computes on a device. ``parameters`` and ``bytes`` of its models are 0 where they are not known.
+
+    ``trained_on`` is False of one in ``eval.rewards``, which is asked in the controller's process and never sleeps.
+    """
+
+    label: str
+    trained_on: bool
+    batch_size: int | None
+    what: str = ""
+    parameters: int = 0
+    bytes: int = 0
+
+
+def on_devices(
+    loaded: LoadedRecipe, found: Sequence[Found], evaluated: Sequence[Found]
+) -> tuple[list[Asked], list[str], list[str]]:
+    """The rewards of the recipe that compute on a device, what is wrong with their options, and what is not counted.
+
+    ``found`` and ``evaluated`` are those of ``rewards`` and of ``eval.rewards``, in the recipe's order.
+    """
+    asked: list[Asked] = []
+    problems: list[str] = []
+    notes: list[str] = []
+    recipe = loaded.recipe
+    listed = [("rewards", config, one) for config, one in zip(recipe.rewards, found, strict=True)]
+    listed += [("eval.rewards", config, one) for config, one in zip(recipe.eval.rewards, evaluated, strict=True)]
+    for key, config, one in listed:
+        label = label_of(config.name, config.label)
+        try:
+            models = _models(one, config, loaded.root)
+        except UserError as error:
+            problems.append(f"{key} ({label}): {error}")
+            continue
+        if models is None:
+            asked.append(Asked(label, key == "rewards", config.batch_size))
+            notes.append(f"{key} ({label}): it does not say which model it computes with, so that is not counted")
+        elif models:
+            asked.append(_sized(label, key, config, models, problems, notes))
+    return asked, problems, notes
+
+
+def _models(one: Found, config: Reward, root: Path) -> Sequence[Weights] | None:
+    """None where a reward computes on a device and does not say with what."""
+    declared = one.declaration
+    if declared.models is not None:
+        return declared.models(resolve_options(root, config.options, declared.paths))
+    return None if declared.device else []
+
+
+def _sized(
+    label: str, key: str, config: Reward, models: Sequence[Weights], problems: list[str], notes: list[str]
+) -> Asked:
+    parameters = size = 0
+    dtypes: dict[str, None] = {}
+    for model in models:
+        if model.path.startswith(("/", ".")) and not Path(model.path).exists():
+            problems.append(f"{key} ({label}): there is no model {model.path}; correct its options")
+            continue
+        try:
+            for stored, count in _stored(model):
+                dtype = model.dtype if stored in _NAMES and model.dtype in _WIDTHS else _NAMES.get(stored, stored)
+                parameters, size = parameters + count, size + count * _WIDTHS.get(dtype, 1)
+                dtypes[dtype] = None
+        except (OSError, ValueError) as error:
+            notes.append(f"{key} ({label}): {model.path} is not counted, its safetensors cannot be read here ({error})")
+    names = ", ".join(Path(model.path).name for model in models)
+    return Asked(label, key == "rewards", config.batch_size, ", ".join([names, *dtypes]), parameters, size)
+
+
+def _stored(model: Weights) -> Iterator[tuple[str, int]]:
+    """(dtype, numbers) of every tensor. Raises ``OSError`` and ``ValueError``."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in _files(model.path):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                    tensor = opened.get_slice(name)
+                    yield tensor.get_dtype(), prod(tensor.get_shape())
+        except SafetensorError as error:
+            raise ValueError(f"{Path(file).name}: {error}") from error
+
+
+def _files(path: str) -> list[str]:
+    """The safetensors files of a directory, or of a hub name in the cache, as transformers takes them."""
+    index = _file(path, "model.safetensors.index.json")
+    if index is None:
+        whole = _file(path, "model.safetensors")
+        if whole is None:
+            raise OSError("no model.safetensors" if Path(path).exists() else "it is not in the hub's cache")
+        return [whole]
+    listed: Any = json.loads(Path(index).read_text(encoding="utf-8"))
+    shards = listed.get("weight_map") if isinstance(listed, Mapping) else None
+    if not isinstance(shards, Mapping):
+        raise ValueError(f"{Path(index).name} lists no files")
+    found = {name: _file(path, name) for name in sorted({str(name) for name in shards.values()})}
+    if missing := [name for name, file in found.items() if file is None]:
+        raise OSError(f"{missing[0]} is missing")
+    return [file for file in found.values() if file is not None]
+
+
+def _file(path: str, name: str) -> str | None:
+    if Path(path).exists():
+        file = Path(path) / name
+        return str(file) if file.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(path, name)
+    except HFValidationError as error:
+        raise ValueError(str(error)) from error
+    return cached if isinstance(cached, str) else None

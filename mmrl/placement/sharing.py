@@ -1,0 +1,150 @@
+"""How a controller's devices share a step in a plan: who does what in which phase, what crosses, and who would idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from mmrl.placement.adaptive import Split
+
+if TYPE_CHECKING:
+    from mmrl.algorithms.objective import Objective
+    from mmrl.config.schema import Recipe
+    from mmrl.placement.arithmetic import Counts
+    from mmrl.placement.plan import Plan
+
+SAMPLED = ("policy_gradient", "forward_process")
+"""The kinds of objective that sample before their updates."""
+
+
+def split_of(recipe: Recipe) -> Split:
+    """The split that a run begins with."""
+    from mmrl.placement.devices import starting
+
+    return starting(recipe.placement, recipe.devices_per_controller).split
+
+
+def sleeps(recipe: Recipe) -> bool:
+    """Whether models that judge give their memory back: a single device stays as it is."""
+    return recipe.placement.sleep and recipe.devices_per_controller > 1
+
+
+def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
+    """Why the recipe's placement has nothing to place, with the edit."""
+    kind = plan.recipe.placement.type
+    if kind == "colocate":
+        return
+    mend = "set placement=colocate"
+    if objective.kind not in SAMPLED:
+        yield (
+            f"placement: {kind} has some devices judge while others sample, and {plan.recipe.algorithm.type} samples "
+            f"nothing before its updates; {mend}"
+        )
+    elif not any(one.trained_on for one in plan.asked):
+        yield (
+            f"placement: {kind} has some devices judge while others sample, and no reward of this recipe computes on a "
+            f"device (as a judge with a local model, or @mmrl.reward(device=True), would); {mend}"
+        )
+
+
+def idle(plan: Plan) -> Iterator[str]:
+    """Notes on devices that would have nothing to do, with the edit."""
+    c, recipe, devices = plan.counts, plan.recipe, plan.recipe.devices_per_controller
+    if c is None or devices == 1:
+        return
+    split = split_of(recipe)
+    if 0 < c.micro_batches < split.rollout:
+        edit = _fewer_rows("sampling.batch_size", c.samples, split.rollout)
+        yield (
+            f"a controller's {c.micro_batches} sampling micro-batch{'es' * (c.micro_batches > 1)} cannot keep "
+            f"{split.rollout} devices busy; {edit}"
+        )
+    elif c.micro_batches:
+        for one in plan.asked:
+            judges, asked = split.judge or split.rollout, calls(c, one.batch_size)
+            if one.trained_on and asked < judges:
+                edit = _fewer_rows("sampling.batch_size", c.samples, judges)
+                of = f"{asked} call{'s' * (asked > 1)} of {one.label}"
+                yield f"{of} cannot keep {judges} devices of a controller busy; {edit}"
+    slices = c.slices // c.optimizer_steps
+    if slices < devices:
+        edit = _fewer_rows("train.micro_batch_size", c.samples // c.optimizer_steps, -(-devices // c.entries))
+        yield (
+            f"an update's {slices} slice{'s' * (slices > 1)} of a controller cannot keep {devices} devices busy; {edit}"
+        )
+
+
+def _fewer_rows(key: str, samples: int, parts: int) -> str:
+    if samples < parts:
+        return "lower devices_per_controller, or raise train.prompts_per_step"
+    return f"set {key}={samples // parts} or less"
+
+
+def calls(counts: Counts, batch_size: int | None) -> int:
+    """Calls in a step of a reward per sample: micro-batches are never put together for one."""
+    most = batch_size or counts.batch
+    whole, rest = divmod(counts.samples, counts.batch)
+    return whole * -(-counts.batch // most) + -(-rest // most)
+
+
+def rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """The devices of a controller that do the same: which, what in the generate phase, and what in training."""
+    recipe = plan.recipe
+    split, sampled = split_of(recipe), bool(plan.counts and plan.counts.micro_batches)
+    judging = ", ".join(one.label for one in plan.asked if one.trained_on)
+    judge = "judge" if judging == "judge" else f"judge ({judging})"
+    asleep = f"; {judging} asleep" if judging and sleeps(recipe) else ""
+    at_first = ", at first" * (recipe.placement.type == "adaptive")
+    done = []
+    for device in range(recipe.devices_per_controller):
+        if not sampled:
+            generate = "-"
+        elif not judging:
+            generate = "sample"
+        elif not split.judge:
+            generate = f"sample, then {judge}"
+        elif device < split.rollout:
+            generate = f"sample{at_first}{asleep}"
+        else:
+            generate = f"{judge}{at_first}"
+        done.append((generate, f"train{asleep}"))
+    out, first = [], 0
+    for (generate, train), same in groupby(done):
+        last = first + len(list(same)) - 1
+        out.append((str(first) if first == last else f"{first} to {last}", generate, train))
+        first = last + 1
+    return out
+
+
+def shares(plan: Plan) -> str:
+    """How the counts of a step are dealt out over a controller's devices."""
+    c, recipe, devices = plan.counts, plan.recipe, plan.recipe.devices_per_controller
+    assert c is not None
+    split, parts = split_of(recipe), []
+    if c.micro_batches:
+        parts.append(f"{c.micro_batches:,} sampling micro-batches on {split.rollout}")
+        for one in plan.asked:
+            if one.trained_on:
+                parts.append(f"{calls(c, one.batch_size):,} calls of {one.label} on {split.judge or devices}")
+    parts.append(f"{c.slices // c.optimizer_steps:,} slices of an update on {devices}")
+    return "; ".join(parts)
+
+
+def inside(plan: Plan, objective: Objective, pictures: int) -> dict[str, int]:
+    """Bytes that go between a controller and its further devices in a step, by kind: the most, without names and marks.
+
+    ``pictures``: what rewards are shown of a sample's picture, in bytes.
+    """
+    c, m, others = plan.counts, plan.measured, plan.recipe.devices_per_controller - 1
+    if c is None or m is None or not others:
+        return {}
+    trajectories = m.trajectory * c.samples
+    passes = 1 + bool(objective.prepares or c.optimizer_steps > 1)
+    found = {
+        "features": m.features * c.prompts * others,
+        "samples": (trajectories + pictures * c.samples) if c.micro_batches else 0,
+        "pictures to judge": pictures * c.samples if c.micro_batches and any(a.trained_on for a in plan.asked) else 0,
+        "slices": trajectories * passes * min(others, c.entries),
+    }
+    return {kind: size for kind, size in found.items() if size}

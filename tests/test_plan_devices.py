@@ -1,0 +1,301 @@
+"""The plan of several devices to a controller: who does what, what judges take, what cannot work and who would idle."""
+
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from mmrl._torchvision import allow_cpu_only
+from mmrl.batch import chunks
+from mmrl.config.loader import load_recipe
+from mmrl.config.schema import Placement
+from mmrl.placement.arithmetic import count
+from mmrl.placement.judges import Asked, on_devices
+from mmrl.placement.plan import Plan, plan
+from mmrl.placement.room import room
+from mmrl.placement.sharing import calls, idle, inside, refusals, rows, split_of
+from mmrl.rewards.scoring import check
+from mmrl.rewards.underway import Entry, batches
+from mmrl.run import load_objective
+
+allow_cpu_only()  # before transformers imports torchvision
+
+JUDGE = Path(__file__).resolve().parents[1] / "pipelines" / "vlm" / "models" / "shapes-judge"
+SMALL = ["device=cpu", "train.prompts_per_step=6", "train.group_size=8", "train.micro_batch_size=8", "sampling.steps=3"]
+JUDGED = [*SMALL, "sampling.window=null", "rewards.0.batch_size=8", "eval.rewards=[]"]
+URL = "rewards=[{name: judge, options: {model: {url: 'http://127.0.0.1:9/v1', name: a}, rubric: '{{ prompt_text }}'}}]"
+
+
+def planned(*changes, name="shapes-judge", **more):
+    return plan(load_recipe([name], [*JUDGED, *changes]), **more)
+
+
+def rendered(made, width=140):
+    console = Console(file=io.StringIO(), width=width)
+    made.render(console)
+    return " ".join(console.file.getvalue().split())
+
+
+def asked_of(*changes):
+    loaded = load_recipe(["shapes-judge"], [*JUDGED, *changes])
+    recipe = loaded.recipe
+    return on_devices(loaded, check(recipe.rewards, loaded.root), check(recipe.eval.rewards, loaded.root))
+
+
+def counted(recipe, asked, entries=2):
+    """A plan with its counts alone."""
+    return Plan(recipe, "cpu", None, counts=count(recipe, entries), asked=list(asked))
+
+
+@pytest.fixture(scope="module")
+def adaptive():
+    return planned("controllers=2", "devices_per_controller=2", "placement={type: adaptive, sleep: true}")
+
+
+@pytest.fixture(scope="module")
+def partial():
+    return planned("devices_per_controller=2", "placement=partial")
+
+
+# -- the models that judge -------------------------------------------------------------------------------------------
+
+
+def test_a_judge_counts_with_the_bytes_that_it_has_when_it_is_loaded(tmp_path):
+    pytest.importorskip("torchvision")
+    from mmrl.judge.local import LocalModel
+
+    model = LocalModel(str(JUDGE)).model
+    parameters = sum(p.numel() for p in model.parameters())
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="1MB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    for path, dtype in ((JUDGE, "auto"), (JUDGE, "float32"), (tmp_path / "sharded", "auto")):
+        (one,), problems, notes = asked_of(f"rewards.0.options.model={{path: {path}, dtype: {dtype}}}")
+        real = sum(p.nbytes for p in model.to(torch.float32 if dtype == "float32" else torch.float16).parameters())
+        assert (one.parameters, one.bytes, problems, notes) == (parameters, real, [], [])
+        assert one.what == f"{path.name}, {'float32' if dtype == 'float32' else 'float16'}"
+
+
+def test_what_cannot_be_counted_is_said_and_what_is_not_there_is_refused(tmp_path):
+    (one,), problems, notes = asked_of("rewards.0.options.model=nobody/has-this-judge")
+    assert (one.bytes, problems) == (0, [])
+    assert notes == [
+        "rewards (judge): nobody/has-this-judge is not counted, its safetensors cannot be read here "
+        "(it is not in the hub's cache)"
+    ]
+    (tmp_path / "model.safetensors").write_bytes(b"nonsense" * 9)
+    assert "model.safetensors: " in asked_of(f"rewards.0.options.model={tmp_path}")[2][0]
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    assert "(gone.safetensors is missing)" in asked_of(f"rewards.0.options.model={tmp_path}")[2][0]
+    for text in ("[]", "{", '{"weight_map": 3}'):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        assert len(asked_of(f"rewards.0.options.model={tmp_path}")[2]) == 1
+    assert asked_of("rewards.0.options.model=/not/there")[1] == [
+        "rewards (judge): there is no model /not/there; correct its options"
+    ]
+    assert "write a path" in asked_of("rewards.0.options.model=3")[1][0]
+
+
+def test_a_reward_of_ones_own_that_names_no_model_and_one_that_is_asked_elsewhere(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("import mmrl\n@mmrl.reward(device=True)\ndef score(samples, *, context):\n    return [0.0]\n")
+    asked, problems, notes = asked_of(f"rewards=[{{name: {own}}}]", "eval.rewards=[{name: clip}]")
+    assert [(one.label, one.trained_on) for one in asked] == [("own", True), ("clip", False)]
+    assert problems == []
+    assert "own): it does not say which model" in notes[0]
+    assert asked_of(URL) == ([], [], [])
+
+
+def test_a_model_that_judges_is_there_always_or_only_while_it_judges():
+    judge = asked_of()[0][0].bytes
+    awake = planned("devices_per_controller=2", "placement=partial", "device=cuda")
+    asleep = planned("devices_per_controller=2", "placement={type: partial, sleep: true}", "device=cuda")
+    assert {p.name: p.parts.get("rewards' models") for p in awake.phases} == dict.fromkeys(
+        ("encode", "sample", "decode", "train", "optimizer"), judge
+    )
+    assert {p.name: p.parts["rewards' models"] for p in asleep.phases if "rewards' models" in p.parts} == {
+        "judge": judge
+    }
+    assert [p.name for p in asleep.phases] == ["encode", "sample", "decode", "judge", "train", "optimizer"]
+    assert asleep.host - awake.host == judge
+    assert awake.peak.total - asleep.peak.total == judge
+    where = {role.name: role.where for role in asleep.roles}
+    assert where["reward judge"] == "judge, else in host memory"
+
+
+# -- who does what ---------------------------------------------------------------------------------------------------
+
+
+def test_the_drawing_of_an_adaptive_placement(adaptive):
+    assert adaptive.problems == []
+    assert rows(adaptive) == [
+        ("0", "sample, at first; judge asleep", "train; judge asleep"),
+        ("1", "judge, at first", "train; judge asleep"),
+    ]
+    text = rendered(adaptive)
+    assert "shapes-judge on cpu, one controller, the first of 2 devices" in text
+    assert "placement: adaptive, 2 controllers x 2 devices" in text
+    assert "of a controller: 3 sampling micro-batches on 1; 3 calls of judge on 1; 6 slices of an update on 2" in text
+    assert "between controllers: the gradients" in text
+    assert "between a controller and its further devices, on their host, a step: up to about features" in text
+    assert "else freed" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "drawn"),
+    [
+        (["placement=colocate"], [("0 to 3", "sample, then judge", "train")]),
+        (["placement=partial"], [("0 to 1", "sample", "train"), ("2 to 3", "judge", "train")]),
+        (
+            ["placement={type: partial, judges: 1}", "rewards.0.label=taste"],
+            [("0 to 2", "sample", "train"), ("3", "judge (taste)", "train")],
+        ),
+    ],
+)
+def test_devices_that_do_the_same_stand_together(changes, drawn):
+    recipe = load_recipe(["shapes-judge"], [*JUDGED, "devices_per_controller=4", *changes]).recipe
+    label = recipe.rewards[0].label or "judge"
+    assert rows(counted(recipe, [Asked(label, True, 8)])) == drawn
+    assert rows(counted(recipe, [Asked(label, False, 8)]))[0] == ("0 to 3", "sample", "train")
+
+
+def test_what_crosses_inside_a_controller(partial):
+    m, picture = partial.measured, 3 * 32 * 32
+    assert partial.inside == {
+        "features": m.features * 6,
+        "samples": 48 * (m.trajectory + picture),
+        "pictures to judge": 48 * picture,
+        "slices": 48 * m.trajectory,
+    }
+    assert partial.phases[-1].parts["gradients being summed"] == partial.phases[-1].parts["gradients"]
+    alone = partial.recipe.model_copy(update={"devices_per_controller": 1, "placement": Placement()})
+    made = replace(partial, recipe=alone)
+    assert inside(made, load_objective(alone), picture) == {}
+    assert "placement:" not in rendered(made)
+
+
+# -- what is wrong, and who idles ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (["rewards=[{name: shapes}]"], "no reward of this recipe computes on a device"),
+        (["rewards=[{name: shapes}]", "eval.rewards=[{name: clip}]"], "no reward of this recipe computes on a device"),
+        ([URL], "no reward of this recipe computes on a device"),
+        (
+            [
+                "algorithm={type: draft, last_steps: 2}",
+                "rewards=[{name: 'colour:target', options: {rgb: [255, 0, 0]}}]",
+                "train.group_size=1",
+            ],
+            "draft samples nothing before its updates",
+        ),
+    ],
+)
+def test_a_placement_with_nothing_to_place_is_refused(changes, why):
+    def refused(kind):
+        several = ["devices_per_controller=2", f"placement={kind}"]
+        recipe = load_recipe(["shapes-judge"], [*JUDGED, *several, *changes]).recipe
+        asked, problems, _ = asked_of(*changes)
+        assert problems == []
+        return list(refusals(Plan(recipe, "cpu", None, asked=asked), load_objective(recipe)))
+
+    for kind in ("partial", "adaptive"):
+        (problem,) = refused(kind)
+        assert problem.startswith(f"placement: {kind} has some devices judge")
+        assert why in problem
+        assert problem.endswith("; set placement=colocate")
+    assert refused("colocate") == []
+
+
+def test_a_plan_says_all_of_it_at_once():
+    changes = ["rewards.0.options.model=/not/there", "train.micro_batch_size=48", "rewards.0.batch_size=48"]
+    made = planned("devices_per_controller=4", "placement=partial", *changes)
+    assert made.problems == ["rewards (judge): there is no model /not/there; correct its options"]
+    assert made.notes == [
+        "a controller's 1 sampling micro-batch cannot keep 2 devices busy; set sampling.batch_size=24 or less",
+        "an update's 2 slices of a controller cannot keep 4 devices busy; set train.micro_batch_size=24 or less",
+    ]
+    own = planned("devices_per_controller=2", "placement=adaptive", "rewards=[{name: 'jpeg:compressibility'}]")
+    assert "no reward of this recipe computes on a device" in own.problems[0]
+
+
+def test_devices_of_one_machine_need_room_together(partial):
+    peak, recipe = partial.peak, partial.recipe.model_copy(update={"controllers": 2})
+    needed = 4 * peak.total - 2 * peak.parts["trajectories"]
+    assert room(replace(partial, recipe=recipe, device_memory=needed)) == []
+    (problem,) = room(replace(partial, recipe=recipe, device_memory=needed - 1))
+    assert problem.startswith("devices_per_controller: 4 devices (2 controllers x 2) need ")
+    assert "lower controllers or devices_per_controller, or name a cluster" in problem
+    assert room(replace(partial, recipe=recipe.model_copy(update={"ray": "auto"}), device_memory=needed - 1)) == []
+    (problem,) = room(replace(partial, device_memory=peak.total - 1))
+    assert f"the phase {peak.name} needs" in problem
+    assert "a smaller model for judge" not in problem, "it is a small part"
+    if torch.cuda.device_count() < 4:
+        (problem,) = room(replace(partial, recipe=recipe, device="cuda", device_memory=2**34))
+        assert "4 devices (2 controllers x 2) take a GPU each, and this machine has" in problem
+
+
+def test_a_judge_that_fills_the_device_is_told_to_sleep_or_to_be_smaller(partial):
+    judge = replace(partial.asked[0], bytes=2**30)
+    phases = [replace(p, parts={**p.parts, "rewards' models": 2**30}) for p in partial.phases]
+    (problem,) = room(replace(partial, asked=[judge], phases=phases, device_memory=2**30))
+    edits = problem.partition("Try: ")[2].split("; ")
+    assert "placement={type: partial, sleep: true}" in edits[:2]
+    assert "a smaller model for judge, or one that is asked elsewhere (a judge's model: {url: ..., name: ...})" in edits
+    asleep = partial.recipe.model_copy(update={"placement": Placement(type="partial", sleep=True)})
+    (problem,) = room(replace(partial, recipe=asleep, asked=[judge], phases=phases, device_memory=2**30))
+    assert "sleep: true" not in problem
+
+
+@given(
+    prompts=st.integers(1, 9),
+    group=st.integers(2, 9),
+    micro=st.integers(1, 40),
+    batch=st.none() | st.integers(1, 80),
+    size=st.none() | st.integers(1, 30),
+    devices=st.integers(2, 8),
+    kind=st.sampled_from(["colocate", "partial", "adaptive"]),
+    entries=st.integers(1, 3),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_note_on_idle_devices_is_true_and_its_edit_mends_it(
+    prompts, group, micro, batch, size, devices, kind, entries
+):
+    base = load_recipe(["shapes-judge"]).recipe
+    train = {"prompts_per_step": prompts, "group_size": group, "micro_batch_size": micro}
+    changes = {
+        "train": base.train.model_copy(update=train),
+        "sampling": base.sampling.model_copy(update={"batch_size": batch}),
+        "devices_per_controller": devices,
+        "placement": base.placement.model_copy(update={"type": kind}),
+    }
+    recipe = base.model_copy(update=changes)
+    asked = Asked("judge", True, size)
+    made = counted(recipe, [asked], entries)
+    split, c = split_of(recipe), made.counts
+    runs = list(chunks(list(range(c.samples)), c.batch))
+    config = base.rewards[0].model_copy(update={"batch_size": size})
+    entry = Entry("judge", config, None, None)  # type: ignore[arg-type]
+    real = sum(len(batches(entry, range(len(run)))) for run in runs)
+    assert calls(c, size) == real
+    notes = list(idle(made))
+    enough = len(runs) >= split.rollout and real >= (split.judge or split.rollout) and c.slices >= devices
+    assert enough == (not notes)
+    for note in notes:
+        if found := re.search(r"set ([\w.]+)=(\d+) or less", note):
+            section, key = found[1].split(".")
+            before = changes[section]
+            changes[section] = before.model_copy(update={key: min(int(found[2]), getattr(before, key) or 10**6)})
+        else:
+            assert "lower devices_per_controller, or raise train.prompts_per_step" in note
+    rest = list(idle(counted(base.model_copy(update=changes), [asked], entries)))
+    assert not [note for note in rest if "set " in note and note in notes]
+    if not [note for note in notes if "lower" in note]:
+        assert not [note for note in rest if "sampling micro" in note or "slice" in note]
