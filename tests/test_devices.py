@@ -91,9 +91,21 @@ def test_every_placement_learns_alike(alone, tmp_path, placement):
     alike(alone, out)
     roles = {(line["device"], line["role"]) for line in placed(out) if "device" in line and line["step"] == 1}
     judges = {device for device, role in roles if role == "judge"}
-    assert judges == ({0, 1} if placement == "colocate" else {1})
+    assert judges == ({1} if "partial" in placement else {0, 1})  # adaptive begins with all in turn
     if "sleep" in placement:
         assert (1, "wake") in roles
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "judge"), [("sums-capo", 1), ("scenes-judge", 0)])
+def test_text_and_vision_with_a_judge_learn_as_one_device(tmp_path, recipe, judge):
+    small = [*JUDGED[:-1], "train.steps=2", "eval.every=2", "sampling.batch_size=4", f"rewards.{judge}.batch_size=4"]
+    run(recipe, tmp_path / "one", *small)
+    four = ["controllers=2", "devices_per_controller=2", "placement=adaptive"]
+    run(recipe, tmp_path / "four", *small, *four)
+    alike(tmp_path / "one", tmp_path / "four")
+    work = [line for line in placed(tmp_path / "four") if "device" in line]
+    assert {(line["controller"], line["device"]) for line in work if line["role"] == "judge"} > {(0, 0)}
 
 
 @pytest.mark.slow
