@@ -14,6 +14,7 @@ from mmrl.errors import UserError
 
 if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
+    from mmrl.placement.recorded import Recorded
     from mmrl.placement.simulate import Cluster, Comparison, Outcome
     from mmrl.placement.trace import Trace
 
@@ -54,8 +55,17 @@ def simulate(
     loaded = read_recipe(recipe, changes or ())
     from mmrl.placement.simulate import compare
 
-    cluster = shape(loaded.recipe, devices, judge_devices)
-    work = _trace(loaded.recipe, cluster, trace, load.value, steps, seed)
+    own = None
+    if trace is not None:
+        from mmrl.placement.recorded import read_run
+
+        own = read_run(trace)
+    recipe_of = loaded.recipe
+    if own is not None and devices is None and own.devices > judge_devices:  # the shape of the run itself
+        shaped = {"controllers": own.controllers, "devices_per_controller": own.devices}
+        recipe_of = recipe_of.model_copy(update=shaped)
+    cluster = shape(recipe_of, devices, judge_devices)
+    work = _trace(recipe_of, cluster, own, load.value, steps, seed)
     work = work if price is None else replace(work, price=price)
     found = compare(work, cluster, staleness)
     if as_json:
@@ -71,7 +81,7 @@ def shape(recipe: Recipe, devices: int | None, judge_devices: int) -> Cluster:
     recipe's controllers share them. Raises ``UserError`` where they cannot."""
     from mmrl.placement.simulate import Cluster
 
-    per = getattr(recipe, "devices_per_controller", 1)
+    per = recipe.devices_per_controller
     total = devices or recipe.controllers * per
     controllers = recipe.controllers if per == 1 else max(total // per, 1)
     if per > 1 and total % per:
@@ -106,8 +116,8 @@ def micro_batches(recipe: Recipe, controllers: int) -> int:
     return sum(-(-n * train.group_size // batch) for n in prompts)
 
 
-def _trace(recipe: Recipe, cluster: Cluster, run: Path | None, load: str, steps: int | None, seed: int) -> Trace:
-    from mmrl.placement.recorded import fitted, read_run
+def _trace(recipe: Recipe, cluster: Cluster, run: Recorded | None, load: str, steps: int | None, seed: int) -> Trace:
+    from mmrl.placement.recorded import fitted
     from mmrl.placement.trace import LOADS, synthetic
 
     count = micro_batches(recipe, cluster.controllers)
@@ -115,7 +125,7 @@ def _trace(recipe: Recipe, cluster: Cluster, run: Path | None, load: str, steps:
         return synthetic(
             LOADS[load], steps or 40, cluster.controllers, cluster.total, count, seed, replica=cluster.replica
         )
-    found = fitted(read_run(run), cluster.controllers, cluster.total, count, seed)
+    found = fitted(run, cluster.controllers, cluster.total, count, seed)
     return replace(found, steps=found.steps[:steps])
 
 
@@ -126,9 +136,10 @@ def _show(recipe: Recipe, trace: Trace, cluster: Cluster, found: Comparison) -> 
     def say(text: str) -> None:
         console().print(text, markup=False, highlight=False, soft_wrap=True)
 
-    steps, count = len(trace.steps), micro_batches(recipe, cluster.controllers)
+    steps, first = len(trace.steps), trace.steps[0]
+    count = sum(len(batches) for rounds in first.shares for batches in rounds)
     say(f"{recipe.name} on {cluster.total} devices: {cluster.controllers} controllers of {cluster.devices}")
-    say(f"{count:,} micro-batches a step, {steps} steps, a move takes {trace.price:.2f} s; {trace.source}")
+    say(f"{count:,} micro-batches in the first step, {steps} steps, a move takes {trace.price:.2f} s; {trace.source}")
     table = Table(box=box.SIMPLE)
     table.add_column("placement", no_wrap=True)
     for name in ("step (s)", "over bound", "idle", "waiting", "moves", "changes"):

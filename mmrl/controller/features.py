@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,12 +28,26 @@ class FeatureRef:
     bytes: int
 
 
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def _locked(method: M) -> M:
+    """One thread at a time: a controller prepares what a device of its own is reading."""
+
+    @functools.wraps(method)
+    def guarded(self: FeatureStore, *given: Any) -> Any:
+        with self._lock:
+            return method(self, *given)
+
+    return guarded  # type: ignore[return-value]
+
+
 class FeatureStore:
     """Named groups of tensors with reference counts, at most ``budget_bytes`` of them in memory.
 
     ``hold`` and ``release`` bracket a use. Past the budget, what nobody holds is dropped, oldest use first, and then
     what is held is written to local disk (under ``folder``, None: the system's temporary files), from where ``get``
-    brings it back equal to the bit. What was put or got last stays in memory, however large. Used by one thread.
+    brings it back equal to the bit. What was put or got last stays in memory, however large. Thread-safe.
     """
 
     def __init__(self, budget_bytes: int = 2 << 30, folder: str | None = None, owner: int = 0) -> None:
@@ -44,6 +61,7 @@ class FeatureStore:
         self._held: Counter[str] = Counter()
         self._spill = Spill(None if folder is None else Path(folder))
         self._warned = False
+        self._lock = threading.RLock()
 
     def __contains__(self, key: str) -> bool:
         return key in self._refs
@@ -56,6 +74,7 @@ class FeatureStore:
         """How many keys are held."""
         return len(self._held)
 
+    @_locked
     def put(self, key: str, features: dict[str, Tensor]) -> None:
         """Keep ``features`` under ``key``; others make room to stay in the budget."""
         self.drop(key)
@@ -69,6 +88,7 @@ class FeatureStore:
         """What is kept under ``key``; reads no disk. Raises ``KeyError`` where it was never put or dropped."""
         return self._refs[key]
 
+    @_locked
     def get(self, key: str) -> dict[str, Tensor]:
         """The features of ``key``, marked as just used. Raises ``KeyError`` where they were never put or dropped, and
         ``UserError`` where they were on disk and cannot be read back."""
@@ -80,9 +100,11 @@ class FeatureStore:
         self._load(key, self._spill.read(key))
         return self._loaded[key]
 
+    @_locked
     def hold(self, keys: list[str]) -> None:
         self._held.update(keys)
 
+    @_locked
     def release(self, keys: list[str]) -> None:
         self._held.subtract(keys)
         self._held += Counter()
@@ -91,12 +113,14 @@ class FeatureStore:
             if key not in self._loaded:
                 self.drop(key)
 
+    @_locked
     def drop(self, key: str) -> None:
         """Forget ``key``, in memory and on disk."""
         self._unload(key)
         self._spill.remove(key)
         self._refs.pop(key, None)
 
+    @_locked
     def close(self) -> None:
         """Forget everything."""
         self._refs.clear()
