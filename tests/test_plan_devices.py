@@ -55,7 +55,7 @@ def counted(recipe, asked, entries=2):
 
 @pytest.fixture(scope="module")
 def adaptive():
-    return planned("controllers=2", "devices_per_controller=2", "placement={type: adaptive, sleep: true}")
+    return planned("controllers=2", "devices_per_controller=2", "placement={type: adaptive, judges: 1, sleep: true}")
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,7 @@ def test_the_drawing_of_an_adaptive_placement(adaptive):
     ("changes", "drawn"),
     [
         (["placement=colocate"], [("0 to 3", "sample, then judge", "train")]),
+        (["placement=adaptive"], [("0 to 3", "sample, then judge, at first", "train")]),
         (["placement=partial"], [("0 to 1", "sample", "train"), ("2 to 3", "judge", "train")]),
         (
             ["placement={type: partial, judges: 1}", "rewards.0.label=taste"],

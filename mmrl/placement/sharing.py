@@ -103,7 +103,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         elif not judging:
             generate = "sample"
         elif not split.judge:
-            generate = f"sample, then {judge}"
+            generate = f"sample, then {judge}{at_first}"
         elif device < split.rollout:
             generate = f"sample{at_first}{asleep}"
         else:
