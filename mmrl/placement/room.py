@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from mmrl.placement.tables import size
 
 if TYPE_CHECKING:
-    from mmrl.placement.plan import PhaseMemory, Plan
+    from mmrl.placement.account import PhaseMemory
+    from mmrl.placement.plan import Plan
 
 
 def room(plan: Plan) -> list[str]:

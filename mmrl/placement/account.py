@@ -1,0 +1,229 @@
+"""What is in a device's memory: by role, and by phase of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from mmrl.config.schema import Recipe
+from mmrl.placement.sharing import sleeps
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mmrl.algorithms.objective import Objective
+    from mmrl.placement.description import Beside, Component, Description
+    from mmrl.placement.plan import Plan
+
+
+@dataclass(frozen=True)
+class Role:
+    """A line of the roles' table. ``where``: when it is on the device; ``bytes`` while it is."""
+
+    name: str
+    what: str
+    parameters: int
+    bytes: int
+    where: str
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """What is on the device during a phase of the step, by part, at the phase's highest moment."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+PHASES = ("encode", "sample", "decode", "train", "optimizer")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes are what one controller keeps: of what trains, its shard; ``gathered`` and ``gathered_blocks`` come on top
+    where it computes without the others, and in a training slice."""
+
+    parameters: int
+    trained_parameters: int
+    total: int
+    trained: int
+    dtypes: str
+    gathered: int = 0
+    gathered_blocks: int = 0
+
+
+def sizes_of(description: Description, shards: int) -> dict[int, Size]:
+    """Of each component, by ``id``; what trains lies in so many ``shards``."""
+    from mmrl.placement.memory import nbytes
+
+    sizes = {}
+    for component in description.components:
+        parameters = list(component.module.parameters())
+        trained = [p for p in parameters if p.requires_grad]
+        frozen = [p for p in parameters if not p.requires_grad]
+        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in frozen or trained})
+        sizes[id(component)] = Size(
+            sum(p.numel() for p in parameters),
+            sum(p.numel() for p in trained),
+            nbytes([*parameters, *component.module.buffers()]),
+            nbytes(trained),
+            ", ".join(dtypes),
+        )
+        if trained and shards > 1:
+            sizes[id(component)] = _in_shards(component.module, sizes[id(component)], shards)
+    return sizes
+
+
+def _in_shards(module: nn.Module, whole: Size, shards: int) -> Size:
+    """In a slice two blocks are there at once, one computing and one on its way, with their gradients until each rank
+    has its rows; what is in no block is there all the time."""
+    from mmrl.engines.sharded import blocks
+    from mmrl.placement.memory import nbytes
+
+    groups = [list(block.parameters()) for block in blocks(module)]
+    inside = {id(p) for group in groups for p in group}
+    groups.append([p for p in module.parameters() if id(p) not in inside])
+    moving = [nbytes(group) + nbytes(p for p in group if p.requires_grad) for group in groups]
+    return replace(
+        whole,
+        total=-(-whole.total // shards),
+        trained=-(-whole.trained // shards),
+        gathered=whole.total,
+        gathered_blocks=moving[-1] + 2 * max(moving[:-1], default=0),
+    )
+
+
+def offloads(made: Plan) -> bool:
+    """Whether what idles leaves the device."""
+    return made.recipe.model.offload and made.device != "cpu"
+
+
+def _copies(recipe: Recipe, objective: Objective) -> list[str]:
+    """Copies of the trained weights that the run keeps; LoRA's reference is the base with the adapter off."""
+    from mmrl.placement.memory import kept_copies
+
+    kept = [name for name in kept_copies(objective) if name != "reference" or recipe.model.lora is None]
+    return [*kept, *(["ema"] if recipe.optim.ema_decay else [])]
+
+
+def roles_of(
+    made: Plan, description: Description, sizes: dict[int, Size], objective: Objective, features: int
+) -> Iterator[Role]:
+    """The lines of the roles' table; ``features``: bytes of the prompts' features that are kept."""
+    from mmrl.placement.tables import size as amount
+
+    measured, counts = made.measured, made.counts
+    assert measured is not None
+    assert counts is not None
+    for component in description.components:
+        size = sizes[id(component)]
+        always = len(component.needed) == len(PHASES) or not offloads(made)
+        where = "always" if always else " and ".join(sorted(component.needed)) + ", else in host memory"
+        what = f"{component.name}, {size.dtypes}"
+        frozen = size.parameters - size.trained_parameters
+        if size.trained and frozen:
+            yield Role(f"{component.role}, frozen", what, frozen, size.total - size.trained, where)
+        elif not size.trained:
+            yield Role(component.role, what, size.parameters, size.total, where)
+        if size.trained:
+            yield from _trained_roles(made, component, size, where, objective)
+    trained = sum(size.trained_parameters for size in sizes.values())
+    yield Role("optimizer", "Adam's two moments, float32", trained * 2, measured.adam, "always")
+    for one in description.beside:
+        yield Role(one.role, one.what, 0, _held(made, one), "always")
+    for asked in made.asked:
+        where = "always"
+        if sleeps(made.recipe) and asked.trained_on:
+            where = f"judge, else {'freed' if made.device == 'cpu' else 'in host memory'}"
+        yield Role(f"reward {asked.label}", asked.what, asked.parameters, asked.bytes, where)
+    yield Role("prompt features", f"{amount(measured.features)} a prompt", 0, features, "always")
+    if measured.trajectory:
+        total = measured.trajectory * counts.samples
+        yield Role("trajectories", f"{amount(measured.trajectory)} a sample, float32", 0, total, "sample to optimizer")
+
+
+def _trained_roles(made: Plan, component: Component, size: Size, where: str, objective: Objective) -> Iterator[Role]:
+    """What trains of a component, its gradients, and of the policy its copies."""
+    lora, policy = made.recipe.model.lora, component.role == "policy"
+    kind = f"LoRA of rank {lora.rank}" if lora and policy else component.name
+    yield Role(f"{component.role}, trained", f"{kind}, float32", size.trained_parameters, size.trained, where)
+    of = "" if policy else f", {component.role}"
+    yield Role(f"gradients{of}", "float32", size.trained_parameters, size.trained, "train")
+    if policy:
+        for name in _copies(made.recipe, objective):
+            yield Role(f"copy: {name}", "float32", size.trained_parameters, size.trained, "always")
+        if lora and any("reference" in name for name in objective.needs | objective.prepares):
+            yield Role("reference", "the policy with its adapter switched off", 0, 0, "train")
+
+
+def _held(made: Plan, one: Beside) -> int:
+    return one.bytes + int(one.share * (made.device_memory or 0))
+
+
+def phases_of(
+    made: Plan,
+    description: Description,
+    sizes: dict[int, Size],
+    objective: Objective,
+    features: int,
+    inputs: frozenset[str],
+    pathwise: bool,
+) -> Iterator[PhaseMemory]:
+    """What each phase of the step holds; ``judge`` is one where what judges is awake in it alone.
+
+    ``inputs`` are what rewards read of a sample; ``pathwise``: the update samples.
+    """
+    measured, counts = made.measured, made.counts
+    assert measured is not None
+    assert counts is not None
+    trained = sum(size.trained for size in sizes.values())
+    copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
+    sleeping = sum(one.bytes for one in made.asked if one.trained_on) if sleeps(made.recipe) else 0
+    always = {
+        "optimizer state": measured.adam,
+        "copies of the trained weights": copied * len(_copies(made.recipe, objective)),
+        **{one.role: _held(made, one) for one in description.beside},
+        "rewards' models": sum(one.bytes for one in made.asked) - sleeping,
+        "prompt features": features,
+    }
+    pictures = measured.picture * counts.samples if "tensor" in inputs else 0
+    if "image" in inputs and made.device == "cpu":
+        pictures += measured.picture * counts.samples // 4  # as bytes, where the host is the device
+    trajectories = {"trajectories": measured.trajectory * counts.samples}
+    own: dict[str, dict[str, int]] = {
+        "encode": {"working memory": measured.encode},
+        "sample": {**trajectories, "pictures for the rewards": pictures, "working memory": measured.sample},
+        "decode": {**trajectories, "pictures for the rewards": pictures, "working memory": measured.decode},
+        "judge": {
+            **trajectories,
+            "pictures for the rewards": pictures,
+            "rewards' models": always["rewards' models"] + sleeping,
+        },
+        "train": {**trajectories, "gradients": trained, "working memory": measured.train},
+        "optimizer": {**trajectories, "gradients": trained, "working memory": measured.optimizer},
+    }
+    gathered = {name: sum(getattr(size, name) for size in sizes.values()) for name in ("gathered", "gathered_blocks")}
+    for phase in ("encode", "sample", "decode"):
+        own[phase]["weights gathered for the phase"] = gathered["gathered"]
+    own["train"]["blocks being gathered, and their gradients"] = gathered["gathered_blocks"]
+    if made.recipe.controllers * made.recipe.devices_per_controller > 1 and made.recipe.train.backend == "replicated":
+        own["optimizer"]["gradients being summed"] = trained
+    for phase in (*PHASES[:3], "judge", *PHASES[3:]):
+        if phase in ("sample", "decode", "judge") and not counts.micro_batches:
+            continue
+        if phase == "judge" and not sleeping:
+            continue
+        inside = {phase, "sample", "decode"} if pathwise else {phase}  # what its update samples with stays meanwhile
+        if phase == "judge":
+            inside = {"optimizer"}  # what is there in every phase
+        weights: dict[str, int] = {}
+        for component in description.components:
+            if not offloads(made) or component.needed & inside:
+                weights[component.role] = weights.get(component.role, 0) + sizes[id(component)].total
+        parts = {**weights, **always, **own[phase]}
+        yield PhaseMemory(phase, {name: size for name, size in parts.items() if size})
