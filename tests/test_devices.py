@@ -84,7 +84,14 @@ def test_two_controllers_of_two_devices_learn_as_one_device(alone, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["colocate", "{type: partial, sleep: true}", "{type: adaptive, inside: false}"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        "{type: partial, sleep: true}",
+        pytest.param("colocate", marks=pytest.mark.long),
+        pytest.param("{type: adaptive, inside: false}", marks=pytest.mark.long),
+    ],
+)
 def test_every_placement_learns_alike(alone, tmp_path, placement):
     out = tmp_path / "placed"
     run("shapes-judge", out, *JUDGED, "devices_per_controller=2", f"placement={placement}")
@@ -109,7 +116,9 @@ def test_text_and_vision_with_a_judge_learn_as_one_device(tmp_path, recipe, judg
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["sums", "scenes", "sums-dpo", "shapes-draft"])
+@pytest.mark.parametrize(
+    "recipe", ["sums-dpo", "shapes-draft", *(pytest.param(name, marks=pytest.mark.long) for name in ("sums", "scenes"))]
+)
 def test_every_kind_of_recipe_trains_on_two_devices(tmp_path, recipe):
     small = {"sums-dpo": [w for w in VISION if "group_size" not in w]}.get(recipe, VISION)
     small = [w for w in small if recipe != "shapes-draft" or "group_size" not in w]

@@ -241,6 +241,7 @@ def test_nothing_is_held_after_steps_on_other_prompts(name):
     assert found[-1][3] <= found[1][3] + 2  # full: as many prompts as before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_nothing_grows_over_200_steps(name):

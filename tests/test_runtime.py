@@ -170,6 +170,7 @@ def test_what_the_user_must_mend_stops_all(tmp_path):
     assert "steps up to 1 are saved; mend it, then: mmrl train" in said
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_each_controller_has_an_engine_of_its_own(tmp_path):
     pytest.importorskip("vllm")
