@@ -179,7 +179,8 @@ class Placement(Section):
     """``colocate``: all devices sample, then all judge; ``partial``: some judge while the others sample; ``adaptive``:
     as many as the load asks for. Then all train."""
     judges: PositiveInt | None = None
-    """Devices of a controller that judge, at first where the placement is adaptive; None is half of them."""
+    """Devices of a controller that judge. None is half of them; of an adaptive placement, which then begins with all
+    devices in turn and measures both roles, this is how many judge at first."""
     inside: bool = True
     """Adaptive: a device whose role has run dry inside a step takes up the other one where that saves time."""
     sleep: bool = False
