@@ -75,8 +75,8 @@ class HeldBack:
         self._rewards = rewards
         self.inputs = rewards.inputs
 
-    def start(self, step: int, group_size: int) -> HeldBackScoring:
-        return HeldBackScoring(self._rewards.start(step, group_size))
+    def start(self, step: int, group_size: int, *, scale: bool) -> HeldBackScoring:
+        return HeldBackScoring(self._rewards.start(step, group_size, scale=scale))
 
 
 class HeldBackScoring:
@@ -84,14 +84,14 @@ class HeldBackScoring:
 
     def __init__(self, scoring: Scoring) -> None:
         self._scoring = scoring
-        self._waiting: list[Sequence[Sample]] = []
+        self._waiting: list[tuple[Sequence[Sample], int]] = []
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        self._waiting.append(samples)
+    def add(self, samples: Sequence[Sample], first: int) -> None:
+        self._waiting.append((samples, first))
 
     def finish(self, groups: Sequence[Sequence[int]]) -> Scores:
-        for samples in self._waiting:
-            self._scoring.add(samples)
+        for samples, first in self._waiting:
+            self._scoring.add(samples, first)
         return self._scoring.finish(groups)
 
 

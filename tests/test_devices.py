@@ -3,9 +3,7 @@
 import itertools
 import json
 import signal
-import time
 
-import psutil
 import pytest
 
 from mmrl._torchvision import allow_cpu_only
@@ -14,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.judge.local import LocalModel
 from mmrl.placement.adaptive import Split
 from mmrl.placement.board import Board, Task
-from tests.test_runtime import ROOT, SMALL, actors, ended, learned, rows, start, train
+from tests.test_runtime import ROOT, SMALL, ended, learned, lose_one, rows, start, train
 
 allow_cpu_only()  # before transformers imports torchvision
 pytest.importorskip("torchvision")
@@ -132,21 +130,7 @@ def test_every_kind_of_recipe_trains_on_two_devices(tmp_path, recipe):
 def test_a_device_that_dies_or_freezes_is_found_and_nothing_is_lost(tmp_path, how):
     whole, out = tmp_path / "whole", tmp_path / "lost"
     assert ended(start(whole, "devices_per_controller=2"))[0] == 0
-    process = start(out, "devices_per_controller=2")
-    deadline = time.monotonic() + 240
-    while not rows(out):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-    victim = actors(process)[-1]
-    victim.send_signal(how)
-    began = time.monotonic()
-    while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() - began < 20, "the lost device was not found"
-        time.sleep(0.1)
-    code, said = ended(process)
-    assert code == 0, said
-    assert "all controllers start again after step" in said
+    lose_one(out, how, "devices_per_controller=2")
     assert learned(out) == learned(whole)
 
 

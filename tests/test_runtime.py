@@ -134,20 +134,24 @@ def test_a_run_goes_on_with_another_number_of_controllers(one, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_controller_that_dies_or_freezes_is_found_and_nothing_is_lost(one, tmp_path, how):
-    out = tmp_path / "lost"
-    process = start(out, "controllers=2")
+    lose_one(tmp_path / "lost", how, "controllers=2")
+    assert learned(tmp_path / "lost") == learned(one)
+
+
+def lose_one(out, how, *overrides):
+    """Start a run and lose its last process after the first step: that must be found, and the run end by itself."""
+    process = start(out, *overrides)
     wait_for(process, out, 1)
     victim = actors(process)[-1]
     victim.send_signal(how)
     began = time.monotonic()
     while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() - began < 20, "the lost controller was not found"
+        assert time.monotonic() - began < 20, "the lost process was not found"
         time.sleep(0.1)
     code, said = ended(process)
     assert code == 0, said
     assert "all controllers start again after step" in said
     assert ("died" if how == signal.SIGKILL else "frozen: no sign of life for 10 s") in said
-    assert learned(out) == learned(one)
 
 
 def test_an_address_that_does_not_answer_is_named(tmp_path):
