@@ -75,7 +75,7 @@ class HeldBack:
         self._rewards = rewards
         self.inputs = rewards.inputs
 
-    def start(self, step: int, group_size: int, *, scale: bool) -> HeldBackScoring:
+    def start(self, step: int, group_size: int, *, scale: bool = True) -> HeldBackScoring:
         return HeldBackScoring(self._rewards.start(step, group_size, scale=scale))
 
 
@@ -84,9 +84,9 @@ class HeldBackScoring:
 
     def __init__(self, scoring: Scoring) -> None:
         self._scoring = scoring
-        self._waiting: list[tuple[Sequence[Sample], int]] = []
+        self._waiting: list[tuple[Sequence[Sample], int | None]] = []
 
-    def add(self, samples: Sequence[Sample], first: int) -> None:
+    def add(self, samples: Sequence[Sample], first: int | None = None) -> None:
         self._waiting.append((samples, first))
 
     def finish(self, groups: Sequence[Sequence[int]]) -> Scores:
