@@ -79,6 +79,12 @@ class Saver:
         elif error is not None:
             raise error
 
+    def wait(self) -> None:
+        """Return once nothing is being written; another thread than the run's may ask."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
     def _run(self, work: Callable[[], object]) -> None:
         try:
             work()

@@ -1,18 +1,12 @@
 """What is found when a run does not get on, and what the run does then."""
 
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
 
 import pytest
 
 from mmrl.runtime import pulse as pulses
 from mmrl.runtime.pulse import Pulse
-from tests.test_runtime import SMALL, children, ended, learned, rows, start, train
+from tests.test_runtime import SMALL, ended, learned, rows, train
 
 HANGS = """
 import os, time
@@ -21,7 +15,8 @@ import mmrl, torch
 @mmrl.reward(inputs=("text",))
 def score(samples, *, context):
     if context.step == 4 and not os.path.exists({mark!r}) and any(s.id.slot % 2 for s in samples):
-        open({mark!r}, "w").close()
+        with open({mark!r}, "w") as file:
+            file.write(str(context.folder))
         step = torch.optim.AdamW.step
         torch.optim.AdamW.step = lambda self, *a, **k: time.sleep(600) or step(self, *a, **k)
     return [float(len(sample.text or "") % 2) for sample in samples]
@@ -68,58 +63,12 @@ def test_a_controller_that_gets_nowhere_is_named_and_the_run_goes_on(tmp_path):
     out = tmp_path / "hangs"
     code, said = ended(train("sums", out, *words))
     assert code == 0, said
-    named = re.search(r"controller 1 of 2 makes no progress: train has taken (\d+) s, and usually takes", said)
+    named = re.search(r"controller (\d) of 2 makes no progress: train has taken (\d+) s, and usually takes", said)
     assert named, said
-    assert int(named[1]) >= 10
+    assert named[1] == ("1" if (tmp_path / "mark").read_text().endswith("controllers/1") else "0")
+    assert int(named[2]) >= 10
     assert "all controllers start again after step 4" in said
     assert [row["step"] for row in rows(out)] == [1, 2, 3, 4, 5, 6]
     whole = tmp_path / "whole"
     assert ended(train("sums", whole, *words))[0] == 0  # the mark is there now, and nothing hangs
-    assert learned(out) == learned(whole)
-
-
-@pytest.mark.slow
-def test_a_run_outlives_a_node(tmp_path):
-    """Two raylets; one is killed with its controller: the other goes on alone, with the same rows."""
-    pytest.importorskip("ray")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
-
-    def node(*words):
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", *words]
-        return subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-
-    head = node("--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false")
-    other = None
-    try:
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.2)
-        other = node(f"--address=127.0.0.1:{port}", "--node-ip-address=127.0.0.1")
-        time.sleep(10)
-        out = tmp_path / "node"
-        process = start(out, "controllers=2", f"ray=127.0.0.1:{port}", "train.steps=6")
-        while len(rows(out)) < 2:
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.05)
-        for child in (*children(other.pid), other):
-            os.kill(child.pid, signal.SIGKILL)
-        code, said = ended(process)
-        assert code == 0, said
-        assert "1 of 2 controllers go on" in said
-        assert "resuming after step" in said
-    finally:
-        for one in (head, other):
-            for child in children(one.pid) if one else ():
-                child.kill()
-            if one:
-                one.kill()
-    whole = tmp_path / "whole"
-    assert ended(start(whole, "train.steps=6"))[0] == 0
     assert learned(out) == learned(whole)

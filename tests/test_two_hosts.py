@@ -6,11 +6,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.hosts import network
+from tests.test_runtime import UNHURRIED, learned, rows
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -41,37 +45,54 @@ def ray(host, *words, before=""):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def lose(host):
+    """Kill all that runs there."""
+    found = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True).stdout
+    for pid in found.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """Two hosts with a cluster, its address, and a folder that the second host sees as another."""
     folder = tmp_path_factory.mktemp("cluster")
     (folder / "own").mkdir()
+    short = tempfile.mkdtemp(prefix="ray")  # the names of its sockets must be short
     with network(2) as hosts:
         address = f"{hosts[0].address}:6399"
         try:
-            ray(hosts[0], "--head", "--port=6399", "--include-dashboard=false", f"--temp-dir={folder}/ray")
+            ray(hosts[0], "--head", "--port=6399", "--include-dashboard=false", f"--temp-dir={short}")
             ray(hosts[1], f"--address={address}", before=f"mount -t tmpfs none {folder}/own &&")
             yield hosts, address, folder
         finally:
             for host in hosts:
-                found = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True).stdout
-                for pid in found.split():
-                    os.kill(int(pid), signal.SIGKILL)
+                lose(host)
+            shutil.rmtree(short, ignore_errors=True)
 
 
 def train(two, out, *overrides, **environment):
     """The exit status and what ``mmrl train`` said, started on the first host."""
+    process = started(two, out, *overrides, **environment)
+    try:
+        said, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+def started(two, out, *overrides, **environment):
+    """``mmrl train`` on the first host."""
     hosts, address, _ = two
     words = ["-m", "mmrl.cli", "train", "sums", *SMALL, "controllers=2", f"ray={address}", "--out", str(out)]
-    done = hosts[0].run(
+    return hosts[0].start(
         [sys.executable, *words, *overrides],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
         cwd=out.parent,
         env=ENVIRONMENT | environment,
     )
-    return done.returncode, done.stdout + done.stderr
 
 
 def test_a_controller_on_each_host_and_no_samples_between_them(two, tmp_path):
@@ -121,3 +142,24 @@ def test_a_cluster_that_asks_for_a_token_says_so(two, tmp_path):
     code, said = train(two, tmp_path / "run", RAY_AUTH_TOKEN="x" * 40)
     assert code == 2
     assert "RAY_AUTH_TOKEN" in said, said
+
+
+def test_a_run_outlives_a_host(two, tmp_path):
+    """The last of this file: the second host is lost in the middle of a run, and the first goes on alone."""
+    (tmp_path / "slow.py").write_text(UNHURRIED)
+    longer = ["train.steps=6", "checkpoint.every=1", f'rewards=[{{name: "{tmp_path / "slow.py"}:score"}}]']
+    process, deadline = started(two, tmp_path / "run", *longer), time.monotonic() + 200
+    try:
+        while len(rows(tmp_path / "run")) < 2:
+            assert time.monotonic() < deadline, "no progress"
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.1)
+        lose(two[0][1])
+        said, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    assert "1 of 2 controllers go on" in said, said
+    whole = ["train", "sums", *SMALL, *longer, "--out", str(tmp_path / "whole")]
+    subprocess.run([sys.executable, "-m", "mmrl.cli", *whole], check=True, env=ENVIRONMENT, timeout=200)
+    assert learned(tmp_path / "run") == learned(tmp_path / "whole")

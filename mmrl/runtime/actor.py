@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mmrl.placement.devices import Several
     from mmrl.runtime.pulse import Pulse, Stuck
     from mmrl.runtime.worker import Reception
-    from mmrl.session import Outcome
+    from mmrl.session import Outcome, Session
 
 _SEEN = 5.0
 """Seconds for a file that one node has written to be seen on another."""
@@ -44,6 +44,7 @@ class Actor:
         self._socket: socket.socket | None = None
         self._reception: Reception | None = None
         self._pulse: Pulse | None = None
+        self._session: Session | None = None
 
     def listen(self) -> tuple[str, int]:
         """Where the others find this controller: on the loopback where Ray runs on it."""
@@ -71,6 +72,11 @@ class Actor:
         """A sign of life; what takes too long, where something does."""
         return self._pulse.stuck() if self._pulse else None
 
+    def settle(self) -> None:
+        """Return once no checkpoint is being written."""
+        if self._session is not None:
+            self._session.saver.wait()
+
     def stop(self) -> None:
         """Stop after the step."""
         self._stop.asked = True
@@ -91,7 +97,7 @@ class Actor:
         controller = self._join(loaded, host, port)
         devices = self._devices(loaded)
         try:
-            session = Session(loaded, directory, controller, whole.checkpoints, devices, self._pulse)
+            session = self._session = Session(loaded, directory, controller, whole.checkpoints, devices, self._pulse)
             if devices is not None:
                 devices.open(session.run)
             return session.begin(resume, self._stop)

@@ -153,19 +153,24 @@ def on_gpu(device: str) -> bool:
 
 
 def _one_host(ray: Any, devices: int, gpus: int) -> Any:
-    """Where a controller's devices go: all on one host. Raises ``UserError`` where none has so many free."""
-    if devices == 1:
-        return "SPREAD"
-    from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]  # an extra
-        PlacementGroupSchedulingStrategy,
-    )
-
+    """Room for a controller's devices, all on one host. Raises ``UserError`` where none has so many free."""
     group = ray.util.placement_group([{"CPU": 1, **({"GPU": 1} if gpus else {})}] * devices, strategy="STRICT_PACK")
     if not group.wait(_START):
         raise UserError(
             f"devices_per_controller: no host of the cluster has {devices} devices free for a controller; lower it, or "
             "add a larger host"
         )
+    return group
+
+
+def _inside(group: Any) -> Any:
+    """Where to start an actor: in the room of its controller, or where there is most."""
+    if group is None:
+        return "SPREAD"
+    from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]  # an extra
+        PlacementGroupSchedulingStrategy,
+    )
+
     return PlacementGroupSchedulingStrategy(group)
 
 
@@ -177,12 +182,14 @@ class Watch:
         self.ray, self.directory, self.size = ray, directory, recipe.controllers
         gpus = 1 if on_gpu(recipe.device) else 0
         self.actors: dict[Place, Any] = {}
+        devices = recipe.devices_per_controller
+        self._rooms = [_one_host(ray, devices, gpus) for _ in range(self.size)] if devices > 1 else []
         for rank in range(self.size):
-            host = _one_host(ray, recipe.devices_per_controller, gpus)
+            place = _inside(self._rooms[rank] if self._rooms else None)
             made = ray.remote(Actor).options(
-                num_cpus=1, num_gpus=gpus, max_concurrency=4, max_restarts=0, scheduling_strategy=host
+                num_cpus=1, num_gpus=gpus, max_concurrency=4, max_restarts=0, scheduling_strategy=place
             )
-            for device in range(recipe.devices_per_controller):
+            for device in range(devices):
                 self.actors[rank, device] = made.remote(rank, device, str(Path.cwd()))
         self._arguments = loaded, str(directory.path.absolute()), resume
         self._shown = 0
@@ -205,8 +212,11 @@ class Watch:
         except self.ray.exceptions.GetTimeoutError as error:
             raise LostError(f"a controller has not started within {_START:.0f} s") from error
         finally:
+            self._settle()
             for actor in self.actors.values():
                 self.ray.kill(actor)
+            for room in self._rooms:
+                self.ray.util.remove_placement_group(room)
             self._show()
 
     def _check_nodes(self) -> None:
@@ -248,6 +258,7 @@ class Watch:
                 del running[ref]
             failed = next((o for o in outcomes.values() if o.error), None)
             if failed:
+                self._settle()
                 return Outcome(False, failed.done, _saved(self.directory), failed.cpu_seconds, failed.error)
             self._listen(running)
             self._show()
@@ -256,6 +267,11 @@ class Watch:
                 for rank in range(self.size):
                     self.actors[rank, 0].stop.remote()
         return outcomes[0]
+
+    def _settle(self) -> None:
+        """Have a checkpoint that the leader is writing on the disk, where it can."""
+        with suppress(self.ray.exceptions.RayError):
+            self.ray.get(self.actors[0, 0].settle.remote(), timeout=_GRACE)
 
     def _outcome(self, ref: Any, running: dict[Any, Place]) -> Outcome:
         """What a controller came to. Raises ``LostError`` where it, or another that it needed, is gone."""
