@@ -105,6 +105,7 @@ def opened(load: str) -> Iterator[tuple[Run, Several]]:
         devices.open(run)
         yield run, devices
         devices.close()
+        controller.peers.close()
     finally:
         worker.kill()
         os.sched_setaffinity(0, cores)
