@@ -170,7 +170,7 @@ def benchmark(load: str, repeats: int) -> dict[str, Any]:
         rows = stepping.measure({name: arms.arm(name) for name in PLACEMENTS}, WARM + repeats)
         trace, outcomes = predicted(Path(folder), rows["colocate"], arms.lines["colocate"])
     least = bound(trace, Cluster(1, 2))[WARM:]
-    found: dict[str, Any] = {"bound": statistics.median(least), "arms": {}, "lines": arms.lines}
+    found: dict[str, Any] = {"bound": statistics.median(least), "arms": {}}
     base = [row["total"] for row in rows["colocate"][WARM:]]
     for name in PLACEMENTS:
         steps = [row["total"] for row in rows[name][WARM:]]
