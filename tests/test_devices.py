@@ -12,9 +12,10 @@ from mmrl.errors import UserError
 from mmrl.judge.local import LocalModel
 from mmrl.placement.adaptive import Split
 from mmrl.placement.board import Board, Task
-from tests.test_runtime import ROOT, SMALL, ended, learned, lose_one, rows, start, train
+from tests.ray_runs import ROOT, SMALL, ended, learned, lose_one, rows, start, train
 
 allow_cpu_only()  # before transformers imports torchvision
+pytest.importorskip("ray")
 pytest.importorskip("torchvision")
 
 JUDGED = [

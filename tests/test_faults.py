@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.runtime import pulse as pulses
 from mmrl.runtime.pulse import Pulse
-from tests.test_runtime import SMALL, ended, learned, rows, train
+from tests.ray_runs import SMALL, ended, learned, rows, train
 
 HANGS = """
 import os, time

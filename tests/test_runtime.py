@@ -3,87 +3,22 @@
 import contextlib
 import json
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.ray_runs import (
+    actors,
+    children,
+    ended,
+    learned,
+    lose_one,
+    rows,
+    start,
+    wait_for,
+)
+
 pytest.importorskip("ray")
-
-ROOT = Path(__file__).resolve().parents[1]
-UNHURRIED = """
-import time
-import mmrl
-
-@mmrl.reward(inputs=("text",))
-def score(samples, *, context):
-    time.sleep(0.4)  # so that there is time to stop, kill and freeze
-    return [float(len(sample.text or "") % 2) for sample in samples]
-"""
-SMALL = [
-    "train.steps=4",
-    "train.prompts_per_step=4",
-    "train.group_size=4",
-    "train.micro_batch_size=4",
-    "eval.every=2",
-    "eval.samples=8",
-    "checkpoint.every=1",
-]
-
-
-def start(out, *overrides):
-    reward = out.parent / "unhurried.py"
-    reward.write_text(UNHURRIED)
-    return train("sums", out, *SMALL, f'rewards=[{{name: "{reward}:score"}}]', *overrides)
-
-
-def train(recipe, out, *words):
-    words = ["-m", "mmrl.cli", "train", recipe, *words, "--out", str(out)]
-    return subprocess.Popen(
-        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    )
-
-
-def ended(process, timeout=300):
-    """The exit status and what the process printed."""
-    try:
-        said, _ = process.communicate(timeout=timeout)
-    finally:
-        for child in children(process.pid):
-            child.kill()
-        process.kill()
-    return process.returncode, said
-
-
-def children(pid):
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def actors(process):
-    return [c for c in children(process.pid) if "ray::Actor" in " ".join(c.cmdline())]
-
-
-def rows(out, name="metrics.jsonl"):
-    return [json.loads(line) for line in (out / name).read_text().splitlines()] if (out / name).exists() else []
-
-
-def learned(out):
-    """Of every step what must be equal; floats part in the last digits after updates."""
-    return [(row["step"], round(row["reward/mean"], 6), round(row["optim/grad_norm"], 4)) for row in rows(out)]
-
-
-def wait_for(process, out, steps):
-    deadline = time.monotonic() + 240
-    while len(rows(out)) < steps:
-        assert time.monotonic() < deadline, "no progress"
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -136,22 +71,6 @@ def test_a_run_goes_on_with_another_number_of_controllers(one, tmp_path):
 def test_a_controller_that_dies_or_freezes_is_found_and_nothing_is_lost(one, tmp_path, how):
     lose_one(tmp_path / "lost", how, "controllers=2")
     assert learned(tmp_path / "lost") == learned(one)
-
-
-def lose_one(out, how, *overrides):
-    """Start a run and lose its last process after the first step: that must be found, and the run end by itself."""
-    process = start(out, *overrides)
-    wait_for(process, out, 1)
-    victim = actors(process)[-1]
-    victim.send_signal(how)
-    began = time.monotonic()
-    while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() - began < 20, "the lost process was not found"
-        time.sleep(0.1)
-    code, said = ended(process)
-    assert code == 0, said
-    assert "all controllers start again after step" in said
-    assert ("died" if how == signal.SIGKILL else "frozen: no sign of life for 10 s") in said
 
 
 def test_an_address_that_does_not_answer_is_named(tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import network
-from tests.test_runtime import UNHURRIED, learned, rows
+from tests.ray_runs import UNHURRIED, learned, rows
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
