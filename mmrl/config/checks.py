@@ -219,6 +219,10 @@ def _placement(recipe: Recipe) -> Iterator[str]:
             f"placement.judges: of {devices} devices (devices_per_controller) one must sample; "
             f"set it to {devices - 1} or less"
         )
+    if placement.sleep and devices == 1:
+        yield "placement.sleep: one device does everything in turn and its judges stay awake; remove it"
+    if not placement.inside and placement.type != "adaptive":
+        yield f"placement.inside: with {placement.type} no device changes its role to save time; remove it"
     if devices > 1 and recipe.train.backend == "fsdp":
         yield (
             "train.backend: weights in shards (fsdp) over several devices of a controller are not built yet; set "

@@ -181,7 +181,6 @@ def phases_of(
     measured, counts = made.measured, made.counts
     assert measured is not None
     assert counts is not None
-    trained = sum(size.trained for size in sizes.values())
     copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
     sleeping = sum(one.bytes for one in made.asked if one.trained_on) if sleeps(made.recipe) else 0
     always = {
@@ -191,28 +190,7 @@ def phases_of(
         "rewards' models": sum(one.bytes for one in made.asked) - sleeping,
         "prompt features": features,
     }
-    pictures = measured.picture * counts.samples if "tensor" in inputs else 0
-    if "image" in inputs and made.device == "cpu":
-        pictures += measured.picture * counts.samples // 4  # as bytes, where the host is the device
-    trajectories = {"trajectories": measured.trajectory * counts.samples}
-    own: dict[str, dict[str, int]] = {
-        "encode": {"working memory": measured.encode},
-        "sample": {**trajectories, "pictures for the rewards": pictures, "working memory": measured.sample},
-        "decode": {**trajectories, "pictures for the rewards": pictures, "working memory": measured.decode},
-        "judge": {
-            **trajectories,
-            "pictures for the rewards": pictures,
-            "rewards' models": always["rewards' models"] + sleeping,
-        },
-        "train": {**trajectories, "gradients": trained, "working memory": measured.train},
-        "optimizer": {**trajectories, "gradients": trained, "working memory": measured.optimizer},
-    }
-    gathered = {name: sum(getattr(size, name) for size in sizes.values()) for name in ("gathered", "gathered_blocks")}
-    for phase in ("encode", "sample", "decode"):
-        own[phase]["weights gathered for the phase"] = gathered["gathered"]
-    own["train"]["blocks being gathered, and their gradients"] = gathered["gathered_blocks"]
-    if made.recipe.controllers * made.recipe.devices_per_controller > 1 and made.recipe.train.backend == "replicated":
-        own["optimizer"]["gradients being summed"] = trained
+    own = _own_of_phases(made, sizes, inputs, always["rewards' models"] + sleeping)
     for phase in (*PHASES[:3], "judge", *PHASES[3:]):
         if phase in ("sample", "decode", "judge") and not counts.micro_batches:
             continue
@@ -227,3 +205,36 @@ def phases_of(
                 weights[component.role] = weights.get(component.role, 0) + sizes[id(component)].total
         parts = {**weights, **always, **own[phase]}
         yield PhaseMemory(phase, {name: size for name, size in parts.items() if size})
+
+
+def _own_of_phases(
+    made: Plan, sizes: dict[int, Size], inputs: frozenset[str], judges: int
+) -> dict[str, dict[str, int]]:
+    """What each phase holds beside what is there in all of them; ``judges``: bytes of the models that judge."""
+    measured, counts = made.measured, made.counts
+    assert measured is not None
+    assert counts is not None
+    trained = sum(size.trained for size in sizes.values())
+    pictures = measured.picture * counts.samples if "tensor" in inputs else 0
+    if "image" in inputs and made.device == "cpu":
+        pictures += measured.picture * counts.samples // 4  # as bytes, where the host is the device
+    trajectories = {"trajectories": measured.trajectory * counts.samples}
+    own: dict[str, dict[str, int]] = {
+        "encode": {"working memory": measured.encode},
+        "sample": {**trajectories, "pictures for the rewards": pictures, "working memory": measured.sample},
+        "decode": {**trajectories, "pictures for the rewards": pictures, "working memory": measured.decode},
+        "judge": {
+            **trajectories,
+            "pictures for the rewards": pictures,
+            "rewards' models": judges,
+        },
+        "train": {**trajectories, "gradients": trained, "working memory": measured.train},
+        "optimizer": {**trajectories, "gradients": trained, "working memory": measured.optimizer},
+    }
+    gathered = {name: sum(getattr(size, name) for size in sizes.values()) for name in ("gathered", "gathered_blocks")}
+    for phase in ("encode", "sample", "decode"):
+        own[phase]["weights gathered for the phase"] = gathered["gathered"]
+    own["train"]["blocks being gathered, and their gradients"] = gathered["gathered_blocks"]
+    if made.recipe.controllers * made.recipe.devices_per_controller > 1 and made.recipe.train.backend == "replicated":
+        own["optimizer"]["gradients being summed"] = trained
+    return own

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mmrl.balance import greedy
 from mmrl.placement import adaptive, work
 from mmrl.placement.board import Board, Moves, Task, as_rows
 from mmrl.placement.work import Drawing
@@ -317,9 +318,4 @@ def features_of(run: Run, slots: Sequence[Slot]) -> dict[str, Any]:
 def deal(pieces: Sequence[Piece], run: Run, devices: int) -> list[list[Piece]]:
     """The pieces of each device: the largest first, each to who has least, in their old order on each."""
     loads = [sum(run.pipeline.lengths(piece.rows)) for piece in pieces]
-    owners: dict[int, int] = {}
-    total = [0] * devices
-    for n in sorted(range(len(pieces)), key=lambda n: -loads[n]):  # stable
-        owners[n] = min(range(devices), key=total.__getitem__)
-        total[owners[n]] += loads[n]
-    return [[piece for n, piece in enumerate(pieces) if owners[n] == d] for d in range(devices)]
+    return [[pieces[n] for n in mine] for mine in greedy(loads, devices)]
