@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: its functions' defaults would hold it beyond `close`
 from torch import Tensor
 
 T = TypeVar("T")
@@ -132,7 +133,9 @@ class Group:
         self.waited += time.perf_counter() - began
 
     def close(self) -> None:
+        """End the group and its threads: one that outlives the interpreter may abort the process at its exit."""
         dist.destroy_process_group()
+        self.ranks = self._controllers = None
 
 
 def interface_to(host: str) -> str | None:
