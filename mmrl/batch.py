@@ -20,6 +20,7 @@ from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
 if TYPE_CHECKING:
+    from mmrl.ahead import Ahead
     from mmrl.controller.workload import Balance
     from mmrl.flight import Flight
     from mmrl.placement.devices import Devices
@@ -50,6 +51,8 @@ class Run:
     """How much work each prompt is; None for pictures, which are all the same."""
     attempts: Attempts | None = None
     """Dynamic sampling, where the recipe asks for it."""
+    ahead: Ahead | None = None
+    """Steps that are sampled while earlier ones train, where devices train apart."""
 
 
 @dataclass

@@ -33,6 +33,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})$")
 _CRITIC = "critic_"
+_FLIGHT = "flight"
+_AHEAD = "ahead"
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,9 @@ def of_run(run: Run, step: int, **state: Any) -> Checkpoint:
         theirs, state["critic"] = _spread(run.critic)
         tensors |= {f"{_CRITIC}{part}": values for part, values in theirs.items()}
     if run.flight is not None:
-        tensors["flight"], state["flight"] = run.flight.state()
+        tensors[_FLIGHT], state[_FLIGHT] = run.flight.state()
+    if run.ahead is not None:
+        tensors[_AHEAD], state[_AHEAD] = run.ahead.state()
     if run.balance is not None:
         state["balance"] = run.balance.state()
     if run.attempts is not None:
@@ -112,7 +116,9 @@ def restore(run: Run, found: Saved) -> None:
     if run.critic is not None:
         _load(run.critic, found, _CRITIC, "critic")
     if run.flight is not None:
-        run.flight.load_state(run, found.tensors.get("flight", {}), found.state["flight"])
+        run.flight.load_state(run, found.tensors.get(_FLIGHT, {}), found.state[_FLIGHT])
+    if run.ahead is not None:
+        run.ahead.load_state(run, found.tensors.get(_AHEAD, {}), found.state[_AHEAD])
     if run.balance is not None and "balance" in found.state:
         run.balance.load_state(found.state["balance"])
     if run.attempts is not None:
@@ -130,7 +136,9 @@ def _spread(policy: Policy) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any
 
 
 def _load(policy: Policy, found: Saved, prefix: str, key: str) -> None:
-    parts = [p for p in found.shapes if p.startswith(prefix) and (prefix or not p.startswith((_CRITIC, "flight")))]
+    parts = [
+        p for p in found.shapes if p.startswith(prefix) and (prefix or not p.startswith((_CRITIC, _FLIGHT, _AHEAD)))
+    ]
     rooms = policy.rooms({part.removeprefix(prefix): found.shapes[part] for part in parts})
     found.read({f"{prefix}{p}": {k: policy.spread(p, k, t) for k, t in of.items()} for p, of in rooms.items()})
     policy.load_state(rooms, found.state[key])

@@ -25,7 +25,8 @@ from mmrl.trajectory import Trajectory
 def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], list[Failure]]:
     """One step of training; returns its metrics and the samples left out."""
     train = run.recipe.train
-    cost = None if run.balance is None or run.flight is not None else run.balance.cost  # a flight has its own stream
+    streams = run.flight is not None or run.ahead is not None  # which begin slots before the costs of now are known
+    cost = None if run.balance is None or streams else run.balance.cost
     run.devices.begin_step()
     slots = run.controller.slots(step, run.prompts, train.prompts_per_step, cost)
     began = worked(run)
@@ -75,7 +76,8 @@ def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: 
                 new = run.pipeline.compare(piece.rows, needs, run.policy.using)
             case "pathwise":
                 new = {"rewards": rewards_of(run, piece.rows, step, tally)}
-        old = compared(run, piece.old, new, tally) if "rollout_log_probs" in piece.old else piece.old
+        known = drawn_before(piece.old) if run.ahead is not None else piece.old
+        old = compared(run, known, new, tally) if "rollout_log_probs" in known else known
         loss = run.objective.loss(new, old, total)
         run.policy.backward(loss.value)
         tally.add(loss, total, first_update=first)
@@ -84,12 +86,21 @@ def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: 
     return tally.sums()
 
 
+def drawn_before(old: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``old`` of pictures with the recorded log-probs ``[B, 1]`` as those of another policy than the one that trains;
+    of text they are called so anyhow."""
+    if "rollout_log_probs" in old:
+        return old
+    known = {name: value for name, value in old.items() if name != "log_probs"}
+    return known | {"rollout_log_probs": old["log_probs"], "mask": torch.ones_like(old["log_probs"])}
+
+
 def compared(run: Run, old: dict[str, Tensor], new: dict[str, Tensor], tally: Tally) -> dict[str, Tensor]:
     """``old`` with the policy's own log-probs where they were not prepared, and weights against the engine's gap."""
     own = old.get("log_probs", new["log_probs"].detach())
     rollout = run.recipe.rollout
-    in_process = rollout.engine == "transformers"
-    how = ("none" if in_process else "token") if rollout.importance == "auto" else rollout.importance
+    same = rollout.engine == "transformers" and run.ahead is None  # the weights that train, in the same process
+    how = ("none" if same else "token") if rollout.importance == "auto" else rollout.importance
     counted = old["mask"] * old["weights"].unsqueeze(1)
     gap = mismatch(own, old["rollout_log_probs"], counted, how, rollout.importance_cap)
     tally.gather(gap.sums, gap.maxima, gap.tokens)

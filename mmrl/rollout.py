@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from mmrl.rewards.scoring import Failure, Scores
 from mmrl.tally import Tally
 from mmrl.trajectory import SampleId, Slot, Trajectory
 
+if TYPE_CHECKING:
+    from mmrl.engines.policy import Version
+
 MOST_REPLACED = 4
 """Unusable prompts in a step, per slot, after which it fails: the data is not what it seems."""
 
@@ -26,10 +30,12 @@ MOST_REPLACED = 4
 def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) -> Batch:
     """Sample a group for every slot, score it, and turn rewards into advantages."""
     with run.policy.alone(run.objective.samples_with):
-        if run.flight is None:
-            rounds = [sample_and_score(run, slots, step, clock)]
-        else:
+        if run.flight is not None:
             rounds = [run.flight.land(run, len(slots), step, clock, tally)]  # some begun in earlier steps
+        elif run.ahead is not None:
+            rounds = [run.ahead.land(run, step, clock, tally)]  # drawn while earlier steps trained
+        else:
+            rounds = [sample_and_score(run, slots, step, clock)]
         groups = groups_of(rounds[0])
         if run.attempts is not None:
             groups = resample(run, run.attempts, rounds, lambda more: sample_and_score(run, more, step, clock), tally)
@@ -61,23 +67,45 @@ class Round:
 
 def sample_and_score(run: Run, slots: list[Slot], step: int, clock: Clock) -> Round:
     """A group of samples for every slot, in micro-batches, and what the rewards say of them."""
-    with clock("encode"):
-        slots, keys, bad = encode(run, slots)
-    size = run.recipe.train.group_size
-    rows = samples_of(slots, size)
-    actions = run.pipeline.noisy_steps(step) if "log_probs" in run.objective.needs else []
-    scoring = run.rewards.start(step, size, scale=run.attempts is None)
-    how = Drawing(actions, run.objective.samples_with, run.recipe.seed, run.rewards.inputs)
-    most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
-    asked = [([s for s, _ in chunk], [i for _, i in chunk]) for chunk in chunks(rows, most)]
-    micro_batches: dict[int, Trajectory] = {}
-    for n, trajectory, samples in run.devices.sample(run, asked, how, clock):
-        micro_batches[n] = trajectory
-        scoring.add(samples, n * most)  # judged while the next is sampled
-    with clock("reward"):
-        scores = scoring.finish([list(range(n, n + size)) for n in range(0, len(rows), size)])
-    scores.failures.extend(bad)
-    return Round(slots, keys, [micro_batches[n] for n in range(len(asked))], scores)
+    sampling = Sampling(run, slots, step, clock, clock)
+    sampling.collect()
+    return sampling.finish(clock)
+
+
+class Sampling:
+    """Final class: a round under way. It is asked for when it is made; ``collect`` may run in another thread.
+
+    ``clock`` is of who makes it, ``inside`` of who collects. ``version``: see ``Devices.sample``.
+    """
+
+    def __init__(
+        self, run: Run, slots: list[Slot], step: int, clock: Clock, inside: Clock, version: Version | None = None
+    ) -> None:
+        with clock("encode"):
+            self._slots, self._keys, self._bad = encode(run, slots)
+        self._size = run.recipe.train.group_size
+        rows = samples_of(self._slots, self._size)
+        actions = run.pipeline.noisy_steps(step) if "log_probs" in run.objective.needs else []
+        how = Drawing(actions, run.objective.samples_with, run.recipe.seed, run.rewards.inputs)
+        self._most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
+        asked = [([s for s, _ in chunk], [i for _, i in chunk]) for chunk in chunks(rows, self._most)]
+        self._scoring = run.rewards.start(step, self._size, scale=run.attempts is None)
+        self._drawn = run.devices.sample(run, asked, how, inside, version)
+        self._micro_batches: dict[int, Trajectory] = {}
+
+    def collect(self) -> None:
+        """Have what is drawn judged, while the next is sampled."""
+        for n, trajectory, samples in self._drawn:
+            self._micro_batches[n] = trajectory
+            self._scoring.add(samples, n * self._most)
+
+    def finish(self, clock: Clock) -> Round:
+        """All that was collected, scored. Raises ``RewardError``."""
+        size, n = self._size, len(self._slots) * self._size
+        with clock("reward"):
+            scores = self._scoring.finish([list(range(first, first + size)) for first in range(0, n, size)])
+        scores.failures.extend(self._bad)
+        return Round(self._slots, self._keys, [self._micro_batches[i] for i in sorted(self._micro_batches)], scores)
 
 
 def encode(run: Run, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Failure]]:

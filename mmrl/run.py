@@ -13,6 +13,7 @@ from torch import nn
 
 import mmrl
 from mmrl import checkpoint
+from mmrl.ahead import Ahead
 from mmrl.batch import Run
 from mmrl.config.algorithms import PPO, TokenAlgorithm, with_length_limit
 from mmrl.config.names import resolve, resolve_drop_in
@@ -87,6 +88,7 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
         flight,
         Balance(recipe) if pipeline.makes == "text" else None,
         attempts,
+        Ahead(recipe.placement.staleness or 1) if recipe.placement.apart else None,
     )
 
 

@@ -100,7 +100,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
         free.discard("train.steps")  # the learning rate of every step depends on it
     before, now = (flatten(d) for d in (json.loads(directory.resolved.read_text()), loaded.resolved()))
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
-    changed = [k for k in changed if k not in free and k.split(".")[0] not in free]
+    changed = [k for k in changed if k == "placement.staleness" or not {k, k.split(".")[0]} & free]
     if changed:
         raise UserError(
             f"--resume: {', '.join(changed)} differ from {directory.resolved}. Resume with the "

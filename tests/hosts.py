@@ -30,6 +30,12 @@ class Host:
         files = [f"/sys/class/net/eth0/statistics/{way}_bytes" for way in ("rx", "tx")]
         return [int(n) for n in self.run(["cat", *files], capture_output=True, text=True, check=True).stdout.split()]
 
+    def resent(self):
+        """TCP segments that the host has sent again, as the kernel counts them."""
+        told = self.run(["cat", "/proc/net/snmp"], capture_output=True, text=True, check=True).stdout
+        names, values = (line.split() for line in told.splitlines() if line.startswith("Tcp:"))
+        return int(values[names.index("RetransSegs")])
+
 
 @contextmanager
 def network(n, subnet=None):

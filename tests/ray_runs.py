@@ -1,6 +1,7 @@
 """Runs of `mmrl train` in processes of their own, for tests that start, kill and read them."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -90,9 +91,12 @@ def lose_one(out, how, *overrides):
     victim.send_signal(how)
     began = time.monotonic()
     while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() - began < 20, "the lost process was not found"
+        assert time.monotonic() - began < 60, "the lost process was not ended"
         time.sleep(0.1)
     code, said = ended(process)
     assert code == 0, said
     assert "all controllers start again after step" in said
-    assert ("died" if how == signal.SIGKILL else "frozen: no sign of life for 10 s") in said
+    if how == signal.SIGKILL:
+        assert "died" in said
+    else:  # as it was measured; to end it takes a busy machine longer
+        assert 10 <= int(re.findall(r"frozen: no sign of life for (\d+) s", said)[0]) <= 12

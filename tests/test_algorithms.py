@@ -68,7 +68,7 @@ def test_a_group_with_one_valid_sample_teaches_nothing():
     assert a.zero_std_groups == 1
 
 
-def grpo(new, old, advantages, weights=None, **settings):
+def grpo(new, old, advantages, weights=None, importance=None, **settings):
     """The objective's loss on ``[B, T]`` log-probs."""
     objective = flow_grpo.Objective(FlowGRPO(**{"kl_coef": 0.0, **settings}))
     record = {
@@ -77,7 +77,7 @@ def grpo(new, old, advantages, weights=None, **settings):
         "weights": torch.ones(len(old)) if weights is None else weights,
         "std": torch.full((old.shape[1],), 0.5),
         "dt": torch.full((old.shape[1],), -0.1),
-    }
+    } | ({} if importance is None else {"importance": importance})
     return objective.loss(new, record, float(record["weights"].sum()) * old.shape[1])
 
 
@@ -89,6 +89,21 @@ def test_grpo_gradient_at_ratio_one_is_minus_advantage():
     loss.value.backward()
     assert torch.allclose(new.grad, -advantages.unsqueeze(1).expand(3, 2) / 6)
     assert loss.maxima["policy/ratio_max_dev"] == 0
+
+
+def test_grpo_of_samples_that_another_policy_drew_follows_the_policys_own_gradient():
+    torch.manual_seed(0)
+    theta = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    drew, values = torch.randn(5).double().softmax(0), torch.randn(5).double().clamp(-5, 5)
+    log_probs = theta.log_softmax(0)
+    (expected,) = torch.autograd.grad((log_probs.exp() * values).sum(), theta, retain_graph=True)
+    new = log_probs.unsqueeze(1)  # all outcomes, each as often as the other policy draws it
+    importance = new.detach().exp() / drew.unsqueeze(1)
+    loss = grpo({"log_probs": new}, new.detach(), values, weights=drew, importance=importance)
+    (found,) = torch.autograd.grad(loss.value, theta, retain_graph=True)
+    assert torch.allclose(found, -expected)
+    (plain,) = torch.autograd.grad(grpo({"log_probs": new}, new.detach(), values, weights=drew).value, theta)
+    assert not torch.allclose(plain, -expected, rtol=0.1)
 
 
 def test_grpo_clips_only_what_would_move_further():

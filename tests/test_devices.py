@@ -207,7 +207,7 @@ def test_devices_keep_their_role_and_take_up_the_other_as_the_placement_allows()
         (["devices_per_controller=2", "device=cuda:1"], "a controller takes several"),
         (["placement={sleep: true}"], "stay awake; remove it"),
         (["devices_per_controller=2", "placement={type: partial, inside: false}"], "placement.inside"),
-        (["devices_per_controller=2", "placement=disaggregated"], "placement.type"),
+        (["devices_per_controller=2", "placement=separate"], "placement.type"),
     ],
 )
 def test_placements_that_cannot_be_are_refused(overrides, message):

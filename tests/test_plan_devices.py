@@ -262,7 +262,7 @@ def test_a_judge_that_fills_the_device_is_told_to_sleep_or_to_be_smaller(partial
     batch=st.none() | st.integers(1, 80),
     size=st.none() | st.integers(1, 30),
     devices=st.integers(2, 8),
-    kind=st.sampled_from(["colocate", "partial", "adaptive"]),
+    kind=st.sampled_from(["colocate", "partial", "adaptive", "disaggregated"]),
     entries=st.integers(1, 3),
 )
 @settings(deadline=None, max_examples=60)
@@ -280,14 +280,15 @@ def test_a_note_on_idle_devices_is_true_and_its_edit_mends_it(
     recipe = base.model_copy(update=changes)
     asked = Asked("judge", True, size)
     made = counted(recipe, [asked], entries)
-    split, c = split_of(recipe), made.counts
+    split, c = split_of(made), made.counts
     runs = list(chunks(list(range(c.samples)), c.batch))
     config = base.rewards[0].model_copy(update={"batch_size": size})
     entry = Entry("judge", config, None, None)  # type: ignore[arg-type]
     real = sum(len(batches(entry, range(len(run)))) for run in runs)
     assert calls(c, size) == real
     notes = list(idle(made))
-    enough = len(runs) >= split.rollout and real >= (split.judge or split.rollout) and c.slices >= devices
+    enough = len(runs) >= split.rollout and real >= (split.judge or split.rollout)
+    enough = enough and c.slices >= recipe.placement.training(devices)
     assert enough == (not notes)
     for note in notes:
         if found := re.search(r"set ([\w.]+)=(\d+) or less", note):

@@ -232,6 +232,14 @@ def test_a_run_without_records_is_refused(tmp_path):
         read_run(tmp_path)
 
 
+def test_a_run_that_sampled_ahead_is_no_trace(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.0, "sampling/stale_steps": 1.0}\n')
+    event = {"step": 1, "controller": 0, "device": 1, "role": "rollout", "began": 0.0, "ended": 1.0}
+    (tmp_path / "placement.jsonl").write_text(json.dumps(event) + "\n")
+    with pytest.raises(UserError, match="name a run of another placement"):
+        read_run(tmp_path)
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 GROWN = ("train.prompts_per_step=64", "train.group_size=4", "train.micro_batch_size=4")

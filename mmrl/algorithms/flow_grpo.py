@@ -44,12 +44,13 @@ class Objective:
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
         """``new``: log_probs ``[B, T]``, optionally reference_distance ``[B, T]``; ``old``: log_probs ``[B, T]``,
-        advantages ``[B]``, weights ``[B]`` (0 leaves a sample out), std ``[T]``, dt ``[T]``."""
+        advantages ``[B]``, weights ``[B]`` (0 leaves a sample out), std ``[T]``, dt ``[T]``, optionally importance
+        ``[B, T]`` (of samples that another policy drew: ``mmrl.algorithms.mismatch``)."""
         weights = old["weights"].unsqueeze(1)
         advantages = old["advantages"].clamp(-self.advantage_clip, self.advantage_clip).unsqueeze(1)
         log_ratio = new["log_probs"] - old["log_probs"]
         clipped = clipped_surrogate(log_ratio, advantages, self.clip_range, self.clip_range)
-        loss, ratio = clipped.loss, clipped.ratio
+        loss, ratio = clipped.loss * old.get("importance", 1.0), clipped.ratio
         sums = {
             "policy/ratio": ratio,
             "policy/clip_fraction": ((ratio - 1).abs() > self.clip_range).float(),

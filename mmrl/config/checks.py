@@ -214,6 +214,8 @@ def _placement(recipe: Recipe) -> Iterator[str]:
         )
     elif placement.judges is not None and placement.type == "colocate":
         yield "placement.judges: all devices judge where the placement is colocate; remove it, or set placement.type"
+    elif placement.apart:
+        yield from _disaggregated(recipe)
     elif placement.judges is not None and placement.judges >= devices:
         yield (
             f"placement.judges: of {devices} devices (devices_per_controller) one must sample; "
@@ -221,6 +223,9 @@ def _placement(recipe: Recipe) -> Iterator[str]:
         )
     if placement.sleep and devices == 1:
         yield "placement.sleep: one device does everything in turn and its judges stay awake; remove it"
+    for key in ("trainers", "staleness"):
+        if getattr(placement, key) is not None and not placement.apart:
+            yield f"placement.{key}: only disaggregated devices train while others sample; remove it"
     if not placement.inside and placement.type != "adaptive":
         yield f"placement.inside: with {placement.type} no device changes its role to save time; remove it"
     if devices > 1 and recipe.train.backend == "fsdp":
@@ -232,6 +237,41 @@ def _placement(recipe: Recipe) -> Iterator[str]:
         yield (
             f"devices_per_controller: an engine beside several devices ({recipe.rollout.engine}) is not built yet; set "
             "it to 1, or remove rollout"
+        )
+
+
+def _disaggregated(recipe: Recipe) -> Iterator[str]:
+    """Some devices train while others sample and judge."""
+    placement, devices, algorithm = recipe.placement, recipe.devices_per_controller, recipe.algorithm
+    if placement.training(devices) + (placement.judges or 0) >= devices:
+        yield (
+            f"placement: of {devices} devices (devices_per_controller) {placement.training(devices)} train and "
+            f"{placement.judges or 0} judge, and one must sample; lower placement.trainers or placement.judges, or set "
+            "devices_per_controller higher"
+        )
+    if placement.sleep:
+        yield "placement.sleep: disaggregated devices keep their role, and their models stay awake; remove it"
+    if recipe.train.backend == "fsdp":
+        yield (
+            "train.backend: disaggregated devices that sample are given whole weights, which shards (fsdp) do not give "
+            "yet; set it to replicated, or placement to adaptive"
+        )
+    if algorithm.type == "diffusion_nft":
+        yield (
+            "algorithm.type: diffusion_nft compares samples with the very policy that drew them and has no weight that "
+            "corrects older ones; set placement to adaptive, or algorithm.type to flow_grpo"
+        )
+    if algorithm.type in ("draft", "dpo", "reward_model"):
+        yield f"placement: {algorithm.type} samples nothing ahead of its update; set placement to colocate"
+    if getattr(algorithm, "dynamic_sampling", False):
+        yield (
+            "algorithm.dynamic_sampling: which groups are drawn anew is known only once all are judged, and "
+            "disaggregated devices draw ahead; set it to false, or placement to adaptive"
+        )
+    if recipe.sampling.type != "text" and recipe.train.updates_per_step > 1:
+        yield (
+            "train.updates_per_step: of pictures that were drawn with older weights, log-probs before the first update "
+            "are not recomputed; set it to 1, or placement to adaptive"
         )
 
 

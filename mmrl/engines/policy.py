@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,20 @@ from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
 
 _KINDS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclass(frozen=True)
+class Version:
+    """The trainable weights as they were after ``updates`` updates, of the copy ``name``, in the host's memory."""
+
+    updates: int
+    name: str
+    tensors: dict[str, Tensor]
+
+    @property
+    def tag(self) -> tuple[int, str]:
+        """As ``Policy.tag`` of a policy that has become it."""
+        return self.updates, self.name
 
 
 class Policy:
@@ -100,6 +115,18 @@ class Policy:
         """``copy <- decay * copy + (1 - decay) * weights``."""
         copy = self.copies[name]
         torch._foreach_lerp_([copy[k] for k in self.trainable], [p.data for p in self.trainable.values()], 1 - decay)
+
+    def version(self, name: str) -> Version:
+        """The weights of the copy ``name`` as they are now, for another process; the next update leaves them alone."""
+        weights = self.copies.get(name, self.trainable)
+        return Version(self.updates, name, {k: p.detach().to("cpu", copy=True) for k, p in weights.items()})
+
+    @torch.no_grad()
+    def become(self, version: Version) -> None:
+        """Have the weights of ``version``, and its tag. Where nothing is trained: the optimizer is left as it was."""
+        for k, p in self.trainable.items():
+            p.copy_(version.tensors[k])
+        self.updates, self.active = version.tag
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

@@ -12,9 +12,12 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mmrl.placement.adaptive import Split, worth_moving
+
+if TYPE_CHECKING:
+    from mmrl.engines.policy import Version
 
 Role = Literal["rollout", "judge", "train"]
 Moves = Literal["never", "after", "worth"]
@@ -31,6 +34,8 @@ class Task:
     arguments: tuple[Any, ...]
     features: dict[str, Any] = field(default_factory=dict)
     device: int | None = None
+    version: Version | None = None
+    """The weights to sample with, where the device that does it has no part in training."""
     answer: Future[Any] = field(default_factory=Future)
 
 
@@ -57,6 +62,7 @@ class Board:
         """Seconds that a change of roles took, of late."""
         self._tasks: dict[Role, deque[Task]] = {"rollout": deque(), "judge": deque(), "train": deque()}
         self._running: list[Role | None] = [None] * devices
+        self._since = [0.0] * devices
         self._seconds: dict[Role, float] = {}
         self._to_come = 0
         self._moves: Moves = "after"
@@ -70,6 +76,21 @@ class Board:
         with self._changed:
             self.events, self.moves, self._start = [], 0, time.perf_counter()
             self._round = -1
+
+    def apart(self, split: Split) -> None:
+        """From now on the first devices train, those after them sample and the last judge, whatever the load."""
+        with self._changed:
+            n, judging = len(self.roles), len(self.roles) - split.judge
+            sampling = judging - split.rollout
+            self.roles = ["judge" if d >= judging else "rollout" if d >= sampling else "train" for d in range(n)]
+            self._moves = "never"
+
+    def cut(self) -> None:
+        """Count what samples and judges are at so far as the step's, which ends while they work."""
+        with self._changed:
+            for device, role in enumerate(self._running):
+                if role in ("rollout", "judge"):
+                    self.events.append(Event(device, role, self._after(self._since[device]), self.elapsed))
 
     def begin(self, split: Split, moves: Moves, to_come: int) -> None:
         """A generate phase of ``to_come`` micro-batches begins: the first devices sample, the last judge."""
@@ -93,7 +114,7 @@ class Board:
             while not self._closed:
                 task = self._own(device) or self._next(device)
                 if task is not None:
-                    self._running[device] = task.role
+                    self._running[device], self._since[device] = task.role, time.perf_counter()
                     return task
                 self._changed.wait()
             return None
@@ -105,9 +126,9 @@ class Board:
             self._running[device] = None
             if turned > began:
                 self.price = _recent(self.price, turned - began)
-                self.events.append(Event(device, "wake", began - self._start, turned - self._start))
+                self.events.append(Event(device, "wake", self._after(began), self._after(turned)))
             if role is not None:
-                self.events.append(Event(device, role, turned - self._start, ended - self._start, self._round))
+                self.events.append(Event(device, role, self._after(turned), self._after(ended), self._round))
                 self._seconds[role] = _recent(self._seconds.get(role, 0.0), ended - turned)
             self._changed.notify_all()
 
@@ -130,6 +151,10 @@ class Board:
         """Seconds since the step began."""
         return time.perf_counter() - self._start
 
+    def _after(self, moment: float) -> float:
+        """Seconds after the step began; 0 of what was before it."""
+        return max(0.0, moment - self._start)
+
     def _own(self, device: int) -> Task | None:
         tasks = self._tasks["train"]
         mine = next((task for task in tasks if task.device == device), None)
@@ -139,6 +164,8 @@ class Board:
 
     def _next(self, device: int) -> Task | None:
         role = self.roles[device]
+        if role == "train":
+            return None
         if self._tasks[role]:
             return self._tasks[role].popleft()
         other: Role = "judge" if role == "rollout" else "rollout"

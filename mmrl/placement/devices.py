@@ -26,6 +26,7 @@ from mmrl.trajectory import Sample, SampleId, Slot, Trajectory
 if TYPE_CHECKING:
     from mmrl.batch import Piece, Run
     from mmrl.config.schema import Placement
+    from mmrl.engines.policy import Version
     from mmrl.runtime.worker import There
 
 Chunk = tuple[Sequence[Slot], Sequence[SampleId]]
@@ -37,8 +38,17 @@ _SHOWN = ("sample", "score", "prepare", "backward", "apply")
 class Devices(Protocol):
     """What of a step may be computed on several devices. Used by one thread."""
 
-    def sample(self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock) -> Iterator[Drawn]:
-        """Each micro-batch sampled and decoded, with its number: in the order in which they are done."""
+    def sample(
+        self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock, version: Version | None = None
+    ) -> Iterator[Drawn]:
+        """Each micro-batch sampled and decoded, with its number: in the order in which they are done.
+
+        ``version``: the weights to sample with, where devices that sample do not train; None is those of now.
+        """
+        ...
+
+    def version(self, run: Run, name: str) -> Version:
+        """The policy's copy ``name`` as it is now, to sample with later."""
         ...
 
     def spread(self, run: Run, name: str, pieces: Iterable[Piece], *arguments: Any) -> list[Any]:
@@ -83,9 +93,15 @@ class Devices(Protocol):
 class Single:
     """Final class: the controller's own process is its one device."""
 
-    def sample(self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock) -> Iterator[Drawn]:
+    def sample(
+        self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock, version: Version | None = None
+    ) -> Iterator[Drawn]:
+        assert version is None  # it trains as well
         for n, (slots, ids) in enumerate(chunks):
             yield n, *work.sample(run, slots, ids, how, clock)
+
+    def version(self, run: Run, name: str) -> Version:
+        return run.policy.version(name)
 
     def spread(self, run: Run, name: str, pieces: Iterable[Piece], *arguments: Any) -> list[Any]:
         return [work.perform(run, name, (pieces, *arguments))]
@@ -119,34 +135,56 @@ class Single:
 
 
 class Several:
-    """Final class: the controller's own process and ``workers``, a thread for each that takes tasks off the board."""
+    """Final class: the controller's own process and ``workers``, a thread for each that takes tasks off the board.
+
+    Of disaggregated devices the first train. The others are never waited for but for their samples: what they are to
+    know is put on the board.
+    """
 
     def __init__(self, workers: Sequence[There], settings: Placement) -> None:
         self._workers, self.settings = workers, settings
         self._count = 1 + len(workers)
+        self._trainers = range(settings.training(self._count))
         self._board = Board(self._count)
         self.state = starting(settings, self._count)
         self._lines: list[dict[str, Any]] = []
         self._cpu = self._step_began = 0.0
+        self._cpu_of = [0.0] * self._count
+        self._version: Version | None = None
 
     def open(self, run: Run) -> None:
         """Begin to work, with ``run`` as it stands in this process; its rewards' models are asked on the devices."""
         if run.rewards.on_device:
             run.rewards.call_by(lambda label: _OnDevices(self._board, label))
+        if self.settings.apart:
+            self.state = starting(self.settings, self._count, bool(run.rewards.on_device))
+            self._board.apart(self.state.split)
         for device in range(self._count):
             Thread(target=self._work, args=(run, device), name=f"mmrl-device-{device}", daemon=True).start()
 
-    def sample(self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock) -> Iterator[Drawn]:
+    def sample(
+        self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock, version: Version | None = None
+    ) -> Iterator[Drawn]:
         asked = [(slots, ids, features_of(run, slots)) for slots, ids in chunks]
-        apart = self.state.split.judge and run.rewards.on_device and not how.evaluate
-        split = self.state.split if apart else adaptive.Split(self._count, 0)
-        moves: Moves = "never" if apart else "after"
-        if self.settings.type == "adaptive" and self.settings.inside and not how.evaluate:
-            moves = "worth"
-        self._board.begin(split, moves, len(asked))
+        if self.settings.apart:
+            version = version or self.version(run, how.weights)
+        else:
+            self._begin(run, how.evaluate, len(asked))
         numbers: dict[Future[Any], int] = {}
         for n, (slots, ids, features) in enumerate(asked):
-            numbers[self._board.put(Task("rollout", "sample", (slots, ids, how), features))] = n
+            numbers[self._board.put(Task("rollout", "sample", (slots, ids, how), features, version=version))] = n
+        return self._drawn(numbers, clock)
+
+    def _begin(self, run: Run, evaluate: bool, to_come: int) -> None:
+        """Divide the devices for a generate phase."""
+        apart = self.state.split.judge and run.rewards.on_device and not evaluate
+        split = self.state.split if apart else adaptive.Split(self._count, 0)
+        moves: Moves = "never" if apart else "after"
+        if self.settings.type == "adaptive" and self.settings.inside and not evaluate:
+            moves = "worth"
+        self._board.begin(split, moves, to_come)
+
+    def _drawn(self, numbers: Mapping[Future[Any], int], clock: Clock) -> Iterator[Drawn]:
         done = as_completed(numbers)
         for _ in range(len(numbers)):
             with clock("sample"):
@@ -154,8 +192,13 @@ class Several:
                 drawn = answer.result()
             yield numbers[answer], *drawn
 
+    def version(self, run: Run, name: str) -> Version:  # the same object until they change
+        if self._version is None or self._version.tag != (run.policy.updates, name):
+            self._version = run.policy.version(name)
+        return self._version
+
     def spread(self, run: Run, name: str, pieces: Iterable[Piece], *arguments: Any) -> list[Any]:
-        dealt = deal(list(pieces), run, self._count)
+        dealt = deal(list(pieces), run, len(self._trainers))
         answers = []
         for device, mine in enumerate(dealt):
             if mine:
@@ -164,10 +207,10 @@ class Several:
         return [answer.result() for answer in answers]
 
     def everywhere(self, run: Run, name: str, *arguments: Any) -> Any:
-        return self._ask(range(self._count), name, arguments)[0]
+        return self._ask(self._trainers, name, arguments)[0]
 
     def others(self, run: Run, name: str, *arguments: Any) -> None:
-        self._ask(range(1, self._count), name, arguments)
+        self._ask(self._trainers[1:], name, arguments)
 
     def begin_step(self) -> None:
         self._board.new_step()
@@ -176,6 +219,9 @@ class Several:
     def end_step(self, run: Run, step: int) -> dict[str, float]:
         board = self._board
         self.others(run, "release")
+        for device in range(len(self._trainers), self._count):
+            board.put(Task("train", "release", (), device=device))
+        board.cut()
         mine = {
             "rollout_busy": board.seconds("rollout"),
             "judge_busy": board.seconds("judge"),
@@ -211,8 +257,17 @@ class Several:
         return self._lines
 
     def cpu_seconds(self, run: Run) -> float:
-        self._cpu = sum(self._ask(range(self._count), "cpu_seconds", ()))
+        for device in range(len(self._trainers), self._count):  # as last heard of: they may be at work
+            heard = self._board.put(Task("train", "cpu_seconds", (), device=device))
+            heard.add_done_callback(lambda answer, device=device: self._hear(device, answer))
+        for device, seconds in zip(self._trainers, self._ask(self._trainers, "cpu_seconds", ()), strict=True):
+            self._cpu_of[device] = seconds
+        self._cpu = sum(self._cpu_of)
         return self._cpu
+
+    def _hear(self, device: int, answer: Future[Any]) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            self._cpu_of[device] = answer.result()
 
     def kept(self) -> dict[str, Any]:
         return asdict(self.state) if self.settings.type == "adaptive" else {}
@@ -258,6 +313,7 @@ class Several:
         if device == 0 and run.recipe.threads:
             torch.set_num_threads(run.recipe.threads)  # of this thread
         judges = self.settings.sleep  # so that what was loaded awake is put to sleep by the first other work
+        version = None
         while (task := self._board.take(device)) is not None:
             role = task.role if task.name in _SHOWN else None
             began = turned = time.perf_counter()
@@ -269,6 +325,9 @@ class Several:
                     judges = task.role == "judge"
                     self._perform(run, device, Task(task.role, "turn", (task.role,)))
                     turned = time.perf_counter()
+                if task.version is not None and task.version is not version:
+                    self._perform(run, device, Task(task.role, "become", (task.version,)))
+                    version, turned = task.version, time.perf_counter()
                 answer = self._perform(run, device, task)
             except BaseException as error:
                 self._board.done(device, role, began, turned, time.perf_counter())
@@ -297,13 +356,12 @@ class _OnDevices:
         pass
 
 
-def starting(settings: Placement, devices: int) -> adaptive.State:
-    """The split that a run begins with."""
+def starting(settings: Placement, devices: int, judged: bool = True) -> adaptive.State:
+    """The split that a run begins with; ``judged``: some reward computes on a device."""
     state = adaptive.begin(devices, moves=settings.inside)
-    if settings.type == "adaptive" and settings.judges is None:
-        return state
-    judges = 0 if settings.type == "colocate" else settings.judges or devices // 2
-    return replace(state, split=adaptive.Split(devices - judges, judges))
+    judges = settings.judging(devices) if judged else 0
+    left = devices - settings.training(devices) if settings.apart else devices
+    return replace(state, split=adaptive.Split(left - judges, judges))
 
 
 def features_of(run: Run, slots: Sequence[Slot]) -> dict[str, Any]:

@@ -42,6 +42,11 @@ def read_run(run: Path) -> Recorded:
     """Of a run directory. Raises ``UserError`` where nothing was recorded, or what was cannot be read."""
     metrics = {row["step"]: row for row in read(run / "metrics.jsonl") if "time/step" in row}
     events = [row for row in read(run / "placement.jsonl") if "role" in row]
+    if any("sampling/stale_steps" in row for row in metrics.values()) and events:
+        raise UserError(
+            f"{run} sampled ahead of its training (disaggregated), so that its steps are no measure of a step's work; "
+            "name a run of another placement"
+        )
     if not metrics and not events:
         raise UserError(f"{run} has no metrics.jsonl with steps in it; name the directory of a run that has made some")
     try:

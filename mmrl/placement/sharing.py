@@ -18,11 +18,12 @@ SAMPLED = ("policy_gradient", "forward_process")
 """The kinds of objective that sample before their updates."""
 
 
-def split_of(recipe: Recipe) -> Split:
+def split_of(plan: Plan) -> Split:
     """The split that a run begins with."""
     from mmrl.placement.devices import starting
 
-    return starting(recipe.placement, recipe.devices_per_controller).split
+    recipe = plan.recipe
+    return starting(recipe.placement, recipe.devices_per_controller, any(one.trained_on for one in plan.asked)).split
 
 
 def sleeps(recipe: Recipe) -> bool:
@@ -34,6 +35,9 @@ def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
     """Why the recipe's placement has nothing to place, with the edit."""
     kind = plan.recipe.placement.type
     if kind == "colocate":
+        return
+    if kind == "disaggregated":
+        yield from _apart(plan)
         return
     mend = "set placement=colocate"
     if objective.kind not in SAMPLED:
@@ -48,12 +52,24 @@ def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
         )
 
 
+def _apart(plan: Plan) -> Iterator[str]:
+    recipe, split = plan.recipe, split_of(plan)
+    judged = [one.label for one in plan.asked if one.trained_on]
+    if judged and not split.judge:
+        yield (
+            f"placement: disaggregated devices keep their role, and of {recipe.devices_per_controller} none is left "
+            f"for {', '.join(judged)}; set devices_per_controller to 3 or more, or lower placement.trainers"
+        )
+    if not judged and recipe.placement.judges:
+        yield "placement.judges: no reward of this recipe computes on a device, so they would idle; remove it"
+
+
 def idle(plan: Plan) -> Iterator[str]:
     """Notes on devices that would have nothing to do, with the edit."""
     c, recipe, devices = plan.counts, plan.recipe, plan.recipe.devices_per_controller
     if c is None or devices == 1:
         return
-    split = split_of(recipe)
+    split, trainers = split_of(plan), recipe.placement.training(devices)
     if 0 < c.micro_batches < split.rollout:
         edit = _fewer_rows("sampling.batch_size", c.samples, split.rollout)
         yield (
@@ -68,11 +84,10 @@ def idle(plan: Plan) -> Iterator[str]:
                 of = f"{asked} call{'s' * (asked > 1)} of {one.label}"
                 yield f"{of} cannot keep {judges} devices of a controller busy; {edit}"
     slices = c.slices // c.optimizer_steps
-    if slices < devices:
-        edit = _fewer_rows("train.micro_batch_size", c.samples // c.optimizer_steps, -(-devices // c.entries))
-        yield (
-            f"an update's {slices} slice{'s' * (slices > 1)} of a controller cannot keep {devices} devices busy; {edit}"
-        )
+    if slices < trainers:
+        edit = _fewer_rows("train.micro_batch_size", c.samples // c.optimizer_steps, -(-trainers // c.entries))
+        of = f"an update's {slices} slice{'s' * (slices > 1)} of a controller"
+        yield f"{of} cannot keep {trainers} devices busy; {edit}"
 
 
 def _fewer_rows(key: str, samples: int, parts: int) -> str:
@@ -91,13 +106,16 @@ def calls(counts: Counts, batch_size: int | None) -> int:
 def rows(plan: Plan) -> list[tuple[str, str, str]]:
     """The devices of a controller that do the same: which, what in the generate phase, and what in training."""
     recipe = plan.recipe
-    split, sampled = split_of(recipe), bool(plan.counts and plan.counts.micro_batches)
+    split, sampled = split_of(plan), bool(plan.counts and plan.counts.micro_batches)
     judging = ", ".join(one.label for one in plan.asked if one.trained_on)
     judge = "judge" if judging == "judge" else f"judge ({judging})"
     asleep = f"; {judging} asleep" if judging and sleeps(recipe) else ""
     at_first = ", at first" * (recipe.placement.type == "adaptive")
     done = []
     for device in range(recipe.devices_per_controller):
+        if recipe.placement.apart:
+            done.append(_always(plan, split, device, judge))
+            continue
         if not sampled:
             generate = "-"
         elif not judging:
@@ -117,17 +135,27 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
     return out
 
 
+def _always(plan: Plan, split: Split, device: int, judge: str) -> tuple[str, str]:
+    """What a device of a disaggregated placement does while others generate, and while they train."""
+    placement, trainers = plan.recipe.placement, plan.recipe.placement.training(plan.recipe.devices_per_controller)
+    if device < trainers:
+        return "wait for samples", "train"
+    steps = f"{placement.staleness} step{'s' * (placement.staleness != 1)}"
+    role = f"sample {steps} ahead" if device < trainers + split.rollout else judge
+    return role, role
+
+
 def shares(plan: Plan) -> str:
     """How the counts of a step are dealt out over a controller's devices."""
     c, recipe, devices = plan.counts, plan.recipe, plan.recipe.devices_per_controller
     assert c is not None
-    split, parts = split_of(recipe), []
+    split, parts = split_of(plan), []
     if c.micro_batches:
         parts.append(f"{c.micro_batches:,} sampling micro-batches on {split.rollout}")
         for one in plan.asked:
             if one.trained_on:
                 parts.append(f"{calls(c, one.batch_size):,} calls of {one.label} on {split.judge or devices}")
-    parts.append(f"{c.slices // c.optimizer_steps:,} slices of an update on {devices}")
+    parts.append(f"{c.slices // c.optimizer_steps:,} slices of an update on {recipe.placement.training(devices)}")
     return "; ".join(parts)
 
 
@@ -145,6 +173,6 @@ def inside(plan: Plan, objective: Objective, pictures: int) -> dict[str, int]:
         "features": m.features * c.prompts * others,
         "samples": (trajectories + pictures * c.samples) if c.micro_batches else 0,
         "pictures to judge": pictures * c.samples if c.micro_batches and any(a.trained_on for a in plan.asked) else 0,
-        "slices": trajectories * passes * min(others, c.entries),
+        "slices": trajectories * passes * min(plan.recipe.placement.training(others + 1) - 1, c.entries),
     }
     return {kind: size for kind, size in found.items() if size}

@@ -20,6 +20,7 @@ from mmrl.rewards.calling import Answer
 from mmrl.trajectory import Sample, SampleId, Slot, Trajectory
 
 if TYPE_CHECKING:
+    from mmrl.engines.policy import Version
     from mmrl.tally import Sums
 
 
@@ -91,6 +92,11 @@ def restore(run: Run, checkpoints: Path, step: int) -> None:
     checkpoint.restore(run, found)
 
 
+def become(run: Run, version: Version) -> None:
+    """Have the policy's weights of then, to sample with them."""
+    run.policy.become(version)
+
+
 def turn(run: Run, role: str) -> None:
     """Wake the models that judge on this device, or put them to sleep."""
     if role == "judge":
@@ -111,5 +117,5 @@ def renamed(critic: dict[str, float]) -> dict[str, float]:
 
 def perform(run: Run, name: str, arguments: tuple[Any, ...]) -> Any:
     """Call the function ``name`` of this module. Raises ``KeyError`` for another."""
-    known = {f.__name__: f for f in (sample, score, prepare, backward, apply, move, restore, turn, cpu_seconds)}
+    known = {f.__name__: f for f in (sample, score, prepare, backward, apply, move, restore, become, turn, cpu_seconds)}
     return known[name](run, *arguments)

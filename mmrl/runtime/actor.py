@@ -129,8 +129,10 @@ class Actor:
         from mmrl.controller.peers import Group
 
         recipe = loaded.recipe
-        devices = recipe.devices_per_controller
+        devices = recipe.placement.training(recipe.devices_per_controller)
         rank, size = self._rank * devices + self._device, recipe.controllers * devices
+        if self._device >= devices or size == 1:  # it has no part in training, or nobody to do it with
+            return Controller(recipe.seed, self._rank, recipe.controllers)
         waiting = self._pulse.waiting if self._pulse else nullcontext
         peers = Group(rank, size, host, port, self._socket, devices, waiting)
         return Controller(recipe.seed, self._rank, recipe.controllers, peers)

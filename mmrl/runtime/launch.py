@@ -313,8 +313,8 @@ class Watch:
                     del self._beats[place]
                     with suppress(self.ray.exceptions.RayError):  # of the dead ``_outcome`` hears
                         self._stuck[place] = self.ray.get(ref)
-                elif time.monotonic() - asked > PATIENCE:
-                    raise LostError(f"{self._name(place)} is frozen: no sign of life for {PATIENCE:.0f} s")
+                elif (silent := time.monotonic() - asked) > PATIENCE:
+                    raise LostError(f"{self._name(place)} is frozen: no sign of life for {silent:.0f} s")
             self._gets_on()
             if time.monotonic() >= until:
                 return

@@ -1,0 +1,211 @@
+"""Sampling ahead of training: which weights draw what, that a resumed run draws the same, and that devices do so at
+once. The reference draws with the same versions in one process, one thing after another."""
+
+import json
+
+import pytest
+import torch
+
+from mmrl import checkpoint
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.loader import load_recipe
+from mmrl.loop import train_step
+from mmrl.placement.adaptive import Split
+from mmrl.placement.board import Board, Task
+from mmrl.placement.devices import Single
+from mmrl.report.clock import Clock
+from mmrl.report.rundir import RunDir
+from mmrl.run import build
+from mmrl.saving import Saver
+from mmrl.session import Session, Stop
+from tests.ray_runs import ended, learned, rows, train
+
+allow_cpu_only()  # before transformers imports torchvision
+
+SMALL = ["train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4", "model.dtype=float32"]
+TEXT = ["sums", *SMALL, "optim.lr=0.01", "optim.warmup_steps=0"]
+PICTURES = ["shapes-lora", *SMALL, "sampling.steps=4", "sampling.window={size: 2}", "optim.lr=0.01"]
+JUDGED = [
+    "train.steps=4",
+    *SMALL,
+    "eval.every=2",
+    "eval.samples=8",
+    "checkpoint.every=1",
+    "rewards.0.batch_size=4",
+    "devices_per_controller=3",
+    "optim.schedule=constant",
+]
+
+
+class Lagging(Single):
+    """Draws with the version it is given, in the process that trains."""
+
+    def sample(self, run, chunks, how, clock, version=None):
+        now = run.policy.version("current")
+        run.policy.become(version or now)
+        drawn = list(super().sample(run, chunks, how, clock))
+        run.policy.become(now)
+        self.drawn = [trajectory for _, trajectory, _ in drawn]
+        return iter(drawn)
+
+
+def opened(recipe, staleness=1, devices=None):
+    name, *changes = recipe
+    settings = f"placement={{type: disaggregated, staleness: {staleness}}}"
+    loaded = load_recipe([name], [*changes, "devices_per_controller=2", settings])
+    return build(loaded.recipe, loaded.root, devices=devices or Lagging())
+
+
+def steps(run, first, last):
+    return [train_step(run, n, Clock(torch.device("cpu")))[0] for n in range(first, last)]
+
+
+def figures(found):
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("balance/", "placement/", "time/", "reward_seconds/"))}
+        for row in found
+    ]
+
+
+def replayed(run, trajectory, version):
+    """The largest distance of the recorded log-probs from those under ``version``."""
+    run.policy.become(version)
+    with torch.no_grad():
+        if trajectory.mask is None:
+            new = run.pipeline.replay(trajectory, 0, frozenset({"log_probs"}), run.policy.using)["log_probs"]
+            return (new - trajectory.log_probs[:, :1]).abs().max().item()
+        new = run.pipeline.replay(trajectory, 0, frozenset({"log_probs"}), run.policy.using)["log_probs"]
+        return ((new - trajectory.log_probs) * trajectory.mask).abs().max().item()
+
+
+@pytest.mark.parametrize(("recipe", "near"), [(TEXT, 1e-4), (PICTURES, 1e-6)], ids=["text", "pictures"])
+def test_a_step_is_drawn_with_the_weights_of_some_steps_before(recipe, near):
+    devices = Lagging()
+    run = opened(recipe, devices=devices)
+    versions = [run.policy.version("current")]
+    found = []
+    for n in range(3):
+        found += steps(run, n, n + 1)
+        versions.append(run.policy.version("current"))
+    assert [row["sampling/stale_steps"] for row in found] == [0, 1, 1]
+    drawn = devices.drawn[0]  # what was begun last, by step 2 and for step 3
+    assert drawn.ids[0].step == 3
+    assert replayed(run, drawn, versions[2]) < near
+    assert replayed(run, drawn, versions[1]) > 10 * near
+    assert replayed(run, drawn, versions[3]) > 10 * near
+
+
+@pytest.mark.parametrize("recipe", [TEXT, PICTURES], ids=["text", "pictures"])
+def test_older_samples_are_weighed_by_how_likely_they_have_become(recipe):
+    found = steps(opened(recipe), 0, 3)
+    for row in found:
+        assert row["policy/ratio_max_dev"] == 0  # of the policy before the update, not of the one that drew
+    assert found[0]["mismatch/weight_mean"] == pytest.approx(1, abs=1e-5)
+    assert found[0]["mismatch/log_prob_gap_max"] < 1e-4
+    assert found[2]["mismatch/log_prob_gap_max"] > 1e-3
+    assert found[2]["mismatch/weight_mean"] != pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_resumed_run_draws_again_what_was_under_way(staleness, tmp_path):
+    whole = steps(opened(TEXT, staleness), 0, 6)
+    first = opened(TEXT, staleness)
+    found = steps(first, 0, 3)
+    saver = Saver(tmp_path, keep=1)
+    saver.begin(checkpoint.of_run(first, 3))
+    saver.finish()
+    second = opened(TEXT, staleness)
+    checkpoint.restore(second, checkpoint.load(tmp_path, 3))
+    found += steps(second, 3, 6)
+    assert figures(found) == figures(whole)
+    without = opened(TEXT, staleness)
+    checkpoint.restore(without, checkpoint.load(tmp_path, 3))
+    without.ahead._versions = dict.fromkeys(range(4), without.policy.version("current"))  # had it kept no versions
+    assert figures(steps(without, 3, 6)) != figures(whole)[3:]
+
+
+def test_nothing_is_drawn_beyond_the_last_step():
+    run = opened([*TEXT, "train.steps=3"], staleness=2)
+    steps(run, 0, 3)
+    assert not run.ahead._rounds
+    assert run.pipeline.features.held == 0
+
+
+def test_apart_each_device_keeps_its_role():
+    board = Board(3)
+    board.apart(Split(1, 1))
+    assert board.roles == ["train", "rollout", "judge"]
+    for role in ("rollout", "judge"):
+        board.put(Task(role, "sample", ()))
+    assert board._next(0) is None
+    assert board.take(2).role == "judge"
+    assert board._next(2) is None
+    assert board.take(1).role == "rollout"
+
+
+def test_work_that_goes_on_into_the_next_step_counts_in_both():
+    board = Board(1)
+    board.put(Task("rollout", "sample", ()))
+    board.take(0)
+    began = board._since[0]
+    board.cut()
+    board.new_step()
+    board.done(0, "rollout", began, began, board._start + 2.0)
+    assert [(e.began, e.ended) for e in board.events] == [(0.0, pytest.approx(2.0))]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        ("sums", ["placement=disaggregated"], "set devices_per_controller to 2 or more"),
+        ("sums", ["devices_per_controller=2", "placement={type: disaggregated, trainers: 2}"], "one must sample"),
+        ("sums", ["devices_per_controller=2", "placement={type: disaggregated, sleep: true}"], "placement.sleep"),
+        ("sums", ["devices_per_controller=2", "placement={staleness: 2}"], "placement.staleness"),
+        ("sums", ["devices_per_controller=2", "placement=disaggregated", "algorithm={type: dapo}"], "drawn anew"),
+        ("shapes-nft", ["devices_per_controller=2", "placement=disaggregated"], "flow_grpo"),
+        ("shapes-draft", ["devices_per_controller=2", "placement=disaggregated"], "placement to colocate"),
+        ("shapes-lora", ["devices_per_controller=2", "placement=disaggregated", "train.updates_per_step=2"], "to 1"),
+    ],
+)
+def test_what_cannot_be_drawn_ahead_is_refused(recipe, overrides, message):
+    from mmrl.errors import UserError
+
+    with pytest.raises(UserError, match=message):
+        load_recipe([recipe], overrides)
+
+
+@pytest.mark.slow
+def test_devices_draw_judge_and_train_at_once_and_learn_as_one_process(tmp_path):
+    pytest.importorskip("ray")
+    placement = "placement={type: disaggregated, staleness: 1}"
+    loaded = load_recipe(["shapes-judge"], [*JUDGED, placement])
+    with RunDir.create(tmp_path / "one") as directory:
+        Session(loaded, directory, devices=Lagging()).begin(False, Stop())
+    out = tmp_path / "six"
+    code, said = ended(train("shapes-judge", out, *JUDGED, placement, "controllers=2"))
+    assert code == 0, said
+    assert len(learned(out)) == 4
+    for mine, theirs in zip(rows(out), rows(tmp_path / "one"), strict=True):
+        for key in ("reward/mean", "optim/grad_norm", "mismatch/weight_mean", "sampling/stale_steps"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), (mine["step"], key)
+    for mine, theirs in zip(rows(out, "heldout.jsonl"), rows(tmp_path / "one", "heldout.jsonl"), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    work = [json.loads(line) for line in (out / "placement.jsonl").read_text().splitlines()]
+    for device, roles in enumerate(({"train"}, {"rollout", "wake"}, {"judge"})):
+        assert {line["role"] for line in work if line["device"] == device} == roles
+    assert any(overlap(a, b) > 0.05 for a in work if a["role"] == "train" for b in work if b["role"] == "rollout")
+
+    resumed = tmp_path / "resumed"
+    code, said = ended(train("shapes-judge", resumed, *JUDGED, placement, "controllers=2", "train.steps=2"))
+    assert code == 0, said
+    code, said = ended(train("shapes-judge", resumed, *JUDGED, placement, "--resume"))
+    assert code == 0, said
+    for mine, theirs in zip(rows(resumed), rows(out), strict=True):
+        assert mine["reward/mean"] == pytest.approx(theirs["reward/mean"], rel=1e-3, abs=1e-5)
+
+
+def overlap(a, b):
+    """Seconds in which both were at work; 0 of different steps and controllers."""
+    if (a["step"], a["controller"]) != (b["step"], b["controller"]):
+        return 0.0
+    return min(a["ended"], b["ended"]) - max(a["began"], b["began"])
