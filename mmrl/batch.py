@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
 
@@ -53,6 +54,8 @@ class Run:
     """Dynamic sampling, where the recipe asks for it."""
     ahead: Ahead | None = None
     """Steps that are sampled while earlier ones train, where devices train apart."""
+    phase: ExitStack = field(default_factory=ExitStack)
+    """What this device has entered beside others, and leaves with them (``mmrl.placement.work``)."""
 
 
 @dataclass
@@ -95,8 +98,8 @@ class Piece:
 def slices(run: Run, batch: Batch, mine: list[int], in_step: Callable[[int], int] = int) -> Iterator[Piece]:
     """The slices of one optimizer step over the rows ``mine``: micro-batches of them, entry by entry.
 
-    ``in_step`` says how many micro-batches all ranks go through, where theirs wait for one another: a rank that
-    has fewer repeats its last one without weight.
+    ``in_step`` says how many micro-batches to go through for so many of these rows, where ranks wait for one another
+    (``Devices.in_step``): the last one is repeated without weight.
     """
     device = batch.micro_batches[0].clean.device
     train = run.recipe.train
@@ -113,6 +116,11 @@ def slices(run: Run, batch: Batch, mine: list[int], in_step: Callable[[int], int
         for entry in range(entries(run)):
             known = old | recorded(run.pipeline.recorded(rows, entry), old)
             yield Piece(rows, entry, index, known, sum(sum(sizes[n]) for n in index), padded([sizes[n] for n in index]))
+
+
+def without_weight(piece: Piece) -> Piece:
+    """The same slice, adding nothing to the update."""
+    return replace(piece, old=piece.old | {"weights": torch.zeros_like(piece.old["weights"])})
 
 
 def parts(pipeline: Pipeline, trajectory: Trajectory) -> list[tuple[int, ...]]:

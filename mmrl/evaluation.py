@@ -91,7 +91,11 @@ class Heldout:
         pairs can be used, and why the others cannot."""
         run, good, bad = self.run, list[Slot](), list[Failure]()
         sums: defaultdict[str, float] = defaultdict(float)
-        with run.policy.for_evaluation(), torch.no_grad(), Progress(len(slots), "evaluate", "pairs") as progress:
+        with (
+            run.devices.alone(run, run.policy.evaluated),
+            torch.no_grad(),
+            Progress(len(slots), "evaluate", "pairs") as progress,
+        ):
             for chunk in chunks(slots, run.recipe.train.micro_batch_size):
                 usable, keys, unusable = self._encode(chunk)
                 good, bad = good + usable, bad + unusable
@@ -137,7 +141,7 @@ class Heldout:
                 yield chunk, [SampleId(-1, s.index, 0, 0) for s in chunk]
 
         made: dict[int, list[Sample]] = {}
-        with run.policy.for_evaluation(), Progress(len(slots), "evaluate", "samples") as progress:
+        with run.devices.alone(run, how.weights), Progress(len(slots), "evaluate", "samples") as progress:
             for n, _, samples in run.devices.sample(run, asked(), how, Clock(run.device)):
                 made[n] = samples
                 run.pipeline.features.release(keys[n])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], lis
         rows = rows_of_update(batch, update, train.updates_per_step)
         total = run.controller.count(run.objective.amount(batch.weights[rows], batch.lengths[rows]))
         with clock("train"):
-            pieces = slices(run, batch, rows, run.policy.weights.in_step) if total else ()
+            pieces = slices(run, batch, rows, partial(run.devices.in_step, run)) if total else ()
             tally.merge(run.devices.spread(run, "backward", pieces, total, step, update == 0))
             if update == 0:
                 tally.check_first_ratio(exact=run.recipe.model.dtype == "float32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,7 @@ MOST_REPLACED = 4
 
 def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) -> Batch:
     """Sample a group for every slot, score it, and turn rewards into advantages."""
-    with run.policy.alone(run.objective.samples_with):
+    with run.devices.alone(run, run.objective.samples_with):
         if run.flight is not None:
             rounds = [run.flight.land(run, len(slots), step, clock, tally)]  # some begun in earlier steps
         elif run.ahead is not None:
@@ -207,7 +208,7 @@ def prepare(run: Run, batch: Batch, scored: Scored) -> Scored:
         row = batch.micro_batches[m].mask[i]  # type: ignore[index]
         mask[n, : len(row)] = row
     for update in range(updates if wanted else 0):
-        pieces = slices(run, batch, rows_of_update(batch, update, updates), run.policy.weights.in_step)
+        pieces = slices(run, batch, rows_of_update(batch, update, updates), partial(run.devices.in_step, run))
         for made in run.devices.spread(run, "prepare", pieces, wanted):
             for index, new in made:
                 for name in wanted:

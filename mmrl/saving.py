@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mmrl import checkpoint
+from mmrl.batch import Run
 from mmrl.checkpoint import MANIFEST, STATE, Checkpoint, sha256
 
 Manifest = Mapping[str, Mapping[str, Any]]
@@ -107,6 +108,12 @@ class Saver:
             torch.cuda.current_stream().synchronize()
         copied = Checkpoint(taken.step, tensors, taken.state)
         return lambda: save(self.folder, copied, self.keep)
+
+
+def saver_of(run: Run, folder: Path) -> Saver:
+    """What saves ``run`` into ``folder``. All ranks must call it together."""
+    ranks = run.controller.peers.again("gloo") if run.policy.weights.in_shards else None
+    return Saver(folder, run.recipe.checkpoint.keep, ranks, run.controller.leads)
 
 
 def save(folder: Path, whole: Checkpoint, keep: int) -> Path:

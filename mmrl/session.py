@@ -31,7 +31,7 @@ from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Tracker, check_trackers, open_trackers
 from mmrl.run import build, load_prompts
-from mmrl.saving import Saver
+from mmrl.saving import saver_of
 
 
 def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool = False) -> Path:
@@ -166,9 +166,7 @@ class Session:
             for rewards in self.heldout.rewards:  # those of training among them
                 rewards.folder = directory.path
             progress.advance()
-        sharded = self.recipe.train.backend == "fsdp" and self.controller.size > 1
-        ranks = self.controller.peers.again("gloo") if sharded else None
-        self.saver = Saver(self.checkpoints, self.recipe.checkpoint.keep, ranks, self.controller.leads)
+        self.saver = saver_of(self.run, self.checkpoints)
         self._name_bad_records()
         self.done = 0
         self.cpu_seconds = 0.0
@@ -301,7 +299,9 @@ class Session:
 
     def _save(self) -> None:
         kept = {"cpu_seconds": self.cpu_seconds, "placement": self.run.devices.kept()}
-        self.saver.begin(checkpoint.of_run(self.run, self.done, **kept))
+        together = self.saver.ranks is not None
+        with self.run.devices.beside(self.run, "save", self.done) if together else nullcontext():
+            self.saver.begin(checkpoint.of_run(self.run, self.done, **kept))
 
     def _save_rest(self) -> None:
         """Have the last step on the disk, where it can be."""

@@ -228,11 +228,6 @@ def _placement(recipe: Recipe) -> Iterator[str]:
             yield f"placement.{key}: only disaggregated devices train while others sample; remove it"
     if not placement.inside and placement.type != "adaptive":
         yield f"placement.inside: with {placement.type} no device changes its role to save time; remove it"
-    if devices > 1 and recipe.train.backend == "fsdp":
-        yield (
-            "train.backend: weights in shards (fsdp) over several devices of a controller are not built yet; set "
-            "devices_per_controller to 1 and controllers to more, or train.backend to replicated"
-        )
     if devices > 1 and recipe.rollout.engine != "transformers":
         yield (
             f"devices_per_controller: an engine beside several devices ({recipe.rollout.engine}) is not built yet; set "
@@ -279,6 +274,8 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
     n = recipe.controllers
     if ":" in recipe.device and recipe.devices_per_controller > 1:
         yield f"device: {recipe.device} is one, and a controller takes several; set device to auto, cpu or cuda"
+    if n * recipe.devices_per_controller > 1 and recipe.train.backend == "fsdp":
+        yield from _sharded(recipe)
     if n == 1:
         return
     for key, most in (("train.prompts_per_step", recipe.train.prompts_per_step), ("eval.samples", recipe.eval.samples)):
@@ -306,8 +303,6 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
         )
     if ":" in recipe.device:
         yield f"device: {recipe.device} is one, and {n} controllers take one each; set device to auto, cpu or cuda"
-    if recipe.train.backend == "fsdp":
-        yield from _sharded(recipe)
 
 
 def _sharded(recipe: Recipe) -> Iterator[str]:

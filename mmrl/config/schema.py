@@ -129,7 +129,7 @@ class Train(Section):
     """Text: longest prompt and response of a slice times its rows, padding included, stay within this."""
     updates_per_step: PositiveInt = 1
     backend: Literal["replicated", "fsdp"] = "replicated"
-    """Of several controllers, each holds all weights, gradients and optimizer state, or its shard of them (FSDP2)."""
+    """Of several devices, each holds all weights, gradients and optimizer state, or its shard of them (FSDP2)."""
     max_cpu_seconds: PositiveFloat | None = None
     """Stop after the step in which the CPU time spent in training steps (not in evaluation) passes this."""
 

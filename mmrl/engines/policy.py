@@ -118,8 +118,9 @@ class Policy:
 
     def version(self, name: str) -> Version:
         """The weights of the copy ``name`` as they are now, for another process; the next update leaves them alone."""
-        weights = self.copies.get(name, self.trainable)
-        return Version(self.updates, name, {k: p.detach().to("cpu", copy=True) for k, p in weights.items()})
+        with self.using(name):
+            taken = {k: p.detach().to("cpu", copy=True) for k, p in self.trainable.items()}
+        return Version(self.updates, name, taken)
 
     @torch.no_grad()
     def become(self, version: Version) -> None:

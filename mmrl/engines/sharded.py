@@ -31,6 +31,8 @@ class Sharded:
     ``group``: the ranks; all must construct it together, from equal weights. ``sent`` counts the bytes given to them.
     """
 
+    in_shards = True
+
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, sent: Counter[str]) -> None:
         self._group, self._sent = group, sent
         # the loop writes into nothing that a model returned
@@ -90,11 +92,6 @@ class Sharded:
                 part.set_reshard_after_forward(True, recurse=False)
                 part.reshard()
             self._alone = False
-
-    def in_step(self, n: int) -> int:
-        most = torch.tensor(n, device=next(iter(self.mine.values())).device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-        return int(most)
 
     def _count(self, part: nn.Module) -> None:
         """Count what each pass through ``part`` gives the others: its rows of the weights before the forward and again

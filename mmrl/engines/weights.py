@@ -16,6 +16,8 @@ from torch import Tensor, nn
 class Weights(Protocol):
     mine: dict[str, Tensor]
     """By parameter's name, what this rank keeps of it and its optimizer steps on: all of it, or its rows of it."""
+    in_shards: bool
+    """Whether ranks hold parts: then a forward or backward pass is of all of them together, outside of ``alone``."""
 
     def gather_gradients(self) -> None:
         """Give each of ``mine`` its gradient, summed over all ranks; what none has a gradient for stays without."""
@@ -33,10 +35,6 @@ class Weights(Protocol):
         """Inside, this rank computes without the others. All ranks enter and leave together."""
         ...
 
-    def in_step(self, n: int) -> int:
-        """How many forward and backward passes this rank must do, which has ``n`` to do, for all to go on."""
-        ...
-
     def spread(self, name: str, mine: Tensor) -> Tensor:
         """What this rank has for the parameter ``name`` (a moment, a copy) as ``torch.distributed.checkpoint`` takes
         it; the same storage."""
@@ -45,6 +43,8 @@ class Weights(Protocol):
 
 class Replicated:
     """Final class: each rank holds all weights. ``sum_over`` adds ``[n]`` over all ranks; None for one."""
+
+    in_shards = False
 
     def __init__(self, module: nn.Module, sum_over: Callable[[Tensor], Tensor] | None = None) -> None:
         self.mine: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -71,9 +71,6 @@ class Replicated:
 
     def alone(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def in_step(self, n: int) -> int:
-        return n
 
     def spread(self, name: str, mine: Tensor) -> Tensor:
         return mine

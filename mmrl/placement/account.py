@@ -45,7 +45,7 @@ PHASES = ("encode", "sample", "decode", "train", "optimizer")
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes are what one controller keeps: of what trains, its shard; ``gathered`` and ``gathered_blocks`` come on top
+    """Bytes are what one device keeps: of what trains, its shard; ``gathered`` and ``gathered_blocks`` come on top
     where it computes without the others, and in a training slice."""
 
     parameters: int
@@ -232,7 +232,7 @@ def _own_of_phases(
         "optimizer": {**trajectories, "gradients": trained, "working memory": measured.optimizer},
     }
     gathered = {name: sum(getattr(size, name) for size in sizes.values()) for name in ("gathered", "gathered_blocks")}
-    for phase in ("encode", "sample", "decode"):
+    for phase in ("encode", "sample", "decode", "judge"):
         own[phase]["weights gathered for the phase"] = gathered["gathered"]
     own["train"]["blocks being gathered, and their gradients"] = gathered["gathered_blocks"]
     if made.recipe.controllers * made.recipe.devices_per_controller > 1 and made.recipe.train.backend == "replicated":

@@ -108,6 +108,11 @@ class Board:
             self._changed.notify_all()
         return task.answer
 
+    def drop(self, role: Role) -> None:
+        """Forget the tasks of a role that wait."""
+        with self._changed:
+            self._tasks[role].clear()
+
     def take(self, device: int) -> Task | None:
         """The next task of this device, waited for; None once the board is closed."""
         with self._changed:

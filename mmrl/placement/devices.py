@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import FIRST_EXCEPTION, Future, as_completed, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mmrl.balance import greedy
+from mmrl.balance import divide, greedy
+from mmrl.batch import without_weight
 from mmrl.placement import adaptive, work
 from mmrl.placement.board import Board, Moves, Task, as_rows
 from mmrl.placement.work import Drawing
@@ -38,6 +40,11 @@ _SHOWN = ("sample", "score", "prepare", "backward", "apply")
 class Devices(Protocol):
     """What of a step may be computed on several devices. Used by one thread."""
 
+    def alone(self, run: Run, weights: str) -> AbstractContextManager[None]:
+        """Inside, each device computes without the others, under the copy ``weights`` of the policy. All controllers
+        enter and leave together."""
+        ...
+
     def sample(
         self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock, version: Version | None = None
     ) -> Iterator[Drawn]:
@@ -51,6 +58,10 @@ class Devices(Protocol):
         """The policy's copy ``name`` as it is now, to sample with later."""
         ...
 
+    def in_step(self, run: Run, n: int) -> int:
+        """How many micro-batches ``slices`` makes for ``spread`` where there are ``n``. All controllers must ask."""
+        ...
+
     def spread(self, run: Run, name: str, pieces: Iterable[Piece], *arguments: Any) -> list[Any]:
         """What ``work.name(run, its pieces, *arguments)`` returns on each device that was dealt some."""
         ...
@@ -61,6 +72,10 @@ class Devices(Protocol):
 
     def others(self, run: Run, name: str, *arguments: Any) -> None:
         """Do ``work.name`` on every device but the first."""
+        ...
+
+    def beside(self, run: Run, name: str, *arguments: Any) -> AbstractContextManager[None]:
+        """As ``others``, while the caller does what is inside."""
         ...
 
     def begin_step(self) -> None:
@@ -93,6 +108,9 @@ class Devices(Protocol):
 class Single:
     """Final class: the controller's own process is its one device."""
 
+    def alone(self, run: Run, weights: str) -> AbstractContextManager[None]:
+        return run.policy.alone(weights)
+
     def sample(
         self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock, version: Version | None = None
     ) -> Iterator[Drawn]:
@@ -103,6 +121,9 @@ class Single:
     def version(self, run: Run, name: str) -> Version:
         return run.policy.version(name)
 
+    def in_step(self, run: Run, n: int) -> int:
+        return max(run.controller.gather(n)) if run.policy.weights.in_shards else n
+
     def spread(self, run: Run, name: str, pieces: Iterable[Piece], *arguments: Any) -> list[Any]:
         return [work.perform(run, name, (pieces, *arguments))]
 
@@ -111,6 +132,9 @@ class Single:
 
     def others(self, run: Run, name: str, *arguments: Any) -> None:
         pass
+
+    def beside(self, run: Run, name: str, *arguments: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def begin_step(self) -> None:
         pass
@@ -162,6 +186,20 @@ class Several:
         for device in range(self._count):
             Thread(target=self._work, args=(run, device), name=f"mmrl-device-{device}", daemon=True).start()
 
+    @contextmanager
+    def alone(self, run: Run, weights: str) -> Iterator[None]:
+        if self.settings.apart:  # who samples has weights of its own
+            yield
+            return
+        self.everywhere(run, "enter", weights)
+        try:
+            yield
+        except BaseException:
+            self._board.drop("rollout")  # it may be sampled inside alone
+            raise
+        finally:
+            self.everywhere(run, "leave")
+
     def sample(
         self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock, version: Version | None = None
     ) -> Iterator[Drawn]:
@@ -197,20 +235,29 @@ class Several:
             self._version = run.policy.version(name)
         return self._version
 
+    def in_step(self, run: Run, n: int) -> int:
+        return n  # micro-batches are not the devices' until they are dealt
+
     def spread(self, run: Run, name: str, pieces: Iterable[Piece], *arguments: Any) -> list[Any]:
-        dealt = deal(list(pieces), run, len(self._trainers))
         answers = []
-        for device, mine in enumerate(dealt):
+        for device, mine in enumerate(deal(list(pieces), run, len(self._trainers))):
             if mine:
                 features = features_of(run, [slot for piece in mine for slot in piece.rows.slots])
                 answers.append(self._board.put(Task("train", name, (mine, *arguments), features, device)))
-        return [answer.result() for answer in answers]
+        return all_of(answers)
 
     def everywhere(self, run: Run, name: str, *arguments: Any) -> Any:
-        return self._ask(self._trainers, name, arguments)[0]
+        return all_of(self._put(self._trainers, name, arguments))[0]
 
     def others(self, run: Run, name: str, *arguments: Any) -> None:
-        self._ask(self._trainers[1:], name, arguments)
+        with self.beside(run, name, *arguments):
+            pass
+
+    @contextmanager
+    def beside(self, run: Run, name: str, *arguments: Any) -> Iterator[None]:
+        answers = self._put(self._trainers[1:], name, arguments)
+        yield
+        all_of(answers)
 
     def begin_step(self) -> None:
         self._board.new_step()
@@ -258,9 +305,10 @@ class Several:
 
     def cpu_seconds(self, run: Run) -> float:
         for device in range(len(self._trainers), self._count):  # as last heard of: they may be at work
-            heard = self._board.put(Task("train", "cpu_seconds", (), device=device))
+            (heard,) = self._put([device], "cpu_seconds", ())
             heard.add_done_callback(lambda answer, device=device: self._hear(device, answer))
-        for device, seconds in zip(self._trainers, self._ask(self._trainers, "cpu_seconds", ()), strict=True):
+        answers = all_of(self._put(self._trainers, "cpu_seconds", ()))
+        for device, seconds in zip(self._trainers, answers, strict=True):
             self._cpu_of[device] = seconds
         self._cpu = sum(self._cpu_of)
         return self._cpu
@@ -302,9 +350,8 @@ class Several:
             }
         )
 
-    def _ask(self, devices: Iterable[int], name: str, arguments: tuple[Any, ...]) -> list[Any]:
-        answers = [self._board.put(Task("train", name, arguments, device=d)) for d in devices]
-        return [answer.result() for answer in answers]
+    def _put(self, devices: Iterable[int], name: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
+        return [self._board.put(Task("train", name, arguments, device=d)) for d in devices]
 
     def _work(self, run: Run, device: int) -> None:
         """The thread of one device."""
@@ -374,6 +421,22 @@ def features_of(run: Run, slots: Sequence[Slot]) -> dict[str, Any]:
 
 
 def deal(pieces: Sequence[Piece], run: Run, devices: int) -> list[list[Piece]]:
-    """The pieces of each device: the largest first, each to who has least, in their old order on each."""
+    """The pieces of each device: the largest first, each to who has least, in their old order on each.
+
+    Where weights lie in shards each gets as many as any device of any controller, some of them without weight: all go
+    through them together.
+    """
     loads = [sum(run.pipeline.lengths(piece.rows)) for piece in pieces]
-    return [[pieces[n] for n in mine] for mine in greedy(loads, devices)]
+    if not (pieces and run.policy.weights.in_shards):
+        return [[pieces[n] for n in mine] for mine in greedy(loads, devices)]
+    dealt = [[pieces[n] for n in mine] for mine in divide(loads, devices)]
+    most = max(run.controller.gather(max(map(len, dealt))))
+    return [mine + [without_weight((mine or pieces)[-1])] * (most - len(mine)) for mine in dealt]
+
+
+def all_of(answers: Sequence[Future[Any]]) -> list[Any]:
+    """What all came to. Raises what the first to fail raised: the others may be waiting for it."""
+    done, _ = wait(answers, return_when=FIRST_EXCEPTION)
+    for answer in done:
+        answer.result()
+    return [answer.result() for answer in answers]

@@ -82,7 +82,8 @@ def _edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
         yield f"sampling.batch_size={sampling.batch_size // 2}"
     elif peak.name in ("sample", "decode", "train") and rows > 1:
         yield f"train.micro_batch_size={rows // 2}"
-    if recipe.controllers > 1 and recipe.train.backend == "replicated" and peak.name in ("train", "optimizer"):
+    ranks = recipe.controllers * recipe.devices_per_controller
+    if ranks > 1 and recipe.train.backend == "replicated" and peak.name in ("train", "optimizer"):
         yield "train.backend=fsdp"
     if recipe.model.lora is None:
         yield "model.lora={rank: 32} (its gradients and optimizer state take megabytes)"

@@ -49,6 +49,16 @@ def sample(
             return trajectory, run.pipeline.samples(trajectory, how.inputs)
 
 
+def enter(run: Run, weights: str) -> None:
+    """Begin a phase in which this device computes without the others, under the copy ``weights`` of the policy."""
+    run.phase.enter_context(run.policy.alone(weights))
+
+
+def leave(run: Run) -> None:
+    """End that phase."""
+    run.phase.close()
+
+
 def score(run: Run, label: str, samples: Sequence[Sample], step: int) -> Answer:
     """One reward's answer for a batch, from its model on this device."""
     return run.rewards.answer(label, samples, step)
@@ -117,5 +127,5 @@ def renamed(critic: dict[str, float]) -> dict[str, float]:
 
 def perform(run: Run, name: str, arguments: tuple[Any, ...]) -> Any:
     """Call the function ``name`` of this module. Raises ``KeyError`` for another."""
-    known = {f.__name__: f for f in (sample, score, prepare, backward, apply, move, restore, become, turn, cpu_seconds)}
-    return known[name](run, *arguments)
+    known = (sample, enter, leave, score, prepare, backward, apply, move, restore, become, turn, cpu_seconds)
+    return {f.__name__: f for f in known}[name](run, *arguments)

@@ -92,7 +92,7 @@ METRICS: dict[str, str] = {
     "sent/statistics": "Several controllers: bytes of sums that whiten or scale advantages and rewards.",
     "sent/media": "Bytes of encoded pictures and clips that judges and rewards in other processes got, each once.",
     "sent/questions": "Bytes of the rest of what those were asked: texts, rubrics, settings.",
-    "sent/weights": "Weights in shards: bytes of weights, about, given to the others to compute with.",
+    "sent/weights": "Weights in shards: bytes of weights, about, that a device gave the others to compute with.",
     "placement/rollout_devices": "Several devices: of each controller, those that began the step by sampling.",
     "placement/judge_devices": "Several devices: of each controller, those that judged; 0 where all sampled first.",
     "placement/rollout_busy": "Several devices: device-seconds of sampling and decoding, of all controllers.",

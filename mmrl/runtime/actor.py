@@ -112,6 +112,7 @@ class Actor:
         from mmrl.report.rundir import RunDir
         from mmrl.run import build
         from mmrl.runtime.worker import call, serve
+        from mmrl.saving import saver_of
 
         whole = RunDir(path)
         _log_to(whole.path / "controllers" / f"{self._rank}.{self._device}.log", keep=resume)
@@ -122,7 +123,7 @@ class Actor:
         except UserError:
             return  # the controller meets the same, and says it
         run.rewards.folder = whole.of_controller(self._rank).path
-        serve(run, connection)
+        serve(run, connection, saver_of(run, whole.checkpoints))
 
     def _join(self, loaded: LoadedRecipe, host: str, port: int) -> Controller:
         from mmrl.controller import Controller

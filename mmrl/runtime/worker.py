@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from mmrl import checkpoint
 from mmrl.errors import UserError
 from mmrl.placement.work import perform
 from mmrl.runtime.wire import receive, send
 
 if TYPE_CHECKING:
     from mmrl.batch import Run
+    from mmrl.saving import Saver
 
 
 class LostDeviceError(RuntimeError):
@@ -90,8 +92,8 @@ def call(device: int, address: str, key: bytes) -> Connection:
     return connection
 
 
-def serve(run: Run, connection: Connection) -> None:
-    """Do what the controller asks, until it hangs up."""
+def serve(run: Run, connection: Connection, saver: Saver | None = None) -> None:
+    """Do what the controller asks, until it hangs up. ``saver``: of this device's weights, where they lie in shards."""
     held: list[str] = []
     while True:
         try:
@@ -100,10 +102,15 @@ def serve(run: Run, connection: Connection) -> None:
             return
         _keep(run, features, held)
         try:
+            done = None
             if name == "release":
                 run.pipeline.features.release(held)
                 held.clear()
-            answer = ("done", None if name == "release" else perform(run, name, arguments))
+            elif name == "save" and saver is not None:
+                saver.begin(checkpoint.of_run(run, *arguments))
+            else:
+                done = perform(run, name, arguments)
+            answer = ("done", done)
         except UserError as error:
             answer = ("mend", str(error))
         except Exception:

@@ -1,0 +1,144 @@
+"""Weights in shards over several devices of a controller: real runs that learn as one process, and go on elsewhere."""
+
+import shutil
+from concurrent.futures import Future
+
+import pytest
+
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.loader import load_recipe
+from mmrl.errors import UserError
+from mmrl.placement.devices import all_of
+from mmrl.placement.plan import plan
+from tests.ray_runs import rows
+from tests.test_devices import JUDGED, alike, placed, run
+
+allow_cpu_only()  # before transformers imports torchvision
+pytest.importorskip("ray")
+pytest.importorskip("torchvision")
+
+SEEN = """
+import hashlib
+import mmrl
+
+@mmrl.reward(inputs=("{what}",))
+def score(samples, *, context):
+    found = [s.text.encode() if "{what}" == "text" else s.tensor.numpy().tobytes() for s in samples]
+    names = [f"{{s.id.step}} {{s.id.slot}} {{s.id.sample}}" for s in samples]
+    with open("{file}", "a") as file:
+        file.write("".join(f"{{n}} {{hashlib.sha256(f).hexdigest()}}\\n" for n, f in zip(names, found, strict=True)))
+    return [0.0] * len(samples)
+"""
+"""Has no weight; writes down what was sampled, to the bit."""
+SMALL = ["train.group_size=4", "train.micro_batch_size=4", "sampling.batch_size=4", "model.dtype=float32"]
+SMALL += ["train.prompts_per_step=5", "optim.schedule=constant", "eval.every=1", "eval.samples=8", "checkpoint.every=1"]
+RECIPES = {
+    "sums": ("text", '{name: "answer:number", options: {after: "answer:"}}', ["algorithm.kl_coef=0.01"]),
+    "shapes-lora": (
+        "tensor",
+        "{name: shapes}",
+        ["algorithm.kl_coef=0.01", "optim.ema_decay=0.9", "sampling.steps=4", "sampling.window={size: 2}"],
+    ),
+}
+TWO = ["train.backend=fsdp", "devices_per_controller=2"]
+FOUR = [*TWO, "controllers=2"]
+
+
+def sampled(recipe, out, *overrides):
+    """Train into ``out``; returns what was sampled, by step, slot and sample."""
+    what, reward, small = RECIPES[recipe]
+    file, written = out.parent / "seen.py", out.parent / "seen.txt"
+    file.write_text(SEEN.format(what=what, file=written))
+    both = f'rewards=[{reward}, {{name: "{file}:score", label: seen, weight: 0}}]'
+    run(recipe, out, *SMALL, *small, both, *overrides)
+    found = dict(line.rsplit(" ", 1) for line in written.read_text().splitlines() if not line.startswith("-1"))
+    written.unlink()
+    return found
+
+
+def same_beginning(one, other):
+    """Whether both sampled the same in the first step, to the bit."""
+    firsts = [{name: value for name, value in found.items() if name.startswith("0 ")} for found in (one, other)]
+    assert firsts[0] == firsts[1]
+    assert len(firsts[0]) == 20
+
+
+def test_two_devices_learn_as_one_process_which_goes_on_from_their_shards(tmp_path):
+    whole, shards = tmp_path / "whole", tmp_path / "shards"
+    one = sampled("sums", whole, "train.steps=3")
+    same_beginning(one, sampled("sums", shards, "train.steps=2", *TWO))
+    assert {line["device"] for line in placed(shards) if line.get("role") == "train"} == {0, 1}
+    names = {path.name for path in (shards / "checkpoints" / "step_000002").glob("*.safetensors")}
+    assert names == {f"shard-{n:05d}-model-00001-of-00001.safetensors" for n in (1, 2)}
+    assert rows(shards)[0]["sent/weights"] > 0
+    sampled("sums", shards, "train.steps=3", "--resume")
+    alike(whole, shards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_controllers_of_two_devices_learn_as_one_process_and_others_go_on(recipe, tmp_path):
+    whole, shards = tmp_path / "whole", tmp_path / "shards"
+    one = sampled(recipe, whole, "train.steps=3")
+    same_beginning(one, sampled(recipe, shards, "train.steps=2", *FOUR))
+    layouts = {
+        "fewer": TWO,
+        "controllers": ["train.backend=fsdp", "controllers=3"],
+        "replicated": ["controllers=2", "devices_per_controller=2"],
+    }
+    for name, layout in layouts.items():
+        shutil.copytree(shards, tmp_path / name)
+        sampled(recipe, tmp_path / name, "train.steps=3", *layout, "--resume")
+        alike(whole, tmp_path / name)
+
+
+@pytest.mark.slow
+def test_a_run_of_whole_weights_goes_on_in_shards_where_a_device_may_have_no_slice(tmp_path):
+    whole, shards = tmp_path / "whole", tmp_path / "shards"
+    few = ["train.prompts_per_step=3", "algorithm={type: ppo}", "train.updates_per_step=2"]
+    sampled("sums", whole, "train.steps=3", *few)
+    sampled("sums", shards, "train.steps=1", *few)
+    sampled("sums", shards, "train.steps=3", *few, *FOUR, "--resume")  # a controller has one slice for two devices
+    alike(whole, shards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["colocate", "{type: partial, sleep: true}", "adaptive"])
+def test_every_placement_of_a_judge_learns_alike_in_shards(tmp_path, placement):
+    run("shapes-judge", tmp_path / "one", *JUDGED)
+    run("shapes-judge", tmp_path / "shards", *JUDGED, *TWO, f"placement={placement}")
+    alike(tmp_path / "one", tmp_path / "shards")
+    assert {line["device"] for line in placed(tmp_path / "shards") if line.get("role") == "judge"} >= {1}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        ("shapes-draft", [], "draft back-propagates"),
+        ("sums", ["rollout={engine: vllm_server}"], "devices_per_controller: an engine beside several devices"),
+        ("sums-dpo", ["model.lora=null"], "set eval.every to null"),
+    ],
+)
+def test_what_shards_over_several_devices_cannot_do_is_refused(recipe, overrides, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe([recipe], [*TWO, *overrides])
+
+
+def test_a_plan_counts_the_shards_of_all_devices_and_what_is_gathered_while_they_judge():
+    words = ["device=cpu", "controllers=2", "devices_per_controller=2", "placement={type: partial, sleep: true}"]
+    whole, shards = (
+        plan(load_recipe(["shapes-judge"], [*words, f"train.backend={b}"])) for b in ("replicated", "fsdp")
+    )
+    kept = [next(role.bytes for role in made.roles if role.name == "optimizer") for made in (whole, shards)]
+    assert kept[1] == -(-kept[0] // 4)
+    at = {phase.name: phase.parts for phase in shards.phases}
+    assert at["judge"]["weights gathered for the phase"] == whole.phases[0].parts["policy"]
+
+
+def test_a_device_that_fails_is_heard_while_another_waits_for_it():
+    waits, fails = Future(), Future()
+    fails.set_exception(UserError("no room"))
+    with pytest.raises(UserError, match="no room"):
+        all_of([waits, fails])
+    waits.set_result(1)
+    assert all_of([waits]) == [1]
