@@ -329,7 +329,8 @@ def test_charts_keep_spikes_gaps_and_zeros():
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (0.4, 0.41), (-3, 250), (1e-7, 3e-7), (5, 5), (0, 0), (-2, -2), (1e9, 3e9)]
+    ("low", "high"),
+    [(0, 1), (0.4, 0.41), (-3, 250), (1e-7, 3e-7), (5, 5), (0, 0), (-2, -2), (1e9, 3e9), (0, 3e-16), (1 - 1e-15, 1)],
 )
 def test_ticks_are_few_round_and_around_the_data(low, high):
     found = ticks(low, high)

@@ -124,14 +124,15 @@ def stacked_chart(title: str, series: Sequence[Series], note: str = "") -> Marku
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Round numbers from at or below ``low`` to at or above ``high``, at most about ``most``."""
-    if low == high:  # a constant is seen against zero
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # a constant is seen against zero
         low, high = min(low, 0.0), max(high, 0.0) or (0.0 if low else 1.0)
     span = high - low
     raw = span / max(1, most - 1)
-    power = 10.0 ** math.floor(math.log10(raw))
+    exponent = math.floor(math.log10(raw))
+    power = 10.0**exponent
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
+    return [round(i * step, max(12, 3 - exponent)) for i in range(first, max(last, first + 1) + 1)]
 
 
 def short(value: float | None) -> str:
