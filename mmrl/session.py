@@ -227,7 +227,7 @@ class Session:
             ):
                 measured = {row["step"] for row in read(self.directory.heldout)}
                 due = self._due() and self.done not in measured
-                if self._agreed(due) and not self._agreed(stop.asked):
+                if self.controller.gather(due)[0] and not self._agreed(stop.asked):  # others may be new to the run
                     progress.line(self._measure(heldout))
                 while not self.finished and not self._agreed(stop.asked):
                     self._step(metrics, progress)
