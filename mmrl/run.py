@@ -48,7 +48,10 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
     if recipe.features.folder and not Path(recipe.features.folder).is_dir():
         raise UserError(f"features.folder: {recipe.features.folder} is no folder here; make it, or name a local one")
     prompts = load_prompts(recipe, root, "train")
-    rewards = RewardSet(recipe.rewards, root, device, controller.total)
+    several = recipe.devices_per_controller > 1  # each has judges of its own, awake when it first judges
+    rewards = RewardSet(recipe.rewards, root, device, controller.total, awake=not several)
+    if recipe.placement.sleep:
+        rewards.sleep()
     objective = load_objective(recipe)
     if objective.kind == "pathwise" and not rewards.differentiable:
         raise UserError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mmrl
 from mmrl.errors import UserError
@@ -23,6 +23,9 @@ from mmrl.judge.sampling import seed_of_samples, seeded
 from mmrl.judge.store import TRANSCRIPTS, Cache, lines_of, thumbnail
 from mmrl.rewards.contract import Context, Declaration, Weights
 from mmrl.trajectory import Sample
+
+if TYPE_CHECKING:
+    from mmrl.judge.server import ServedJudge
 
 _LOCAL = ("path", "batch", "dtype", "template")
 _URL = ("url", "name", "token", "extra", "insecure")
@@ -40,10 +43,10 @@ class _Hearing:
 
 
 def _models(options: Mapping[str, Any]) -> list[Weights]:
-    """The model in this process, none where an endpoint is asked. Raises ``UserError``."""
-    model = options.get("model")
+    """The model on the device, none where an endpoint is asked. Raises ``UserError``."""
+    model: Any = options.get("model")
     if not _is_local(model):
-        return []
+        return [_served(model)] if "vllm" in model else []
     given = {"path": model} if isinstance(model, str) else dict(model or {})
     return [Weights(str(given["path"]), str(given.get("dtype", "auto")))]
 
@@ -95,13 +98,13 @@ class Judge:
             per="group" if self.mode.grouped else "sample",
             spans=mode == "steps",
             own_deadline=not _is_local(model),
-            device=_is_local(model),
+            device=_is_local(model) or "vllm" in model,
             paths=("model", "model.path", "model.vllm", "rubric"),
         )
-        self._server: Any = None
         self._caches: dict[Path | None, Cache] = {}
         self.local: Any = None
         self.remote: Any = None
+        self.served: ServedJudge | None = None
         if _is_local(model):
             self.local = _local(model)
         else:
@@ -128,19 +131,18 @@ class Judge:
         return self._close(samples, hearing, outcomes, context)
 
     def sleep(self) -> None:
-        """Have a model in this process give its memory back until it is asked again."""
-        if self.local is not None:
-            self.local.sleep()
+        """Have a model of ours give its memory back until it is asked again."""
+        if (own := self.local or self.served) is not None:
+            own.sleep()
 
-    def wake(self) -> None:
-        if self.local is not None:
-            self.local.wake()
+    def wake(self) -> bool:
+        """Have it ready; returns whether a server was started for good. Raises ``UserError``."""
+        return bool((own := self.local or self.served) is not None and own.wake())
 
     def close(self) -> None:
         """End the server, where it is ours."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self.served is not None:
+            self.served.close()
 
     def _open(self, samples: Sequence[Sample], context: Context) -> _Hearing:
         jobs = [self._seeded(job, samples) for job in self.mode.jobs(samples, self.rubric, self.system)]
@@ -235,26 +237,11 @@ class Judge:
         numbers = {"timeout": timeout, "retries": retries, "concurrency": concurrency}
         if "url" in model:
             return Endpoint(**_only(model, _URL), **numbers)
-        from mmrl.judge.local import fingerprint
-        from mmrl.judge.server import NAME, VllmServer
+        from mmrl.judge.server import ServedJudge
 
         given = _only(model, _VLLM)
-        extra = given.pop("extra", None)
-        path = given.pop("vllm")
-        self._server = VllmServer(path, **given)
-        try:
-            return Endpoint(
-                self._server.url,
-                NAME,
-                extra=extra,
-                identity=f"vllm {fingerprint(path)}",
-                secret=self._server.key,
-                state=self._server.state,
-                **numbers,
-            )
-        except BaseException:
-            self.close()
-            raise
+        self.served = ServedJudge(given.pop("vllm"), **given, **numbers)
+        return self.served
 
     def _check_votes(self) -> None:
         if self.mode.votes == 1:
@@ -269,6 +256,12 @@ class Judge:
 
 
 score = Judge
+
+
+def _served(model: Mapping[str, Any]) -> Weights:
+    from mmrl.judge.server import weights_of
+
+    return weights_of(str(model["vllm"]), model.get("args"), model.get("python"))
 
 
 def _is_local(model: Any) -> bool:

@@ -3,8 +3,10 @@
 import itertools
 import json
 import signal
+import threading
 
 import pytest
+import torch
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
@@ -12,6 +14,7 @@ from mmrl.errors import UserError
 from mmrl.judge.local import LocalModel
 from mmrl.placement.adaptive import Split
 from mmrl.placement.board import Board, Task
+from mmrl.placement.utilisation import Sampler, of_gpu
 from tests.ray_runs import ROOT, SMALL, ended, learned, lose_one, rows, start, train
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -213,3 +216,52 @@ def test_devices_keep_their_role_and_take_up_the_other_as_the_placement_allows()
 def test_placements_that_cannot_be_are_refused(overrides, message):
     with pytest.raises(UserError, match=message):
         load_recipe(["shapes-judge"], overrides)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ("{engine: vllm}", "set it to vllm_server, which each that samples starts for itself"),
+        ("{engine: vllm_server, partial: {cut_after: 2, extra: 2}}", "controllers to more, or remove rollout.partial"),
+        ("{engine: sglang, options: {url: 'http://127.0.0.1:9'}}", "remove url, and each that samples starts"),
+        ("{engine: vllm_server, options: {environment: {CUDA_VISIBLE_DEVICES: '1'}}}", "remove CUDA_VISIBLE_DEVICES"),
+        ("{engine: vllm_server, options: {tensor_parallel_size: 2}}", "remove tensor_parallel_size"),
+        ("{engine: sglang, options: {tp_size: 4}}", "an engine of 4 devices does not fit beside one of 2"),
+    ],
+)
+@pytest.mark.parametrize("controllers", [1, 2])
+def test_engines_that_cannot_be_beside_several_devices_are_refused_once(rollout, message, controllers):
+    with pytest.raises(UserError, match=message) as said:
+        load_recipe(["sums"], ["devices_per_controller=2", f"controllers={controllers}", f"rollout={rollout}"])
+    assert len(str(said.value).split("rollout.")) <= 4, said.value
+    load_recipe(["sums"], ["devices_per_controller=2", "rollout.engine=vllm_server"])
+
+
+def test_a_turn_has_a_price_where_the_next_will_take_as_long():
+    board = Board(1)
+    board.done(0, "rollout", 0.0, 60.0, 61.0, False)  # an engine was started for good
+    assert board.price == 0.0
+    board.done(0, "rollout", 70.0, 72.0, 75.0)
+    assert board.price == 2.0
+    board.done(0, "train", 80.0, 85.0, 86.0, False)
+    assert board.price == 2.0
+    assert board.seconds("wake") == 67.0
+
+
+def test_how_busy_a_device_is_is_read_between_two_questions():
+    values, told, go = iter([0.25, 0.75]), threading.Event(), threading.Event()
+
+    def reading():
+        if (value := next(values, None)) is None:  # so the two before it have been counted
+            told.set()
+            go.wait(10)
+            return 1.0
+        return value
+
+    sampler = Sampler(reading)
+    assert told.wait(10)
+    assert sampler.mean() == 0.5
+    assert sampler.mean() is None
+    go.set()
+    sampler.close()
+    assert of_gpu(torch.device("cpu")) is None

@@ -54,6 +54,26 @@ def test_a_phase_is_stuck_after_ten_times_its_usual_time(monkeypatch):
     assert pulse.stuck() is None
 
 
+def test_what_is_started_meanwhile_is_no_time_of_the_phase(monkeypatch):
+    clock = Time()
+    monkeypatch.setattr(pulses, "time", clock)
+    pulse = Pulse(10.0)
+    for starts in (0.0, 60.0, 0.0):
+        with pulse("sample"):
+            clock.now += 1.0
+            with pulse.starting(), pulse.starting():
+                clock.now += starts
+    with pulse("sample"):
+        with pulse.starting():
+            clock.now += 60.0
+            assert pulse.stuck() is None
+        clock.now += 9.9
+        assert pulse.stuck() is None
+        clock.now += 0.2
+        found = pulse.stuck()
+    assert (found.seconds, found.usual) == (pytest.approx(10.1), pytest.approx(1.0))
+
+
 @pytest.mark.slow
 def test_a_controller_that_gets_nowhere_is_named_and_the_run_goes_on(tmp_path):
     pytest.importorskip("ray")

@@ -364,7 +364,7 @@ def test_a_vllm_of_our_own_answers_as_the_model_in_process(unsure):
     pytest.importorskip("vllm")
     options = {"model": {"vllm": unsure, "args": VLLM_ARGS}, "rubric": "{{ response }}", "retries": 0}
     rewards = RewardSet([Reward(name="judge", on_failure="drop", options=options)], REPO)
-    server = rewards._entries[0].loaded.call.__self__._server
+    server = rewards._entries[0].loaded.call.__self__.served.server
     texts = ["a", "b b", "a longer c"]
     there = rewards.score([sample(t, k) for k, t in enumerate(texts)], [[0, 1, 2]])
     rewards.close()

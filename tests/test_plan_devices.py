@@ -15,6 +15,7 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.batch import chunks
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Placement
+from mmrl.judge.server import CACHE
 from mmrl.placement.arithmetic import count
 from mmrl.placement.judges import Asked, on_devices
 from mmrl.placement.plan import Plan, plan
@@ -126,6 +127,41 @@ def test_a_model_that_judges_is_there_always_or_only_while_it_judges():
     assert awake.peak.total - asleep.peak.total == judge
     where = {role.name: role.where for role in asleep.roles}
     assert where["reward judge"] == "judge, else in host memory"
+
+
+def test_a_judge_in_a_server_counts_with_what_the_server_takes():
+    judged = "rewards.0.options.model={{vllm: {model}, args: {{gpu_memory_utilization: 0.3, dtype: float32}}}}"
+    weights = 2 * asked_of()[0][0].bytes
+    two = ["devices_per_controller=2", "placement={type: partial, sleep: true}", judged.format(model=JUDGE)]
+    made = planned(*two)
+    (one,) = [a for a in made.asked if a.label == "judge"]
+    assert (one.bytes, one.weights, one.what) == (
+        weights + CACHE,
+        weights,
+        "shapes-judge, float32, in a server of its own",
+    )
+    assert made.problems == []
+    assert rows(made) == [("0", "sample; judge asleep", "train; judge asleep"), ("1", "judge", "train; judge asleep")]
+    made = planned(*two, "device=cuda", device_memory=2**33)
+    assert {p.name: p.parts["rewards' models"] for p in made.phases if "rewards' models" in p.parts} == {
+        "judge": int(0.3 * 2**33)
+    }
+    assert made.host == planned("device=cuda").host + weights
+    assert "its server takes 30% of the device's memory, which is not known" in " ".join(
+        planned(*two, "device=cuda").notes
+    )
+
+
+def test_an_engine_that_sleeps_is_there_while_it_samples():
+    two = ["devices_per_controller=2", "rollout.engine=vllm_server"]
+    recipe = [*two, "train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4"]
+    awake, asleep = (
+        plan(load_recipe(["sums"], [*recipe, f"placement={{sleep: {sleep}}}"])) for sleep in ("false", "true")
+    )
+    assert {p.name for p in awake.phases if "engine" in p.parts} == {p.name for p in awake.phases}
+    assert {p.name for p in asleep.phases if "engine" in p.parts} == {"sample", "decode"}
+    assert rows(asleep) == [("0 to 1", "sample", "train; engine asleep")]
+    assert {r.name: r.where for r in asleep.roles}["engine"] == "sample and decode, else freed"
 
 
 # -- who does what ---------------------------------------------------------------------------------------------------

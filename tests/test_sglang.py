@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from mmrl.engines.rollout import Clip, Request, Settings
 from mmrl.engines.sglang import SglangServer, _command
+from mmrl.engines.standby import Standby
 from mmrl.errors import UserError
 
 KEY = "the key"
@@ -295,6 +296,39 @@ def test_sleep_is_asked_for_only_where_it_was_switched_on(folder, served, engine
     saver.wake()
     assert [path for path, _ in served.asked] == ["/release_memory_occupation", "/resume_memory_occupation"]
     saver.close()
+
+
+def test_on_standby_it_is_there_when_it_is_asked_and_sleeps_where_it_can(folder, served):
+    served.release_memory_occupation = served.resume_memory_occupation = lambda body: {}
+    started = []
+
+    def start(**options):
+        def made():
+            started.append(SglangServer(str(folder), max_model_len=64, url=served.url, key=KEY, options=options))
+            return started[-1]
+
+        return Standby(made, to_sleep=True)
+
+    saver = start(enable_memory_saver=True)
+    saver.sleep()
+    assert started == []
+    (first,) = saver.generate([ask()], Settings(4, temperature=0))
+    saver.sleep()
+    saver.sleep()
+    assert saver.wake() is False
+    assert saver.generate([ask()], Settings(4, temperature=0))[0].token_ids == first.token_ids
+    paths = [path for path, _ in served.asked]
+    assert paths == ["/generate", "/release_memory_occupation", "/resume_memory_occupation", "/generate"]
+    assert len(started) == 1
+    saver.close()
+    assert saver.wake() is True  # started for good: this says nothing of what the next waking takes
+    other = start()
+    assert other.wake() is False  # each waking is a start
+    other.sleep()
+    assert other.generate([ask()], Settings(4, temperature=0))[0].token_ids == first.token_ids
+    assert len(started) == 4
+    for engine in (saver, other):
+        engine.close()
 
 
 def test_what_cannot_work_says_so(folder, served, engine, tmp_path, monkeypatch):

@@ -229,10 +229,39 @@ def _placement(recipe: Recipe) -> Iterator[str]:
     if not placement.inside and placement.type != "adaptive":
         yield f"placement.inside: with {placement.type} no device changes its role to save time; remove it"
     if devices > 1 and recipe.rollout.engine != "transformers":
+        yield from _beside_devices(recipe)
+
+
+def _beside_devices(recipe: Recipe) -> Iterator[str]:
+    """An engine beside every device of a controller has that device alone."""
+    rollout, devices = recipe.rollout, f"{recipe.devices_per_controller} devices (devices_per_controller)"
+    if rollout.engine == "vllm":
         yield (
-            f"devices_per_controller: an engine beside several devices ({recipe.rollout.engine}) is not built yet; set "
-            "it to 1, or remove rollout"
+            f"rollout.engine: vLLM in the process of one of {devices} would join their process group; set it to "
+            "vllm_server, which each that samples starts for itself, or devices_per_controller to 1"
         )
+    if rollout.partial is not None:
+        yield (
+            f"rollout.partial: responses in flight stay with one engine, and a controller's {devices} have one each; "
+            "set devices_per_controller to 1 and controllers to more, or remove rollout.partial"
+        )
+    if "url" in rollout.options:
+        yield (
+            f"rollout.options: of a controller's {devices} one would replace the server's weights while another "
+            "samples from it; remove url, and each that samples starts a server of its own, or set "
+            "devices_per_controller to 1"
+        )
+    if "CUDA_VISIBLE_DEVICES" in (rollout.options.get("environment") or {}):
+        yield (
+            f"rollout.options: environment puts the engines of {devices} on the same; remove CUDA_VISIBLE_DEVICES, and "
+            "each uses its own, or set devices_per_controller to 1"
+        )
+    for name in ("tensor_parallel_size", "tp_size"):
+        if (size := rollout.options.get(name, 1)) != 1:
+            yield (
+                f"rollout.options: an engine of {size} devices does not fit beside one of {devices}; remove {name}, or "
+                "set devices_per_controller to 1"
+            )
 
 
 def _disaggregated(recipe: Recipe) -> Iterator[str]:
@@ -271,7 +300,7 @@ def _disaggregated(recipe: Recipe) -> Iterator[str]:
 
 
 def _controllers(recipe: Recipe) -> Iterator[str]:
-    n = recipe.controllers
+    n, one_each = recipe.controllers, recipe.devices_per_controller == 1  # else _beside_devices has said it
     if ":" in recipe.device and recipe.devices_per_controller > 1:
         yield f"device: {recipe.device} is one, and a controller takes several; set device to auto, cpu or cuda"
     if n * recipe.devices_per_controller > 1 and recipe.train.backend == "fsdp":
@@ -281,17 +310,17 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
     for key, most in (("train.prompts_per_step", recipe.train.prompts_per_step), ("eval.samples", recipe.eval.samples)):
         if n > most:
             yield f"controllers: {n} controllers share {most} ({key}), and each needs one; lower controllers"
-    if recipe.rollout.engine == "vllm":
+    if recipe.rollout.engine == "vllm" and one_each:
         yield (
             f"rollout.engine: vLLM in the process of one of {n} controllers would join their process group; set it to "
             "vllm_server, which each starts for itself, or controllers to 1"
         )
-    if "url" in recipe.rollout.options:
+    if "url" in recipe.rollout.options and one_each:
         yield (
             f"rollout.options: {n} controllers would replace one server's weights while another samples from it; "
             "remove url, and each starts a server of its own, or set controllers to 1"
         )
-    if "CUDA_VISIBLE_DEVICES" in (recipe.rollout.options.get("environment") or {}):
+    if "CUDA_VISIBLE_DEVICES" in (recipe.rollout.options.get("environment") or {}) and one_each:
         yield (
             f"rollout.options: environment puts the engines of {n} controllers on the same devices; remove "
             "CUDA_VISIBLE_DEVICES, and each uses its controller's, or set controllers to 1"

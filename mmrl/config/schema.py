@@ -190,7 +190,8 @@ class Placement(Section):
     inside: bool = True
     """Adaptive: a device whose role has run dry inside a step takes up the other one where that saves time."""
     sleep: bool = False
-    """Have judges free their memory while they do not judge; on a CPU they are read from disk again."""
+    """Have judges, and an engine of the device's own, free its memory while it does other work; on a CPU judges are
+    read from disk again, and servers end and start again."""
 
     @property
     def apart(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from PIL.Image import Image
 from torch import Tensor
@@ -81,6 +81,11 @@ class RolloutEngine(Protocol):
         """Tokens of prompt and response together that the engine can hold."""
         ...
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether ``sleep`` gives memory back; where it does not, an engine must be closed for that."""
+        ...
+
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
         """One completion per request, in their order."""
         ...
@@ -94,10 +99,10 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give back what memory the platform allows; ``wake`` before the next ``generate`` or ``update``."""
+        """Give back what memory the platform allows; ``wake`` and ``update`` before the next ``generate``."""
         ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> Any: ...
 
     def close(self) -> None:
         """Free the engine, its processes and files. Harmless when called twice."""

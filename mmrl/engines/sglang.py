@@ -81,7 +81,8 @@ class SglangServer:
         self._lora_rank, self._versions, self._adapter = lora_rank, 0, ""
         self._values = values_of(self._folder)
         wanted = dict(options or {})
-        self._sleeps = bool(wanted.get("enable_memory_saver"))
+        # an adapter's base would not come back with the next update
+        self.sleeps = bool(wanted.get("enable_memory_saver")) and lora_rank is None
         self._process = None
         self._private = private_folder("mmrl-sglang-")
         self._remove = weakref.finalize(self, shutil.rmtree, self._private, True)
@@ -164,11 +165,11 @@ class SglangServer:
     def sleep(self) -> None:
         """Release weights and key-value cache, where ``enable_memory_saver`` is set in ``options``. The weights are not
         kept by what is documented: ``update`` after ``wake``."""
-        if self._sleeps:
+        if self.sleeps:
             self._client.post("/release_memory_occupation")
 
     def wake(self) -> None:
-        if self._sleeps:
+        if self.sleeps:
             self._client.post("/resume_memory_occupation")
 
     def close(self) -> None:

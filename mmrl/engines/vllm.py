@@ -109,7 +109,7 @@ class VllmEngine:
             arguments["enable_sleep_mode"] = True
         self.max_model_len = max_model_len
         self._eager = platform.is_cpu()
-        self._sleeps = bool(arguments.get("enable_sleep_mode"))
+        self.sleeps = bool(arguments.get("enable_sleep_mode"))
         self._lora_rank = lora_rank
         self._values = values_of(folder)
         self._adapter: Any = None
@@ -175,11 +175,11 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Move the weights to the host's memory and drop the key-value cache; does nothing on a CPU."""
-        if self._sleeps:
+        if self.sleeps:
             self._llm.sleep(level=1)
 
     def wake(self) -> None:
-        if self._sleeps:
+        if self.sleeps:
             self._llm.wake_up()
 
     def close(self) -> None:

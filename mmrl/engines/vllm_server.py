@@ -84,7 +84,7 @@ class VllmServer:
         self._values = values_of(folder)
         variables = {**_variables(new_key()), **(environment or {})}
         wanted = dict(options or {})
-        self._sleeps = bool(wanted.get("enable_sleep_mode"))
+        self.sleeps = bool(wanted.get("enable_sleep_mode"))
         arguments = engine_arguments(str(folder.resolve()), _cpu(), max_model_len, dtype, images, 0, lora_rank, wanted)
         self._private = private_folder("mmrl-vllm-")
         self._remove = weakref.finalize(self, shutil.rmtree, self._private, True)
@@ -143,11 +143,11 @@ class VllmServer:
 
     def sleep(self) -> None:
         """Move the weights to the host's memory and drop the key-value cache, where ``enable_sleep_mode`` is set."""
-        if self._sleeps:
+        if self.sleeps:
             self._client.post("/sleep?level=1")
 
     def wake(self) -> None:
-        if self._sleeps:
+        if self.sleeps:
             self._client.post("/wake_up")
 
     def close(self) -> None:

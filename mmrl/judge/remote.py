@@ -15,6 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -59,7 +60,7 @@ class Endpoint:
     seconds for one request; ``retries``: how often one that failed is sent again; ``concurrency``: requests at once.
     ``extra``: further fields of a request (null removes one). ``insecure``: allow plain HTTP to another machine.
     ``identity``: what its verdicts are kept under in place of the address; ``state``: says what became of a server of
-    ours, for messages.
+    ours, for messages; ``socket_path``: the Unix socket that it listens on, in place of the host in ``url``.
     """
 
     sees = True
@@ -78,6 +79,7 @@ class Endpoint:
         identity: str | None = None,
         secret: str | None = None,
         state: Callable[[], str] = str,
+        socket_path: Path | None = None,
     ) -> None:
         host = _checked(url, insecure)
         self.url, self.name = url.rstrip("/"), name
@@ -89,7 +91,7 @@ class Endpoint:
             "trust_env": not is_loopback(host),  # a proxy cannot reach our loopback
             "limits": httpx.Limits(max_connections=concurrency),
         }
-        self._state = state
+        self._state, self._socket_path = state, socket_path
         self._loop: asyncio.AbstractEventLoop | None = None
         self._check_health()
 
@@ -104,7 +106,8 @@ class Endpoint:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # a client and a semaphore belong to the loop they were made in
             self._loop = loop
-            self._client = httpx.AsyncClient(timeout=self.timeout, **self._options)
+            there = self._there(httpx.AsyncHTTPTransport)
+            self._client = httpx.AsyncClient(timeout=self.timeout, **self._options, **there)
             self._turns = asyncio.Semaphore(self.concurrency)
         return list(await asyncio.gather(*(self._one(ask, kind, settings, sent) for ask in asks)))
 
@@ -171,11 +174,17 @@ class Endpoint:
                     raise EndpointError(f"a reply of more than {MAX_BYTES:,} bytes")
             return reply.status_code, reply.headers, bytes(body)
 
+    def _there(self, transport: Any) -> dict[str, Any]:
+        """How the client gets there, where it is not by ``url`` alone."""
+        if self._socket_path is None:
+            return {}
+        return {"transport": transport(uds=str(self._socket_path), limits=self._options["limits"])}
+
     def _check_health(self) -> None:
         """Ask for the list of models once, so that a wrong address or token is known before training."""
         where = f"options.model.url: {self.url}"
         try:
-            with httpx.Client(timeout=_HEALTH_S, **self._options) as client:
+            with httpx.Client(timeout=_HEALTH_S, **self._options, **self._there(httpx.HTTPTransport)) as client:
                 reply = client.get(f"{self.url}/models")
         except httpx.HTTPError as error:
             raise UserError(

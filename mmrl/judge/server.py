@@ -1,53 +1,76 @@
-"""A vLLM server of our own for a judge: a process on loopback with a key of its own, which ends with us.
+"""A judge in a vLLM server of our own: processes on a Unix socket that only our user can reach, which end with us.
 
-Run with vLLM 0.32.0 on a CPU; the processes are those of ``mmrl.engines.served``.
+Run with vLLM 0.32.0 on a CPU; the processes are those of ``mmrl.engines.served``. On a GPU a server that has to sleep
+does so by vLLM's own means (level 1: its weights wait in the host's memory), which we have not run; elsewhere it is
+ended and started again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
-from collections.abc import Mapping
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import httpx
-
-from mmrl.engines.served import Process, flags, free_port, new_key, private_folder
+from mmrl.engines.served import Client, Process, flags, new_key, private_folder
 from mmrl.engines.vllm import environment, require_vllm
+from mmrl.judge.answers import Kind
+from mmrl.judge.asking import Ask, Outcome, Settings
+from mmrl.judge.local import fingerprint
+from mmrl.judge.remote import Endpoint
+from mmrl.rewards.contract import Weights
 
 NAME = "judge"
 """What the server calls its model."""
 START_S = 900.0
+SHARE = 0.92
+"""Of a GPU's memory that a vLLM server takes (0.32.0), where ``args`` give no ``gpu_memory_utilization``."""
+CACHE = 512 * 2**20
+"""Bytes of the key-value cache without a GPU, where ``args`` say nothing of it."""
 
 
 class VllmServer:
     """Final class. Serves the model at ``path`` from when it is built until ``close``, or until this process ends.
 
     ``args``: further options of vLLM's server, as in ``{max_model_len: 4096, gpu_memory_utilization: 0.4}``.
-    ``python``: the interpreter of an environment that has vLLM, where ours has none. Starting takes 20 to 60 s; raises
-    ``UserError`` with the server's last lines where it ends before it is up, or is not up within ``start_s`` seconds.
+    ``python``: the interpreter of an environment that has vLLM, where ours has none. ``sleeps``: it is to be put to
+    sleep, which needs a GPU. Starting takes 20 to 60 s; raises ``UserError`` with the server's last lines where it ends
+    before it is up, or is not up within ``start_s`` seconds.
     """
 
     def __init__(
-        self, path: str, args: Mapping[str, Any] | None = None, python: str | None = None, start_s: float = START_S
+        self,
+        path: str,
+        args: Mapping[str, Any] | None = None,
+        python: str | None = None,
+        start_s: float = START_S,
+        sleeps: bool = False,
     ) -> None:
-        if python is None:
-            require_vllm()
-        self.key = new_key()
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}/v1"
-        given = {"model": path, "served_model_name": NAME, "host": "127.0.0.1", "port": port, **(args or {})}
-        module = "mmrl.engines.vllm_server" if python is None else "vllm.entrypoints.openai.api_server"
+        self.key, self.sleeps = new_key(), sleeps and _on_gpu()
         folder = private_folder("mmrl-judge-")
+        self.socket_path = folder / "socket"
+        given = {"model": path, "served_model_name": NAME, "uds": self.socket_path}
+        given |= {"enable_sleep_mode": True} if self.sleeps else {}
+        given |= {"enforce_eager": True, "kv_cache_memory_bytes": CACHE} if python is None and not _on_gpu() else {}
+        module = "mmrl.engines.vllm_server" if python is None else "vllm.entrypoints.openai.api_server"
+        name = f"the vLLM server of the judge {path}"
         self._process = Process(
-            f"the vLLM server of the judge {path}",
-            [python or sys.executable, "-m", module, *flags(given, off="no-")],
-            _variables(self.key),
+            name,
+            [python or sys.executable, "-m", module, *flags({**given, **(args or {})}, off="no-")],
+            _variables(self.key, self.sleeps),
             folder,
             folder / "log",
         )
-        with httpx.Client(trust_env=False, timeout=5) as client:
-            self._process.wait_until(lambda: _healthy(client, f"http://127.0.0.1:{port}/health"), start_s)
+        self._client = Client(name, self.url, self.key, self.socket_path, self._process)
+        self._process.wait_until(self._client.healthy, start_s)
+
+    @property
+    def url(self) -> str:
+        """Where it answers on its socket."""
+        return "http://127.0.0.1"
 
     def ended(self) -> bool:
         return self._process.ended()
@@ -56,21 +79,117 @@ class VllmServer:
         """The end of its log, where it is no more."""
         return f"\nThe judge's server has ended; its last lines:\n{self._process.last_lines()}" if self.ended() else ""
 
+    def sleep(self) -> None:
+        """Give the device's memory back until ``wake``. Of a server that ``sleeps``."""
+        self._client.post("/sleep?level=1")
+
+    def wake(self) -> None:
+        self._client.post("/wake_up")
+
     def close(self) -> None:
         """End the server and all its processes."""
+        self._client.close()
         self._process.close()
 
 
-def _variables(key: str) -> dict[str, str]:
+class ServedJudge:
+    """Final class. A judge that a ``VllmServer`` answers for: started by ``wake``, or when it is first asked.
+
+    ``extra`` and ``numbers`` (timeout, retries, concurrency) are those of ``Endpoint``; the rest is the server's.
+    """
+
+    sees = True
+    control = ()
+
+    def __init__(
+        self,
+        path: str,
+        args: Mapping[str, Any] | None = None,
+        python: str | None = None,
+        start_s: float = START_S,
+        extra: Mapping[str, Any] | None = None,
+        **numbers: Any,
+    ) -> None:
+        if python is None:
+            require_vllm()
+        self.path, self._args, self._python, self._start_s = path, args, python, start_s
+        self._asked = {"extra": dict(extra or {}), "identity": f"vllm {fingerprint(path)}", **numbers}
+        self.identity = f"{self._asked['identity']} {sorted(self._asked['extra'].items())}"
+        self.server: VllmServer | None = None
+        self._endpoint: Endpoint | None = None
+        self._asleep = self._to_sleep = False
+        self._turn = threading.Lock()
+
+    async def ask(
+        self, asks: Sequence[Ask], kind: Kind, settings: Settings, sent: Counter[str] | None = None
+    ) -> list[Outcome]:
+        """As ``Endpoint.ask``. Raises ``UserError`` where the server does not start."""
+        if self._endpoint is None or self._asleep:
+            await asyncio.to_thread(self.wake)
+        assert self._endpoint is not None
+        return await self._endpoint.ask(asks, kind, settings, sent)
+
+    def wake(self) -> bool:
+        """Have the server ready; returns whether it was started for good, which no later waking is."""
+        with self._turn:
+            if self.server is not None:
+                if self._asleep:
+                    self.server.wake()
+                self._asleep = False
+                return False
+            self.server = VllmServer(self.path, self._args, self._python, self._start_s, self._to_sleep)
+            try:
+                self._endpoint = Endpoint(
+                    f"{self.server.url}/v1",
+                    NAME,
+                    secret=self.server.key,
+                    state=self.server.state,
+                    socket_path=self.server.socket_path,
+                    **self._asked,
+                )
+            except BaseException:
+                self._end()
+                raise
+            return self.server.sleeps or not self._to_sleep
+
+    def sleep(self) -> None:
+        """Give the memory back: a server that was told so before it was started sleeps, where it can; else it ends."""
+        with self._turn:
+            self._to_sleep = True
+            if self.server is None or self._asleep:
+                return
+            if self.server.sleeps:
+                self.server.sleep()
+                self._asleep = True
+            else:
+                self._end()
+
+    def close(self) -> None:
+        """End the server."""
+        with self._turn:
+            self._end()
+
+    def _end(self) -> None:
+        if self.server is not None:
+            self.server.close()
+        self.server = self._endpoint = None
+        self._asleep = False
+
+
+def weights_of(path: str, args: Mapping[str, Any] | None, python: str | None) -> Weights:
+    """What a server takes of a device, for ``mmrl plan``."""
+    given = args or {}
+    cache = given.get("kv_cache_memory_bytes", CACHE if python is None else 0)
+    return Weights(path, str(given.get("dtype", "auto")), float(given.get("gpu_memory_utilization", SHARE)), int(cache))
+
+
+def _on_gpu() -> bool:
     from torch import cuda
 
-    # without a GPU, compiling would need a C++ compiler for the log-probs alone
-    eager = {} if cuda.is_available() else {"TORCH_COMPILE_DISABLE": "1"}
-    return {**environment(), "VLLM_LOGGING_LEVEL": "INFO", **os.environ, **eager, "VLLM_API_KEY": key}
+    return cuda.is_available()
 
 
-def _healthy(client: httpx.Client, url: str) -> bool:
-    try:
-        return client.get(url).status_code == 200
-    except httpx.HTTPError:
-        return False
+def _variables(key: str, sleeps: bool) -> dict[str, str]:
+    eager = {} if _on_gpu() else {"TORCH_COMPILE_DISABLE": "1"}  # it would need a C++ compiler for the log-probs alone
+    awake = {"VLLM_SERVER_DEV_MODE": "1"} if sleeps else {}
+    return {**environment(), "VLLM_LOGGING_LEVEL": "INFO", **os.environ, **eager, **awake, "VLLM_API_KEY": key}

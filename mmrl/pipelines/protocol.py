@@ -58,6 +58,14 @@ class Pipeline(Protocol):
         """Have the weights that sample equal the policy's present ones, which ``tag`` names."""
         ...
 
+    def wake(self) -> bool:
+        """Have an engine of its own ready to sample; returns whether it was started for good."""
+        ...
+
+    def sleep(self) -> None:
+        """Have an engine of its own give its memory back until ``wake``, or until it is asked."""
+        ...
+
     def open_critic(self) -> nn.Module:
         """A critic with weights of its own, which ``replay`` asks for ``values`` from then on; text."""
         ...

@@ -134,12 +134,14 @@ def roles_of(
             yield from _trained_roles(made, component, size, where, objective)
     trained = sum(size.trained_parameters for size in sizes.values())
     yield Role("optimizer", "Adam's two moments, float32", trained * 2, measured.adam, "always")
+    asleep = "freed" if made.device == "cpu" else "in host memory"
     for one in description.beside:
-        yield Role(one.role, one.what, 0, _held(made, one), "always")
+        where = f"sample and decode, else {asleep}" if sleeps(made.recipe) else "always"
+        yield Role(one.role, one.what, 0, _held(made, one), where)
     for asked in made.asked:
         where = "always"
         if sleeps(made.recipe) and asked.trained_on:
-            where = f"judge, else {'freed' if made.device == 'cpu' else 'in host memory'}"
+            where = f"judge, else {asleep}"
         yield Role(f"reward {asked.label}", asked.what, asked.parameters, asked.bytes, where)
     yield Role("prompt features", f"{amount(measured.features)} a prompt", 0, features, "always")
     if measured.trajectory:
@@ -183,10 +185,11 @@ def phases_of(
     assert counts is not None
     copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
     sleeping = sum(one.bytes for one in made.asked if one.trained_on) if sleeps(made.recipe) else 0
+    engine = {one.role: _held(made, one) for one in description.beside}
     always = {
         "optimizer state": measured.adam,
         "copies of the trained weights": copied * len(_copies(made.recipe, objective)),
-        **{one.role: _held(made, one) for one in description.beside},
+        **({} if sleeps(made.recipe) else engine),
         "rewards' models": sum(one.bytes for one in made.asked) - sleeping,
         "prompt features": features,
     }
@@ -203,7 +206,7 @@ def phases_of(
         for component in description.components:
             if not offloads(made) or component.needed & inside:
                 weights[component.role] = weights.get(component.role, 0) + sizes[id(component)].total
-        parts = {**weights, **always, **own[phase]}
+        parts = {**weights, **always, **(engine if phase in ("sample", "decode") else {}), **own[phase]}
         yield PhaseMemory(phase, {name: size for name, size in parts.items() if size})
 
 

@@ -49,6 +49,8 @@ class Event:
     ended: float
     round: int = 0
     """Of dynamic sampling."""
+    priced: bool = True
+    """Of a turn to another role: whether one inside a phase would take as long."""
 
 
 class Board:
@@ -124,14 +126,16 @@ class Board:
                 self._changed.wait()
             return None
 
-    def done(self, device: int, role: Role | None, began: float, turned: float, ended: float) -> None:
+    def done(
+        self, device: int, role: Role | None, began: float, turned: float, ended: float, priced: bool = True
+    ) -> None:
         """The device's task is over: it turned to ``role`` between ``began`` and ``turned``, and then worked in it;
-        None where that was nothing to show."""
+        None where that was nothing to show. ``priced``: a turn inside a phase would take as long."""
         with self._changed:
             self._running[device] = None
             if turned > began:
-                self.price = _recent(self.price, turned - began)
-                self.events.append(Event(device, "wake", self._after(began), self._after(turned)))
+                self.price = _recent(self.price, turned - began) if priced else self.price
+                self.events.append(Event(device, "wake", self._after(began), self._after(turned), priced=priced))
             if role is not None:
                 self.events.append(Event(device, role, self._after(turned), self._after(ended), self._round))
                 self._seconds[role] = _recent(self._seconds.get(role, 0.0), ended - turned)
@@ -214,6 +218,7 @@ def as_rows(events: Sequence[Event], step: int, controller: int) -> list[dict[st
             "began": round(e.began, 4),
             "ended": round(e.ended, 4),
             **({"round": e.round} if e.round > 0 else {}),
+            **({} if e.priced else {"priced": False}),
         }
         for e in events
     ]

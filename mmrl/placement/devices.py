@@ -8,7 +8,8 @@ each time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, as_completed, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -163,10 +164,17 @@ class Several:
 
     Of disaggregated devices the first train. The others are never waited for but for their samples: what they are to
     know is put on the board.
+
+    ``starting_up()`` is entered while a device turns to another role, which has a deadline of its own.
     """
 
-    def __init__(self, workers: Sequence[There], settings: Placement) -> None:
-        self._workers, self.settings = workers, settings
+    def __init__(
+        self,
+        workers: Sequence[There],
+        settings: Placement,
+        starting_up: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._workers, self.settings, self._starting_up = workers, settings, starting_up
         self._count = 1 + len(workers)
         self._trainers = range(settings.training(self._count))
         self._board = Board(self._count)
@@ -262,6 +270,7 @@ class Several:
     def begin_step(self) -> None:
         self._board.new_step()
         self._step_began = self._cpu
+        all_of(self._put(self._trainers, "gpu", ()))  # what the step before and evaluation came to
 
     def end_step(self, run: Run, step: int) -> dict[str, float]:
         board = self._board
@@ -269,6 +278,7 @@ class Several:
         for device in range(len(self._trainers), self._count):
             board.put(Task("train", "release", (), device=device))
         board.cut()
+        gpus = [share for share in all_of(self._put(self._trainers, "gpu", ())) if share is not None]
         mine = {
             "rollout_busy": board.seconds("rollout"),
             "judge_busy": board.seconds("judge"),
@@ -280,6 +290,9 @@ class Several:
             "micro_batches": sum(event.role == "rollout" for event in board.events),
             "wall": board.elapsed,
             "cpu": self.cpu_seconds(run) - self._step_began,
+            "wake": board.seconds("wake"),
+            "gpu": sum(gpus),
+            "gpus": len(gpus),
         }
         found = run.controller.gather((mine, as_rows(board.events, step + 1, run.controller.rank)))
         latest = ("rollout_done", "judge_done", "price", "wall")
@@ -295,9 +308,11 @@ class Several:
             "placement/judge_devices": split.judge,
             "placement/rollout_busy": numbers["rollout_busy"],
             "placement/judge_busy": numbers["judge_busy"],
+            "placement/wake": numbers["wake"],
             "placement/moves": numbers["moves"],
             "placement/idle": max(0.0, 1 - busy / (self._count * len(found) * wall)),
             "placement/cpu": numbers["cpu"] / (self._count * len(found) * wall),
+            **({"placement/gpu": numbers["gpu"] / numbers["gpus"]} if numbers["gpus"] else {}),
         }
 
     def lines(self) -> list[dict[str, Any]]:
@@ -359,28 +374,32 @@ class Several:
 
         if device == 0 and run.recipe.threads:
             torch.set_num_threads(run.recipe.threads)  # of this thread
-        judges = self.settings.sleep  # so that what was loaded awake is put to sleep by the first other work
+        ready: set[str] | None = None if self.settings.sleep else set()  # None: what was loaded is awake
         version = None
         while (task := self._board.take(device)) is not None:
             role = task.role if task.name in _SHOWN else None
             began = turned = time.perf_counter()
+            priced = False
             if not task.answer.set_running_or_notify_cancel():
                 self._board.done(device, None, began, turned, turned)
                 continue
             try:
-                if self.settings.sleep and judges != (task.role == "judge"):
-                    judges = task.role == "judge"
-                    self._perform(run, device, Task(task.role, "turn", (task.role,)))
-                    turned = time.perf_counter()
+                needed = needs(run, task.role)
+                if role is not None and (needed != ready if ready is None or self.settings.sleep else needed - ready):
+                    ready = needed if ready is None or self.settings.sleep else needed | ready
+                    with self._starting_up():
+                        once = self._perform(run, device, Task(task.role, "turn", (task.role, self.settings.sleep)))
+                    priced = self.settings.sleep and not once and role != "train"
+                    turned = time.perf_counter() if self.settings.sleep or once else turned
                 if task.version is not None and task.version is not version:
                     self._perform(run, device, Task(task.role, "become", (task.version,)))
                     version, turned = task.version, time.perf_counter()
                 answer = self._perform(run, device, task)
             except BaseException as error:
-                self._board.done(device, role, began, turned, time.perf_counter())
+                self._board.done(device, role, began, turned, time.perf_counter(), priced)
                 task.answer.set_exception(error)
             else:
-                self._board.done(device, role, began, turned, time.perf_counter())
+                self._board.done(device, role, began, turned, time.perf_counter(), priced)
                 task.answer.set_result(answer)
             del task
 
@@ -397,10 +416,22 @@ class _OnDevices:
         self._board, self._label = board, label
 
     def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
-        return self._board.put(Task("judge", "score", (self._label, list(samples), context.step)))
+        answer = self._board.put(Task("judge", "score", (self._label, list(samples), context.step)))
+        answer.add_done_callback(lambda done: context.sent.update(_sent(done)))
+        return answer
 
     def close(self) -> None:
         pass
+
+
+def _sent(answer: Future[Answer]) -> Counter[str]:
+    return Counter() if answer.cancelled() or answer.exception() else answer.result().sent
+
+
+def needs(run: Run, role: str) -> set[str]:
+    """What must be awake for ``role``, of what is not always: models that judge, an engine that samples."""
+    has = {"judge"} if role == "judge" else set()
+    return has | ({"rollout"} if role == "rollout" and run.recipe.rollout.engine != "transformers" else set())
 
 
 def starting(settings: Placement, devices: int, judged: bool = True) -> adaptive.State:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,14 +38,21 @@ class Asked:
     what: str = ""
     parameters: int = 0
     bytes: int = 0
+    weights: int = 0
+    """Bytes of them that are weights: a server may take more of the device."""
 
 
 def on_devices(
-    loaded: LoadedRecipe, found: Sequence[Found], evaluated: Sequence[Found]
+    loaded: LoadedRecipe,
+    found: Sequence[Found],
+    evaluated: Sequence[Found],
+    device: str = "cpu",
+    memory: int | None = None,
 ) -> tuple[list[Asked], list[str], list[str]]:
     """The rewards of the recipe that compute on a device, what is wrong with their options, and what is not counted.
 
-    ``found`` and ``evaluated`` are those of ``rewards`` and of ``eval.rewards``, in the recipe's order.
+    ``found`` and ``evaluated`` are those of ``rewards`` and of ``eval.rewards``, in the recipe's order; ``memory`` is
+    the device's in bytes, None where it is not known.
     """
     asked: list[Asked] = []
     problems: list[str] = []
@@ -64,8 +71,24 @@ def on_devices(
             asked.append(Asked(label, key == "rewards", config.batch_size))
             notes.append(f"{key} ({label}): it does not say which model it computes with, so that is not counted")
         elif models:
-            asked.append(_sized(label, key, config, models, problems, notes))
+            one = _sized(label, key, config, models, problems, notes)
+            asked.append(_served(one, models, device, memory, notes))
     return asked, problems, notes
+
+
+def _served(one: Asked, models: Sequence[Weights], device: str, memory: int | None, notes: list[str]) -> Asked:
+    """With what servers take beside the weights: on a GPU a share of its memory, weights in it, else a cache."""
+    share, beside = sum(model.share for model in models), sum(model.beside for model in models)
+    if not share:
+        return one
+    what = f"{one.what}, in a server of its own"
+    if not device.startswith("cuda"):
+        return replace(one, what=what, bytes=one.bytes + beside)
+    if memory is None:
+        notes.append(
+            f"reward {one.label}: its server takes {share:.0%} of the device's memory, which is not known here"
+        )
+    return replace(one, what=f"{what}: {share:.0%} of the device's memory", bytes=int(share * (memory or 0)))
 
 
 def _models(one: Found, config: Reward, root: Path) -> Sequence[Weights] | None:
@@ -93,7 +116,7 @@ def _sized(
         except (OSError, ValueError) as error:
             notes.append(f"{key} ({label}): {model.path} is not counted, its safetensors cannot be read here ({error})")
     names = ", ".join(Path(model.path).name for model in models)
-    return Asked(label, key == "rewards", config.batch_size, ", ".join([names, *dtypes]), parameters, size)
+    return Asked(label, key == "rewards", config.batch_size, ", ".join([names, *dtypes]), parameters, size, size)
 
 
 def _stored(model: Weights) -> Iterator[tuple[str, int]]:

@@ -148,7 +148,7 @@ def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozense
     except UserError as error:
         made.problems.extend(str(error).splitlines())
         return frozenset()
-    made.asked, problems, notes = on_devices(loaded, found, evaluated)
+    made.asked, problems, notes = on_devices(loaded, found, evaluated, made.device, made.device_memory)
     made.notes += notes
     made.problems += problems or refusals(made, objective)
     if objective.kind == "pathwise":
@@ -205,7 +205,7 @@ def _account(
         moved = (c for c in description.components if len(c.needed) < len(PHASES))
         made.host = sum(sizes[id(c)].total for c in moved)
     if sleeps(recipe) and made.device != "cpu":
-        made.host += sum(one.bytes for one in made.asked if one.trained_on)
+        made.host += sum(one.weights for one in made.asked if one.trained_on)
     shown = measured.picture if "tensor" in inputs else measured.picture // 4 if "image" in inputs else 0
     made.inside = inside(made, objective, shown)
 

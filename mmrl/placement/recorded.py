@@ -4,9 +4,9 @@
 
     {"step": 3, "controller": 0, "device": 1, "role": "rollout", "began": 0.1, "ended": 2.3}
 
-where the role is rollout, judge, train or wake (a move from one role to another) and ``round``, if it is there, is the
-round of dynamic sampling. Lines with ``decision`` are what the adaptive split said. Without that file ``metrics.jsonl``
-has the phases of a step as a whole.
+where the role is rollout, judge, train or wake (a move from one role to another; ``priced`` is false there where a move
+inside a phase would take another time) and ``round``, if it is there, is the round of dynamic sampling. Lines with
+``decision`` are what the adaptive split said. Without that file ``metrics.jsonl`` has the phases of a step as a whole.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _of_events(run: Path, events: Sequence[Row], metrics: Mapping[int, Row]) -> 
         steps.append(Work(shares, _after(rows, metrics.get(step))))
     if not steps:
         raise UserError(f"{run / 'placement.jsonl'} has no sampling in it; run a step, or remove the file")
-    prices = [row["ended"] - row["began"] for row in events if row["role"] == WAKE]
+    prices = [row["ended"] - row["began"] for row in events if row["role"] == WAKE and row.get("priced", True)]
     price = statistics.median(prices) if prices else 0.0
     return Recorded(Trace(steps, price, f"{run}, {len(steps)} steps"), controllers, devices)
 

@@ -67,6 +67,14 @@ def _smaller_judges(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     yield f"a smaller model for {labels}, or one that is asked elsewhere (a judge's model: {{url: ..., name: ...}})"
 
 
+def _smaller_engine(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
+    recipe = plan.recipe
+    if recipe.devices_per_controller > 1 and not recipe.placement.sleep and peak.name not in ("sample", "decode"):
+        yield f"placement={{type: {recipe.placement.type}, sleep: true}}"
+    setting = "kv_cache_memory_bytes" if plan.device == "cpu" else "gpu_memory_utilization"
+    yield f"a lower rollout.options.{setting}"
+
+
 def _edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     """Edits that lower the peak, the cheapest first."""
     recipe = plan.recipe
@@ -76,6 +84,8 @@ def _edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
         yield "model.offload=true"
     if peak.parts.get("rewards' models", 0) > peak.total // 20:
         yield from _smaller_judges(plan, peak)
+    if peak.parts.get("engine", 0) > peak.total // 20:
+        yield from _smaller_engine(plan, peak)
     if peak.name == "train" and not recipe.model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true"
     if peak.name in ("sample", "decode") and sampling.batch_size and sampling.batch_size > 1:

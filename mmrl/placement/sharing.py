@@ -27,7 +27,7 @@ def split_of(plan: Plan) -> Split:
 
 
 def sleeps(recipe: Recipe) -> bool:
-    """Whether models that judge give their memory back: a single device stays as it is."""
+    """Whether models that judge, and an engine, give their memory back: a single device stays as it is."""
     return recipe.placement.sleep and recipe.devices_per_controller > 1
 
 
@@ -109,7 +109,8 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
     split, sampled = split_of(plan), bool(plan.counts and plan.counts.micro_batches)
     judging = ", ".join(one.label for one in plan.asked if one.trained_on)
     judge = "judge" if judging == "judge" else f"judge ({judging})"
-    asleep = f"; {judging} asleep" if judging and sleeps(recipe) else ""
+    engine = "" if recipe.rollout.engine == "transformers" else "engine"
+    asleep = _asleep(recipe, judging)
     at_first = ", at first" * (recipe.placement.type == "adaptive")
     done = []
     for device in range(recipe.devices_per_controller):
@@ -125,8 +126,8 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
         elif device < split.rollout:
             generate = f"sample{at_first}{asleep}"
         else:
-            generate = f"{judge}{at_first}"
-        done.append((generate, f"train{asleep}"))
+            generate = f"{judge}{at_first}{_asleep(recipe, engine)}"
+        done.append((generate, f"train{_asleep(recipe, judging, engine)}"))
     out, first = [], 0
     for (generate, train), same in groupby(done):
         last = first + len(list(same)) - 1
@@ -143,6 +144,11 @@ def _always(plan: Plan, split: Split, device: int, judge: str) -> tuple[str, str
     steps = f"{placement.staleness} step{'s' * (placement.staleness != 1)}"
     role = f"sample {steps} ahead" if device < trainers + split.rollout else judge
     return role, role
+
+
+def _asleep(recipe: Recipe, *who: str) -> str:
+    named = ", ".join(name for name in who if name)
+    return f"; {named} asleep" if named and sleeps(recipe) else ""
 
 
 def shares(plan: Plan) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mmrl.batch import Piece, Run
+from mmrl.placement.utilisation import of_gpu
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
 from mmrl.trajectory import Sample, SampleId, Slot, Trajectory
@@ -107,17 +108,32 @@ def become(run: Run, version: Version) -> None:
     run.policy.become(version)
 
 
-def turn(run: Run, role: str) -> None:
-    """Wake the models that judge on this device, or put them to sleep."""
+def turn(run: Run, role: str, sleep: bool) -> bool:
+    """Have ready on this device what ``role`` needs: the models that judge, or the engine that samples.
+
+    ``sleep``: put the rest to sleep first. Returns whether something was started for good, which is no measure of what
+    the next turn takes.
+    """
+    if sleep:
+        if role != "judge":
+            run.rewards.sleep()
+        if role != "rollout":
+            run.pipeline.sleep()
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()  # what is woken asks the driver for its memory, not torch
     if role == "judge":
-        run.rewards.wake()
-    else:
-        run.rewards.sleep()
+        return run.rewards.wake()
+    return role == "rollout" and run.pipeline.wake()
 
 
 def cpu_seconds(run: Run) -> float:
     """CPU time of this process so far."""
     return time.process_time()
+
+
+def gpu(run: Run) -> float | None:
+    """Share of the time since the last call in which this GPU computed; None where that is not known."""
+    return of_gpu(run.device)
 
 
 def renamed(critic: dict[str, float]) -> dict[str, float]:
@@ -127,5 +143,5 @@ def renamed(critic: dict[str, float]) -> dict[str, float]:
 
 def perform(run: Run, name: str, arguments: tuple[Any, ...]) -> Any:
     """Call the function ``name`` of this module. Raises ``KeyError`` for another."""
-    known = (sample, enter, leave, score, prepare, backward, apply, move, restore, become, turn, cpu_seconds)
+    known = (sample, enter, leave, score, prepare, backward, apply, move, restore, become, turn, cpu_seconds, gpu)
     return {f.__name__: f for f in known}[name](run, *arguments)

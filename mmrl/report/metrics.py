@@ -97,9 +97,11 @@ METRICS: dict[str, str] = {
     "placement/judge_devices": "Several devices: of each controller, those that judged; 0 where all sampled first.",
     "placement/rollout_busy": "Several devices: device-seconds of sampling and decoding, of all controllers.",
     "placement/judge_busy": "Several devices: device-seconds of judging.",
+    "placement/wake": "Several devices: device-seconds of starting, waking and putting to sleep judges and engines.",
     "placement/moves": "Several devices: how often one took up another role inside the step.",
     "placement/idle": "Several devices: share of all devices' time in the step in which they had nothing to do.",
     "placement/cpu": "Several devices: CPU seconds of their processes over wall seconds of all devices in the step.",
+    "placement/gpu": "Several GPUs: share of the step in which a GPU computed, mean over them; needs nvidia-ml-py.",
     "perf/cpu_seconds": "CPU seconds of all training steps so far, evaluation left out.",
     "perf/peak_memory_mib": "Peak memory so far, MiB: of the accelerator where there is one, else of the process.",
 }

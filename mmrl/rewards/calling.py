@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
@@ -51,7 +52,8 @@ class Answer:
     ``total``: ``n`` numbers, NaN where a sample failed; ``reasons``: why, None where it did not. ``parts``: ``n``
     numbers per named part, NaN where it says nothing of a sample. ``spans``: the rewards of pieces of each response,
     None where there are none. ``error``: set when the whole call failed. ``began`` and ``ended``: seconds on the clock
-    of ``time.perf_counter``, retries included.
+    of ``time.perf_counter``, retries included. ``sent``: bytes given to other processes (``Context.sent``), of an
+    answer that a device made.
     """
 
     total: list[float]
@@ -61,6 +63,7 @@ class Answer:
     error: BatchError | None = None
     began: float = 0.0
     ended: float = 0.0
+    sent: Counter[str] = field(default_factory=Counter)
 
 
 def read_answer(returned: Any, n: int, place: str, *, spans: bool = False) -> Answer:

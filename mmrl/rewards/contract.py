@@ -64,10 +64,13 @@ class Spans:
 @dataclass(frozen=True)
 class Weights:
     """A model that a reward computes with: a directory or hub name, and the dtype it is loaded in (``auto``: as it is
-    stored)."""
+    stored). ``share``: of a GPU's memory that its server takes, weights among it; ``beside``: bytes it takes beside the
+    weights without a GPU."""
 
     path: str
     dtype: str = "auto"
+    share: float = 0.0
+    beside: int = 0
 
 
 Value: TypeAlias = float | Failed | None
@@ -83,9 +86,10 @@ class Declaration:
     tensor ``[B]`` whose graph reaches it. ``spans``: it returns a part ``spans`` beside ``score``. ``own_deadline``: it
     gives up by itself what takes too long, so the recipe's ``timeout`` is not applied. ``device``: it computes with a
     model on ``context.device``; where a controller has several devices, the one that judges calls it, in its own
-    process (such a class may have ``sleep`` and ``wake``, to free its memory meanwhile). ``paths``: its options that
-    may name files (``"model"``, or ``"model.path"`` inside a mapping); the core looks them up from the recipe's folder.
-    Spell them out in the decorator: a recipe's paths are resolved without importing its rewards.
+    process (such a class may have ``sleep`` and ``wake``, to free its memory meanwhile; either may be called first, and
+    twice). ``paths``: its options that may name files (``"model"``, or ``"model.path"`` inside a mapping); the core
+    looks them up from the recipe's folder. Spell them out in the decorator: a recipe's paths are resolved without
+    importing its rewards.
     """
 
     inputs: tuple[Input, ...] = ("image",)

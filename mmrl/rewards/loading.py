@@ -61,6 +61,19 @@ class Loaded:
     file: str | None
     place: str
 
+    @property
+    def sleeper(self) -> Any:
+        """The object behind it where that computes on a device and can ``sleep`` and ``wake``; else None."""
+        holder = getattr(self.call, "__self__", None)
+        sleeps = self.declaration.device and hasattr(holder, "sleep") and hasattr(holder, "wake")
+        return holder if sleeps else None
+
+    def awake(self) -> Loaded:
+        """Itself, with what it computes with ready at once and not when it is first asked. Raises ``UserError``."""
+        if self.sleeper is not None:
+            self.sleeper.wake()
+        return self
+
 
 def find(name: str, root: Path | None = None) -> Found:
     """Import what ``name`` stands for; a file is looked up from ``root`` (a recipe's folder), then from the current.

@@ -63,7 +63,8 @@ class RewardSet:
 
     ``root`` is the recipe's folder, ``device`` where a reward's model computes. ``all_sum`` adds a small tensor over
     all controllers, for the statistics of ``normalize: batch``; the default is one controller. ``folder``: the run's
-    directory, for caches and transcripts; may be set later. Raises ``UserError``.
+    directory, for caches and transcripts; may be set later. ``awake``: have servers of rewards up at once, not when
+    they are first asked. Raises ``UserError``.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class RewardSet:
         device: torch.device | str = "cpu",
         all_sum: AllSum = alone,
         folder: Path | None = None,
+        awake: bool = True,
     ) -> None:
         self.device, self.folder = device, folder
         self._all_sum = all_sum
@@ -83,6 +85,8 @@ class RewardSet:
             label = label_of(config.name, config.label)
             self._here[label] = Caller(loaded, config.timeout, config.retries)
             self._entries.append(Entry(label, config, loaded, self._here[label]))
+        if awake:
+            self._wake_or_close()
 
     @property
     def labels(self) -> list[str]:
@@ -121,22 +125,28 @@ class RewardSet:
 
     def answer(self, label: str, samples: Sequence[Sample], step: int) -> Answer:
         """One reward's answer for a batch, computed in this process."""
-        return self._here[label].one(samples, Context(step, self.device, self.folder, label))
+        context = Context(step, self.device, self.folder, label)
+        return replace(self._here[label].one(samples, context), sent=context.sent)
 
     def sleep(self) -> None:
         """Have the rewards that compute on a device free its memory, where they can."""
         for reward in self._sleepers():
             reward.sleep()
 
-    def wake(self) -> None:
-        """Have them ready again."""
-        for reward in self._sleepers():
-            reward.wake()
+    def wake(self) -> bool:
+        """Have them ready (again); returns whether one was started for good. Raises ``UserError``."""
+        started = [reward.wake() for reward in self._sleepers()]
+        return any(started)
+
+    def _wake_or_close(self) -> None:
+        try:
+            self.wake()
+        except BaseException:
+            self.close()
+            raise
 
     def _sleepers(self) -> Iterator[Any]:
-        there = [e.loaded.call for e in self._entries if e.loaded.declaration.device]
-        holders = (getattr(call, "__self__", None) for call in there)
-        return (holder for holder in holders if hasattr(holder, "sleep") and hasattr(holder, "wake"))
+        return (e.loaded.sleeper for e in self._entries if e.loaded.sleeper is not None)
 
     @property
     def by_batch(self) -> list[str]:

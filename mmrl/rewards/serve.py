@@ -64,7 +64,7 @@ class RewardServer(ThreadingHTTPServer):
                 "or serve on 127.0.0.1"
             )
         self.token, self.max_bytes, self.max_pixels = token, max_bytes, max_pixels
-        self.reward = build(find(name), dict(options or {}))
+        self.reward = build(find(name), dict(options or {})).awake()
         self.device = device
         self.caller = Caller(self.reward, timeout_s)
         self.slots = threading.BoundedSemaphore(MAX_REQUESTS)

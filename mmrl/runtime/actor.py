@@ -147,7 +147,7 @@ class Actor:
             return None
         connections = self._reception.welcome(loaded.recipe.devices_per_controller - 1)
         workers = [There(n, connection) for n, connection in enumerate(connections, 1)]
-        return Several(workers, loaded.recipe.placement)
+        return Several(workers, loaded.recipe.placement, self._pulse.starting if self._pulse else nullcontext)
 
 
 def versions() -> str:

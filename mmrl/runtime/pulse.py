@@ -35,20 +35,20 @@ class Pulse:
         self._patience, self._least = patience, dict(least or {})
         self._usual: dict[str, tuple[float, int]] = {}
         self._now: list[tuple[str, float]] = []
-        self._waiting = 0
+        self._waiting = self._starting = 0
+        self._began_starting = 0.0
         self._lock = threading.Lock()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """The thread is in ``phase``."""
-        began = time.monotonic()
         with self._lock:
-            self._now.append((phase, began))
+            self._now.append((phase, time.monotonic()))
         try:
             yield
         finally:
             with self._lock:
-                self._now.pop()
+                _, began = self._now.pop()
                 before, n = self._usual.get(phase, (0.0, 0))
                 took = time.monotonic() - began
                 self._usual[phase] = (before + (took - before) * max(_RECENT, 1 / (n + 1)), n + 1)
@@ -62,10 +62,26 @@ class Pulse:
         finally:
             self._waiting -= 1
 
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Something is started that has a deadline of its own, in any thread; this is no time of the phase's."""
+        with self._lock:
+            self._starting += 1
+            if self._starting == 1:
+                self._began_starting = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._starting -= 1
+                if not self._starting:
+                    now = time.monotonic()
+                    self._now = [(p, b + now - max(b, self._began_starting)) for p, b in self._now]
+
     def stuck(self) -> Stuck | None:
         """The phase that the thread is in, where it takes too long."""
         with self._lock:
-            if not self._now:
+            if not self._now or self._starting:
                 return None
             phase, began = self._now[-1]
             usual, n = self._usual.get(phase, (0.0, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from mmrl.config.schema import Recipe
 from mmrl.controller.randomness import seed_of
 from mmrl.engines.merging import merged_weights
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
+from mmrl.engines.standby import Standby
 from mmrl.errors import UserError
 from mmrl.trajectory import SampleId, Trajectory
 
@@ -19,7 +21,8 @@ from mmrl.trajectory import SampleId, Trajectory
 def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> RolloutEngine | None:
     """The engine of ``rollout.engine`` on the model at ``path``; None where the training process samples.
 
-    ``context``: positions the model has. ``sees``: it takes pictures. Raises ``UserError`` where it cannot start.
+    ``context``: positions the model has. ``sees``: it takes pictures. Raises ``UserError`` where it cannot start. Where
+    a controller has several devices it starts when this one first samples.
     """
     rollout = recipe.rollout
     if rollout.engine == "transformers":
@@ -39,10 +42,27 @@ def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> R
             given[name] = options.pop(name)
     if sees and rollout.engine != "sglang":
         given.setdefault("images", 4)
+    start = partial(_start, rollout.engine, path, options, given)
+    if recipe.devices_per_controller == 1:
+        return start()
+    _beside_a_device(recipe, given, options)
+    return Standby(start, recipe.placement.sleep)
+
+
+def _beside_a_device(recipe: Recipe, given: dict[str, Any], options: dict[str, Any]) -> None:
+    """Settings of a server that has one device alone, and may have to sleep."""
+    if not torch.cuda.is_available():
+        if recipe.threads:
+            given["environment"] = {"OMP_NUM_THREADS": str(recipe.threads), **(given.get("environment") or {})}
+    elif recipe.placement.sleep and recipe.rollout.engine == "vllm_server":
+        options.setdefault("enable_sleep_mode", True)
+
+
+def _start(name: str, path: str, options: dict[str, Any], given: dict[str, Any]) -> RolloutEngine:
     try:
-        return _engine(rollout.engine)(path, **given, options=options)
+        return _engine(name)(path, **given, options=options)
     except TypeError as error:
-        raise UserError(f"rollout.options: {rollout.engine} does not take them: {error}") from error
+        raise UserError(f"rollout.options: {name} does not take them: {error}") from error
 
 
 def _engine(name: str) -> Any:

@@ -19,6 +19,7 @@ from mmrl.algorithms.objective import Kind
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.engines.rollout import Clip, Request, RolloutEngine
+from mmrl.engines.standby import Standby
 from mmrl.errors import UserError
 from mmrl.pipelines.protocol import Usage, Weights, What
 from mmrl.text import export, external, scoring
@@ -143,6 +144,14 @@ class TextPipeline:
         if self.engine is not None and tag != self._synced:
             external.push(self.engine, self.policy)
             self._synced = tag
+
+    def wake(self) -> bool:
+        return isinstance(self.engine, Standby) and self.engine.wake()
+
+    def sleep(self) -> None:
+        if self.engine is not None:
+            self.engine.sleep()
+            self._synced = None  # what it has of weights may be gone
 
     def close(self) -> None:
         self.features.close()

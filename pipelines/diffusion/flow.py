@@ -174,6 +174,12 @@ class FlowPipeline:
     def sync(self, tag: object) -> None:
         """Nothing to do: sampling reads the weights that train."""
 
+    def wake(self) -> bool:
+        return False
+
+    def sleep(self) -> None:
+        """Nothing to do: there is no engine but the model that trains."""
+
     def open_critic(self) -> nn.Module:
         raise TypeError("pictures have no critic; the recipe's checks refuse it")
 

@@ -1,0 +1,71 @@
+"""An engine that is there only while its device samples: started when it is first asked for, asleep in between.
+
+Where an engine cannot sleep (vLLM on a CPU), it is ended and started again. Either way its weights are to be sent again
+after it woke.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
+
+
+class Standby:
+    """Final class. A ``RolloutEngine`` that ``start`` starts; of a device that never samples it is never started.
+
+    ``to_sleep``: it will be put to sleep between two times that it samples.
+    """
+
+    def __init__(self, start: Callable[[], RolloutEngine], to_sleep: bool) -> None:
+        self._start, self._to_sleep = start, to_sleep
+        self._engine: RolloutEngine | None = None
+        self._asleep = False
+
+    @property
+    def max_model_len(self) -> int:
+        return self._ready().max_model_len
+
+    @property
+    def sleeps(self) -> bool:
+        return True
+
+    def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
+        return self._ready().generate(requests, settings)
+
+    def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._ready().update(weights)
+
+    def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
+        self._ready().update_lora(tensors, rank, alpha, targets)
+
+    def sleep(self) -> None:
+        """Give the memory back; the weights may be gone. Harmless when called twice, or before the first start."""
+        if self._engine is None:
+            return
+        if not self._engine.sleeps:
+            self.close()
+        elif not self._asleep:
+            self._engine.sleep()
+            self._asleep = True
+
+    def wake(self) -> bool:
+        """Have it ready; returns whether it was started for good, which no later waking is."""
+        first = self._engine is None
+        engine = self._ready()
+        return first and (engine.sleeps or not self._to_sleep)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine, self._asleep = None, False
+
+    def _ready(self) -> RolloutEngine:
+        if self._engine is None:
+            self._engine = self._start()
+        elif self._asleep:
+            self._engine.wake()
+        self._asleep = False
+        return self._engine

@@ -1,0 +1,61 @@
+"""How busy a device is by its own account: NVML's utilisation of a GPU, read now and then in a thread of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable
+
+import torch
+
+EVERY_S = 0.2
+"""Seconds between two readings; a GPU's own figure is of its last sixth of a second to second."""
+
+
+class Sampler:
+    """Final class. Calls ``read`` every ``EVERY_S`` seconds, in a daemon thread, until ``close``."""
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self._read = read
+        self._sum, self._count = 0.0, 0
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        threading.Thread(target=self._run, name="mmrl-utilisation", daemon=True).start()
+
+    def mean(self) -> float | None:
+        """Of the readings since the last call; None where there was none."""
+        with self._lock:
+            found = self._sum / self._count if self._count else None
+            self._sum, self._count = 0.0, 0
+        return found
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(EVERY_S):
+            now = self._read()
+            with self._lock:
+                self._sum, self._count = self._sum + now, self._count + 1
+
+
+_open: dict[torch.device, Sampler | None] = {}
+"""By device; a process has one."""
+
+
+def of_gpu(device: torch.device) -> float | None:
+    """Mean share (0 to 1) of the time since the last call in which the GPU ``device`` computed anything, for whatever
+    process. None for another device, without the package nvidia-ml-py, and the first time."""
+    if device not in _open:
+        _open[device] = _sampler(device)
+    sampler = _open[device]
+    return None if sampler is None else sampler.mean()
+
+
+def _sampler(device: torch.device) -> Sampler | None:
+    if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
+        return None
+    try:
+        torch.cuda.utilization(device)
+    except (RuntimeError, ModuleNotFoundError):  # no driver to ask, or one that does not tell
+        return None
+    return Sampler(lambda: torch.cuda.utilization(device) / 100)

@@ -1,0 +1,150 @@
+"""Engines and judges that sleep, with the real vLLM: its processes go, and come back to say the same."""
+
+import asyncio
+import json
+import time
+
+import psutil
+import pytest
+
+from mmrl._torchvision import allow_cpu_only
+from mmrl.engines.rollout import Request, Settings
+from mmrl.engines.standby import Standby
+from mmrl.engines.vllm_server import VllmServer
+from mmrl.judge.answers import parse_kind
+from mmrl.judge.asking import Ask
+from mmrl.judge.asking import Settings as Asking
+from mmrl.judge.server import ServedJudge
+from tests import judging, tiny
+from tests.ray_runs import SMALL, children, ended, rows, train
+
+allow_cpu_only()  # before transformers imports torchvision
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
+
+SMALL_CACHE = {"kv_cache_memory_bytes": 64 * 2**20, "max_num_seqs": 8}
+
+
+def memory():
+    """MiB of what this process has started."""
+    return sum(p.memory_info().rss for p in psutil.Process().children(recursive=True)) >> 20
+
+
+def test_an_engine_on_standby_gives_its_memory_back_and_draws_the_same_again(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny.language_model(tmp_path / "model")
+    other = AutoModelForCausalLM.from_pretrained(tiny.language_model(tmp_path / "other", seed=1))
+    weights = dict(other.named_parameters())
+    engine = Standby(lambda: VllmServer(str(folder), max_model_len=128, options=SMALL_CACHE), True)
+    requests, greedy = [Request(list(range(40, 70)), "", seed=0)], Settings(16, temperature=0)
+    before = memory()
+    try:
+        (base,) = engine.generate(requests, greedy)
+        engine.update(iter(weights.items()))
+        (drawn,) = engine.generate(requests, greedy)
+        assert drawn.token_ids != base.token_ids
+        awake = memory()
+        assert awake > before + 500
+        engine.sleep()
+        assert memory() < before + 50
+        assert engine.wake() is False  # its price is paid each time
+        assert memory() > before + 500
+        engine.update(iter(weights.items()))
+        (again,) = engine.generate(requests, greedy)
+        assert again.token_ids == drawn.token_ids
+        assert again.log_probs == pytest.approx(drawn.log_probs, abs=1e-5)
+    finally:
+        engine.close()
+    assert memory() < before + 50
+
+
+@pytest.fixture(scope="module")
+def judge_model(tmp_path_factory):
+    return judging.taught(tmp_path_factory.mktemp("judge") / "model", [("good", "yes"), ("bad", "no")], 120, within=0.5)
+
+
+def test_a_judge_in_a_server_gives_its_memory_back_and_judges_the_same_again(judge_model):
+    judge = ServedJudge(judge_model, {"dtype": "float32", "max_model_len": 256, **SMALL_CACHE})
+    judge.sleep()
+    before, kind = memory(), parse_kind("pointwise", {"type": "yes_no"})
+    asks = [Ask(["good"], None, 7), Ask(["bad"], None, 8)]
+
+    def verdicts():
+        return [outcome.verdict for outcome in asyncio.run(judge.ask(asks, kind, Asking(0.0, 4, 0)))]
+
+    try:
+        said = verdicts()
+        assert said[0] > 0.6 > 0.4 > said[1]
+        assert memory() > before + 500
+        judge.sleep()
+        assert memory() < before + 50
+        assert judge.wake() is False
+        assert verdicts() == pytest.approx(said, abs=1e-5)
+    finally:
+        judge.close()
+    assert memory() < before + 50
+
+
+def servers(process):
+    """How many engines and judges a run has up now."""
+    words = [_command(child) for child in children(process.pid)]
+    return [sum("keeper.py" in w and f"--served-model-name {name}" in w for w in words) for name in ("policy", "judge")]
+
+
+def _command(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def watched(process, timeout):
+    """The exit status, what was printed, and the servers that were up together, in the order in which they changed."""
+    seen, until = [[0, 0]], time.monotonic() + timeout
+    while process.poll() is None and time.monotonic() < until:
+        if (now := servers(process)) != seen[-1]:
+            seen.append(now)
+        time.sleep(0.1)
+    return *ended(process), seen
+
+
+def alike(a, b):
+    for row, other in zip(rows(a), rows(b), strict=True):
+        assert max(row["mismatch/log_prob_gap_max"], other["mismatch/log_prob_gap_max"]) < 1e-4  # weights arrive
+        assert other["text/length"] == row["text/length"]
+        assert other["reward/mean"] == pytest.approx(row["reward/mean"], rel=1e-3)
+        assert other["optim/grad_norm"] == pytest.approx(row["optim/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.long
+def test_every_device_that_samples_has_an_engine_of_its_own(tmp_path):
+    for devices in (1, 2):
+        more = ["rollout.engine=vllm_server", "train.steps=3", "eval.every=null", f"devices_per_controller={devices}"]
+        code, said, seen = watched(train("sums", tmp_path / f"{devices}", *SMALL, *more), 600)
+        assert code == 0, said
+        assert max(engines for engines, _ in seen) == devices
+    alike(tmp_path / "1", tmp_path / "2")
+    work = [line for line in rows(tmp_path / "2", "placement.jsonl") if line.get("role") in ("rollout", "wake")]
+    assert {line["device"] for line in work if line["role"] == "rollout"} == {0, 1}
+    assert [line["step"] for line in work if line["role"] == "wake"] == [1, 1], "each is started once"
+
+
+@pytest.mark.long
+def test_an_engine_and_a_judge_take_turns_with_training_and_nothing_changes(tmp_path, judge_model):
+    judge = {"model": {"vllm": judge_model, "args": {"dtype": "float32", **SMALL_CACHE}}, "rubric": "{{ response }}"}
+    rewards = [{"name": "judge", "batch_size": 4, "options": judge}]
+    engine = {"engine": "vllm_server", "options": SMALL_CACHE}
+    more = ["train.steps=2", "eval.every=null", f"rewards={json.dumps(rewards)}", f"rollout={json.dumps(engine)}"]
+    code, said, seen = watched(train("sums", tmp_path / "one", *SMALL, *more), 600)
+    assert code == 0, said
+    more += ["devices_per_controller=2", "placement={type: partial, sleep: true}"]
+    code, said, seen = watched(train("sums", tmp_path / "two", *SMALL, *more), 600)
+    assert code == 0, said
+    alike(tmp_path / "one", tmp_path / "two")
+    assert [max(counts) for counts in zip(*seen, strict=True)] == [1, 1], "neither where it has nothing to do"
+    assert seen.count([0, 0]) >= 3, "both are gone while the devices train"
+    for row in rows(tmp_path / "two"):
+        assert row["placement/wake"] > 2.0
+    woken = [line for line in rows(tmp_path / "two", "placement.jsonl") if line.get("role") == "wake"]
+    assert {(line["step"], line["device"]) for line in woken} == {(1, 0), (1, 1), (2, 0), (2, 1)}
