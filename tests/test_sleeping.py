@@ -22,6 +22,7 @@ allow_cpu_only()  # before transformers imports torchvision
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
 
+SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 SMALL_CACHE = {"kv_cache_memory_bytes": 64 * 2**20, "max_num_seqs": 8}
 
 
@@ -33,8 +34,8 @@ def memory():
 def test_an_engine_on_standby_gives_its_memory_back_and_draws_the_same_again(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    folder = tiny.language_model(tmp_path / "model")
-    other = AutoModelForCausalLM.from_pretrained(tiny.language_model(tmp_path / "other", seed=1))
+    folder = tiny.language_model(tmp_path / "model", **SHAPE)
+    other = AutoModelForCausalLM.from_pretrained(tiny.language_model(tmp_path / "other", seed=1, **SHAPE))
     weights = dict(other.named_parameters())
     engine = Standby(lambda: VllmServer(str(folder), max_model_len=128, options=SMALL_CACHE), True)
     requests, greedy = [Request(list(range(40, 70)), "", seed=0)], Settings(16, temperature=0)
@@ -105,7 +106,7 @@ def watched(process, timeout):
     while process.poll() is None and time.monotonic() < until:
         if (now := servers(process)) != seen[-1]:
             seen.append(now)
-        time.sleep(0.1)
+        time.sleep(0.05)
     return *ended(process), seen
 
 
@@ -121,7 +122,7 @@ def alike(a, b):
 def test_every_device_that_samples_has_an_engine_of_its_own(tmp_path):
     for devices in (1, 2):
         more = ["rollout.engine=vllm_server", "train.steps=3", "eval.every=null", f"devices_per_controller={devices}"]
-        code, said, seen = watched(train("sums", tmp_path / f"{devices}", *SMALL, *more), 600)
+        code, said, seen = watched(train("sums", tmp_path / f"{devices}", *SMALL, *more), 900)
         assert code == 0, said
         assert max(engines for engines, _ in seen) == devices
     alike(tmp_path / "1", tmp_path / "2")
@@ -136,10 +137,10 @@ def test_an_engine_and_a_judge_take_turns_with_training_and_nothing_changes(tmp_
     rewards = [{"name": "judge", "batch_size": 4, "options": judge}]
     engine = {"engine": "vllm_server", "options": SMALL_CACHE}
     more = ["train.steps=2", "eval.every=null", f"rewards={json.dumps(rewards)}", f"rollout={json.dumps(engine)}"]
-    code, said, seen = watched(train("sums", tmp_path / "one", *SMALL, *more), 600)
+    code, said, seen = watched(train("sums", tmp_path / "one", *SMALL, *more), 900)
     assert code == 0, said
     more += ["devices_per_controller=2", "placement={type: partial, sleep: true}"]
-    code, said, seen = watched(train("sums", tmp_path / "two", *SMALL, *more), 600)
+    code, said, seen = watched(train("sums", tmp_path / "two", *SMALL, *more), 900)
     assert code == 0, said
     alike(tmp_path / "one", tmp_path / "two")
     assert [max(counts) for counts in zip(*seen, strict=True)] == [1, 1], "neither where it has nothing to do"
