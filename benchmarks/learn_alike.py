@@ -77,8 +77,8 @@ JOBS = {
         ("train.steps=24", "sampling.batch_size=64", "rewards.0.batch_size=64", "eval.every=6", "eval.samples=512"),
     ),
 }
-"""Batches are small enough that every device of both controllers has some. The diffusion run is shorter than the shipped
-recipe's average of the weights looks back, so it has a shorter one, and a learning rate that does not fall."""
+"""Batches are small enough for every device of both controllers to have some. The shipped diffusion recipe averages its
+weights over longer than this run lasts: here the average is shorter, and the learning rate does not fall."""
 FORMS = {"one": (), "several": ("controllers=2", "devices_per_controller=2", "placement=adaptive")}
 
 
