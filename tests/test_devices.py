@@ -148,6 +148,7 @@ def test_a_judge_sleeps_for_real_and_answers_as_before():
     kind = parse_kind("pointwise", {"type": "yes_no"})
     before = model.ask(ask, kind, Settings(0.0, 4, 0), "cpu")[0].verdict
     model.sleep()
+    model.sleep()
     assert {p.device.type for p in model.model.parameters()} == {"meta"}  # no byte of the weights is left
     assert size > 1e6
     assert model.ask(ask, kind, Settings(0.0, 4, 0), "cpu")[0].verdict == before

@@ -72,7 +72,8 @@ class LocalModel:
 
     def sleep(self) -> None:
         """Free the device's memory: the weights of an accelerator wait in the host's, those of a CPU on the disk."""
-        self.model.to("meta" if self.model.device.type == "cpu" else "cpu")
+        here = self.model.device.type
+        self.model.to("meta" if here in ("cpu", "meta") else "cpu")
 
     def wake(self) -> None:
         """Have the weights again, the very same."""

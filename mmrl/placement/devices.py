@@ -229,6 +229,8 @@ class Several:
         if self.settings.type == "adaptive" and self.settings.inside and not evaluate:
             moves = "worth"
         self._board.begin(split, moves, to_come)
+        if apart:  # to wake while the others sample
+            self._put(range(split.rollout, self._count), "ready", ("judge",))
 
     def _drawn(self, numbers: Mapping[Future[Any], int], clock: Clock) -> Iterator[Drawn]:
         done = as_completed(numbers)
@@ -374,21 +376,22 @@ class Several:
 
         if device == 0 and run.recipe.threads:
             torch.set_num_threads(run.recipe.threads)  # of this thread
-        ready: set[str] | None = None if self.settings.sleep else set()  # None: what was loaded is awake
+        awake: set[str] = set()
         version = None
         while (task := self._board.take(device)) is not None:
-            role = task.role if task.name in _SHOWN else None
+            shown = task.role if task.name in _SHOWN else None
+            role = task.arguments[0] if task.name == "ready" else shown
             began = turned = time.perf_counter()
             priced = False
             if not task.answer.set_running_or_notify_cancel():
                 self._board.done(device, None, began, turned, turned)
                 continue
             try:
-                needed = needs(run, task.role)
-                if role is not None and (needed != ready if ready is None or self.settings.sleep else needed - ready):
-                    ready = needed if ready is None or self.settings.sleep else needed | ready
+                needed = needs(run, role) if role else set()
+                if role and (needed != awake if self.settings.sleep else needed - awake):
                     with self._starting_up():
-                        once = self._perform(run, device, Task(task.role, "turn", (task.role, self.settings.sleep)))
+                        once = self._perform(run, device, Task(task.role, "turn", (role, self.settings.sleep)))
+                    awake = needed if self.settings.sleep else needed | awake
                     priced = self.settings.sleep and not once and role != "train"
                     turned = time.perf_counter() if self.settings.sleep or once else turned
                 if task.version is not None and task.version is not version:
@@ -396,10 +399,10 @@ class Several:
                     version, turned = task.version, time.perf_counter()
                 answer = self._perform(run, device, task)
             except BaseException as error:
-                self._board.done(device, role, began, turned, time.perf_counter(), priced)
+                self._board.done(device, shown, began, turned, time.perf_counter(), priced)
                 task.answer.set_exception(error)
             else:
-                self._board.done(device, role, began, turned, time.perf_counter(), priced)
+                self._board.done(device, shown, began, turned, time.perf_counter(), priced)
                 task.answer.set_result(answer)
             del task
 

@@ -126,6 +126,10 @@ def turn(run: Run, role: str, sleep: bool) -> bool:
     return role == "rollout" and run.pipeline.wake()
 
 
+def ready(run: Run, role: str) -> None:
+    """Nothing: the device has turned to ``role`` for it."""
+
+
 def cpu_seconds(run: Run) -> float:
     """CPU time of this process so far."""
     return time.process_time()
@@ -143,5 +147,20 @@ def renamed(critic: dict[str, float]) -> dict[str, float]:
 
 def perform(run: Run, name: str, arguments: tuple[Any, ...]) -> Any:
     """Call the function ``name`` of this module. Raises ``KeyError`` for another."""
-    known = (sample, enter, leave, score, prepare, backward, apply, move, restore, become, turn, cpu_seconds, gpu)
+    known = (
+        sample,
+        enter,
+        leave,
+        score,
+        prepare,
+        backward,
+        apply,
+        move,
+        restore,
+        become,
+        turn,
+        ready,
+        cpu_seconds,
+        gpu,
+    )
     return {f.__name__: f for f in known}[name](run, *arguments)
