@@ -15,10 +15,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.loader import load_recipe
 from mmrl.engines.rollout import Clip, Request, Settings
 from mmrl.engines.sglang import SglangServer, _command
 from mmrl.engines.standby import Standby
 from mmrl.errors import UserError
+from mmrl.text.pipeline import TextPipeline
+
+allow_cpu_only()  # before transformers imports torchvision
 
 KEY = "the key"
 PROMPT = list(range(5, 25))
@@ -329,6 +334,28 @@ def test_on_standby_it_is_there_when_it_is_asked_and_sleeps_where_it_can(folder,
     assert len(started) == 4
     for engine in (saver, other):
         engine.close()
+
+
+def test_what_slept_gets_the_present_weights_again(folder, served):
+    served.release_memory_occupation = served.resume_memory_occupation = lambda body: {}
+    options = {"enable_memory_saver": True}
+    engine = Standby(
+        lambda: SglangServer(str(folder), max_model_len=64, url=served.url, key=KEY, options=options), True
+    )
+    recipe = load_recipe(["sums"]).recipe
+    pipeline = TextPipeline(None, language_model(1), recipe, torch.device("cpu"), engine)  # type: ignore[arg-type]
+
+    def sent():
+        return [path for path, _ in served.asked].count("/update_weights_from_disk")
+
+    for _ in range(2):
+        pipeline.sync((0, "current"))
+    assert sent() == 1
+    pipeline.sleep()
+    pipeline.wake()
+    pipeline.sync((0, "current"))
+    assert sent() == 2
+    pipeline.close()
 
 
 def test_what_cannot_work_says_so(folder, served, engine, tmp_path, monkeypatch):

@@ -121,8 +121,9 @@ def alike(a, b):
 @pytest.mark.long
 def test_every_device_that_samples_has_an_engine_of_its_own(tmp_path):
     for devices in (1, 2):
-        more = ["rollout.engine=vllm_server", "train.steps=3", "eval.every=null", f"devices_per_controller={devices}"]
-        code, said, seen = watched(train("sums", tmp_path / f"{devices}", *SMALL, *more), 900)
+        more = ["rollout.engine=vllm_server", "eval.every=null", "sampling.batch_size=4", "train.steps=3"]
+        process = train("sums", tmp_path / f"{devices}", *SMALL, *more, f"devices_per_controller={devices}")
+        code, said, seen = watched(process, 900)
         assert code == 0, said
         assert max(engines for engines, _ in seen) == devices
     alike(tmp_path / "1", tmp_path / "2")
