@@ -178,7 +178,7 @@ def started(code, folder):
 def test_a_process_ends_with_all_its_children_and_its_folder(tmp_path):
     process = started(TREE, tmp_path / "private")
     group = process._process.pid
-    assert len(running(group)) == 3
+    assert len(running(group)) == 4
     process.close()
     process.close()
     assert not running(group)
@@ -186,12 +186,15 @@ def test_a_process_ends_with_all_its_children_and_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_ends_when_its_starter_is_killed(tmp_path, death):
+@pytest.mark.parametrize("child_too", [False, True])  # Ray kills both
+def test_a_process_ends_when_its_starter_is_killed(tmp_path, death, child_too):
     (tmp_path / "private").mkdir()
     command = [sys.executable, "-c", STARTER, str(tmp_path / "private"), TREE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
         group = int(starter.stdout.readline())
-        assert len(running(group)) == 3
+        assert len(running(group)) == 4
+        if child_too:
+            os.kill(group, signal.SIGKILL)
         os.kill(starter.pid, death)
     until(lambda: not running(group))
     assert not (tmp_path / "private").exists()

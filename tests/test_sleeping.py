@@ -88,9 +88,10 @@ def test_a_judge_in_a_server_gives_its_memory_back_and_judges_the_same_again(jud
 
 
 def servers(process):
-    """How many engines and judges a run has up now."""
-    words = [_command(child) for child in children(process.pid)]
-    return [sum("keeper.py" in w and f"--served-model-name {name}" in w for w in words) for name in ("policy", "judge")]
+    """The servers that a run has up now: engines and judges."""
+    found = [(child, _command(child)) for child in children(process.pid)]
+    found = [(child, w) for child, w in found if "-m mmrl.engines.vllm_server" in w and "keeper.py" not in w]
+    return [[child for child, w in found if f"--served-model-name {name}" in w] for name in ("policy", "judge")]
 
 
 def _command(process):
@@ -101,13 +102,20 @@ def _command(process):
 
 
 def watched(process, timeout):
-    """The exit status, what was printed, and the servers that were up together, in the order in which they changed."""
-    seen, until = [[0, 0]], time.monotonic() + timeout
+    """The exit status, what was printed, and the servers that were up together, in the order in which they changed;
+    none of them is left."""
+    seen, met, until = [[0, 0]], set(), time.monotonic() + timeout
     while process.poll() is None and time.monotonic() < until:
-        if (now := servers(process)) != seen[-1]:
-            seen.append(now)
+        now = servers(process)
+        met.update(*now)
+        if [len(n) for n in now] != seen[-1]:
+            seen.append([len(n) for n in now])
         time.sleep(0.05)
-    return *ended(process), seen
+    code, said = ended(process)
+    _, left = psutil.wait_procs(met, timeout=20)
+    assert met
+    assert not left
+    return code, said, seen
 
 
 def alike(a, b):

@@ -3,7 +3,7 @@
 ``python keeper.py FOLDER COMMAND...`` in a session of its own, with a pipe as standard input that its starter never
 writes to: the pipe closes when the starter closes it, ends or is killed, by whatever signal. Then the command gets
 ``SIGTERM``, after ``GRACE_S`` the whole process group, the keeper with it, ``SIGKILL``; and FOLDER, the starter's
-private one, is removed.
+private one, is removed. The starter's own child may be killed with it: the keeper is a child of that one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ def main() -> None:
     """Keep the command of ``sys.argv[2:]``. Ends by ``SIGKILL``, so that nothing of its process group outlives it."""
     if os.getpgrp() != os.getpid():
         raise SystemExit("keeper: start me in a session of my own")
+    if os.fork():
+        os.wait()  # Ray kills the children of a worker that it ends, and not theirs: this process is there to be killed
+        return
     child = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL)
     gone = threading.Event()
     threading.Thread(target=_end_with_starter, args=(child, gone), daemon=True).start()
