@@ -4,10 +4,12 @@ import shutil
 from concurrent.futures import Future
 
 import pytest
+import torch
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
+from mmrl.placement.board import Board, Task
 from mmrl.placement.devices import all_of
 from mmrl.placement.plan import plan
 from tests.ray_runs import rows
@@ -133,6 +135,15 @@ def test_a_plan_counts_the_shards_of_all_devices_and_what_is_gathered_while_they
     assert kept[1] == -(-kept[0] // 4)
     at = {phase.name: phase.parts for phase in shards.phases}
     assert at["judge"]["weights gathered for the phase"] == whole.phases[0].parts["policy"]
+
+
+def test_a_device_takes_its_own_task_whatever_another_has_to_do():
+    board = Board(2)
+    for device in (0, 1):  # two slices of equal numbers
+        board.put(Task("train", "backward", (torch.ones(2),), device=device))
+    taken = board.take(1)
+    assert taken is not None
+    assert taken.device == 1
 
 
 def test_a_device_that_fails_is_heard_while_another_waits_for_it():

@@ -25,7 +25,7 @@ Moves = Literal["never", "after", "worth"]
 ended (colocate), or when that saves more than it costs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
     """A call of ``mmrl.placement.work``: by any device of its role, or by ``device`` alone."""
 
