@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -133,6 +133,13 @@ def devices_of(out: Path) -> dict[str, Any]:
     }
 
 
+def equal_steps(one: Path, several: Path) -> int:
+    """How many steps from the first on have the same mean reward in both forms, within 1e-3 of it."""
+    means = [[row["reward/mean"] for row in read(out / "metrics.jsonl")] for out in (one, several)]
+    same = takewhile(lambda pair: math.isclose(*pair, rel_tol=1e-3), zip(*means, strict=True))
+    return sum(1 for _ in same)
+
+
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +196,7 @@ def figures(recipe: str, seeds: Sequence[int], folder: Path) -> dict[str, Any]:
         "compared": compare(**curves[job.measure]),
         "judge": job.judge,
         "judge_compared": compare(**curves[job.judge]),
+        "equal_steps": [equal_steps(*pair) for pair in zip(*outs.values(), strict=True)],
         "devices": [devices_of(out) for out in outs["several"]],
         "cpu_seconds": {
             form: [read(o / "metrics.jsonl")[-1]["perf/cpu_seconds"] for o in of] for form, of in outs.items()
@@ -224,6 +232,7 @@ def table(recipe: str, found: Mapping[str, Any]) -> str:
         "",
         f"- largest mean difference {largest['difference']:+.3f} +- {largest['error']:.3f} (step {largest['step']}), "
         f"the seeds' spread {compared['spread']:.3f}: {says}",
+        f"- training begins with so many steps of the same mean reward, within 1e-3 of it: {found['equal_steps']}",
         "- rise: " + "; ".join(f"{form} {rise(of)}" for form, of in compared["rise"].items()),
         f"- the judge's own figure (`{found['judge']}`): one {own[0]}; several {own[1]}; largest mean difference "
         f"{judged['largest']['difference']:+.3f}, spread {judged['spread']:.3f}",

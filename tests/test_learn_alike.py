@@ -50,6 +50,14 @@ def test_runs_evaluated_at_other_steps_are_not_compared(alike):
         alike.compare([{0: 0.4, 5: 0.5}], [{0: 0.4, 6: 0.5}])
 
 
+def test_steps_count_as_equal_until_the_first_that_is_not(alike, tmp_path):
+    for name, rewards in (("one", [0.5, 0.6, 0.7, 0.8]), ("several", [0.5, 0.6001, 0.75, 0.8])):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"step": n, "reward/mean": value}) + "\n" for n, value in enumerate(rewards, 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+    assert alike.equal_steps(tmp_path / "one", tmp_path / "several") == 2
+
+
 @pytest.mark.slow
 def test_both_forms_of_a_short_run_are_trained_once_and_compared(alike, tmp_path, capsys):
     pytest.importorskip("ray")
@@ -62,6 +70,7 @@ def test_both_forms_of_a_short_run_are_trained_once_and_compared(alike, tmp_path
     assert one.keys() == {"0", "2"}
     assert several == pytest.approx(one, abs=1 / 32)  # after two updates a token may part, and with it an answer
     assert found["devices"][0]["judged"] == 4
+    assert found["equal_steps"] == [2]
     assert "sums-capo: held-out `number/correct`, 32 samples" in capsys.readouterr().out
 
     alike.main([*words, *small])
