@@ -10,8 +10,8 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.placement.board import Board, Task
-from mmrl.placement.devices import all_of
 from mmrl.placement.plan import plan
+from mmrl.placement.several import all_of
 from tests.ray_runs import rows
 from tests.test_devices import JUDGED, alike, placed, run
 

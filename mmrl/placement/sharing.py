@@ -20,7 +20,7 @@ SAMPLED = ("policy_gradient", "forward_process")
 
 def split_of(plan: Plan) -> Split:
     """The split that a run begins with."""
-    from mmrl.placement.devices import starting
+    from mmrl.placement.several import starting
 
     recipe = plan.recipe
     return starting(recipe.placement, recipe.devices_per_controller, any(one.trained_on for one in plan.asked)).split

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mmrl.config.loader import LoadedRecipe
     from mmrl.controller import Controller
-    from mmrl.placement.devices import Several
+    from mmrl.placement.several import Several
     from mmrl.runtime.pulse import Pulse, Stuck
     from mmrl.runtime.worker import Reception
     from mmrl.session import Outcome, Session
@@ -140,7 +140,7 @@ class Actor:
 
     def _devices(self, loaded: LoadedRecipe) -> Several | None:
         """The controller's devices once the further ones have called; None where it has no others."""
-        from mmrl.placement.devices import Several
+        from mmrl.placement.several import Several
         from mmrl.runtime.worker import There
 
         if self._reception is None:

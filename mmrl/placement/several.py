@@ -1,0 +1,354 @@
+"""Several devices of a controller: a thread for each takes tasks off the board, for this process or a worker's.
+
+Who computes a micro-batch or a slice changes nothing in it. Samples are drawn and judged by whoever is free, as the
+board says; the slices of an update are dealt out beforehand, by their size, so that sums are added in the same order
+each time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, as_completed, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from mmrl.balance import divide, greedy
+from mmrl.batch import without_weight
+from mmrl.placement import adaptive, work
+from mmrl.placement.board import Board, Moves, Task, as_rows
+from mmrl.placement.devices import Chunk, Drawn
+from mmrl.placement.work import Drawing
+from mmrl.report.clock import Clock
+from mmrl.rewards.calling import Answer
+from mmrl.rewards.contract import Context
+from mmrl.trajectory import Sample, Slot
+
+if TYPE_CHECKING:
+    from mmrl.batch import Piece, Run
+    from mmrl.config.schema import Placement
+    from mmrl.engines.policy import Version
+    from mmrl.runtime.worker import There
+
+_SHOWN = ("sample", "score", "prepare", "backward", "apply")
+"""What is work, and not bookkeeping."""
+
+
+class Several:
+    """Final class: the controller's own process and ``workers``, a thread for each that takes tasks off the board.
+
+    Of disaggregated devices the first train. The others are never waited for but for their samples: what they are to
+    know is put on the board.
+
+    ``starting_up()`` is entered while a device turns to another role, which has a deadline of its own.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[There],
+        settings: Placement,
+        starting_up: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._workers, self.settings, self._starting_up = workers, settings, starting_up
+        self._count = 1 + len(workers)
+        self._trainers = range(settings.training(self._count))
+        self._board = Board(self._count)
+        self.state = starting(settings, self._count)
+        self._lines: list[dict[str, Any]] = []
+        self._cpu = self._step_began = 0.0
+        self._cpu_of = [0.0] * self._count
+        self._version: Version | None = None
+
+    def open(self, run: Run) -> None:
+        """Begin to work, with ``run`` as it stands in this process; its rewards' models are asked on the devices."""
+        if run.rewards.on_device:
+            run.rewards.call_by(lambda label: _OnDevices(self._board, label))
+        if self.settings.apart:
+            self.state = starting(self.settings, self._count, bool(run.rewards.on_device))
+            self._board.apart(self.state.split)
+        for device in range(self._count):
+            Thread(target=self._work, args=(run, device), name=f"mmrl-device-{device}", daemon=True).start()
+
+    @contextmanager
+    def alone(self, run: Run, weights: str) -> Iterator[None]:
+        if self.settings.apart:  # who samples has weights of its own
+            yield
+            return
+        self.everywhere(run, "enter", weights)
+        try:
+            yield
+        except BaseException:
+            self._board.drop("rollout")  # it may be sampled inside alone
+            raise
+        finally:
+            self.everywhere(run, "leave")
+
+    def sample(
+        self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock, version: Version | None = None
+    ) -> Iterator[Drawn]:
+        asked = [(slots, ids, features_of(run, slots)) for slots, ids in chunks]
+        if self.settings.apart:
+            version = version or self.version(run, how.weights)
+        else:
+            self._begin(run, how.evaluate, len(asked))
+        numbers: dict[Future[Any], int] = {}
+        for n, (slots, ids, features) in enumerate(asked):
+            numbers[self._board.put(Task("rollout", "sample", (slots, ids, how), features, version=version))] = n
+        return self._drawn(numbers, clock)
+
+    def _begin(self, run: Run, evaluate: bool, to_come: int) -> None:
+        """Divide the devices for a generate phase."""
+        apart = self.state.split.judge and run.rewards.on_device and not evaluate
+        split = self.state.split if apart else adaptive.Split(self._count, 0)
+        moves: Moves = "never" if apart else "after"
+        if self.settings.type == "adaptive" and self.settings.inside and not evaluate:
+            moves = "worth"
+        self._board.begin(split, moves, to_come)
+        if apart:  # to wake while the others sample
+            self._put(range(split.rollout, self._count), "ready", ("judge",))
+
+    def _drawn(self, numbers: Mapping[Future[Any], int], clock: Clock) -> Iterator[Drawn]:
+        done = as_completed(numbers)
+        for _ in range(len(numbers)):
+            with clock("sample"):
+                answer = next(done)
+                drawn = answer.result()
+            yield numbers[answer], *drawn
+
+    def version(self, run: Run, name: str) -> Version:  # the same object until they change
+        if self._version is None or self._version.tag != (run.policy.updates, name):
+            self._version = run.policy.version(name)
+        return self._version
+
+    def in_step(self, run: Run, n: int) -> int:
+        return n  # micro-batches are not the devices' until they are dealt
+
+    def spread(self, run: Run, name: str, pieces: Iterable[Piece], *arguments: Any) -> list[Any]:
+        answers = []
+        for device, mine in enumerate(deal(list(pieces), run, len(self._trainers))):
+            if mine:
+                features = features_of(run, [slot for piece in mine for slot in piece.rows.slots])
+                answers.append(self._board.put(Task("train", name, (mine, *arguments), features, device)))
+        return all_of(answers)
+
+    def everywhere(self, run: Run, name: str, *arguments: Any) -> Any:
+        return all_of(self._put(self._trainers, name, arguments))[0]
+
+    def others(self, run: Run, name: str, *arguments: Any) -> None:
+        with self.beside(run, name, *arguments):
+            pass
+
+    @contextmanager
+    def beside(self, run: Run, name: str, *arguments: Any) -> Iterator[None]:
+        answers = self._put(self._trainers[1:], name, arguments)
+        yield
+        all_of(answers)
+
+    def begin_step(self) -> None:
+        self._board.new_step()
+        self._step_began = self._cpu
+        all_of(self._put(self._trainers, "gpu", ()))  # what the step before and evaluation came to
+
+    def end_step(self, run: Run, step: int) -> dict[str, float]:
+        board = self._board
+        self.others(run, "release")
+        for device in range(len(self._trainers), self._count):
+            board.put(Task("train", "release", (), device=device))
+        board.cut()
+        gpus = [share for share in all_of(self._put(self._trainers, "gpu", ())) if share is not None]
+        mine = {
+            "rollout_busy": board.seconds("rollout"),
+            "judge_busy": board.seconds("judge"),
+            "train_busy": board.seconds("train"),
+            "rollout_done": board.done_after("rollout"),
+            "judge_done": board.done_after("judge"),
+            "price": board.price,
+            "moves": board.moves,
+            "micro_batches": sum(event.role == "rollout" for event in board.events),
+            "wall": board.elapsed,
+            "cpu": self.cpu_seconds(run) - self._step_began,
+            "wake": board.seconds("wake"),
+            "gpu": sum(gpus),
+            "gpus": len(gpus),
+        }
+        found = run.controller.gather((mine, as_rows(board.events, step + 1, run.controller.rank)))
+        latest = ("rollout_done", "judge_done", "price", "wall")
+        numbers = {k: (max if k in latest else sum)(n[k] for n, _ in found) for k in mine}
+        self._lines = [line for _, lines in found for line in lines]
+        split = self.state.split
+        if self.settings.type == "adaptive" and run.rewards.on_device:
+            self._decide(step + 1, numbers, self._count * len(found))
+        wall = numbers["wall"]
+        busy = numbers["rollout_busy"] + numbers["judge_busy"] + numbers["train_busy"]
+        return {
+            "placement/rollout_devices": split.rollout,
+            "placement/judge_devices": split.judge,
+            "placement/rollout_busy": numbers["rollout_busy"],
+            "placement/judge_busy": numbers["judge_busy"],
+            "placement/wake": numbers["wake"],
+            "placement/moves": numbers["moves"],
+            "placement/idle": max(0.0, 1 - busy / (self._count * len(found) * wall)),
+            "placement/cpu": numbers["cpu"] / (self._count * len(found) * wall),
+            **({"placement/gpu": numbers["gpu"] / numbers["gpus"]} if numbers["gpus"] else {}),
+        }
+
+    def lines(self) -> list[dict[str, Any]]:
+        return self._lines
+
+    def cpu_seconds(self, run: Run) -> float:
+        for device in range(len(self._trainers), self._count):  # as last heard of: they may be at work
+            (heard,) = self._put([device], "cpu_seconds", ())
+            heard.add_done_callback(lambda answer, device=device: self._hear(device, answer))
+        answers = all_of(self._put(self._trainers, "cpu_seconds", ()))
+        for device, seconds in zip(self._trainers, answers, strict=True):
+            self._cpu_of[device] = seconds
+        self._cpu = sum(self._cpu_of)
+        return self._cpu
+
+    def _hear(self, device: int, answer: Future[Any]) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            self._cpu_of[device] = answer.result()
+
+    def kept(self) -> dict[str, Any]:
+        return asdict(self.state) if self.settings.type == "adaptive" else {}
+
+    def take_up(self, kept: dict[str, Any]) -> None:
+        if self.settings.type == "adaptive" and kept.get("devices") == self._count:
+            self.state = adaptive.State.read(kept)
+
+    def close(self) -> None:
+        self._board.close()
+        for worker in self._workers:
+            worker.close()
+
+    def _decide(self, step: int, numbers: Mapping[str, float], devices: int) -> None:
+        measured = adaptive.Measured(
+            numbers["rollout_busy"],
+            numbers["judge_busy"],
+            numbers["rollout_done"],
+            numbers["judge_done"],
+            devices,
+            numbers["price"],
+            int(numbers["micro_batches"]),
+        )
+        self.state, decision = adaptive.decide(self.state, measured)
+        self._lines.append(
+            {
+                "step": step,
+                "decision": decision.why,
+                "rollout": decision.split.rollout,
+                "judge": decision.split.judge,
+                "numbers": {k: round(v, 4) for k, v in decision.numbers.items()},
+            }
+        )
+
+    def _put(self, devices: Iterable[int], name: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
+        return [self._board.put(Task("train", name, arguments, device=d)) for d in devices]
+
+    def _work(self, run: Run, device: int) -> None:
+        """The thread of one device."""
+        import torch
+
+        if device == 0 and run.recipe.threads:
+            torch.set_num_threads(run.recipe.threads)  # of this thread
+        awake: set[str] = set()
+        version = None
+        while (task := self._board.take(device)) is not None:
+            shown = task.role if task.name in _SHOWN else None
+            role = task.arguments[0] if task.name == "ready" else shown
+            began = turned = time.perf_counter()
+            priced = False
+            if not task.answer.set_running_or_notify_cancel():
+                self._board.done(device, None, began, turned, turned)
+                continue
+            try:
+                needed = needs(run, role) if role else set()
+                if role and (needed != awake if self.settings.sleep else needed - awake):
+                    with self._starting_up():
+                        once = self._perform(run, device, Task(task.role, "turn", (role, self.settings.sleep)))
+                    awake = needed if self.settings.sleep else needed | awake
+                    priced = self.settings.sleep and not once and role != "train"
+                    turned = time.perf_counter() if self.settings.sleep or once else turned
+                if task.version is not None and task.version is not version:
+                    self._perform(run, device, Task(task.role, "become", (task.version,)))
+                    version, turned = task.version, time.perf_counter()
+                answer = self._perform(run, device, task)
+            except BaseException as error:
+                self._board.done(device, shown, began, turned, time.perf_counter(), priced)
+                task.answer.set_exception(error)
+            else:
+                self._board.done(device, shown, began, turned, time.perf_counter(), priced)
+                task.answer.set_result(answer)
+            del task
+
+    def _perform(self, run: Run, device: int, task: Task) -> Any:
+        if device == 0:
+            return work.perform(run, task.name, task.arguments)
+        return self._workers[device - 1].perform(run, task.name, task.arguments, task.features)
+
+
+class _OnDevices:
+    """Final class: the calls of a reward whose model is on the devices that judge."""
+
+    def __init__(self, board: Board, label: str) -> None:
+        self._board, self._label = board, label
+
+    def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
+        answer = self._board.put(Task("judge", "score", (self._label, list(samples), context.step)))
+        answer.add_done_callback(lambda done: context.sent.update(_sent(done)))
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+def _sent(answer: Future[Answer]) -> Counter[str]:
+    return Counter() if answer.cancelled() or answer.exception() else answer.result().sent
+
+
+def needs(run: Run, role: str) -> set[str]:
+    """What must be awake for ``role``, of what is not always: models that judge, an engine that samples."""
+    has = {"judge"} if role == "judge" else set()
+    return has | ({"rollout"} if role == "rollout" and run.recipe.rollout.engine != "transformers" else set())
+
+
+def starting(settings: Placement, devices: int, judged: bool = True) -> adaptive.State:
+    """The split that a run begins with; ``judged``: some reward computes on a device."""
+    state = adaptive.begin(devices, moves=settings.inside)
+    judges = settings.judging(devices) if judged else 0
+    left = devices - settings.training(devices) if settings.apart else devices
+    return replace(state, split=adaptive.Split(left - judges, judges))
+
+
+def features_of(run: Run, slots: Sequence[Slot]) -> dict[str, Any]:
+    """The features of the prompts of ``slots``, as the controller holds them."""
+    store = run.pipeline.features
+    keys = run.pipeline.encode(slots)
+    found = {key: store.get(key) for key in keys}
+    store.release(keys)
+    return found
+
+
+def deal(pieces: Sequence[Piece], run: Run, devices: int) -> list[list[Piece]]:
+    """The pieces of each device: the largest first, each to who has least, in their old order on each.
+
+    Where weights lie in shards each gets as many as any device of any controller, some of them without weight: all go
+    through them together.
+    """
+    loads = [sum(run.pipeline.lengths(piece.rows)) for piece in pieces]
+    if not (pieces and run.policy.weights.in_shards):
+        return [[pieces[n] for n in mine] for mine in greedy(loads, devices)]
+    dealt = [[pieces[n] for n in mine] for mine in divide(loads, devices)]
+    most = max(run.controller.gather(max(map(len, dealt))))
+    return [mine + [without_weight((mine or pieces)[-1])] * (most - len(mine)) for mine in dealt]
+
+
+def all_of(answers: Sequence[Future[Any]]) -> list[Any]:
+    """What all came to. Raises what the first to fail raised: the others may be waiting for it."""
+    done, _ = wait(answers, return_when=FIRST_EXCEPTION)
+    for answer in done:
+        answer.result()
+    return [answer.result() for answer in answers]
