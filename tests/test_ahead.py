@@ -41,7 +41,7 @@ class Lagging(Single):
     """Draws with the version it is given, in the process that trains."""
 
     def sample(self, run, chunks, how, clock, version=None):
-        now = run.policy.version("current")
+        now = run.policy.version(run.policy.active)
         run.policy.become(version or now)
         drawn = list(super().sample(run, chunks, how, clock))
         run.policy.become(now)
