@@ -216,6 +216,26 @@ def test_what_crosses_inside_a_controller(partial):
     assert "placement:" not in rendered(made)
 
 
+def test_devices_that_keep_their_role_are_drawn_with_what_they_do():
+    def opened(devices, more=""):
+        settings = f"placement={{type: disaggregated, staleness: 2{more}}}"
+        return load_recipe(["shapes-judge"], [*JUDGED, f"devices_per_controller={devices}", settings]).recipe
+
+    recipe, judge = opened(4, ", judges: 1"), Asked("judge", True, 8)
+    training, ahead = ("0 to 1", "wait for samples", "train"), "sample 2 steps ahead"
+    assert rows(counted(recipe, [judge])) == [training, ("2", ahead, ahead), ("3", "judge", "judge")]
+    assert rows(counted(opened(4), [])) == [training, ("2 to 3", ahead, ahead)]
+    objective = load_objective(recipe)
+    assert list(refusals(Plan(recipe, "cpu", None, asked=[judge]), objective)) == []
+    (none_left,) = refusals(Plan(opened(2), "cpu", None, asked=[judge]), objective)
+    assert "set devices_per_controller to 3 or more" in none_left
+    (idle_judge,) = refusals(Plan(recipe, "cpu", None, asked=[]), objective)
+    assert "placement.judges" in idle_judge
+    made = plan(load_recipe(["shapes-judge"], ["devices_per_controller=3", "placement=disaggregated"]))
+    gradients = made.roles[1].bytes  # as large as what is given to the one that samples
+    assert made.inside["weights"] == pytest.approx(gradients, rel=1e-4)
+
+
 # -- what is wrong, and who idles ------------------------------------------------------------------------------------
 
 

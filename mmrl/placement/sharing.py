@@ -175,10 +175,12 @@ def inside(plan: Plan, objective: Objective, pictures: int) -> dict[str, int]:
         return {}
     trajectories = m.trajectory * c.samples
     passes = 1 + bool(objective.prepares or c.optimizer_steps > 1)
+    given = split_of(plan).rollout if plan.recipe.placement.apart else 0
     found = {
         "features": m.features * c.prompts * others,
         "samples": (trajectories + pictures * c.samples) if c.micro_batches else 0,
         "pictures to judge": pictures * c.samples if c.micro_batches and any(a.trained_on for a in plan.asked) else 0,
+        "weights": m.adam // 2 * given,
         "slices": trajectories * passes * min(plan.recipe.placement.training(others + 1) - 1, c.entries),
     }
     return {kind: size for kind, size in found.items() if size}
