@@ -8,7 +8,8 @@ floats part in the last digits, and after some updates samples with them. Printe
 
 - the difference of the forms, mean over seeds and its standard error, beside the standard deviation over seeds,
 - whether the largest mean difference lies within the seeds' spread: the standard deviation over seeds, root mean square
-  over both forms and all evaluations past the first,
+  over both forms and all evaluations past the first; and beside it by how much two means of as many seeds of one form
+  differ by chance (1.96 standard errors), for the largest of several differences passes a standard deviation easily,
 - the rise over the run with its standard error, and what the judge itself says of the held-out samples.
 
 A command that was stopped goes on where it was, also with more seeds: what is finished under ``--out`` is not done
@@ -174,6 +175,7 @@ def compare(one: Sequence[Curve], several: Sequence[Curve]) -> dict[str, Any]:
     return {
         "evaluations": rows,
         "spread": spread,
+        "chance": 1.96 * spread * math.sqrt(2 / len(one)),
         "largest": {"step": largest["step"], "difference": largest["difference"], "error": largest["error"]},
         "within": None if math.isnan(spread) else abs(largest["difference"]) <= spread,
         "rise": {form: {"mean": mean(of), "error": error(of), "by_seed": of} for form, of in rises.items()},
@@ -231,7 +233,8 @@ def table(recipe: str, found: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"- largest mean difference {largest['difference']:+.3f} +- {largest['error']:.3f} (step {largest['step']}), "
-        f"the seeds' spread {compared['spread']:.3f}: {says}",
+        f"the seeds' spread {compared['spread']:.3f}: {says}; two means of {len(found['seeds'])} seeds of one form "
+        f"differ by up to {compared['chance']:.3f} by chance",
         f"- training begins with so many steps of the same mean reward, within 1e-3 of it: {found['equal_steps']}",
         "- rise: " + "; ".join(f"{form} {rise(of)}" for form, of in compared["rise"].items()),
         f"- the judge's own figure (`{found['judge']}`): one {own[0]}; several {own[1]}; largest mean difference "
@@ -255,14 +258,15 @@ def changes(splits: Sequence[Sequence[int]]) -> int:
 
 def summary(recipes: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [
-        "| recipe | held-out | rise, one device | rise, 2 x 2 | largest difference | seeds' spread | within it |",
-        "|---|---|---|---|---|---|---|",
+        "| recipe | held-out | rise, one device | rise, 2 x 2 | largest difference | spread | within | by chance |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for recipe, found in recipes.items():
         of = found["compared"]
         cells = [recipe, found["measure"], *(rise(of["rise"][form]) for form in FORMS)]
         cells += [f"{of['largest']['difference']:+.3f}", f"{of['spread']:.3f}"]
-        lines.append(f"| {' | '.join(cells)} | {({True: 'yes', False: 'no', None: ''})[of['within']]} |")
+        cells += [{True: "yes", False: "no", None: ""}[of["within"]], f"{of['chance']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

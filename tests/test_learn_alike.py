@@ -27,6 +27,7 @@ def test_the_difference_of_the_forms_stands_beside_the_spread_over_seeds(alike):
     found = alike.compare(one, near)
     spread = math.sqrt((0.1**2 / 2 + 0.2**2 / 2) / 2)  # of two evaluations, equal in both forms; the first has none
     assert found["spread"] == pytest.approx(spread)
+    assert found["chance"] == pytest.approx(1.96 * spread)  # of two means of two seeds
     assert found["largest"] == {"step": 10, "difference": pytest.approx(0.06), "error": pytest.approx(0.0, abs=1e-9)}
     assert found["within"] is True
     assert found["rise"]["one"] == {
