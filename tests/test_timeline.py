@@ -81,6 +81,8 @@ def test_the_steps_shown_are_the_first_both_sides_of_the_largest_change_and_the_
     ]
     metrics = [{"step": 1, "placement/rollout_devices": 7.0, "placement/judge_devices": 0.0}]
     assert timeline(tmp_path / "placement.jsonl", metrics).steps[0].about == "the first: all 7 in turn"
+    metrics[0]["sampling/stale_steps"] = 1.0
+    assert timeline(tmp_path / "placement.jsonl", metrics).steps[0].about == "the first"
     steady = timeline(written(tmp_path / "steady.jsonl", [row for n in range(1, 10) for row in step_of(n)]))
     assert [s.step for s in steady.steps] == [1, 5, 9]
     assert steady.decisions == []

@@ -18,7 +18,12 @@ from markupsafe import Markup
 
 from mmrl.report.charts import short, ticks
 
-ROLES = {"rollout": ("sampling", 0), "judge": ("judging", 1), "train": ("training", 2), "wake": ("changing roles", 6)}
+ROLES = {
+    "rollout": ("sampling", 0),
+    "judge": ("judging", 1),
+    "train": ("training", 2),
+    "wake": ("changing roles or weights", 6),
+}
 """By the role in the file: its name in the report and its colour."""
 OTHER = 7
 """The colour of any other role."""
@@ -202,7 +207,9 @@ def _splits(index: _Index, metrics: Iterable[Mapping[str, Any]]) -> dict[int, Sp
         if (split := _split(row.get("rollout"), row.get("judge"))) is not None:
             known[step + 1] = split
     for row in metrics:
-        if (split := _split(row.get("placement/rollout_devices"), row.get("placement/judge_devices"))) is not None:
+        split = _split(row.get("placement/rollout_devices"), row.get("placement/judge_devices"))
+        apart = "sampling/stale_steps" in row  # others train meanwhile, so that none do both in turn
+        if split is not None and (split[1] or not apart):
             known[row["step"]] = split
     return known
 
