@@ -78,7 +78,7 @@ def test_two_devices_learn_as_one_process_which_goes_on_from_their_shards(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["sums", pytest.param("shapes-lora", marks=pytest.mark.long)])
 def test_two_controllers_of_two_devices_learn_as_one_process_and_others_go_on(recipe, tmp_path):
     whole, shards = tmp_path / "whole", tmp_path / "shards"
     one = sampled(recipe, whole, "train.steps=3")
@@ -113,7 +113,13 @@ def judged(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["{type: partial, sleep: true}", "adaptive", "colocate"])
+@pytest.mark.parametrize(
+    "placement",
+    [
+        "{type: partial, sleep: true}",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("adaptive", "colocate")),
+    ],
+)
 def test_every_placement_of_a_judge_learns_alike_in_shards(judged, tmp_path, placement):
     run("shapes-judge", tmp_path / "shards", *JUDGED, *TWO, "model.dtype=float32", f"placement={placement}")
     alike(judged, tmp_path / "shards")
