@@ -160,10 +160,11 @@ def disaggregated(trace: Trace, cluster: Cluster, train: int, judge: int, stalen
 
 
 def best_disaggregated(trace: Trace, cluster: Cluster, staleness: int = 1) -> Outcome | None:
-    """The fastest three slices; None where a controller has too few devices for three."""
+    """The fastest slices, none of them for judging where there is none; None where a controller has too few devices."""
+    judged = any(j for work in trace.steps for rounds in work.shares for batches in rounds for _, j in batches)
     tried = [
         disaggregated(trace, cluster, train, judge, staleness)
-        for judge in range(cluster.replica, cluster.devices - 1, cluster.replica)
+        for judge in (range(cluster.replica, cluster.devices - 1, cluster.replica) if judged else (0,))
         for train in range(1, cluster.devices - judge)
     ]
     return min(tried, key=lambda outcome: outcome.seconds, default=None)
@@ -215,5 +216,5 @@ def _pass(rounds: Rounds, rollout: _Lanes, judge: _Lanes, begins: float) -> floa
     """Send micro-batches through both slices; returns when the last is judged."""
     for batches in rounds:
         sampled = sorted((rollout.take(begins, r), j) for r, j in batches)
-        begins = max([begins, *(judge.take(ready, j) for ready, j in sampled)])
+        begins = max([begins, *(judge.take(ready, j) if j else ready for ready, j in sampled)])
     return begins
