@@ -4,8 +4,8 @@
 
 One controller with two devices trains ``sums`` and ``shapes-lora`` through ``mmrl train``: with ``colocate`` both
 sample and then both train, with ``disaggregated`` one trains while the other samples. Whole runs take turns, since
-samples of one step are drawn in another; the first steps of each, in which the pipeline fills, are left out. Rewards are
-rules, so that two devices are enough: more than there are cores would take time from one another.
+samples of one step are drawn in another; the first steps of each, in which the pipeline fills, are left out. Rewards
+are rules, so that two devices are enough: more than there are cores would take time from one another.
 
 The prediction is the simulator's, of the work that the ``colocate`` run before recorded.
 """
