@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 UNHURRIED = """
@@ -28,6 +29,16 @@ SMALL = [
     "eval.every=2",
     "eval.samples=8",
     "checkpoint.every=1",
+]
+JUDGED = [
+    "train.steps=3",
+    "train.prompts_per_step=5",
+    "train.group_size=4",
+    "train.micro_batch_size=4",
+    "eval.every=3",
+    "eval.samples=8",
+    "checkpoint.every=1",
+    "rewards.0.batch_size=4",
 ]
 
 
@@ -100,3 +111,23 @@ def lose_one(out, how, *overrides):
         assert "died" in said
     else:  # as it was measured; to end it takes a busy machine longer
         assert 10 <= int(re.findall(r"frozen: no sign of life for (\d+) s", said)[0]) <= 12
+
+
+def run(recipe, out, *overrides):
+    code, said = ended(train(recipe, out, *overrides))
+    assert code == 0, said
+    return said
+
+
+def placed(out):
+    return [json.loads(line) for line in (out / "placement.jsonl").read_text().splitlines()]
+
+
+def alike(a, b):
+    """Equal rewards, gradients and held-out figures, floats parting in the last digits after updates."""
+    assert len(rows(a)) == len(rows(b)) > 0
+    for mine, theirs in zip(rows(a), rows(b), strict=True):
+        for key in ("reward/mean", "optim/grad_norm", "policy/ratio_max_dev"):
+            assert mine.get(key, 0.0) == pytest.approx(theirs.get(key, 0.0), rel=1e-3, abs=1e-5), (mine["step"], key)
+    for mine, theirs in zip(rows(a, "heldout.jsonl"), rows(b, "heldout.jsonl"), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)

@@ -1,7 +1,6 @@
 """Several devices to a controller: the same learning wherever samples are drawn and judged, and real moves."""
 
 import itertools
-import json
 import signal
 import threading
 
@@ -15,43 +14,13 @@ from mmrl.judge.local import LocalModel
 from mmrl.placement.adaptive import Split
 from mmrl.placement.board import Board, Task
 from mmrl.placement.utilisation import Sampler, of_gpu
-from tests.ray_runs import ROOT, SMALL, ended, learned, lose_one, rows, start, train
+from tests.ray_runs import JUDGED, ROOT, SMALL, alike, ended, learned, lose_one, placed, rows, run, start
 
 allow_cpu_only()  # before transformers imports torchvision
 pytest.importorskip("ray")
 pytest.importorskip("torchvision")
 
-JUDGED = [
-    "train.steps=3",
-    "train.prompts_per_step=5",
-    "train.group_size=4",
-    "train.micro_batch_size=4",
-    "eval.every=3",
-    "eval.samples=8",
-    "checkpoint.every=1",
-    "rewards.0.batch_size=4",
-]
 VISION = ["train.steps=2", "train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4", *SMALL[4:]]
-
-
-def run(recipe, out, *overrides):
-    code, said = ended(train(recipe, out, *overrides))
-    assert code == 0, said
-    return said
-
-
-def placed(out):
-    return [json.loads(line) for line in (out / "placement.jsonl").read_text().splitlines()]
-
-
-def alike(a, b):
-    """Equal rewards, gradients and held-out figures, floats parting in the last digits after updates."""
-    assert len(rows(a)) == len(rows(b)) > 0
-    for mine, theirs in zip(rows(a), rows(b), strict=True):
-        for key in ("reward/mean", "optim/grad_norm", "policy/ratio_max_dev"):
-            assert mine.get(key, 0.0) == pytest.approx(theirs.get(key, 0.0), rel=1e-3, abs=1e-5), (mine["step"], key)
-    for mine, theirs in zip(rows(a, "heldout.jsonl"), rows(b, "heldout.jsonl"), strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 
 @pytest.fixture(scope="module")

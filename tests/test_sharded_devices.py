@@ -12,8 +12,7 @@ from mmrl.errors import UserError
 from mmrl.placement.board import Board, Task
 from mmrl.placement.plan import plan
 from mmrl.placement.several import all_of
-from tests.ray_runs import rows
-from tests.test_devices import JUDGED, alike, placed, run
+from tests.ray_runs import JUDGED, alike, placed, rows, run
 
 allow_cpu_only()  # before transformers imports torchvision
 pytest.importorskip("ray")
