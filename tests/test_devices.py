@@ -209,13 +209,14 @@ def test_engines_that_cannot_be_beside_several_devices_are_refused_once(rollout,
 
 def test_a_turn_has_a_price_where_the_next_will_take_as_long():
     board = Board(1)
-    board.done(0, "rollout", 0.0, 60.0, 61.0, False)  # an engine was started for good
+    begun = board._start
+    board.done(0, "rollout", begun, begun + 60, begun + 61, False)  # an engine was started for good
     assert board.price == 0.0
-    board.done(0, "rollout", 70.0, 72.0, 75.0)
-    assert board.price == 2.0
-    board.done(0, "train", 80.0, 85.0, 86.0, False)
-    assert board.price == 2.0
-    assert board.seconds("wake") == 67.0
+    board.done(0, "rollout", begun + 70, begun + 72, begun + 75)
+    assert board.price == pytest.approx(2.0)
+    board.done(0, "train", begun + 80, begun + 85, begun + 86, False)
+    assert board.price == pytest.approx(2.0)
+    assert board.seconds("wake") == pytest.approx(67.0)
 
 
 def test_how_busy_a_device_is_is_read_between_two_questions():

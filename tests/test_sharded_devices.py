@@ -129,7 +129,7 @@ def test_every_placement_of_a_judge_learns_alike_in_shards(judged, tmp_path, pla
     ("recipe", "overrides", "message"),
     [
         ("shapes-draft", [], "draft back-propagates"),
-        ("sums", ["rollout={engine: vllm_server}"], "devices_per_controller: an engine beside several devices"),
+        ("sums", ["rollout={engine: vllm_server}"], "train.backend: vllm_server takes whole weights"),
         ("sums-dpo", ["model.lora=null"], "set eval.every to null"),
     ],
 )
