@@ -195,6 +195,14 @@ def test_devices_draw_judge_and_train_at_once_and_learn_as_one_process(tmp_path)
         assert {line["role"] for line in work if line["device"] == device} == roles
     assert any(overlap(a, b) > 0.05 for a in work if a["role"] == "train" for b in work if b["role"] == "rollout")
 
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_run_that_drew_ahead_goes_on_with_another_number_of_controllers(tmp_path):
+    pytest.importorskip("ray")
+    placement, out = "placement={type: disaggregated, staleness: 1}", tmp_path / "whole"
+    code, said = ended(train("shapes-judge", out, *JUDGED, placement, "controllers=2"))
+    assert code == 0, said
     resumed = tmp_path / "resumed"
     code, said = ended(train("shapes-judge", resumed, *JUDGED, placement, "controllers=2", "train.steps=2"))
     assert code == 0, said

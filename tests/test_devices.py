@@ -88,7 +88,7 @@ def test_text_and_vision_with_a_judge_learn_as_one_device(tmp_path, recipe, judg
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", ["sums-dpo", "shapes-draft", *(pytest.param(name, marks=pytest.mark.long) for name in ("sums", "scenes"))]
+    "recipe", ["shapes-draft", *(pytest.param(name, marks=pytest.mark.long) for name in ("sums", "scenes", "sums-dpo"))]
 )
 def test_every_kind_of_recipe_trains_on_two_devices(tmp_path, recipe):
     small = {"sums-dpo": [w for w in VISION if "group_size" not in w]}.get(recipe, VISION)
@@ -99,7 +99,7 @@ def test_every_kind_of_recipe_trains_on_two_devices(tmp_path, recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_a_device_that_dies_or_freezes_is_found_and_nothing_is_lost(tmp_path, how):
     whole, out = tmp_path / "whole", tmp_path / "lost"
     assert ended(start(whole, "devices_per_controller=2"))[0] == 0
