@@ -216,8 +216,8 @@ IN_FILE = [
     (
         "pipeline that is not there",
         "diffusion/sd3",
-        "diffusion/sd4",
-        "recipe.yaml:2  pipeline: there is no pipeline 'diffusion/sd4'; did you mean 'diffusion/sd3'?  "
+        "diffusion/sd33",
+        "recipe.yaml:2  pipeline: there is no pipeline 'diffusion/sd33'; did you mean 'diffusion/sd3'?  "
         f"(there are {', '.join(entry.name for entry in entries('pipelines'))}; "
         "a file of your own is path/to/file.py:name)",
     ),

@@ -164,7 +164,7 @@ def test_draft_over_all_steps_is_full_back_propagation():
 
     def by_hand(detached):
         features = pipeline._batch_features([s.prompt.text for s in slots])
-        sigmas, timesteps = pipeline.adapter.schedule(3)
+        sigmas, timesteps, *_ = pipeline.adapter.schedule(3)
         x = noise(0, ids, "initial", pipeline.shape)
         for i in range(3):
             x = x.detach() if i in detached else x
@@ -190,7 +190,7 @@ def test_policy_gradient_matches_finite_differences():
 
     def objective():
         features = pipeline._batch_features(trajectory.features)
-        sigmas, timesteps = pipeline.adapter.schedule(4)
+        sigmas, timesteps, *_ = pipeline.adapter.schedule(4)
         v = pipeline.adapter.predict(policy.module, trajectory.states[:, 0], timesteps[1].expand(4), features)
         from mmrl.algorithms import sde
 
@@ -223,7 +223,7 @@ def test_window_stays_inside_and_moves():
 def test_groups_may_start_from_one_noise():
     pipeline, _ = make(same_initial_noise=True)
     _, ids = rows()
-    first = pipeline._initial(ids, 0)
+    first = pipeline._initial(ids, 0, pipeline.adapter.schedule(6))
     assert torch.equal(first[0], first[3])
     assert not torch.equal(first[0], first[4])
 

@@ -122,7 +122,7 @@ def test_the_stock_pipeline_draws_the_runs_held_out_pictures(root: Path, exporte
     run.pipeline.encode(slots)
     with run.policy.for_evaluation():
         ours = run.pipeline.images(run.pipeline.sample(slots, ids, [], SEED)).permute(0, 2, 3, 1)
-    noise = run.pipeline._initial(ids, SEED)  # type: ignore[attr-defined]
+    noise = run.pipeline._initial(ids, SEED, run.pipeline.adapter.schedule(4))  # type: ignore[attr-defined]
     assert difference(draw(fresh(exported.full), latents=noise), ours) < 1e-4
 
 
@@ -170,7 +170,7 @@ def test_writing_leaves_the_policy_as_it_was(root: Path, tmp_path: Path, name: s
 def test_merged_weights_take_the_models_dtype_and_are_rounded_once(root: Path, tmp_path: Path) -> None:
     run, _, _ = restored(root / "lora-run", "latest")
     pipe = run.pipeline.adapter.pipe  # type: ignore[attr-defined]
-    mmrl.load("pipelines", "diffusion/export:write_merged")(pipe, torch.bfloat16, tmp_path / "half")
+    mmrl.load("pipelines", "diffusion/export:write_merged")(run.pipeline.adapter, torch.bfloat16, tmp_path / "half")
     written = load_file(tmp_path / "half" / "transformer" / "diffusion_pytorch_model.safetensors")
     layer = pipe.transformer.transformer_blocks[0].attn.to_q
     exact = layer.base_layer.weight + 3 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight

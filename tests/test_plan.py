@@ -1,13 +1,11 @@
 """The plan against the run: what it says a step takes is what a step takes."""
 
-import gc
 import io
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -20,13 +18,12 @@ import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.batch import Batch, rows_of_update, slices
 from mmrl.config.loader import load_recipe, shipped_recipes
-from mmrl.loop import train_step
 from mmrl.placement.arithmetic import count
-from mmrl.placement.memory import LiveBytes, nbytes
+from mmrl.placement.memory import LiveBytes
 from mmrl.placement.plan import plan
-from mmrl.report.clock import Clock
-from mmrl.run import build, load_objective
+from mmrl.run import load_objective
 from mmrl.trajectory import SampleId, Trajectory
+from tests.planning import random_weights, resident, run_steps
 
 allow_cpu_only()
 
@@ -54,51 +51,6 @@ def rendered(made, short=False, width=100):
 
 
 # -- what a step takes -----------------------------------------------------------------------------------------------
-
-
-def run_steps(loaded, steps=1):
-    """Bytes of the weights and copies, and the highest bytes of everything else while ``steps`` real steps run."""
-    run = build(loaded.recipe, loaded.root)
-    adapter = run.pipeline.adapter
-    modules = [run.policy.module, adapter.vae, *adapter.text_encoders]
-    for module in modules:  # safetensors maps a file: bring all of it into memory, as an accelerator would
-        for tensor in [*module.parameters(), *module.buffers()]:
-            tensor.data = tensor.data.clone()
-    held = nbytes(t for m in modules for t in [*m.parameters(), *m.buffers()])
-    held += nbytes(t for copy in run.policy.copies.values() for t in copy.values())
-    gc.collect()
-    with LiveBytes() as live, PeakRss() as rss:
-        for step in range(steps):
-            train_step(run, step, Clock(torch.device("cpu")))
-    return {"held": held, "peak": live.peak, "features": run.pipeline.features.bytes, "rss": rss.peak}
-
-
-class PeakRss:
-    """The largest resident memory of this process inside the block, in bytes, looked at every 5 ms."""
-
-    def __enter__(self):
-        self.peak, self._done = 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self):
-        while not self._done.wait(0.005):
-            self.peak = max(self.peak, resident())
-
-
-def resident():
-    """Bytes of memory of the process's own: what is mapped from files (weights as they were read) is the system's."""
-    import psutil
-
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return psutil.Process().memory_info().rss
-    return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("RssAnon"))
 
 
 FULL = ["model.lora=null", "model.dtype=bfloat16", "model.gradient_checkpointing=true", "optim.ema_decay=0.9"]
@@ -457,36 +409,25 @@ def wide(tmp_path_factory):
     configs["text_encoder_3"] |= {"num_layers": 2, "num_decoder_layers": 2}
     recorded = folder / "cut.json"
     recorded.write_text(json.dumps({"components": configs}))
-    describe = mmrl.load("pipelines", "diffusion/describe")
-    empty, _ = describe.empty_pipeline("no/model", recorded, {"default": torch.bfloat16})
+    describe, sd3 = (mmrl.load("pipelines", f"diffusion/{name}") for name in ("describe", "sd3"))
+    empty, _ = describe.empty_pipeline(sd3.SD3Adapter, "no/model", recorded, {"default": torch.bfloat16})
     small = mmrl.load("pipelines", "diffusion/pretrain").build(["a red circle"])
     tokenizers = {name: getattr(small, name) for name in ("tokenizer", "tokenizer_2", "tokenizer_3")}
     for name in ("tokenizer", "tokenizer_2"):
         tokenizers[name].model_max_length = 77
-    parts = {name: _random(getattr(empty, name)) for name in ("transformer", "vae", "text_encoder", "text_encoder_2")}
+    parts = {
+        name: random_weights(getattr(empty, name)) for name in ("transformer", "vae", "text_encoder", "text_encoder_2")
+    }
     StableDiffusion3Pipeline(
         **parts,
         **tokenizers,
-        text_encoder_3=_random(empty.text_encoder_3),
+        text_encoder_3=random_weights(empty.text_encoder_3),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     ).save_pretrained(folder / "model")
     shutil.copy(RECIPES / "prompts-example.txt", folder)
     shutil.copy(RECIPES / "sd35-medium.yaml", folder)
     yield folder
     shutil.rmtree(folder)
-
-
-def _random(module):
-    """Real, small random weights in the place of those on the meta device."""
-    module.to_empty(device="cpu")
-    if hasattr(module, "tie_weights"):
-        module.tie_weights()  # T5's two names for its embedding
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.is_floating_point():
-                tensor.normal_(std=0.02)
-    return module
 
 
 @pytest.mark.slow

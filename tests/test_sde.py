@@ -29,16 +29,27 @@ def test_golden_numbers(kind, a, mean, std, log_prob):
     assert one_step(kind, a) == pytest.approx((mean, std, log_prob), abs=2e-6)
 
 
+def ddim(x, eps, kept, kept_next, eta, following):
+    """A step of ``a x0 + b eps`` (``kept`` is a^2) by way of flow coordinates: mean, std and log-prob."""
+    a, b, a2, b2 = (math.sqrt(v) for v in (kept, 1 - kept, kept_next, 1 - kept_next))
+    sigmas = torch.tensor([1.0, b / (a + b), b2 / (a2 + b2), 0.0], dtype=torch.float64)
+    c = sde.coefficients(sigmas, "ddim", eta, [1])
+    v = eps - (x - b * eps) / a
+    mean = sde.step_mean(x / (a + b), v, c, 1)
+    log_prob = sde.log_prob(following / (a2 + b2), mean, c, 1) - math.log(a2 + b2)
+    return (a2 + b2) * mean, (a2 + b2) * c.std[1].item(), log_prob
+
+
 def test_golden_ddim():
     x, eps, following = torch.ones(1, 1), torch.full((1, 1), 0.3), torch.full((1, 1), 0.9)
-    mean, log_prob, std = sde.ddim_step(x, eps, 0.5, 0.6, 1.0, following)
+    mean, std, log_prob = ddim(x, eps, 0.5, 0.6, 1.0, following)
     assert (std, mean.item(), log_prob.item()) == pytest.approx((0.365148, 1.017985, 0.036311), abs=2e-6)
 
 
 SIGMAS = torch.linspace(1, 0, 11, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
+@pytest.mark.parametrize("kind", ["flow", "dance", "cps", "ddim"])
 def test_replay_returns_the_same_log_prob_to_the_bit(kind):
     c = sde.coefficients(SIGMAS, kind, 0.7, range(9))
     torch.manual_seed(0)
@@ -64,15 +75,17 @@ def test_without_noise_it_is_the_schedulers_euler_step():
         x = stock
 
 
-def test_ddim_without_noise_is_the_schedulers_step():
+@pytest.mark.parametrize("eta", [1e-12, 0.5, 1.0])
+def test_ddim_is_the_schedulers_step(eta):
     scheduler = DDIMScheduler(clip_sample=False)
     scheduler.set_timesteps(10)
     torch.manual_seed(0)
-    x, eps = torch.randn(2, 4, 4, 4), torch.randn(2, 4, 4, 4)
+    x, eps, z = torch.randn(3, 2, 4, 4, 4).unbind()
     t = int(scheduler.timesteps[3])
-    alphas = scheduler.alphas_cumprod
-    mean = sde.ddim_step(x, eps, float(alphas[t]), float(alphas[t - 100]), 1e-12, x)[0]
-    assert torch.allclose(mean, scheduler.step(eps, t, x, eta=0.0).prev_sample, atol=1e-5)
+    kept, kept_next = float(scheduler.alphas_cumprod[t]), float(scheduler.alphas_cumprod[t - 100])
+    mean, std, _ = ddim(x, eps, kept, kept_next, eta, x)
+    stock = scheduler.step(eps, t, x, eta=eta, variance_noise=z).prev_sample
+    assert torch.allclose(mean + std * z, stock, atol=1e-5)
 
 
 def test_dance_is_the_flow_form_with_constant_d():

@@ -1,4 +1,4 @@
-"""One denoising step of a flow model as a Gaussian action: Flow-SDE, CPS and DanceGRPO's noise, and the plain ODE.
+"""One denoising step as a Gaussian action: Flow-SDE, CPS, DanceGRPO's and DDIM's noise, and the plain ODE.
 
 Notation: ``x_s = (1 - s) x0 + s eps``, the network predicts ``v = eps - x0``, a step goes from ``s`` to ``s' < s`` and
 ``dt = s' - s < 0``. Every kind is linear in ``x`` and ``v``, so its coefficients depend on the schedule alone and are
@@ -9,7 +9,13 @@ computed once in float64:
 - flow   d = a sqrt(s / (1 - s)), std = d sqrt(-dt)            (Flow-GRPO, arXiv 2505.05470, eq. 9)
 - dance  d = eta, the same drift                               (DanceGRPO, arXiv 2505.07818)
 - cps    std = s' sin(a pi / 2), total noise level stays s'    (arXiv 2509.05952)
+- ddim   std = eta n' sqrt((b'^2 / b^2) (1 - a^2 / a'^2)), total noise level stays s'   (DDIM, arXiv 2010.02502, eq. 16)
 - ode    std = 0
+
+DDIM's ``a``, ``b`` and ``n`` are those of a state of unit variance, ``a x0 + b eps`` with ``a^2 + b^2 = 1``, of which
+``x_s`` is the ``n``-th part: ``a = (1 - s) / n``, ``b = s / n``, ``n = sqrt((1 - s)^2 + s^2)``. With eta 1 it is the
+policy of DDPO (arXiv 2305.13301). Log-probs are of ``x_s``; DDPO's, of the other state, are less by ``-log n'``, which
+no ratio sees.
 
 Where ``s = 1`` the flow's ``1 - s`` takes the schedule's second sigma, as the paper's code does. Log-probs are the
 *mean* over the non-batch dimensions; CPS leaves out ``1 / (2 std^2)`` and the constants, as its authors do, so its
@@ -26,7 +32,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["flow", "cps", "dance"]
+Kind = Literal["flow", "cps", "dance", "ddim"]
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,8 @@ def coefficients(sigmas: Tensor, kind: Kind, noise_level: float, noisy: Sequence
     if outside:
         raise ValueError(f"steps {outside} of {len(s)} cannot carry noise: the last step ends at sigma 0")
     i = torch.tensor(sorted(noisy), dtype=torch.long)
-    if kind == "cps":
-        std[i] = s2[i] * math.sin(noise_level * math.pi / 2)
+    if kind in ("cps", "ddim"):
+        std[i] = (s2 * math.sin(noise_level * math.pi / 2) if kind == "cps" else noise_level * _ddim_std(s, s2))[i]
         kept = (s2[i] ** 2 - std[i] ** 2).clamp(min=0).sqrt()
         c_x[i] = (1 - s2[i]) + kept
         c_v[i] = kept * (1 - s[i]) - (1 - s2[i]) * s[i]
@@ -68,6 +74,13 @@ def coefficients(sigmas: Tensor, kind: Kind, noise_level: float, noisy: Sequence
         c_x[i] = 1 + d**2 / (2 * s[i]) * dt[i]
         c_v[i] = (1 + d**2 * (1 - s[i]) / (2 * s[i])) * dt[i]
     return Coefficients(kind, sigmas.float(), c_x.float(), c_v.float(), std.float(), dt.float())
+
+
+def _ddim_std(s: Tensor, s2: Tensor) -> Tensor:
+    """With eta 1, in flow coordinates."""
+    n, n2 = (((1 - t) ** 2 + t**2).sqrt() for t in (s, s2))
+    a, b, a2, b2 = (1 - s) / n, s / n, (1 - s2) / n2, s2 / n2
+    return n2 * (b2 / b * (1 - (a / a2) ** 2).clamp(min=0).sqrt())
 
 
 def step_mean(x: Tensor, v: Tensor, c: Coefficients, step: int) -> Tensor:
@@ -87,15 +100,3 @@ def log_prob(following: Tensor, mean: Tensor, c: Coefficients, step: int) -> Ten
 def squared_distance(a: Tensor, b: Tensor) -> Tensor:
     """Mean squared difference over the non-batch dimensions, ``[B]`` float32."""
     return (a.float() - b.float()).square().flatten(1).mean(1)
-
-
-def ddim_step(
-    x: Tensor, eps: Tensor, alpha: float, alpha_next: float, eta: float, following: Tensor
-) -> tuple[Tensor, Tensor, float]:
-    """DDPO's action for an epsilon model (arXiv 2305.13301): mean ``[B, ...]``, log-prob ``[B]`` and std of
-    ``following``; ``alpha`` and ``alpha_next`` are cumulative products."""
-    x0 = (x.float() - math.sqrt(1 - alpha) * eps.float()) / math.sqrt(alpha)
-    std = eta * math.sqrt((1 - alpha_next) / (1 - alpha) * (1 - alpha / alpha_next))
-    mean = math.sqrt(alpha_next) * x0 + math.sqrt(1 - alpha_next - std**2) * eps.float()
-    distance = squared_distance(following.detach(), mean)
-    return mean, -distance / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi), std

@@ -11,9 +11,9 @@ from mmrl.config.section import Fraction, NonNegative, Section
 
 
 class Sde(Section):
-    kind: Literal["flow", "cps", "dance"] = "flow"
+    kind: Literal["flow", "cps", "dance", "ddim"] = "flow"
     noise_level: PositiveFloat = 0.7
-    """``a`` of Flow-SDE and CPS, ``eta`` of DanceGRPO."""
+    """``a`` of Flow-SDE and CPS, ``eta`` of DanceGRPO and of DDIM (DDPO: 1)."""
 
 
 class Window(Section):

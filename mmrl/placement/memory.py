@@ -138,7 +138,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def fake(modules: Iterable[nn.Module]) -> None:
-    """Turn parameters and buffers on the meta device into fake ones that behave as on a CPU, in place.
+    """Turn parameters, buffers and other tensors on the meta device into fake ones that behave as on a CPU, in place.
 
     On a device that has kernels (a fake CPU) autocast and the choice of attention kernel work as in a real run.
     """
@@ -154,6 +154,9 @@ def fake(modules: Iterable[nn.Module]) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and not isinstance(buffer, FakeTensor):
                 module._buffers[name] = made.setdefault(id(buffer), FakeTensor(mode, buffer, device))
+        for name, table in list(vars(module).items()):  # of positions, say, which some keep outside their buffers
+            if isinstance(table, Tensor) and table.is_meta and not isinstance(table, FakeTensor):
+                setattr(module, name, FakeTensor(mode, table, device))
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 from its numbers alone: every component the real class, on the meta device, no weight read."""
+"""A family's pipeline from its numbers alone: every component the real class, on the meta device, no weight read."""
 
 from __future__ import annotations
 
@@ -14,74 +14,74 @@ import torch
 from mmrl.errors import UserError
 from mmrl.placement.hub import file_of, unreadable
 
-TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
-FILES = {name: f"{name}/config.json" for name in ("transformer", "vae", *TEXT_ENCODERS)} | {
-    "scheduler": "scheduler/scheduler_config.json"
-}
+from .adapter import Adapter
+
+Configs = dict[str, dict[str, Any]]
 
 
-def empty_pipeline(path: str, architecture: Path | None, dtypes: Mapping[str, torch.dtype]) -> tuple[Any, str]:
-    """A ``StableDiffusion3Pipeline`` without weights, and a sentence on where its sizes come from.
+def empty_pipeline(
+    family: type[Adapter], path: str, architecture: Path | None, dtypes: Mapping[str, torch.dtype]
+) -> tuple[Any, str]:
+    """The family's pipeline without weights, and a sentence on where its sizes come from.
 
     ``path`` is a directory or a hub name; where its configuration files cannot be read, the ``architecture`` file is.
     ``dtypes`` by component, with a ``default``. Raises ``UserError``.
     """
-    configs, source = _configurations(path, architecture)
+    configs, source = _configurations(family, path, architecture)
     try:
-        return _assemble(configs, dtypes), source
+        return _assemble(family, configs, dtypes), source
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"model.path: {source} does not describe a Stable Diffusion 3 ({type(error).__name__}: {error})\n"
-            "  Give a checkpoint of StableDiffusion3Pipeline, or another pipeline."
+            f"model.path: {source} does not describe a {family.family} ({type(error).__name__}: {error})\n"
+            f"  Give a checkpoint of {family.pipeline}, or another pipeline."
         ) from error
 
 
-def _assemble(configs: dict[str, dict[str, Any]], dtypes: Mapping[str, torch.dtype]) -> Any:
+def _assemble(family: type[Adapter], configs: Configs, dtypes: Mapping[str, torch.dtype]) -> Any:
     from accelerate import init_empty_weights
 
     diffusers: Any = import_module("diffusers")  # its lazy names, and a tokenizer's stand-in, mean nothing to a checker
-
-    def dtype(name: str) -> torch.dtype:
-        return dtypes.get(name, dtypes["default"])
-
+    made: dict[str, Any] = dict.fromkeys((*family.encoders, *family.unused))
     with init_empty_weights(include_buffers=True):
-        transformer = diffusers.SD3Transformer2DModel.from_config(configs["transformer"])
-        vae = diffusers.AutoencoderKL.from_config(configs["vae"])
-        encoders = {name: _text_encoder(configs[name]) for name in TEXT_ENCODERS if name in configs}
-    for name, encoder in encoders.items():
-        encoder.to(dtype(name))
-        if dtype(name) == torch.float16:  # what transformers keeps in float32 where half precision overflows
-            for part, parameter in encoder.named_parameters():
-                if any(f".{kept}." in part for kept in encoder._keep_in_fp32_modules or ()):
-                    parameter.data = parameter.data.float()
+        for name in configs.keys() - {"scheduler"}:
+            dtype = dtypes.get(name, dtypes["default"])
+            module = _module(configs[name], wanted=name in family.encoders)
+            made[name] = torch.nn.Module.to(module, dtype)  # diffusers' own ``to`` warns of half precision, wanted here
+            _keep_in_float32(module, dtype)
+    length = next(iter(_lengths(made[name] for name in family.encoders)), 512)
+    for name in family.encoders:
+        own = next(iter(_lengths([made[name]])), length)
+        made[tokenizer_of(name)] = TokenShapes(own)
     scheduler = configs["scheduler"]
-    lengths = {name: e.config.max_position_embeddings for name, e in encoders.items() if name != "text_encoder_3"}
-    return diffusers.StableDiffusion3Pipeline(
-        transformer=_cast(transformer, dtype("transformer")),
-        vae=_cast(vae, dtype("vae")),
-        scheduler=getattr(diffusers, scheduler["_class_name"]).from_config(scheduler),
-        text_encoder=encoders["text_encoder"],
-        text_encoder_2=encoders["text_encoder_2"],
-        text_encoder_3=encoders.get("text_encoder_3"),
-        tokenizer=TokenShapes(lengths["text_encoder"]),
-        tokenizer_2=TokenShapes(lengths["text_encoder_2"]),
-        tokenizer_3=TokenShapes(lengths["text_encoder"]),
-    )
+    made["scheduler"] = getattr(diffusers, scheduler["_class_name"]).from_config(scheduler)
+    return getattr(diffusers, family.pipeline)(**made, **family.options)
 
 
-def _cast(module: Any, dtype: torch.dtype) -> Any:
-    return torch.nn.Module.to(module, dtype)  # diffusers' own ``to`` warns of half precision, which is wanted here
+def tokenizer_of(encoder: str) -> str:
+    """The component that makes the tokens of a text encoder."""
+    return encoder.replace("text_encoder", "tokenizer")
 
 
-def _text_encoder(config: dict[str, Any]) -> Any:
-    import transformers
+def _lengths(encoders: Any) -> list[int]:
+    found = [getattr(e.config, "max_position_embeddings", None) for e in encoders if e is not None]
+    return [n for n in found if n is not None]
 
-    config = {
-        k: v for k, v in config.items() if k not in ("architectures", "transformers_version", "dtype", "torch_dtype")
-    }
-    if config["model_type"] == "t5":
-        return transformers.T5EncoderModel(transformers.T5Config(**config))
-    return transformers.CLIPTextModelWithProjection(transformers.CLIPTextConfig(**config))
+
+def _keep_in_float32(module: Any, dtype: torch.dtype) -> None:
+    """What transformers keeps in float32 where half precision overflows."""
+    kept = getattr(module, "_keep_in_fp32_modules", None) or () if dtype == torch.float16 else ()
+    for part, parameter in module.named_parameters():
+        if any(f".{name}." in part for name in kept):
+            parameter.data = parameter.data.float()
+
+
+def _module(config: dict[str, Any], wanted: bool) -> Any:
+    """An encoder of text is of transformers, all else of diffusers."""
+    if not wanted:
+        return getattr(import_module("diffusers"), config["_class_name"]).from_config(config)
+    kind: Any = getattr(import_module("transformers"), config["architectures"][0])
+    left_out = ("architectures", "transformers_version", "dtype", "torch_dtype")
+    return kind(kind.config_class(**{k: v for k, v in config.items() if k not in left_out}))
 
 
 class TokenShapes:
@@ -90,21 +90,27 @@ class TokenShapes:
     def __init__(self, length: int) -> None:
         self.model_max_length = length
 
-    def __call__(self, text: list[str], padding: str, max_length: int | None = None, **_: Any) -> Any:
+    def __call__(self, text: str | list[str], padding: str, max_length: int | None = None, **_: Any) -> Any:
         length = 1 if padding == "longest" else max_length or self.model_max_length  # so that nothing is cut off
-        return SimpleNamespace(input_ids=torch.zeros(len(text), length, dtype=torch.long))
+        ids = torch.zeros(1 if isinstance(text, str) else len(text), length, dtype=torch.long)
+        return SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+    def tokenize(self, text: str) -> list[str]:
+        """Nothing of the text is a word of textual inversion."""
+        return []
 
 
-def _configurations(path: str, architecture: Path | None) -> tuple[dict[str, dict[str, Any]], str]:
+def _configurations(family: type[Adapter], path: str, architecture: Path | None) -> tuple[Configs, str]:
     """Configurations by component: the checkpoint's, else the recorded ones."""
     try:
-        return _of_checkpoint(path), f"the configuration files of {path}"
+        return _of_checkpoint(family, path), f"the configuration files of {path}"
     except (OSError, ValueError) as error:
         if architecture is None:
             raise unreadable(path, "model_index.json", "component configurations", error) from error
     try:
         components = json.loads(architecture.read_text(encoding="utf-8"))["components"]
-        lacking = [name for name in FILES if name != "text_encoder_3" and not isinstance(components.get(name), dict)]
+        needed = [name for name in _files(family) if name not in family.encoders[1:]]
+        lacking = [name for name in needed if not isinstance(components.get(name), dict)]
         if lacking:
             raise ValueError(f"no object under {', '.join(lacking)}")
         return components, f"the architecture recorded in {architecture.name}, because {path} cannot be read here"
@@ -116,11 +122,18 @@ def _configurations(path: str, architecture: Path | None) -> tuple[dict[str, dic
         ) from error
 
 
-def _of_checkpoint(path: str) -> dict[str, dict[str, Any]]:
+def _of_checkpoint(family: type[Adapter], path: str) -> Configs:
     """Raises ``OSError`` or ``ValueError`` where a configuration is not to be had."""
     index = _read(path, "model_index.json")
-    absent = {name for name in FILES if index.get(name, [None])[0] is None}
-    return {name: _read(path, file) for name, file in FILES.items() if name not in absent}
+    found = {name: index.get(name, [None, None])[1] for name in _files(family)}
+    configs = {name: _read(path, file) for name, file in _files(family).items() if found[name] is not None}
+    return {name: config | {"architectures": [found[name]]} for name, config in configs.items()}
+
+
+def _files(family: type[Adapter]) -> dict[str, str]:
+    """Where the configuration of each component lies in a checkpoint."""
+    modules = {name: f"{name}/config.json" for name in (family.trains, "vae", *family.encoders)}
+    return modules | {"scheduler": "scheduler/scheduler_config.json"}
 
 
 def _read(path: str, file: str) -> dict[str, Any]:

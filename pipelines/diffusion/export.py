@@ -19,19 +19,22 @@ from mmrl.engines.merging import merged_weights
 from mmrl.pipelines.protocol import Usage, What
 from mmrl.report.card import public
 
+from .adapter import Adapter
+from .describe import tokenizer_of
 
-def write_merged(pipe: Any, dtype: torch.dtype, out: Path) -> None:
-    """Write ``pipe`` as a diffusers directory in ``dtype``, with the adapters of its transformer merged in float32."""
+
+def write_merged(adapter: Adapter, dtype: torch.dtype, out: Path) -> None:
+    """Write the pipeline as a diffusers directory in ``dtype``, with what was trained merged in float32."""
     plain = {
-        name: _copy(module, merged_weights(module), dtype) if name in ("transformer", "vae") else module
-        for name, module in pipe.components.items()
+        name: _copy(module, merged_weights(module), dtype) if name in (adapter.trains, "vae") else module
+        for name, module in adapter.pipe.components.items()
     }
-    type(pipe)(**plain).save_pretrained(out)
+    type(adapter.pipe)(**plain, **adapter.options).save_pretrained(out)
     for path in out.rglob("*.json"):
         _forget_origin(path)
 
 
-def write_lora(pipe: Any, policy: Any, base: str, out: Path) -> None:
+def write_lora(adapter: Adapter, policy: Any, base: str, out: Path) -> None:
     """Write the adapter of ``policy`` (a ``PeftModel``) for ``PeftModel.from_pretrained`` and ``load_lora_weights``."""
     from peft.utils import get_peft_model_state_dict
 
@@ -42,26 +45,28 @@ def write_lora(pipe: Any, policy: Any, base: str, out: Path) -> None:
     (out / "README.md").unlink(missing_ok=True)  # peft's empty template
     state = get_peft_model_state_dict(policy, save_embedding_layers=False)
     layers = {key.removeprefix("base_model.model."): value.cpu() for key, value in state.items()}
-    type(pipe).save_lora_weights(
-        out, transformer_lora_layers=layers, transformer_lora_adapter_metadata=config.to_dict()
-    )
+    named = {"lora_layers": layers, "lora_adapter_metadata": config.to_dict()}
+    type(adapter.pipe).save_lora_weights(out, **{f"{adapter.trains}_{k}": v for k, v in named.items()})
 
 
-def usage(pipe: Any, recipe: Recipe, what: What, folder: str, prompt: str) -> Usage:
+def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str) -> Usage:
     """Code that draws ``prompt`` with what was written to ``folder``, as the recipe's evaluation draws it."""
-    kind, dtype, sampling = type(pipe).__name__, recipe.model.dtype, recipe.denoising
-    absent = [f"{n}=None" for n in ("text_encoder_3", "tokenizer_3") if pipe.components.get(n, "") is None]
-    options = ", ".join([f"torch_dtype=torch.{dtype}", *absent])
+    pipe, dtype, sampling = adapter.pipe, recipe.model.dtype, recipe.denoising
+    encoders = [*adapter.encoders, *map(tokenizer_of, adapter.encoders)]
+    absent = [f"{n}=None" for n in encoders if pipe.components.get(n, "") is None]
+    given = [f"{name}={value!r}" for name, value in adapter.options.items()]
+    options = ", ".join([f"torch_dtype=torch.{dtype}", *absent, *given])
     head = "import torch\nfrom diffusers import DiffusionPipeline\n"
+    size = {"num_inference_steps": recipe.eval.steps or sampling.steps, "height": sampling.height}
+    arguments = size | {"width": sampling.width} | adapter.call()
     draw = (
         'pipe.to("cuda" if torch.cuda.is_available() else "cpu")\n'
-        f"image = pipe(\n    {_quoted(prompt)},\n    num_inference_steps={recipe.eval.steps or sampling.steps},\n"
-        f"    guidance_scale={sampling.guidance_scale},\n    height={sampling.height},\n    width={sampling.width},\n"
-        f"    max_sequence_length={sampling.max_sequence_length},\n    generator=torch.Generator().manual_seed(0),\n"
-        ").images[0]\n"
+        f"image = pipe(\n    {_quoted(prompt)},\n"
+        + "".join(f"    {name}={value!r},\n" for name, value in arguments.items())
+        + "    generator=torch.Generator().manual_seed(0),\n).images[0]\n"
     )
     source = folder if what == "merged" else public(recipe.model.path)
-    start = f"pipe = DiffusionPipeline.from_pretrained({_quoted(source)}, {options})\n"
+    start = f"pipe = DiffusionPipeline.from_pretrained({_quoted(source)}, {options})\n{adapter.prepare}"
     if what == "merged":
         code = {"With diffusers": f"{head}\n{start}{draw}"}
     else:
@@ -69,9 +74,10 @@ def usage(pipe: Any, recipe: Recipe, what: What, folder: str, prompt: str) -> Us
             "With diffusers": f"{head}\n{start}pipe.load_lora_weights({_quoted(folder)})\n{draw}",
             "With peft": (
                 f"{head}from peft import PeftModel\n\n{start}"
-                f"pipe.transformer = PeftModel.from_pretrained(pipe.transformer, {_quoted(folder)})\n{draw}"
+                f"pipe.{adapter.trains} = PeftModel.from_pretrained(pipe.{adapter.trains}, {_quoted(folder)})\n{draw}"
             ),
         }
+    kind = type(pipe).__name__
     tags = [kind, "lora"] if what == "lora" else [kind]
     return Usage("diffusers", "text-to-image", tags, code)
 

@@ -1,4 +1,4 @@
-"""Flow-matching diffusion models: sampling, replay, re-noising and back-propagation, for any family's adapter.
+"""Diffusion models: sampling, replay, re-noising and back-propagation, for any family's adapter.
 
 States and step maths are float32 whatever the weights' dtype. Sampling and replay call the same ``_velocity`` with the
 same shapes, so that the first ratio is 1 to the last bit.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,42 +26,11 @@ from mmrl.samples import make_samples
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 
 from . import export
-
-
-class Adapter(Protocol):
-    """What differs between families of flow-matching models; one small file each."""
-
-    pipe: Any
-    """The loaded diffusers pipeline."""
-    transformer: nn.Module
-    text_encoders: list[nn.Module]
-    vae: nn.Module
-
-    def encode(self, text: str) -> dict[str, Tensor]:
-        """Features of one prompt, each without a batch dimension."""
-        ...
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]: ...
-
-    def schedule(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Sigmas ``[steps + 1]`` from 1 to 0 and the model's timesteps ``[steps]``."""
-        ...
-
-    def timestep(self, sigma: Tensor) -> Tensor:
-        """The model's timestep at any sigma, both ``[B]``."""
-        ...
-
-    def predict(self, transformer: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
-        """Velocity for latents ``[B, ...]`` under batched features."""
-        ...
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Pictures ``[B, 3, H, W]`` in [-1, 1]."""
-        ...
+from .adapter import Adapter, Schedule
 
 
 class FlowPipeline:
-    """Final class; see ``mmrl.pipelines.protocol.Pipeline``. ``policy`` is the transformer, with LoRA or not."""
+    """Final class; see ``mmrl.pipelines.protocol.Pipeline``. ``policy`` is what predicts, with LoRA or not."""
 
     makes: Literal["image"] = "image"
 
@@ -69,10 +38,12 @@ class FlowPipeline:
         self.adapter, self.policy, self.recipe, self.device = adapter, policy, recipe, device
         self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
         self.shape = adapter.latent_shape(recipe.denoising.height, recipe.denoising.width)
-        self.guided = recipe.denoising.guidance_scale > 1
+        self.guided = adapter.guided
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         self.steps = recipe.denoising.steps
+        ends_noisy = bool(adapter.schedule(self.steps).sigmas[-1] > 0)  # then the last step can carry noise too
+        self._noisy = self.steps if ends_noisy else self.steps - 1
         self.offloads = recipe.model.offload and device.type != "cpu"
 
     # -- conditioning ------------------------------------------------------------------------------------------------
@@ -81,7 +52,7 @@ class FlowPipeline:
         # One prompt at a time: text encoders are not bit-equal across batch shapes, and after a resume the missing
         # prompts are not the ones that were missing before.
         texts = [slot.prompt.text for slot in slots]
-        keys = list(dict.fromkeys([*texts, ""] if self.guided else texts))
+        keys = list(dict.fromkeys([*texts, self.adapter.negative] if self.guided else texts))
         self.features.hold(keys)  # before the first put, which drops what nobody holds
         missing = [k for k in keys if k not in self.features]
         if missing:
@@ -93,7 +64,7 @@ class FlowPipeline:
     def _batch_features(self, keys: Sequence[str]) -> dict[str, Tensor]:
         rows = [self.features.get(k) for k in keys]
         if self.guided:
-            rows = [self.features.get("")] * len(keys) + rows
+            rows = [self.features.get(self.adapter.negative)] * len(keys) + rows
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _velocity(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
@@ -103,8 +74,7 @@ class FlowPipeline:
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
             v = self.adapter.predict(self.policy, x, timestep, features).float()
         if self.guided:
-            unconditional, conditional = v.chunk(2)
-            v = unconditional + self.recipe.denoising.guidance_scale * (conditional - unconditional)
+            v = self.adapter.guide(*v.chunk(2))
         return v
 
     # -- sampling ----------------------------------------------------------------------------------------------------
@@ -112,8 +82,8 @@ class FlowPipeline:
     def noisy_steps(self, step: int) -> list[int]:
         window = self.recipe.denoising.window
         if window is None:
-            return list(range(self.steps - 1))
-        last = self.steps - 1 if window.last is None else window.last
+            return list(range(self._noisy))
+        last = self._noisy if window.last is None else window.last
         places = last - window.size - window.first + 1
         if window.strategy == "progressive":
             start = window.first + (step // window.every) % places
@@ -129,12 +99,12 @@ class FlowPipeline:
         steps = (self.recipe.eval.steps if evaluate else None) or self.steps
         keys = [slot.prompt.text for slot in slots]
         features = self._batch_features(keys)
-        sigmas, timesteps = self.adapter.schedule(steps)
-        c = self._coefficients(sigmas, actions)
-        x = self._initial(ids, seed)
+        schedule = self.adapter.schedule(steps)
+        c = self._coefficients(schedule, actions)
+        x = self._initial(ids, seed, schedule)
         states, log_probs = [], []
         for i in range(steps):
-            v = self._velocity(x, timesteps[i].to(self.device).expand(len(ids)), features)
+            v = self._velocity(x, self._timestep(schedule, i, len(ids)), features)
             mean = sde.step_mean(x, v, c, i)
             if i not in actions:
                 x = mean
@@ -149,7 +119,7 @@ class FlowPipeline:
         return Trajectory(
             slots=list(slots),
             ids=list(ids),
-            clean=x,
+            clean=schedule.end * x,
             features=keys,
             states=torch.stack(states, 1) if recorded else None,
             actions=torch.tensor(list(actions)) if recorded else None,
@@ -189,14 +159,17 @@ class FlowPipeline:
     def close(self) -> None:
         self.features.close()
 
-    def _initial(self, ids: Sequence[SampleId], seed: int) -> Tensor:
+    def _initial(self, ids: Sequence[SampleId], seed: int, schedule: Schedule) -> Tensor:
         if self.recipe.denoising.same_initial_noise:
             ids = [SampleId(i.step, i.slot, i.attempt, 0) for i in ids]
-        return noise(seed, ids, "initial", self.shape).to(self.device)
+        return schedule.start * noise(seed, ids, "initial", self.shape).to(self.device)
 
-    def _coefficients(self, sigmas: Tensor, actions: Sequence[int]) -> sde.Coefficients:
+    def _coefficients(self, schedule: Schedule, actions: Sequence[int]) -> sde.Coefficients:
         settings = self.recipe.denoising.sde
-        return sde.coefficients(sigmas, settings.kind, settings.noise_level, actions)
+        return sde.coefficients(schedule.sigmas, settings.kind, settings.noise_level, actions)
+
+    def _timestep(self, schedule: Schedule, step: int, rows: int) -> Tensor:
+        return schedule.timesteps[step].to(self.device).expand(rows)
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
@@ -204,7 +177,9 @@ class FlowPipeline:
         if kind == "pathwise":
             return 1
         window = self.recipe.denoising.window
-        return window.size if kind == "policy_gradient" and window else self.steps - 1
+        if kind == "policy_gradient":
+            return window.size if window else self._noisy
+        return self.steps - 1
 
     def actions(self, trajectory: Trajectory, kind: Kind) -> list[int]:
         return [self.entries(kind)] * len(trajectory)
@@ -215,7 +190,7 @@ class FlowPipeline:
     def recorded(self, trajectory: Trajectory, entry: int) -> dict[str, Tensor]:
         if trajectory.log_probs is None or trajectory.actions is None:
             return {}
-        c = self._coefficients(self.adapter.schedule(self.steps)[0], trajectory.actions.tolist())
+        c = self._coefficients(self.adapter.schedule(self.steps), trajectory.actions.tolist())
         step = trajectory.actions[entry : entry + 1]
         return {
             "log_probs": trajectory.log_probs[:, entry : entry + 1],
@@ -227,11 +202,11 @@ class FlowPipeline:
         assert trajectory.states is not None
         assert trajectory.actions is not None
         step = int(trajectory.actions[action])
-        sigmas, timesteps = self.adapter.schedule(self.steps)
-        c = self._coefficients(sigmas, trajectory.actions.tolist())
+        schedule = self.adapter.schedule(self.steps)
+        c = self._coefficients(schedule, trajectory.actions.tolist())
         features = self._batch_features(trajectory.features)
         x, following = trajectory.states[:, action], trajectory.states[:, action + 1]
-        timestep = timesteps[step].to(self.device).expand(len(x))
+        timestep = self._timestep(schedule, step, len(x))
         mean = sde.step_mean(x, self._velocity(x, timestep, features), c, step)
         out = {"log_probs": sde.log_prob(following, mean, c, step).unsqueeze(1)}
         if "reference_distance" in needs:
@@ -243,7 +218,7 @@ class FlowPipeline:
     def renoise(
         self, trajectory: Trajectory, level: int, seed: int, needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
-        sigmas = self.adapter.schedule(self.steps)[0][:-2]  # every rollout level but the last, as the authors train
+        sigmas = self.adapter.schedule(self.steps).sigmas[:-2]  # every rollout level but the last, as the authors train
         levels = [
             int(
                 torch.randperm(len(sigmas), generator=generator(seed, i.step, i.slot, i.attempt, i.sample, "levels"))[
@@ -269,11 +244,11 @@ class FlowPipeline:
 
     def generate(self, slots: Sequence[Slot], ids: Sequence[SampleId], last_steps: int, seed: int) -> Tensor:
         features = self._batch_features([slot.prompt.text for slot in slots])
-        sigmas, timesteps = self.adapter.schedule(self.steps)
-        c = self._coefficients(sigmas, [])
-        x = self._initial(ids, seed)
+        schedule = self.adapter.schedule(self.steps)
+        c = self._coefficients(schedule, [])
+        x = self._initial(ids, seed, schedule)
         for i in range(self.steps):
-            timestep = timesteps[i].to(self.device).expand(len(ids))
+            timestep = self._timestep(schedule, i, len(ids))
             if i < self.steps - last_steps:
                 with torch.no_grad():
                     x = sde.step_mean(x, self._velocity(x, timestep, features), c, i)
@@ -282,18 +257,18 @@ class FlowPipeline:
                 x = sde.step_mean(x, v, c, i)  # type: ignore[arg-type]
         if self.offloads:  # not only while it decodes: the backward comes after this returns
             self.adapter.vae.to(self.device)
-        return (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()
+        return (self.adapter.decode(schedule.end * x) / 2 + 0.5).clamp(0, 1).float()
 
     # -- export ------------------------------------------------------------------------------------------------------
 
     def write(self, out: Path, what: What) -> None:
         if what == "lora":
-            export.write_lora(self.adapter.pipe, self.policy, public(self.recipe.model.path), out)
+            export.write_lora(self.adapter, self.policy, public(self.recipe.model.path), out)
         else:
-            export.write_merged(self.adapter.pipe, getattr(torch, self.recipe.model.dtype), out)
+            export.write_merged(self.adapter, getattr(torch, self.recipe.model.dtype), out)
 
     def usage(self, folder: str, what: What, prompt: Prompt) -> Usage:
-        return export.usage(self.adapter.pipe, self.recipe, what, folder, prompt.text)
+        return export.usage(self.adapter, self.recipe, what, folder, prompt.text)
 
     @contextmanager
     def _awake(self, modules: list[nn.Module]) -> Iterator[None]:

@@ -1,0 +1,147 @@
+"""What differs between families of diffusion models: an adapter each, over a loaded diffusers pipeline.
+
+States are in flow coordinates for every family, ``x_s = (1 - s) x0 + s eps`` with the velocity ``eps - x0``. Families
+that predict the noise of ``a x0 + b eps`` with ``a^2 + b^2 = 1`` (``unet.py``) are in them after a division by
+``a + b``: samplers and objectives need no word about them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.sampling import Sampling
+from mmrl.errors import UserError
+
+
+class Schedule(NamedTuple):
+    """Denoising from ``start`` times Gaussian noise to what, times ``end``, is the clean latent."""
+
+    sigmas: Tensor
+    """``[steps + 1]``, falling."""
+    timesteps: Tensor
+    """``[steps]``, as the model takes them."""
+    start: float = 1.0
+    end: float = 1.0
+
+
+class Adapter(ABC):
+    """A family (abstract): how to encode, predict and decode, what takes LoRA, which sizes are allowed."""
+
+    family: ClassVar[str]
+    """The models' name, for messages."""
+    pipeline: ClassVar[str]
+    """The class of diffusers."""
+    trains: ClassVar[str] = "transformer"
+    """The component that predicts."""
+    encoders: ClassVar[tuple[str, ...]]
+    """Components that encode text; those a checkpoint lacks are left out."""
+    unused: ClassVar[tuple[str, ...]] = ()
+    """Components that are not loaded: a checker of contents, an encoder of pictures."""
+    options: ClassVar[dict[str, Any]] = {}
+    """Further arguments of the class of diffusers."""
+    prepare: ClassVar[str] = ""
+    """Python that makes a stock pipeline ``pipe`` sample as this adapter does, where its own settings are others."""
+    lora_targets: ClassVar[tuple[str, ...]]
+    negative: ClassVar[str] = ""
+    """The prompt that guidance moves away from."""
+
+    def __init__(self, pipe: Any, sampling: Sampling, device: torch.device) -> None:
+        self.pipe, self.sampling, self.device = pipe, sampling, device
+        found = [getattr(pipe, name, None) for name in self.encoders]
+        self.text_encoders: list[nn.Module] = [encoder for encoder in found if encoder is not None]
+        self.vae: nn.Module = pipe.vae
+        self._schedules: dict[int, Schedule] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """What predicts, without adapters."""
+        return getattr(self.pipe, self.trains)
+
+    @property
+    def guided(self) -> bool:
+        """Whether two predictions are combined, with the prompt and with ``negative``."""
+        return self.sampling.guidance_scale > 1
+
+    def guide(self, negative: Tensor, positive: Tensor) -> Tensor:
+        """One velocity of two, ``[B, ...]``."""
+        return negative + self.sampling.guidance_scale * (positive - negative)
+
+    @abstractmethod
+    def encode(self, text: str) -> dict[str, Tensor]:
+        """Features of one prompt, each without a batch dimension, and of the same shape for every prompt."""
+
+    @abstractmethod
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Of one sample. Raises ``UserError`` where the family cannot make that size."""
+
+    @abstractmethod
+    def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+        """Velocity for latents ``[B, ...]`` in flow coordinates, under batched features."""
+
+    @abstractmethod
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pictures ``[B, 3, H, W]`` in [-1, 1] of clean latents."""
+
+    @abstractmethod
+    def call(self) -> dict[str, Any]:
+        """Arguments of the stock pipeline's call, beside prompt, steps and size, that sample as this adapter does."""
+
+    def as_given(self, noise: Tensor) -> Tensor:
+        """Initial noise ``[B, ...]`` as the stock pipeline's call takes ``latents``."""
+        return noise
+
+    def schedule(self, steps: int) -> Schedule:
+        if steps not in self._schedules:
+            self._schedules[steps] = self._schedule(steps)
+        return self._schedules[steps]
+
+    def timestep(self, sigma: Tensor) -> Tensor:
+        """The model's timestep at any sigma, both ``[B]``."""
+        return sigma * self.pipe.scheduler.config.num_train_timesteps
+
+    def _schedule(self, steps: int) -> Schedule:
+        scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
+        scheduler.set_timesteps(steps, **self._spacing(steps))
+        return Schedule(scheduler.sigmas, scheduler.timesteps)
+
+    def _spacing(self, steps: int) -> dict[str, Any]:
+        """What the stock pipeline gives the scheduler beside the number of steps."""
+        return {}
+
+    def _fits(self, height: int, width: int, multiple: int) -> None:
+        """Raises ``UserError`` unless both are multiples."""
+        if height % multiple or width % multiple:
+            raise UserError(
+                f"sampling.height and sampling.width: {height} x {width} is no multiple of {multiple}, which this "
+                f"checkpoint's VAE and patches need; use {_near(height, multiple)} x {_near(width, multiple)}"
+            )
+
+
+def _near(size: int, multiple: int) -> int:
+    return max(multiple, round(size / multiple) * multiple)
+
+
+def shifted(scheduler: Any, steps: int, tokens: int) -> dict[str, Any]:
+    """The spacing of FLUX and of those after it: even sigmas, shifted by how many tokens a picture has."""
+    config = scheduler.config
+    base, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope = (high - low) / (most - base)
+    sigmas = torch.linspace(1.0, 1 / steps, steps, dtype=torch.float64).tolist()
+    return {"sigmas": sigmas, "mu": tokens * slope + low - slope * base}
+
+
+def packed(latents: Tensor) -> Tensor:
+    """``[B, C, H, W]`` as tokens of 2 x 2 pixels, ``[B, H / 2 * W / 2, 4 C]``, row by row."""
+    b, c, h, w = latents.shape
+    return latents.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, h // 2 * (w // 2), 4 * c)
+
+
+def unpacked(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Undo ``packed``; ``shape`` ``(C, H, W)`` of one sample."""
+    c, h, w = shape
+    return tokens.view(len(tokens), h // 2, w // 2, c, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), c, h, w)

@@ -1,0 +1,162 @@
+"""What a family's adapter owes the loop, as checks that anyone can run on theirs.
+
+    python -m mmrl.pipelines.diffusion.contract my-recipe.yaml
+
+The recipe names the adapter (``pipeline: my_family.py``), a small checkpoint and LoRA. Each check returns a sentence
+with the figure it found, or raises ``AssertionError`` with what is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mmrl
+from mmrl.config.loader import load_recipe
+from mmrl.config.schema import Recipe
+from mmrl.controller.randomness import noise
+from mmrl.engines.policy import Policy
+from mmrl.trajectory import Prompt, SampleId, Slot
+
+from .flow import FlowPipeline
+
+PROMPTS = ("a red circle", "two blue squares beside a green triangle")
+CLOSE = 1e-5
+
+
+class Case:
+    """A pipeline of a recipe on the CPU, its policy, and four samples of two prompts."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        family = mmrl.load("pipelines", recipe.pipeline)
+        self.pipeline: FlowPipeline = family.build(recipe, recipe.model.path, torch.device("cpu"))
+        self.policy = Policy(self.pipeline.policy, recipe.optim, total_updates=2)
+        self.slots = [Slot(0, i // 2, 0, Prompt(str(i // 2), PROMPTS[i // 2])) for i in range(4)]
+        self.ids = [SampleId(0, i // 2, 0, i % 2) for i in range(4)]
+        self.pipeline.encode(self.slots)
+
+    def drawn(self) -> Tensor:
+        """Pictures ``[4, 3, H, W]`` in [0, 1], without noise between steps, one at a time: so that matrices have the
+        shapes that the stock pipeline's have, whose last digits hang on them."""
+        rows = [self.pipeline.sample([s], [i], [], seed=5) for s, i in zip(self.slots, self.ids, strict=True)]
+        return torch.cat([self.pipeline.images(row) for row in rows])
+
+    def stock(self, pipe: Any) -> Tensor:
+        """The same pictures by the stock pipeline's own call."""
+        adapter, sampling = self.pipeline.adapter, self.recipe.denoising
+        pipe.set_progress_bar_config(disable=True)
+        rows = [
+            pipe(
+                slot.prompt.text,
+                num_inference_steps=sampling.steps,
+                height=sampling.height,
+                width=sampling.width,
+                latents=adapter.as_given(noise(5, [name], "initial", self.pipeline.shape)),
+                output_type="pt",
+                **adapter.call(),
+            ).images
+            for slot, name in zip(self.slots, self.ids, strict=True)
+        ]
+        return torch.cat(rows).float()
+
+    def push(self) -> None:
+        """Move every trainable weight, so that LoRA is not the identity."""
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for parameter in self.policy.trainable.values():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+def sampling_is_the_stock_pipelines(recipe: Recipe) -> str:
+    """Without noise, and with the same initial noise, the pictures are those of the stock call."""
+    case = Case(recipe)
+    ours, theirs = case.drawn(), case.stock(case.pipeline.adapter.pipe)
+    gap = (ours - theirs).abs().max().item()
+    assert gap < CLOSE, f"pixels differ from the stock pipeline's by {gap:.2g}"
+    assert ours.std() > 1e-3, "the pictures are of one colour: random weights that are all but 0 show nothing"
+    return f"pixels within {gap:.1g} of the stock pipeline's"
+
+
+def first_ratio_is_one(recipe: Recipe) -> str:
+    """Replaying a sampled step gives the log-prob that was recorded, to the bit."""
+    case = Case(recipe)
+    case.push()
+    trajectory = case.pipeline.sample(case.slots, case.ids, case.pipeline.noisy_steps(0), seed=0)
+    assert trajectory.log_probs is not None
+    for action in range(trajectory.log_probs.shape[1]):
+        new = case.pipeline.replay(trajectory, action, frozenset({"log_probs"}), case.policy.using)["log_probs"]
+        gap = (new.detach()[:, 0] - trajectory.log_probs[:, action]).abs().max().item()
+        assert gap == 0, f"log-probs of noisy step {action} differ between sampling and replay by {gap:.2g}"
+    return f"{trajectory.log_probs.shape[1]} noisy steps replayed to the bit"
+
+
+def two_steps_move_every_parameter(recipe: Recipe, but: Sequence[str] = ()) -> str:
+    """Two updates move all that trains; ``but`` are parts of names that the architecture never reads."""
+    case = Case(recipe)
+    before = {name: p.detach().clone() for name, p in case.policy.trainable.items()}
+    torch.manual_seed(0)
+    for seed in range(2):
+        trajectory = case.pipeline.sample(case.slots, case.ids, case.pipeline.noisy_steps(0)[:1], seed=seed)
+        new = case.pipeline.replay(trajectory, 0, frozenset({"log_probs"}), case.policy.using)
+        case.policy.backward((new["log_probs"] * torch.randn(4, 1)).sum())
+        case.policy.apply()
+    still = [name for name, p in case.policy.trainable.items() if torch.equal(p.detach(), before[name])]
+    unexpected = [name for name in still if not any(part in name for part in but)]
+    assert not unexpected, f"not moved by two updates: {', '.join(unexpected[:8])} ({len(unexpected)} in all)"
+    unused = [part for part in but if not any(part in name for name in still)]
+    assert not unused, f"said to be never read, but moved: {', '.join(unused)}"
+    return f"{len(before) - len(still)} of {len(before)} tensors moved"
+
+
+def exported_lora_draws_the_same(recipe: Recipe) -> str:
+    """A fresh stock pipeline with the exported LoRA draws what the policy draws, and not what the base draws."""
+    import diffusers
+
+    case = Case(recipe)
+    base = case.drawn()
+    case.push()
+    ours = case.drawn()
+    adapter = case.pipeline.adapter
+    with tempfile.TemporaryDirectory() as folder:
+        case.pipeline.write(Path(folder), "lora")
+        kind: Any = getattr(diffusers, adapter.pipeline)
+        pipe = kind.from_pretrained(recipe.model.path, dtype=torch.float32, **adapter.options)
+        pipe.scheduler = adapter.pipe.scheduler
+        pipe.load_lora_weights(folder)
+        theirs = case.stock(pipe)
+    gap, moved = (ours - theirs).abs().max().item(), (ours - base).abs().max().item()
+    assert moved > 100 * CLOSE, f"the LoRA changes pixels by no more than {moved:.2g}"
+    assert gap < CLOSE, f"pixels of the exported LoRA differ by {gap:.2g}"
+    return f"pixels within {gap:.1g} of the exported LoRA's, which moved them by {moved:.2g}"
+
+
+CHECKS: tuple[Callable[[Recipe], str], ...] = (
+    sampling_is_the_stock_pipelines,
+    first_ratio_is_one,
+    two_steps_move_every_parameter,
+    exported_lora_draws_the_same,
+)
+
+
+def main() -> int:
+    """Run every check on the recipe that is named; returns how many failed."""
+    recipe = Recipe.model_validate(load_recipe(sys.argv[1:2], sys.argv[2:]).resolved())
+    failed = 0
+    for check in CHECKS if recipe.model.lora else CHECKS[:-1]:
+        try:
+            print(f"ok      {check.__name__}: {check(recipe)}")
+        except AssertionError as error:
+            failed += 1
+            print(f"FAILED  {check.__name__}: {error}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""FLUX.1 (``FluxPipeline``): dev, whose guidance is an input of the model, and schnell, which takes none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.schema import Recipe
+from mmrl.placement.description import Description
+
+from . import loading
+from .adapter import Adapter, packed, shifted, unpacked
+from .flow import FlowPipeline
+
+
+class FluxAdapter(Adapter):
+    """Final class. ``sampling.guidance_scale`` is what the model is told, as in the stock pipeline's call; there is one
+    prediction a step."""
+
+    family = "FLUX.1"
+    pipeline = "FluxPipeline"
+    encoders = ("text_encoder", "text_encoder_2")
+    unused = ("image_encoder", "feature_extractor")
+    lora_targets = (  # Flow-GRPO's choice for FLUX.1
+        "attn.add_k_proj",
+        "attn.add_q_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "attn.to_k",
+        "attn.to_out.0",
+        "attn.to_q",
+        "attn.to_v",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    )
+
+    @property
+    def guided(self) -> bool:
+        return False
+
+    def encode(self, text: str) -> dict[str, Tensor]:
+        device, most = self.text_encoders[0].device, self.sampling.max_sequence_length
+        embeds, pooled, _ = self.pipe.encode_prompt(text, None, device=device, max_sequence_length=most)
+        return {"embeds": embeds[0].to(self.device), "pooled": pooled[0].to(self.device)}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        factor = self.pipe.vae_scale_factor
+        self._fits(height, width, 2 * factor)
+        return (self.pipe.transformer.config.in_channels // 4, height // factor, width // factor)
+
+    def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+        embeds, shape = features["embeds"], tuple(x.shape[1:])
+        rows, columns = torch.meshgrid(torch.arange(shape[1] // 2), torch.arange(shape[2] // 2), indexing="ij")
+        places = torch.stack([torch.zeros_like(rows), rows, columns], -1).flatten(0, 1)
+        told = self.pipe.transformer.config.guidance_embeds
+        v = model(
+            hidden_states=packed(x.to(embeds.dtype)),
+            timestep=timestep / 1000,
+            guidance=torch.full_like(timestep, self.sampling.guidance_scale) if told else None,
+            pooled_projections=features["pooled"],
+            encoder_hidden_states=embeds,
+            txt_ids=torch.zeros(embeds.shape[1], 3, dtype=embeds.dtype, device=embeds.device),
+            img_ids=places.to(embeds),
+            return_dict=False,
+        )[0]
+        return unpacked(v, shape)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        config = self.pipe.vae.config
+        return self.pipe.vae.decode(latents / config.scaling_factor + config.shift_factor, return_dict=False)[0]
+
+    def call(self) -> dict[str, Any]:
+        return {
+            "guidance_scale": self.sampling.guidance_scale,
+            "max_sequence_length": self.sampling.max_sequence_length,
+        }
+
+    def as_given(self, noise: Tensor) -> Tensor:
+        return packed(noise)
+
+    def _spacing(self, steps: int) -> dict[str, Any]:
+        _, height, width = self.latent_shape(self.sampling.height, self.sampling.width)
+        return shifted(self.pipe.scheduler, steps, height // 2 * (width // 2))
+
+
+def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
+    """See ``loading.build``."""
+    return loading.build(FluxAdapter, recipe, path, device)
+
+
+def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
+    """See ``loading.describe``."""
+    return loading.describe(FluxAdapter, recipe, path, architecture)

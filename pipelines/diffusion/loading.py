@@ -1,0 +1,114 @@
+"""From a checkpoint to the pipeline that trains, for every family: load it, put it on a device, open what trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from mmrl.config.schema import Recipe
+from mmrl.errors import UserError
+from mmrl.placement.description import Component, Description, Phase
+
+from .adapter import Adapter
+from .describe import empty_pipeline, tokenizer_of
+from .flow import FlowPipeline
+
+
+def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
+    """Load the checkpoint at ``path`` and put what trains on ``device``.
+
+    Frozen weights take ``model.dtype``; the VAE stays float32, for a half-precision VAE clips bright pictures. Raises
+    ``UserError`` where the directory holds no model of the family or the picture size does not fit it.
+    """
+    pipe = _load(family, recipe, path)
+    pipeline = _assemble(family, pipe, recipe, device)
+    pipeline.policy.to(device)
+    if not recipe.model.offload or device.type == "cpu":
+        for module in (*pipeline.adapter.text_encoders, pipe.vae):
+            module.to(device)
+    return pipeline
+
+
+def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Path | None) -> Description:
+    """The pipeline that ``build`` would make, on the meta device: from the checkpoint's configuration files, or from
+    the ``architecture`` file where they cannot be read. Raises ``UserError`` as ``build`` does."""
+    pipe, source = empty_pipeline(family, path, architecture, _dtypes(family, recipe))
+    pipeline = _assemble(family, pipe, recipe, torch.device("cpu"))
+    adapter = pipeline.adapter
+    encoders = [Component("text encoders", type(e).__name__, e, frozenset({"encode"})) for e in adapter.text_encoders]
+    return Description(
+        pipeline,
+        [
+            Component("policy", type(adapter.model).__name__, pipeline.policy, frozenset(get_args(Phase))),
+            *encoders,
+            Component("VAE", type(pipe.vae).__name__, pipe.vae, frozenset({"decode"})),
+        ],
+        source,
+    )
+
+
+def _assemble(family: type[Adapter], pipe: Any, recipe: Recipe, device: torch.device) -> FlowPipeline:
+    """From components, wherever they are, to the pipeline with what trains opened."""
+    adapter = family(pipe, recipe.denoising, device)
+    for module in (adapter.model, adapter.vae, *adapter.text_encoders):
+        module.requires_grad_(False).eval()  # a fresh T5 is in training mode, with dropout
+    adapter.latent_shape(recipe.denoising.height, recipe.denoising.width)
+    if recipe.model.gradient_checkpointing:
+        adapter.model.enable_gradient_checkpointing()  # type: ignore[operator]
+    return FlowPipeline(adapter, _trainable(adapter, recipe), recipe, device)
+
+
+def _dtypes(family: type[Adapter], recipe: Recipe) -> dict[str, torch.dtype]:
+    frozen = getattr(torch, recipe.model.dtype)
+    return {"default": frozen, "vae": torch.float32, family.trains: frozen if recipe.model.lora else torch.float32}
+
+
+def _load(family: type[Adapter], recipe: Recipe, path: str) -> Any:
+    import diffusers
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        library.disable_progress_bar()  # one for each of nine components
+    kind: Any = getattr(diffusers, family.pipeline)
+    try:
+        index = kind.load_config(path)
+        optional = [*family.encoders, *map(tokenizer_of, family.encoders)]
+        absent = [name for name in optional if index.get(name, [None])[0] is None]
+        lacking = dict.fromkeys([*family.unused, *absent])
+        return kind.from_pretrained(path, dtype=_dtypes(family, recipe), **family.options, **lacking)
+    except (OSError, ValueError, TypeError) as error:
+        where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
+        raise UserError(
+            f"model.path: {where} cannot be loaded as a {family.family} pipeline: {error}\n"
+            "  Give a directory with model_index.json as diffusers saves it, or a hub name while online."
+        ) from error
+
+
+def _trainable(adapter: Adapter, recipe: Recipe) -> nn.Module:
+    """Add LoRA, or open all weights; what trains is float32."""
+    lora = recipe.model.lora
+    if lora is None:
+        return adapter.model.requires_grad_(True)
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(recipe.seed)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        init_lora_weights="gaussian" if lora.init == "gaussian" else True,
+        target_modules=lora.targets or list(adapter.lora_targets),
+    )
+    try:
+        policy = get_peft_model(adapter.model, config)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise UserError(
+            f"model.lora.targets: {error}\n  Leave model.lora.targets out to take the pipeline's own list."
+        ) from error
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return policy

@@ -1,0 +1,107 @@
+"""Qwen-Image (``QwenImagePipeline``): guidance by two predictions, their length kept as that with the prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.schema import Recipe
+from mmrl.placement.description import Description
+
+from . import loading
+from .adapter import Adapter, packed, shifted, unpacked
+from .flow import FlowPipeline
+
+
+class QwenImageAdapter(Adapter):
+    """Final class. ``sampling.guidance_scale`` is the stock pipeline's ``true_cfg_scale``.
+
+    Departs from the stock pipeline: a prompt's features are padded to ``sampling.max_sequence_length`` and masked, so
+    that rows of any prompts, and the negative one's, make one batch.
+    """
+
+    family = "Qwen-Image"
+    pipeline = "QwenImagePipeline"
+    encoders = ("text_encoder",)
+    negative = " "
+    lora_targets = (
+        "add_k_proj",
+        "add_q_proj",
+        "add_v_proj",
+        "img_mlp.net.0.proj",
+        "img_mlp.net.2",
+        "to_add_out",
+        "to_k",
+        "to_out.0",
+        "to_q",
+        "to_v",
+        "txt_mlp.net.0.proj",
+        "txt_mlp.net.2",
+    )
+
+    def encode(self, text: str) -> dict[str, Tensor]:
+        encoder, most = self.text_encoders[0], self.sampling.max_sequence_length
+        begins = self.pipe.prompt_template_encode_start_idx  # what comes before is the template's
+        prompt = self.pipe.prompt_template_encode.format(text)
+        tokens = self.pipe.tokenizer(
+            [prompt], max_length=most + begins, padding="max_length", truncation=True, return_tensors="pt"
+        )
+        ids, mask = tokens.input_ids.to(encoder.device), tokens.attention_mask.to(encoder.device)
+        states = encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states[-1]
+        mask = mask[0, begins:]
+        embeds = states[0, begins:] * mask.unsqueeze(1).to(states.dtype)
+        return {"embeds": embeds.to(self.device), "mask": mask.to(self.device)}
+
+    def guide(self, negative: Tensor, positive: Tensor) -> Tensor:
+        combined = packed(super().guide(negative, positive))
+        length = packed(positive).norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
+        return unpacked(combined * length, tuple(positive.shape[1:]))
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        factor = self.pipe.vae_scale_factor
+        self._fits(height, width, 2 * factor)
+        return (self.pipe.transformer.config.in_channels // 4, height // factor, width // factor)
+
+    def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+        shape = tuple(x.shape[1:])
+        v = model(
+            hidden_states=packed(x.to(features["embeds"].dtype)),
+            timestep=timestep / 1000,
+            encoder_hidden_states=features["embeds"],
+            encoder_hidden_states_mask=features["mask"],
+            img_shapes=[[(1, shape[1] // 2, shape[2] // 2)]] * len(x),
+            return_dict=False,
+        )[0]
+        return unpacked(v, shape)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        config = self.pipe.vae.config
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1).to(latents) for v in (config.latents_mean, config.latents_std))
+        return self.pipe.vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0][:, :, 0]
+
+    def call(self) -> dict[str, Any]:
+        return {
+            "negative_prompt": self.negative,
+            "true_cfg_scale": self.sampling.guidance_scale,
+            "max_sequence_length": self.sampling.max_sequence_length,
+        }
+
+    def as_given(self, noise: Tensor) -> Tensor:
+        return packed(noise)
+
+    def _spacing(self, steps: int) -> dict[str, Any]:
+        _, height, width = self.latent_shape(self.sampling.height, self.sampling.width)
+        return shifted(self.pipe.scheduler, steps, height // 2 * (width // 2))
+
+
+def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
+    """See ``loading.build``."""
+    return loading.build(QwenImageAdapter, recipe, path, device)
+
+
+def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
+    """See ``loading.describe``."""
+    return loading.describe(QwenImageAdapter, recipe, path, architecture)

@@ -1,0 +1,43 @@
+"""Stable Diffusion 1 and 2 (``StableDiffusionPipeline``), sampled with DDIM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.config.schema import Recipe
+from mmrl.placement.description import Description
+
+from . import loading
+from .flow import FlowPipeline
+from .unet import UNetAdapter
+
+
+class SDAdapter(UNetAdapter):
+    """Final class."""
+
+    family = "Stable Diffusion 1 or 2"
+    pipeline = "StableDiffusionPipeline"
+    encoders = ("text_encoder",)
+    unused = ("safety_checker", "feature_extractor", "image_encoder")
+    options = {"requires_safety_checker": False}  # noqa: RUF012
+
+    def encode(self, text: str) -> dict[str, Tensor]:
+        embeds, _ = self.pipe.encode_prompt(text, self.text_encoders[0].device, 1, do_classifier_free_guidance=False)
+        return {"embeds": embeds[0].to(self.device)}
+
+    def call(self) -> dict[str, Any]:
+        return {"guidance_scale": self.sampling.guidance_scale}
+
+
+def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
+    """See ``loading.build``."""
+    return loading.build(SDAdapter, recipe, path, device)
+
+
+def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
+    """See ``loading.describe``."""
+    return loading.describe(SDAdapter, recipe, path, architecture)

@@ -1,0 +1,70 @@
+"""What a step takes, counted as it runs: shared by the tests that hold a plan against it."""
+
+import gc
+import threading
+from pathlib import Path
+
+import torch
+
+from mmrl.loop import train_step
+from mmrl.placement.memory import LiveBytes, nbytes
+from mmrl.report.clock import Clock
+from mmrl.run import build
+
+
+def run_steps(loaded, steps=1):
+    """Bytes of the weights and copies, and the highest bytes of everything else while ``steps`` real steps run."""
+    run = build(loaded.recipe, loaded.root)
+    adapter = run.pipeline.adapter
+    modules = [run.policy.module, adapter.vae, *adapter.text_encoders]
+    for module in modules:  # safetensors maps a file: bring all of it into memory, as an accelerator would
+        for tensor in [*module.parameters(), *module.buffers()]:
+            tensor.data = tensor.data.clone()
+    held = nbytes(t for m in modules for t in [*m.parameters(), *m.buffers()])
+    held += nbytes(t for copy in run.policy.copies.values() for t in copy.values())
+    gc.collect()
+    with LiveBytes() as live, PeakRss() as rss:
+        for step in range(steps):
+            train_step(run, step, Clock(torch.device("cpu")))
+    return {"held": held, "peak": live.peak, "features": run.pipeline.features.bytes, "rss": rss.peak}
+
+
+class PeakRss:
+    """The largest resident memory of this process inside the block, in bytes, looked at every 5 ms."""
+
+    def __enter__(self):
+        self.peak, self._done = 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self):
+        while not self._done.wait(0.005):
+            self.peak = max(self.peak, resident())
+
+
+def resident():
+    """Bytes of memory of the process's own: what is mapped from files (weights as they were read) is the system's."""
+    import psutil
+
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return psutil.Process().memory_info().rss
+    return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("RssAnon"))
+
+
+def random_weights(module):
+    """Real, small random weights in the place of those on the meta device."""
+    module.to_empty(device="cpu")
+    if hasattr(module, "tie_weights"):
+        module.tie_weights()  # T5's two names for its embedding
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point():
+                tensor.normal_(std=0.02)
+    return module

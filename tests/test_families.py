@@ -1,0 +1,160 @@
+"""Every family of diffusion models, each as a tiny pipeline of the real class: what its adapter owes the loop."""
+
+import shutil
+
+import pytest
+import torch
+
+import mmrl
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config import Recipe
+from mmrl.config.loader import load_recipe, shipped_recipes
+from mmrl.errors import UserError
+from mmrl.placement.plan import plan
+from tests.planning import run_steps
+from tests.tiny_diffusion import SHAPES, cut, save
+
+allow_cpu_only()  # before transformers imports torchvision
+
+from mmrl.pipelines.diffusion import contract  # noqa: E402
+
+FAMILIES = ["sd3", "sd", "sdxl", "flux", "qwen_image"]
+GUIDED = [*((f, 4.0) for f in FAMILIES), *((f, 1.0) for f in ("sd3", "sd", "sdxl", "qwen_image"))]
+UNREAD = {  # the last block drops its text stream, so nothing reads its text queries
+    "sd3": ["transformer_blocks.3.attn.add_q_proj"],
+    "qwen_image": [f"transformer_blocks.1.{part}" for part in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp")],
+}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("families")
+    return {"sd3": SHAPES} | {family: save(family, root / family) for family in FAMILIES if family != "sd3"}
+
+
+def recipe(family, folders, lora=True, **sampling):
+    length = {"sd3": 12, "qwen_image": 64}.get(family, 16)
+    settings = {"steps": 4, "height": 32, "width": 32, "max_sequence_length": length, **sampling}
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "pipeline": f"diffusion/{family}",
+            "model": {"path": str(folders[family]), "lora": {"rank": 4, "alpha": 8} if lora else None},
+            "data": {"name": "shapes"},
+            "sampling": settings,
+            "rewards": [{"name": "shapes"}],
+            "algorithm": {"type": "flow_grpo"},
+            "train": {"steps": 1, "prompts_per_step": 2, "group_size": 4, "micro_batch_size": 8},
+        }
+    )
+
+
+@pytest.mark.parametrize(("family", "guidance"), GUIDED)
+def test_without_noise_it_is_the_stock_pipeline(folders, family, guidance):
+    contract.sampling_is_the_stock_pipelines(recipe(family, folders, guidance_scale=guidance))
+
+
+@pytest.mark.parametrize(("family", "kind"), [*((f, "flow") for f in FAMILIES), ("sd", "ddim"), ("sdxl", "cps")])
+def test_the_first_ratio_is_one(folders, family, kind):
+    contract.first_ratio_is_one(recipe(family, folders, guidance_scale=3.0, sde={"kind": kind, "noise_level": 0.7}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_steps_move_every_parameter_of_the_adapter(folders, family):
+    contract.two_steps_move_every_parameter(recipe(family, folders), UNREAD.get(family, ()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exported_lora_draws_the_same(folders, family):
+    contract.exported_lora_draws_the_same(recipe(family, folders, guidance_scale=2.0))
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "multiple"), [("sd", 4), ("sdxl", 4), ("flux", 4), ("qwen_image", 8)])
+def test_a_size_that_does_not_fit_is_refused_with_one_that_does(folders, family, multiple):
+    with pytest.raises(UserError, match=f"34 x 32 is no multiple of {multiple}.*use 3[26] x 32"):
+        contract.Case(recipe(family, folders, height=34))
+
+
+def test_another_familys_checkpoint_is_refused(folders):
+    with pytest.raises(UserError, match=r"cannot be loaded as a FLUX.1 pipeline"):
+        contract.Case(recipe("flux", folders | {"flux": folders["sd"]}))
+
+
+def test_a_unet_that_predicts_something_else_is_refused(folders, tmp_path):
+    folder = tmp_path / "sd"
+    shutil.copytree(folders["sd"], folder)
+    config = folder / "scheduler" / "scheduler_config.json"
+    config.write_text(config.read_text().replace('"epsilon"', '"sample"'))
+    with pytest.raises(UserError, match="predicts 'sample'"):
+        contract.Case(recipe("sd", {"sd": folder}))
+
+
+def test_a_unet_that_predicts_velocity_is_the_stock_pipeline_too(folders, tmp_path):
+    folder = tmp_path / "sd"
+    shutil.copytree(folders["sd"], folder)
+    config = folder / "scheduler" / "scheduler_config.json"
+    config.write_text(config.read_text().replace('"epsilon"', '"v_prediction"'))
+    contract.sampling_is_the_stock_pipelines(recipe("sd", {"sd": folder}, guidance_scale=2.0))
+
+
+def test_a_broken_adapter_is_found(folders, monkeypatch):
+    flux = mmrl.load("pipelines", "diffusion/flux")
+    predict = flux.FluxAdapter.predict
+    monkeypatch.setattr(flux.FluxAdapter, "predict", lambda self, *a: 1.01 * predict(self, *a))
+    with pytest.raises(AssertionError, match="pixels differ from the stock pipeline's"):
+        contract.sampling_is_the_stock_pipelines(recipe("flux", folders))
+    monkeypatch.setattr(flux.FluxAdapter, "predict", lambda self, *a: predict(self, *a) + 1e-3 * torch.rand(()))
+    with pytest.raises(AssertionError, match="differ between sampling and replay"):
+        contract.first_ratio_is_one(recipe("flux", folders))
+
+
+# -- real sizes ------------------------------------------------------------------------------------------------------
+
+PUBLISHED = {  # parameters of what trains, of all that encodes text, and of the VAE
+    "sd15": (859_520_964, 123_060_480, 83_653_863),
+    "sdxl": (2_567_463_684, 123_060_480 + 694_659_840, 83_653_863),
+    "flux-dev": (11_901_408_320, 123_060_480 + 4_762_310_656, 83_819_683),
+    "qwen-image": (20_430_401_088, 8_292_166_656, 126_892_531),
+}
+WIDE = [
+    "device=cpu",
+    "threads=1",
+    "model.path=model",
+    "architecture=null",
+    "sampling={steps: 2, guidance_scale: 1, height: 128, width: 128, max_sequence_length: 64, batch_size: 4}",
+    "rewards=[{name: 'jpeg:incompressibility'}]",
+    "train={steps: 2, prompts_per_step: 2, group_size: 2, micro_batch_size: 4}",
+]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_real_checkpoints_have_their_published_size(name):
+    made = plan(load_recipe([name], ["train.micro_batch_size=1", "sampling.batch_size=1"]))
+    assert made.problems == []
+    sizes = {}
+    for role in made.roles:
+        sizes[role.name] = sizes.get(role.name, 0) + role.parameters
+    assert (sizes["policy, frozen"], sizes["text encoders"], sizes["VAE"]) == PUBLISHED[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["flux-dev", *(pytest.param(n, marks=pytest.mark.long) for n in PUBLISHED if n != "flux-dev")]
+)
+def test_a_real_step_at_true_width_takes_what_the_plan_says(name, tmp_path):
+    """Two layers of each kind, random weights: tensors counted as they live, within 20 percent."""
+    shipped = shipped_recipes()[name]
+    for file in (shipped, shipped.with_name("prompts-example.txt")):
+        shutil.copy(file, tmp_path)
+    cut(shipped.with_name(f"{name}.architecture.json"), load_recipe([name]).recipe.pipeline, tmp_path / "model")
+    loaded = load_recipe([tmp_path / shipped.name], WIDE)
+    made = plan(loaded)
+    assert made.problems == []
+    real = run_steps(loaded, steps=2)  # the optimizer's state is there from the second on
+    fixed = sum(made.peak.parts.get(p, 0) for p in ("policy", "text encoders", "VAE", "copies of the trained weights"))
+    print(f"plan {made.peak.total / 2**20:.0f} MiB in {made.peak.name}, weights {fixed / 2**20:.0f}; real: {real}")
+    assert fixed == pytest.approx(real["held"], rel=0.001)
+    assert made.peak.total - fixed == pytest.approx(real["peak"], rel=0.2)
