@@ -9,14 +9,22 @@ That the policy has moved since is corrected as the gap to an engine is: truncat
 the update over the policy that drew (``mmrl.algorithms.mismatch``; the decoupled objective of AReaL, arXiv 2505.24298,
 eq. 5). Of pictures the weights are of mean log-probs, as Flow-GRPO's ratios are.
 
-A checkpoint keeps the weights of the last ``staleness`` versions and no samples: a resumed run draws again what was
-under way, which is the same.
+With dynamic sampling a step's replacements (``mmrl.resampling``) are its samples like the first ones: drawn with the
+same weights, while earlier steps train. How many are tried together follows the fraction of groups that differed, as it
+was known when those weights were.
+
+A checkpoint keeps the weights of the last ``staleness`` versions, with that fraction, and no samples: a resumed run
+draws again what was under way, which is the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from threading import Thread
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,73 +32,116 @@ from torch import Tensor
 from mmrl.batch import Run
 from mmrl.engines.policy import Version
 from mmrl.report.clock import Clock
-from mmrl.rollout import Round, Sampling
-from mmrl.tally import Tally
+from mmrl.resampling import resample
+from mmrl.rollout import Round, Sampling, groups_of, sample_and_score
+from mmrl.tally import Sums, Tally
+
+Groups = list[tuple[int, int]]
+"""The (round, group) that stands in each slot."""
+Replaced = tuple[list[Round], Groups, Sums]
+"""The rounds of dynamic sampling, and what they add to the metrics."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A step whose ``first`` round is under way; ``drawn`` when its samples are, ``ended`` when no round is to come
+    (None without dynamic sampling)."""
+
+    first: Sampling
+    drawn: Future[None] = field(default_factory=Future)
+    ended: Future[Replaced | None] = field(default_factory=Future)
 
 
 class Ahead:
     """Final class: the rounds of this step and the next ones on this controller, and the versions they are drawn with.
 
-    A thread of each round gives samples to the rewards as they come, one round after the other.
+    A thread of each step gives samples to the rewards as they come and has groups replaced, one step after the other.
     """
 
     def __init__(self, staleness: int) -> None:
         self.staleness = staleness
         self._versions: dict[int, Version] = {}
-        self._rounds: dict[int, tuple[Sampling, Future[None]]] = {}
+        self._valid: dict[int, float] = {}
+        """``Attempts.valid`` when each version was new."""
+        self._begun: dict[int, Begun] = {}
 
-    def land(self, run: Run, step: int, clock: Clock, tally: Tally) -> Round:
-        """Begin what may be begun with the weights of now, and wait for the round of ``step``. Raises ``UserError``."""
+    def land(self, run: Run, step: int, clock: Clock, tally: Tally) -> tuple[list[Round], Groups]:
+        """Begin what may be begun with the weights of now, and wait for ``step``: its rounds, and which groups stand.
+
+        Raises ``UserError``.
+        """
         self._versions[step] = run.devices.version(run, run.objective.samples_with)
+        self._valid[step] = 1.0 if run.attempts is None else run.attempts.valid
         last = min(step + self.staleness, run.recipe.train.steps - 1)
         for n in range(step, last + 1):
-            if n not in self._rounds:
-                self._rounds[n] = self._begin(run, n, clock)
+            if n not in self._begun:
+                self._begun[n] = self._begin(run, n, clock)
         self._versions = {n: version for n, version in self._versions.items() if n + self.staleness > step}
-        sampling, collected = self._rounds.pop(step)
+        self._valid = {n: self._valid[n] for n in self._versions}
+        begun = self._begun.pop(step)
         with clock("sample"):
-            collected.result()
-        stale = torch.tensor(float(step - self._of(step)))
-        tally.gather({}, {"sampling/stale_steps": stale}, 1)
-        return sampling.finish(clock)
+            begun.drawn.result()
+        tally.gather({}, {"sampling/stale_steps": torch.tensor(float(step - self._of(step)))}, 1)
+        if run.attempts is None:
+            whole = begun.first.finish(clock)
+            return [whole], groups_of(whole)
+        with clock("reward"):  # replacements wait for what rewards say of the first
+            replaced = begun.ended.result()
+        assert replaced is not None
+        rounds, groups, counted = replaced
+        tally.merge([counted])
+        return rounds, groups
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """What a checkpoint keeps: the weights of every version as ``step.name``, and the updates each has seen."""
+    def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+        """What a checkpoint keeps: the weights of every version as ``step.name``, and what else is known of each."""
         tensors = {f"{n}.{name}": t for n, version in self._versions.items() for name, t in version.tensors.items()}
-        return tensors, {str(n): version.updates for n, version in self._versions.items()}
+        known = {str(n): {"updates": v.updates, "valid": self._valid[n]} for n, v in self._versions.items()}
+        return tensors, known
 
-    def load_state(self, run: Run, tensors: dict[str, Tensor], updates: dict[str, int]) -> None:
+    def load_state(self, run: Run, tensors: dict[str, Tensor], known: dict[str, dict[str, Any]]) -> None:
         """Restore ``state``; the next ``land`` draws again what was under way."""
-        self._rounds.clear()
+        self._begun.clear()
+        self._valid = {int(n): of["valid"] for n, of in known.items()}
         self._versions = {
             int(n): Version(
-                seen,
+                of["updates"],
                 run.objective.samples_with,
                 {name: tensors[f"{n}.{name}"] for name in run.policy.trainable},
             )
-            for n, seen in updates.items()
+            for n, of in known.items()
         }
 
     def _of(self, step: int) -> int:
         """The version that ``step`` is drawn with."""
         return max(0, step - self.staleness)
 
-    def _begin(self, run: Run, step: int, clock: Clock) -> tuple[Sampling, Future[None]]:
+    def _begin(self, run: Run, step: int, clock: Clock) -> Begun:
         slots = run.controller.slots(step, run.prompts, run.recipe.train.prompts_per_step)
-        version = self._versions[self._of(step)]
-        sampling = Sampling(run, slots, step, clock, Clock(torch.device("cpu")), version)
-        collected: Future[None] = Future()
-        before = [future for _, future in self._rounds.values()]
-        Thread(target=_collect, args=(sampling, before, collected), name=f"mmrl-ahead-{step}", daemon=True).start()
-        return sampling, collected
+        version, valid = self._versions[self._of(step)], self._valid[self._of(step)]
+        inside = Clock(torch.device("cpu"))
+        begun = Begun(Sampling(run, slots, step, clock, inside, version))
+
+        def replaced() -> Replaced | None:
+            if run.attempts is None:  # ``land`` finishes the round: its statistics may be of all controllers
+                return None
+            rounds, tally = [begun.first.finish(inside)], Tally()
+            again = partial(sample_and_score, run, step=step, clock=inside, version=version)
+            groups = resample(run, run.attempts.at(valid), rounds, again, tally)
+            return rounds, groups, tally.sums()
+
+        before = [earlier.ended for earlier in self._begun.values()]
+        Thread(target=_collect, args=(begun, before, replaced), name=f"mmrl-ahead-{step}", daemon=True).start()
+        return begun
 
 
-def _collect(sampling: Sampling, before: list[Future[None]], collected: Future[None]) -> None:
+def _collect(begun: Begun, before: list[Future[Replaced | None]], replaced: Callable[[], Replaced | None]) -> None:
     for earlier in before:
         earlier.exception()
     try:
-        sampling.collect()
+        begun.first.collect()
+        begun.drawn.set_result(None)
+        begun.ended.set_result(replaced())
     except BaseException as error:
-        collected.set_exception(error)
-    else:
-        collected.set_result(None)
+        for future in (begun.drawn, begun.ended):
+            if not future.done():
+                future.set_exception(error)

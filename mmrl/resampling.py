@@ -3,7 +3,8 @@
 The attempts of a slot have an order, the same whoever runs it: its prompt of the epoch, then the replacements 1, 2 and
 so on. The first whose rewards differ stands in the slot, or the last of ``max_attempts``. How many are tried together
 changes what is sampled for nothing, and never which group stands: so the outcome depends neither on the number of
-controllers nor on what earlier steps taught about the data. No controller asks another anything meanwhile.
+controllers nor on what earlier steps taught about the data. No controller asks another anything meanwhile, so that
+steps drawn ahead (``mmrl.ahead``) may do it in a thread of their own.
 
 The first round tries one attempt of every slot. One that is flat after ``n`` rounds is tried with
 ``2 ** (n - 1) / valid`` more, where ``valid`` is the fraction of groups that differed in the steps before: as many as
@@ -14,6 +15,7 @@ own price (``benchmarks/dynamic_sampling.py`` counts both).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +46,12 @@ class Attempts:
         """How many to try of a slot that is flat after ``rounds`` rounds and ``tried`` attempts."""
         wanted = 2 ** (rounds - 1) / max(self.valid, 1 / self.most)
         return min(self.most - tried, round(wanted))
+
+    def at(self, valid: float) -> Attempts:
+        """As they were when ``valid`` was the average; what is learned later does not reach them."""
+        then = copy(self)
+        then.valid = valid
+        return then
 
     def learn(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Take in the step's ``sampling/valid`` of all controllers; returns the average as a metric."""

@@ -31,15 +31,17 @@ MOST_REPLACED = 4
 def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) -> Batch:
     """Sample a group for every slot, score it, and turn rewards into advantages."""
     with run.devices.alone(run, run.objective.samples_with):
-        if run.flight is not None:
+        if run.ahead is not None:
+            rounds, groups = run.ahead.land(run, step, clock, tally)  # drawn while earlier steps trained
+        elif run.flight is not None:
             rounds = [run.flight.land(run, len(slots), step, clock, tally)]  # some begun in earlier steps
-        elif run.ahead is not None:
-            rounds = [run.ahead.land(run, step, clock, tally)]  # drawn while earlier steps trained
+            groups = groups_of(rounds[0])
         else:
             rounds = [sample_and_score(run, slots, step, clock)]
-        groups = groups_of(rounds[0])
-        if run.attempts is not None:
-            groups = resample(run, run.attempts, rounds, lambda more: sample_and_score(run, more, step, clock), tally)
+            groups = groups_of(rounds[0])
+            if run.attempts is not None:
+                again = partial(sample_and_score, run, step=step, clock=clock)
+                groups = resample(run, run.attempts, rounds, again, tally)
     first = replace(rounds[0].scores, total=rewards_of(run, rounds, groups_of(rounds[0])))
     tally.set(reward_metrics(first, run.controller.gather))
     batch, scored = assemble(run, rounds, groups)
@@ -66,9 +68,9 @@ class Round:
     scores: Scores
 
 
-def sample_and_score(run: Run, slots: list[Slot], step: int, clock: Clock) -> Round:
+def sample_and_score(run: Run, slots: list[Slot], step: int, clock: Clock, version: Version | None = None) -> Round:
     """A group of samples for every slot, in micro-batches, and what the rewards say of them."""
-    sampling = Sampling(run, slots, step, clock, clock)
+    sampling = Sampling(run, slots, step, clock, clock, version)
     sampling.collect()
     return sampling.finish(clock)
 

@@ -2,19 +2,23 @@
 once. The reference draws with the same versions in one process, one thing after another."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mmrl import checkpoint
 from mmrl._torchvision import allow_cpu_only
+from mmrl.ahead import Ahead
 from mmrl.config.loader import load_recipe
+from mmrl.engines.policy import Version
 from mmrl.loop import train_step
 from mmrl.placement.adaptive import Split
 from mmrl.placement.board import Board, Task
 from mmrl.placement.devices import Single
 from mmrl.report.clock import Clock
 from mmrl.report.rundir import RunDir
+from mmrl.resampling import Attempts
 from mmrl.run import build
 from mmrl.saving import Saver
 from mmrl.session import Session, Stop
@@ -24,6 +28,8 @@ allow_cpu_only()  # before transformers imports torchvision
 
 SMALL = ["train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4", "model.dtype=float32"]
 TEXT = ["sums", *SMALL, "optim.lr=0.01", "optim.warmup_steps=0"]
+# at a low temperature many groups are flat; each micro-batch is of one group
+REPLACED = [*TEXT, "algorithm={type: dapo, max_attempts: 4}", "sampling.temperature=0.3"]
 PICTURES = ["shapes-lora", *SMALL, "sampling.steps=4", "sampling.window={size: 2}", "optim.lr=0.01"]
 JUDGED = [
     "train.steps=4",
@@ -46,14 +52,38 @@ class Lagging(Single):
         drawn = list(super().sample(run, chunks, how, clock))
         run.policy.become(now)
         self.drawn = [trajectory for _, trajectory, _ in drawn]
+        self.ever.update((str(i), t.rows([n])) for t in self.drawn for n, i in enumerate(t.ids))
         return iter(drawn)
+
+    def __init__(self):
+        self.ever = {}
+
+
+class InTurn(Ahead):
+    """All rounds of a step, before anything else is done."""
+
+    def _begin(self, *given):
+        begun = super()._begin(*given)
+        begun.ended.exception()
+        return begun
+
+
+class OneByOne(Attempts):
+    """Nothing is tried ahead."""
+
+    def ahead(self, rounds, tried):
+        return min(1, self.most - tried)
+
+
+def in_turn(run):
+    return replace(run, ahead=InTurn(run.ahead.staleness))
 
 
 def opened(recipe, staleness=1, devices=None):
     name, *changes = recipe
     settings = f"placement={{type: disaggregated, staleness: {staleness}}}"
     loaded = load_recipe([name], [*changes, "devices_per_controller=2", settings])
-    return build(loaded.recipe, loaded.root, devices=devices or Lagging())
+    return in_turn(build(loaded.recipe, loaded.root, devices=devices or Lagging()))
 
 
 def steps(run, first, last):
@@ -106,28 +136,66 @@ def test_older_samples_are_weighed_by_how_likely_they_have_become(recipe):
     assert found[2]["mismatch/weight_mean"] != pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_a_resumed_run_draws_again_what_was_under_way(staleness, tmp_path):
-    whole = steps(opened(TEXT, staleness), 0, 6)
-    first = opened(TEXT, staleness)
+@pytest.mark.parametrize(("recipe", "staleness"), [(TEXT, 1), (TEXT, 2), (REPLACED, 2)])
+def test_a_resumed_run_draws_again_what_was_under_way(recipe, staleness, tmp_path):
+    whole = steps(opened(recipe, staleness), 0, 6)
+    first = opened(recipe, staleness)
     found = steps(first, 0, 3)
     saver = Saver(tmp_path, keep=1)
     saver.begin(checkpoint.of_run(first, 3))
     saver.finish()
-    second = opened(TEXT, staleness)
+    second = opened(recipe, staleness)
     checkpoint.restore(second, checkpoint.load(tmp_path, 3))
     found += steps(second, 3, 6)
     assert figures(found) == figures(whole)
-    without = opened(TEXT, staleness)
+    without = opened(recipe, staleness)
     checkpoint.restore(without, checkpoint.load(tmp_path, 3))
     without.ahead._versions = dict.fromkeys(range(4), without.policy.version("current"))  # had it kept no versions
     assert figures(steps(without, 3, 6)) != figures(whole)[3:]
 
 
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_replacements_are_drawn_with_the_weights_of_their_step(staleness):
+    devices = Lagging()
+    run = opened(REPLACED, staleness, devices)
+    versions = [run.policy.version("current")]
+    found = []
+    for n in range(4):
+        found += steps(run, n, n + 1)
+        versions.append(run.policy.version("current"))
+    assert all(row["sampling/rounds"] > 1 for row in found)
+    for step in range(4):
+        drawn = [rows for rows in devices.ever.values() if rows.ids[0].step == step]
+        assert {rows.ids[0].attempt > 0 for rows in drawn} == {False, True}
+        gaps = [[replayed(run, rows, version) for version in versions] for rows in drawn]
+        worst = [max(gap[n] for gap in gaps) for n in range(len(versions))]
+        of = max(0, step - staleness)
+        assert worst[of] < 1e-4
+        assert all(worst[n] > 1e-3 for n in range(len(versions)) if n != of)
+        again = [gap for rows, gap in zip(drawn, gaps, strict=True) if rows.ids[0].attempt]
+        assert all(max(gap[n] for gap in again) > 1e-3 for n in range(len(versions)) if n != of)
+
+
+def test_how_many_are_tried_ahead_changes_no_group_that_stands():
+    """Nor the weights, to the bit: a micro-batch is of one group."""
+    weights = []
+    for made in (Attempts, OneByOne):
+        run = opened(REPLACED)
+        run = replace(run, attempts=made(4))
+        found = steps(run, 0, 4)
+        weights.append([p.detach().clone() for p in run.policy.trainable.values()])
+        asked = sum(row["sampling/groups"] for row in found), sum(row["sampling/rounds"] for row in found)
+        if made is Attempts:
+            together = asked
+    assert together[0] > asked[0]
+    assert together[1] < asked[1]
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
 def test_nothing_is_drawn_beyond_the_last_step():
     run = opened([*TEXT, "train.steps=3"], staleness=2)
     steps(run, 0, 3)
-    assert not run.ahead._rounds
+    assert not run.ahead._begun
     assert run.pipeline.features.held == 0
 
 
@@ -141,6 +209,14 @@ def test_apart_each_device_keeps_its_role():
     assert board.take(2).role == "judge"
     assert board._next(2) is None
     assert board.take(1).role == "rollout"
+
+
+def test_what_an_earlier_step_waits_for_goes_first():
+    board = Board(2)
+    board.apart(Split(1, 0))
+    for name, updates in (("later", 3), ("replacement", 2), ("another", 3), ("first", 1)):
+        board.put(Task("rollout", name, (), version=Version(updates, "current", {})))
+    assert [board.take(1).name for _ in range(4)] == ["first", "replacement", "later", "another"]
 
 
 def test_work_that_goes_on_into_the_next_step_counts_in_both():
@@ -161,7 +237,6 @@ def test_work_that_goes_on_into_the_next_step_counts_in_both():
         ("sums", ["devices_per_controller=2", "placement={type: disaggregated, trainers: 2}"], "one must sample"),
         ("sums", ["devices_per_controller=2", "placement={type: disaggregated, sleep: true}"], "placement.sleep"),
         ("sums", ["devices_per_controller=2", "placement={staleness: 2}"], "placement.staleness"),
-        ("sums", ["devices_per_controller=2", "placement=disaggregated", "algorithm={type: dapo}"], "drawn anew"),
         ("shapes-nft", ["devices_per_controller=2", "placement=disaggregated"], "flow_grpo"),
         ("shapes-draft", ["devices_per_controller=2", "placement=disaggregated"], "placement to colocate"),
         ("shapes-lora", ["devices_per_controller=2", "placement=disaggregated", "train.updates_per_step=2"], "to 1"),
@@ -179,8 +254,7 @@ def test_devices_draw_judge_and_train_at_once_and_learn_as_one_process(tmp_path)
     pytest.importorskip("ray")
     placement = "placement={type: disaggregated, staleness: 1}"
     loaded = load_recipe(["shapes-judge"], [*JUDGED, placement])
-    with RunDir.create(tmp_path / "one") as directory:
-        Session(loaded, directory, devices=Lagging()).begin(False, Stop())
+    in_one_process(loaded, tmp_path / "one")
     out = tmp_path / "six"
     code, said = ended(train("shapes-judge", out, *JUDGED, placement, "controllers=2"))
     assert code == 0, said
@@ -210,6 +284,38 @@ def test_a_run_that_drew_ahead_goes_on_with_another_number_of_controllers(tmp_pa
     assert code == 0, said
     for mine, theirs in zip(rows(resumed), rows(out), strict=True):
         assert mine["reward/mean"] == pytest.approx(theirs["reward/mean"], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_replacements_are_the_same_for_any_number_of_controllers_and_devices(tmp_path):
+    """Drawn while an earlier step trains, by who is free; the run that goes on from a checkpoint draws them again."""
+    pytest.importorskip("ray")
+    name, *changes = REPLACED
+    words = [*changes, "train.steps=4", "eval.every=4", "eval.samples=4", "checkpoint.every=1"]
+    words += ["optim.schedule=constant", "devices_per_controller=2", "placement={type: disaggregated, staleness: 1}"]
+    in_one_process(load_recipe([name], words), tmp_path / "one")
+    for controllers in (1, 2):
+        out = tmp_path / str(controllers)
+        code, said = ended(train(name, out, *words, f"controllers={controllers}", f"train.steps={2 * controllers}"))
+        assert code == 0, said
+    code, said = ended(train(name, tmp_path / "1", *words, "controllers=1", "--resume"))
+    assert code == 0, said
+    wanted = rows(tmp_path / "one")
+    assert any(row["sampling/rounds"] > 2 for row in wanted)
+    for out in ("1", "2"):
+        for mine, theirs in zip(rows(tmp_path / out), wanted, strict=True):
+            for key in ("sampling/groups", "sampling/rounds", "sampling/valid", "sampling/ahead_unused"):
+                assert mine[key] == theirs[key], (out, mine["step"], key)
+            for key in ("reward/mean", "optim/grad_norm", "mismatch/weight_mean", "sampling/stale_steps"):
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), (out, mine["step"], key)
+
+
+def in_one_process(loaded, out):
+    """The reference: the same versions draw, one thing after another."""
+    with RunDir.create(out) as directory:
+        session = Session(loaded, directory, devices=Lagging())
+        session.run = in_turn(session.run)
+        session.begin(False, Stop())
 
 
 def overlap(a, b):

@@ -287,11 +287,6 @@ def _disaggregated(recipe: Recipe) -> Iterator[str]:
         )
     if algorithm.type in ("draft", "dpo", "reward_model"):
         yield f"placement: {algorithm.type} samples nothing ahead of its update; set placement to colocate"
-    if getattr(algorithm, "dynamic_sampling", False):
-        yield (
-            "algorithm.dynamic_sampling: which groups are drawn anew is known only once all are judged, and "
-            "disaggregated devices draw ahead; set it to false, or placement to adaptive"
-        )
     if recipe.sampling.type != "text" and recipe.train.updates_per_step > 1:
         yield (
             "train.updates_per_step: of pictures that were drawn with older weights, log-probs before the first update "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.balance import divide
@@ -35,6 +36,7 @@ class Controller:
     rank: int = 0
     size: int = 1
     peers: Peers = field(default_factory=_alone, compare=False)
+    _reading: Lock = field(default_factory=Lock, compare=False, repr=False)
 
     @property
     def leads(self) -> bool:
@@ -76,7 +78,7 @@ class Controller:
         def slot(index: int) -> Slot:
             epoch, place = divmod(step * per_step + index, len(prompts))
             order = orders.get(epoch) or orders.setdefault(epoch, permutation(self.seed, epoch, len(prompts)))
-            return Slot(step, index, 0, prompts[order[place]])
+            return Slot(step, index, 0, self._read(prompts, order[place]))
 
         found = {index: slot(index) for index in range(self.rank, per_step, self.size)}
         if cost is None or self.size == 1:
@@ -88,4 +90,8 @@ class Controller:
     def replacement(self, slot: Slot, attempt: int, prompts: Sequence[Prompt]) -> Slot:
         """The ``attempt``-th prompt tried in the place of ``slot``: the same whoever runs it."""
         drawn = seed_of(self.seed, slot.step, slot.index, attempt, "replacement") % len(prompts)
-        return Slot(slot.step, slot.index, attempt, prompts[drawn])
+        return Slot(slot.step, slot.index, attempt, self._read(prompts, drawn))
+
+    def _read(self, prompts: Sequence[Prompt], n: int) -> Prompt:
+        with self._reading:  # steps drawn ahead read replacements in a thread of their own, and data sets are lazy
+            return prompts[n]

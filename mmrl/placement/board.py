@@ -104,7 +104,8 @@ class Board:
 
     def put(self, task: Task) -> Future[Any]:
         with self._changed:
-            self._tasks[task.role].append(task)
+            tasks = self._tasks[task.role]
+            tasks.insert(next((n for n, other in enumerate(tasks) if _later(other, task)), len(tasks)), task)
             if task.role == "rollout":
                 self._to_come -= 1
             self._changed.notify_all()
@@ -201,6 +202,12 @@ class Board:
         if role == "judge" and sampling:
             own = (self._to_come + len(self._tasks["rollout"])) * self._seconds.get("judge", 0.0)
         return worth_moving(own, left, there, self.price, sum(r == role for r in self.roles) - 1)
+
+
+def _later(task: Task, other: Task) -> bool:
+    """Whether ``task`` is to be sampled with newer weights than ``other``, for a later step: the next to train is first."""
+    mine, theirs = task.version, other.version
+    return mine is not None and theirs is not None and mine.updates > theirs.updates
 
 
 def _recent(before: float, now: float) -> float:

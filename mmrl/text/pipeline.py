@@ -6,6 +6,7 @@ its own. Prompts are padded on the left in both, so that responses align; paddin
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +82,7 @@ class TextPipeline:
         self.critic: Critic | None = None
         self.settings = recipe.decoding
         self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
+        self._encoding = threading.Lock()
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         self.context: int | None = getattr(self._text_config(), "max_position_embeddings", None)
@@ -89,17 +91,23 @@ class TextPipeline:
     # -- conditioning ------------------------------------------------------------------------------------------------
 
     def encode(self, slots: Sequence[Slot]) -> list[str]:
+        with self._encoding:  # steps that are drawn ahead encode replacements while another step is trained
+            return self._encode(slots)
+
+    def _encode(self, slots: Sequence[Slot]) -> list[str]:
         prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
-        made = {key: self._encoded(prompt) for key, prompt in prompts.items() if key not in self.features}
-        keys = list(prompts)
-        if self.pairs is not None:
-            paired = {key_of_pair(slot.prompt): slot.prompt for slot in slots}
+        paired = {} if self.pairs is None else {key_of_pair(slot.prompt): slot.prompt for slot in slots}
+        keys = [*prompts, *paired]
+        self.features.hold(keys)  # first of all: others put and read meanwhile, and what nobody holds may be dropped
+        try:
+            made = {key: self._encoded(prompt) for key, prompt in prompts.items() if key not in self.features}
             for key, prompt in paired.items():
-                if key not in self.features:
+                if self.pairs is not None and key not in self.features:
                     alone = made.get(key_of(prompt)) or self.features.get(key_of(prompt))
                     made[key] = self.pairs.encoded(prompt, len(alone["input_ids"]))
-            keys += paired
-        self.features.hold(keys)  # before the first put, which drops what nobody holds
+        except BaseException:
+            self.features.release(keys)
+            raise
         for key, features in made.items():
             self.features.put(key, features)
         return keys
