@@ -64,7 +64,7 @@ class Batch:
 
     ``places`` say where each row lies: (micro-batch, row in it). ``advantages`` are ``[B]``, or ``[B, T]`` by token.
     ``keys`` are the features it holds; ``prepared`` what was recomputed for the whole batch before the updates and what
-    a critic should learn, ``[B, T]`` each.
+    a critic should learn, ``[B, T]`` each; of pictures a column is an entry.
     """
 
     micro_batches: list[Trajectory]
@@ -108,13 +108,14 @@ def slices(run: Run, batch: Batch, mine: list[int], in_step: Callable[[int], int
     own = list(packed(mine, sizes, train.micro_batch_size, train.micro_batch_tokens))
     for n, index in enumerate(own + own[-1:] * (in_step(len(own)) - len(own))):
         rows = gather(batch.micro_batches, [batch.places[n] for n in index])
-        columns = {"advantages": batch.advantages, "weights": batch.weights, **batch.prepared}
-        width = rows.clean.shape[1]
-        cut = {k: v[index] if v.ndim == 1 else v[index, :width] for k, v in columns.items()}
-        old = {name: value.to(device) for name, value in cut.items()}
-        old["weights"] = old["weights"] * (n < len(own))
         for entry in range(entries(run)):
-            known = old | recorded(run.pipeline.recorded(rows, entry), old)
+            columns = {"advantages": batch.advantages, "weights": batch.weights, **batch.prepared}
+            of = slice(entry, entry + 1) if rows.mask is None else slice(rows.clean.shape[1])
+            cut = {k: v[index] if v.ndim == 1 else v[index, of] for k, v in columns.items()}
+            old = {name: value.to(device) for name, value in cut.items()}
+            old["weights"] = old["weights"] * (n < len(own))
+            found = run.pipeline.recorded(rows, entry)
+            known = old | recorded(found if run.ahead is None else drawn_before(found), old)
             yield Piece(rows, entry, index, known, sum(sum(sizes[n]) for n in index), padded([sizes[n] for n in index]))
 
 
@@ -145,6 +146,15 @@ def entries(run: Run) -> int:
 def recorded(own: dict[str, Tensor], prepared: dict[str, Tensor]) -> dict[str, Tensor]:
     """What sampling recorded; log-probs that were recomputed go before those it kept."""
     return {name: value for name, value in own.items() if name not in prepared}
+
+
+def drawn_before(own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What sampling recorded of pictures, its log-probs ``[B, 1]`` as those of another policy than the one that trains;
+    of text they are called so anyhow."""
+    if "log_probs" not in own:
+        return own
+    known = {name: value for name, value in own.items() if name != "log_probs"}
+    return known | {"rollout_log_probs": own["log_probs"], "mask": torch.ones_like(own["log_probs"])}
 
 
 def packed(rows: list[int], sizes: Sequence[Sequence[int]], most: int, tokens: int | None) -> Iterator[list[int]]:

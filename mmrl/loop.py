@@ -77,23 +77,13 @@ def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: 
                 new = run.pipeline.compare(piece.rows, needs, run.policy.using)
             case "pathwise":
                 new = {"rewards": rewards_of(run, piece.rows, step, tally)}
-        known = drawn_before(piece.old) if run.ahead is not None else piece.old
-        old = compared(run, known, new, tally) if "rollout_log_probs" in known else known
+        old = compared(run, piece.old, new, tally) if "rollout_log_probs" in piece.old else piece.old
         loss = run.objective.loss(new, old, total)
         run.policy.backward(loss.value)
         tally.add(loss, total, first_update=first)
         if run.balance is not None:
             tally.gather({"balance/padding": torch.tensor(piece.padded - piece.tokens)}, {}, piece.padded)
     return tally.sums()
-
-
-def drawn_before(old: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``old`` of pictures with the recorded log-probs ``[B, 1]`` as those of another policy than the one that trains;
-    of text they are called so anyhow."""
-    if "rollout_log_probs" in old:
-        return old
-    known = {name: value for name, value in old.items() if name != "log_probs"}
-    return known | {"rollout_log_probs": old["log_probs"], "mask": torch.ones_like(old["log_probs"])}
 
 
 def compared(run: Run, old: dict[str, Tensor], new: dict[str, Tensor], tally: Tally) -> dict[str, Tensor]:

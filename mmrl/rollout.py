@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.algorithms.objective import Scored
-from mmrl.batch import Batch, Run, chunks, rows_of_update, samples_of, slices
+from mmrl.batch import Batch, Run, chunks, entries, rows_of_update, samples_of, slices
 from mmrl.config.checks import label_of
 from mmrl.errors import BadPromptError
 from mmrl.placement.work import Drawing
@@ -45,7 +45,7 @@ def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) 
     first = replace(rounds[0].scores, total=rewards_of(run, rounds, groups_of(rounds[0])))
     tally.set(reward_metrics(first, run.controller.gather))
     batch, scored = assemble(run, rounds, groups)
-    if batch.micro_batches[0].mask is not None:
+    if batch.micro_batches[0].mask is not None or run.ahead is not None:
         with clock("prepare"):
             scored = prepare(run, batch, scored)
     advantages = run.objective.advantages(scored)
@@ -199,24 +199,32 @@ def prepare(run: Run, batch: Batch, scored: Scored) -> Scored:
     """Recompute what must be known of the whole batch before its first update, in the very slices of the updates.
 
     Log-probs of the policy before the update are needed only where something moves between: with one update per step
-    the first replay is that policy, and its ratio is 1.
+    the first replay is that policy, and its ratio is 1. Of pictures that this policy drew they were recorded.
     """
-    updates = run.recipe.train.updates_per_step
-    wanted = run.objective.prepares | (frozenset({"log_probs"}) if updates > 1 else frozenset())
-    longest = max(t.clean.shape[1] for t in batch.micro_batches)
-    mask = torch.zeros(len(batch.places), longest)
-    columns = {name: torch.zeros_like(mask) for name in wanted}
-    for n, (m, i) in enumerate(batch.places):
-        row = batch.micro_batches[m].mask[i]  # type: ignore[index]
-        mask[n, : len(row)] = row
+    updates, mask = run.recipe.train.updates_per_step, mask_of(batch)
+    moves = updates > 1 and "log_probs" in run.objective.needs
+    wanted = run.objective.prepares | (frozenset({"log_probs"}) if moves else frozenset())
+    width = entries(run) if mask is None else mask.shape[1]
+    columns = {name: torch.zeros(len(batch.places), width) for name in wanted}
     for update in range(updates if wanted else 0):
         pieces = slices(run, batch, rows_of_update(batch, update, updates), partial(run.devices.in_step, run))
         for made in run.devices.spread(run, "prepare", pieces, wanted):
-            for index, new in made:
+            for index, entry, new in made:
                 for name in wanted:
-                    columns[name][index, : new[name].shape[1]] = new[name]
+                    columns[name][index, entry : entry + new[name].shape[1]] = new[name]
     batch.prepared = {name: columns[name] for name in ("log_probs", "values") if name in columns}
     return replace(scored, mask=mask, **columns)
+
+
+def mask_of(batch: Batch) -> Tensor | None:
+    """The response tokens of every row ``[B, T]``; None of pictures."""
+    if batch.micro_batches[0].mask is None:
+        return None
+    mask = torch.zeros(len(batch.places), max(t.clean.shape[1] for t in batch.micro_batches))
+    for n, (m, i) in enumerate(batch.places):
+        row = batch.micro_batches[m].mask[i]  # type: ignore[index]
+        mask[n, : len(row)] = row
+    return mask
 
 
 def unsampled(run: Run, slots: list[Slot], clock: Clock) -> Batch:

@@ -287,11 +287,6 @@ def _disaggregated(recipe: Recipe) -> Iterator[str]:
         )
     if algorithm.type in ("draft", "dpo", "reward_model"):
         yield f"placement: {algorithm.type} samples nothing ahead of its update; set placement to colocate"
-    if recipe.sampling.type != "text" and recipe.train.updates_per_step > 1:
-        yield (
-            "train.updates_per_step: of pictures that were drawn with older weights, log-probs before the first update "
-            "are not recomputed; set it to 1, or placement to adaptive"
-        )
 
 
 def _controllers(recipe: Recipe) -> Iterator[str]:

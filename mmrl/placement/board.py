@@ -205,7 +205,7 @@ class Board:
 
 
 def _later(task: Task, other: Task) -> bool:
-    """Whether ``task`` is to be sampled with newer weights than ``other``, for a later step: the next to train is first."""
+    """Whether ``task`` is to be sampled with newer weights than ``other``, for a step that is trained later."""
     mine, theirs = task.version, other.version
     return mine is not None and theirs is not None and mine.updates > theirs.updates
 

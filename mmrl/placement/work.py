@@ -65,13 +65,15 @@ def score(run: Run, label: str, samples: Sequence[Sample], step: int) -> Answer:
     return run.rewards.answer(label, samples, step)
 
 
-def prepare(run: Run, pieces: Iterable[Piece], wanted: frozenset[str]) -> list[tuple[list[int], dict[str, Tensor]]]:
-    """What is recomputed before the first update, with the rows of the batch that it is of."""
+def prepare(
+    run: Run, pieces: Iterable[Piece], wanted: frozenset[str]
+) -> list[tuple[list[int], int, dict[str, Tensor]]]:
+    """What is recomputed before the first update, with the rows of the batch and the entry that it is of."""
     out = []
     with torch.no_grad():
         for piece in pieces:
             new = run.pipeline.replay(piece.rows, piece.entry, wanted, run.policy.using)
-            out.append((piece.index, {name: new[name].cpu() for name in wanted}))
+            out.append((piece.index, piece.entry, {name: new[name].cpu() for name in wanted}))
     return out
 
 
