@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from mmrl.algorithms.mismatch import mismatch
 from mmrl.batch import Piece, Run, rows_of_update, slices
+from mmrl.engines.policy import aged
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure
 from mmrl.rollout import rollout, unsampled
@@ -72,7 +74,7 @@ def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: 
             case "policy_gradient":
                 new = run.pipeline.replay(piece.rows, piece.entry, needs, run.policy.using)
             case "forward_process":
-                new = run.pipeline.renoise(piece.rows, piece.entry, run.recipe.seed, needs, run.policy.using)
+                new = run.pipeline.renoise(piece.rows, piece.entry, run.recipe.seed, needs, partial(as_drawn, run))
             case "offline":
                 new = run.pipeline.compare(piece.rows, needs, run.policy.using)
             case "pathwise":
@@ -84,6 +86,13 @@ def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: 
         if run.balance is not None:
             tally.gather({"balance/padding": torch.tensor(piece.padded - piece.tokens)}, {}, piece.padded)
     return tally.sums()
+
+
+def as_drawn(run: Run, name: str) -> AbstractContextManager[None]:
+    """``Policy.using``, but the copy that samples as it was when this step's samples were drawn."""
+    if run.ahead is not None and name in run.objective.copies:
+        name = aged(name, run.ahead.staleness)
+    return run.policy.using(name)
 
 
 def compared(run: Run, old: dict[str, Tensor], new: dict[str, Tensor], tally: Tally) -> dict[str, Tensor]:

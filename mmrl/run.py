@@ -21,7 +21,7 @@ from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.controller.workload import Balance
 from mmrl.datasets.records import checked
-from mmrl.engines.policy import Policy
+from mmrl.engines.policy import Policy, aged
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
 from mmrl.evaluation import Heldout
@@ -71,6 +71,8 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
     policy = Policy(pipeline.policy, recipe.optim, total, weights_of(pipeline.policy, recipe, controller))
     for copy in objective.copies:
         policy.keep(copy)
+        for n in range(1, (recipe.placement.staleness or 0) + 1):
+            policy.keep(aged(copy, n))
     if any("reference" in name for name in objective.needs | objective.prepares):
         policy.keep("reference")
     flight = Flight(recipe.rollout.partial) if recipe.rollout.partial else None

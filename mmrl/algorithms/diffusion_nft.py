@@ -7,6 +7,12 @@ No SDE, no log-probs: clean samples of the old policy are noised afresh, and the
     L  = A_max [ r |x0+ - x0|^2 / w+ + (1 - r) |x0- - x0|^2 / w- ] / beta + kl |v - v_ref|^2
 
 with ``x0+- = x_s - s v+-`` and ``w+- = mean |x0+- - x0|`` (no gradient, at least 1e-5), as in the authors' code.
+
+The objective improves on the policy that drew the samples, and ``v_old`` must be its velocity: their theorem takes it
+apart into the velocities of the positive and the negative policy over those samples. So of samples drawn ahead
+(``placement: disaggregated``) ``v_old`` is of the old policy as it was when it drew them, not of what it has become
+since, and no importance weight is called for. This departs from the paper, where the old policy of the present draws:
+the policy that trains is ``staleness`` steps further from the one it is compared with.
 """
 
 from __future__ import annotations

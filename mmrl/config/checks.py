@@ -280,11 +280,6 @@ def _disaggregated(recipe: Recipe) -> Iterator[str]:
             "train.backend: disaggregated devices that sample are given whole weights, which shards (fsdp) do not give "
             "yet; set it to replicated, or placement to adaptive"
         )
-    if algorithm.type == "diffusion_nft":
-        yield (
-            "algorithm.type: diffusion_nft compares samples with the very policy that drew them and has no weight that "
-            "corrects older ones; set placement to adaptive, or algorithm.type to flow_grpo"
-        )
     if algorithm.type in ("draft", "dpo", "reward_model"):
         yield f"placement: {algorithm.type} samples nothing ahead of its update; set placement to colocate"
 

@@ -116,6 +116,14 @@ class Policy:
         copy = self.copies[name]
         torch._foreach_lerp_([copy[k] for k in self.trainable], [p.data for p in self.trainable.values()], 1 - decay)
 
+    def age(self, name: str, most: int) -> None:
+        """Remember the copy ``name``, which moves next, as ``aged(name, 1)``, what that was as ``aged(name, 2)`` and so
+        on until ``most``."""
+        for n in range(most, 1, -1):
+            self.copies[aged(name, n)] = self.copies[aged(name, n - 1)]
+        self.copies[aged(name, 1)] = self.copies[name]
+        self.copies[name] = {k: t.clone() for k, t in self.copies[name].items()}
+
     def version(self, name: str) -> Version:
         """The weights of the copy ``name`` as they are now, for another process; the next update leaves them alone."""
         with self.using(name):
@@ -219,6 +227,11 @@ class Policy:
             if part.startswith("copy_")
         }
         self.updates = numbers["updates"]
+
+
+def aged(name: str, steps: int) -> str:
+    """What the copy ``name`` as it was ``steps`` steps ago is called."""
+    return f"{name}-{steps}"
 
 
 def _counts(part: str, key: str) -> bool:

@@ -105,9 +105,11 @@ def offloads(made: Plan) -> bool:
 
 def _copies(recipe: Recipe, objective: Objective) -> list[str]:
     """Copies of the trained weights that the run keeps; LoRA's reference is the base with the adapter off."""
+    from mmrl.engines.policy import aged
     from mmrl.placement.memory import kept_copies
 
     kept = [name for name in kept_copies(objective) if name != "reference" or recipe.model.lora is None]
+    kept += [aged(name, n + 1) for name in objective.copies for n in range(recipe.placement.staleness or 0)]
     return [*kept, *(["ema"] if recipe.optim.ema_decay else [])]
 
 

@@ -118,8 +118,9 @@ class Several:
                 drawn = answer.result()
             yield numbers[answer], *drawn
 
-    def version(self, run: Run, name: str) -> Version:  # the same object until they change
-        if self._version is None or self._version.tag != (run.policy.updates, name):
+    def version(self, run: Run, name: str) -> Version:  # the same object until they change; copies do between updates
+        same = self._version is not None and self._version.tag == (run.policy.updates, name)
+        if self._version is None or not same or name in run.objective.copies:
             self._version = run.policy.version(name)
         return self._version
 

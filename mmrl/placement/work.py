@@ -93,6 +93,8 @@ def apply(run: Run) -> dict[str, float]:
 def move(run: Run, step: int) -> None:
     """The policy's copies, after the updates of a step."""
     for name, decay in run.objective.copies.items():
+        if run.ahead is not None:
+            run.policy.age(name, run.ahead.staleness)
         run.policy.move(name, decay(step))
 
 
