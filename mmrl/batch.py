@@ -15,6 +15,7 @@ from mmrl.algorithms.objective import Objective
 from mmrl.balance import pack, padded
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
+from mmrl.controller.randomness import generator
 from mmrl.engines.policy import Policy
 from mmrl.pipelines.protocol import Pipeline
 from mmrl.rewards.scoring import Failure, RewardSet
@@ -108,11 +109,12 @@ def slices(run: Run, batch: Batch, mine: list[int], in_step: Callable[[int], int
     own = list(packed(mine, sizes, train.micro_batch_size, train.micro_batch_tokens))
     for n, index in enumerate(own + own[-1:] * (in_step(len(own)) - len(own))):
         rows = gather(batch.micro_batches, [batch.places[n] for n in index])
-        for entry in range(entries(run)):
+        groups = groups_of(rows).to(device)
+        for entry in chosen(run, rows):
             columns = {"advantages": batch.advantages, "weights": batch.weights, **batch.prepared}
             of = slice(entry, entry + 1) if rows.mask is None else slice(rows.clean.shape[1])
             cut = {k: v[index] if v.ndim == 1 else v[index, of] for k, v in columns.items()}
-            old = {name: value.to(device) for name, value in cut.items()}
+            old = {name: value.to(device) for name, value in cut.items()} | {"groups": groups}
             old["weights"] = old["weights"] * (n < len(own))
             found = run.pipeline.recorded(rows, entry)
             known = old | recorded(found if run.ahead is None else drawn_before(found), old)
@@ -138,9 +140,24 @@ def rows_of_update(batch: Batch, update: int, updates: int) -> list[int]:
     return [n for n, sample in enumerate(batch.ids) if sample.sample % updates == update]
 
 
+def counted(batch: Batch, rows: list[int]) -> list[int]:
+    """Those of ``rows`` that have weight in the update; all where none has, for there must be a slice."""
+    return [n for n in rows if batch.weights[n] > 0] or rows
+
+
 def entries(run: Run) -> int:
     """How many entries (actions, noise levels) of each sample an update goes through."""
     return run.objective.entries or run.pipeline.entries(run.objective.kind)
+
+
+def chosen(run: Run, rows: Trajectory) -> list[int]:
+    """Those entries: all, or where the objective takes fewer actions than were recorded, a choice that is drawn anew in
+    every step and is the same for all rows."""
+    n = entries(run)
+    if run.objective.kind != "policy_gradient" or n == run.pipeline.entries(run.objective.kind):
+        return list(range(n))
+    drawn = generator(run.recipe.seed, rows.ids[0].step, "trained steps")
+    return sorted(torch.randperm(run.pipeline.entries(run.objective.kind), generator=drawn)[:n].tolist())
 
 
 def recorded(own: dict[str, Tensor], prepared: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -179,6 +196,18 @@ def gather(micro_batches: list[Trajectory], places: list[tuple[int, int]]) -> Tr
     if order == sorted(order):
         return joined
     return joined.rows(sorted(range(len(order)), key=order.__getitem__))
+
+
+def groups_of(rows: Trajectory) -> Tensor:
+    """The group of each row ``[B]`` int64, numbered from 0 as they come."""
+    keys = [(i.step, i.slot, i.attempt) for i in rows.ids]
+    number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+    return torch.tensor([number[key] for key in keys])
+
+
+def of_group(rows: Trajectory) -> Trajectory:
+    """``rows`` with the randomness of their group's first sample."""
+    return replace(rows, ids=[replace(i, sample=0) for i in rows.ids])
 
 
 def samples_of(slots: list[Slot], size: int) -> list[tuple[Slot, SampleId]]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from mmrl.algorithms.mismatch import mismatch
-from mmrl.batch import Piece, Run, rows_of_update, slices
+from mmrl.batch import Piece, Run, counted, of_group, rows_of_update, slices
+from mmrl.controller.randomness import generator
 from mmrl.engines.policy import aged
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure
@@ -38,6 +39,8 @@ def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], lis
     batch = rollout(run, slots, step, clock, tally) if sampled else unsampled(run, slots, clock)
     for update in range(train.updates_per_step):
         rows = rows_of_update(batch, update, train.updates_per_step)
+        if run.objective.kind == "forward_process":
+            rows = counted(batch, rows)
         total = run.controller.count(run.objective.amount(batch.weights[rows], batch.lengths[rows]))
         with clock("train"):
             pieces = slices(run, batch, rows, partial(run.devices.in_step, run)) if total else ()
@@ -74,7 +77,8 @@ def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: 
             case "policy_gradient":
                 new = run.pipeline.replay(piece.rows, piece.entry, needs, run.policy.using)
             case "forward_process":
-                new = run.pipeline.renoise(piece.rows, piece.entry, run.recipe.seed, needs, partial(as_drawn, run))
+                rows = of_group(piece.rows) if run.objective.shares_noise else piece.rows
+                new = run.pipeline.renoise(rows, piece.entry, run.recipe.seed, needs, partial(as_drawn, run))
             case "offline":
                 new = run.pipeline.compare(piece.rows, needs, run.policy.using)
             case "pathwise":
@@ -108,10 +112,15 @@ def compared(run: Run, old: dict[str, Tensor], new: dict[str, Tensor], tally: Ta
 
 
 def rewards_of(run: Run, rows: Trajectory, step: int, tally: Tally) -> Tensor:
-    """Sample ``rows`` with a graph and score them with differentiable rewards: their weighted sum ``[B]``."""
-    images = run.pipeline.generate(rows.slots, rows.ids, run.objective.last_steps, run.recipe.seed)
-    parts = run.rewards.gradient_parts(make_samples(rows, images, run.rewards.inputs), step=step)
+    """Sample ``rows`` with a graph and score them with differentiable rewards: their weighted sum ``[P, B]`` of each
+    of ``P`` predictions."""
+    draw = torch.rand((), generator=generator(run.recipe.seed, step, "graph_steps")).item()
+    path = run.objective.graph_steps(run.recipe.denoising.steps, draw)
+    images = run.pipeline.generate(rows.slots, rows.ids, path, run.recipe.seed)
+    times = len(images) // len(rows)  # a picture and what was predicted anew from it
+    shown = rows.rows(list(range(len(rows))) * times)
+    parts = run.rewards.gradient_parts(make_samples(shown, images, run.rewards.inputs), step=step)
     total = run.rewards.weighted(parts)
     for name, values in {**parts, "mean": total}.items():
         tally.extend(f"reward/{name}", values.detach())
-    return total
+    return total.view(times, -1)

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mmrl.algorithms.multi_reward import aggregated
 from mmrl.algorithms.objective import Scored
-from mmrl.batch import Batch, Run, chunks, entries, rows_of_update, samples_of, slices
+from mmrl.batch import Batch, Run, chunks, rows_of_update, samples_of, slices
+from mmrl.config.algorithms import AdvantageAggregation
 from mmrl.config.checks import label_of
 from mmrl.errors import BadPromptError
 from mmrl.placement.work import Drawing
@@ -48,7 +50,8 @@ def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) 
     if batch.micro_batches[0].mask is not None or run.ahead is not None:
         with clock("prepare"):
             scored = prepare(run, batch, scored)
-    advantages = run.objective.advantages(scored)
+    how: AdvantageAggregation = getattr(run.recipe.algorithm, "advantage_aggregation", "sum")
+    advantages = aggregated(run.objective.advantages, scored, how)
     batch.advantages, batch.weights = advantages.values, advantages.valid.float()
     if advantages.returns is not None:
         batch.prepared["returns"] = advantages.returns
@@ -151,7 +154,12 @@ def assemble(run: Run, rounds: list[Round], groups: list[tuple[int, int]]) -> tu
     )
     rewards = rewards_of(run, rounds, groups)
     token_rewards, all_sum = spread_spans(run, batch, rounds, rows), run.controller.total
-    return batch, Scored(rewards, group_of_row(len(groups), run), token_rewards=token_rewards, all_sum=all_sum)
+    parts, labels = parts_of(run, rounds, groups), run.rewards.weights
+    each = [
+        (weight, torch.where(rewards.isnan(), torch.nan, parts[label])) for label, weight in labels.items() if weight
+    ]
+    scored = Scored(rewards, group_of_row(len(groups), run), token_rewards=token_rewards, all_sum=all_sum, parts=each)
+    return batch, scored
 
 
 def groups_of(whole: Round) -> list[tuple[int, int]]:
@@ -161,15 +169,23 @@ def groups_of(whole: Round) -> list[tuple[int, int]]:
 
 def rewards_of(run: Run, rounds: list[Round], groups: list[tuple[int, int]]) -> Tensor:
     """The weighted sum ``[B]`` of the rewards of these groups, which are the batch that some are normalised by."""
-    size = run.recipe.train.group_size
-    rows = [[n * size + k for k in range(size)] for _, n in groups]
     if run.attempts is None:
-        return torch.cat([rounds[r].scores.total[mine] for (r, _), mine in zip(groups, rows, strict=True)])
-    parts = {
-        label: torch.cat([rounds[r].scores.parts[label][mine] for (r, _), mine in zip(groups, rows, strict=True)])
-        for label in run.rewards.labels
-    }
-    return run.rewards.total(parts, [range(n, n + size) for n in range(0, len(groups) * size, size)])
+        return taken(run, groups, [one.scores.total for one in rounds])
+    size = run.recipe.train.group_size
+    return run.rewards.total(
+        parts_of(run, rounds, groups), [range(n, n + size) for n in range(0, len(groups) * size, size)]
+    )
+
+
+def parts_of(run: Run, rounds: list[Round], groups: list[tuple[int, int]]) -> dict[str, Tensor]:
+    """The raw values ``[B]`` of every reward of these groups, by label."""
+    return {label: taken(run, groups, [one.scores.parts[label] for one in rounds]) for label in run.rewards.labels}
+
+
+def taken(run: Run, groups: list[tuple[int, int]], columns: list[Tensor]) -> Tensor:
+    """The rows of these (round, group), of a column of every round."""
+    size = run.recipe.train.group_size
+    return torch.cat([columns[r][n * size : (n + 1) * size] for r, n in groups])
 
 
 def spread_spans(run: Run, batch: Batch, rounds: list[Round], rows: list[tuple[int, int]]) -> Tensor | None:
@@ -204,7 +220,7 @@ def prepare(run: Run, batch: Batch, scored: Scored) -> Scored:
     updates, mask = run.recipe.train.updates_per_step, mask_of(batch)
     moves = updates > 1 and "log_probs" in run.objective.needs
     wanted = run.objective.prepares | (frozenset({"log_probs"}) if moves else frozenset())
-    width = entries(run) if mask is None else mask.shape[1]
+    width = run.pipeline.entries(run.objective.kind) if mask is None else mask.shape[1]
     columns = {name: torch.zeros(len(batch.places), width) for name in wanted}
     for update in range(updates if wanted else 0):
         pieces = slices(run, batch, rows_of_update(batch, update, updates), partial(run.devices.in_step, run))

@@ -208,7 +208,7 @@ def test_nft_old_policy_decay_follows_the_paper():
 
 def test_draft_follows_the_rewards_gradient():
     rewards = torch.tensor([1.0, 3.0], requires_grad=True)
-    draft.Objective(DRaFT()).loss({"rewards": rewards}, {}, 2.0).value.backward()
+    draft.Objective(DRaFT()).loss({"rewards": rewards.unsqueeze(0)}, {}, 2.0).value.backward()
     assert rewards.grad is not None
     assert rewards.grad.tolist() == [-0.5, -0.5]
 

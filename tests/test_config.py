@@ -157,8 +157,9 @@ IN_FILE = [
         "key of another type",
         "  type: flow_grpo",
         "  type: draft",
-        "recipe.yaml:13  algorithm.clip_range: belongs to type flow_grpo, this section's type is draft; remove it, "
-        "or replace the whole section with 'algorithm={type: draft}'  (keys: type, last_steps)",
+        "recipe.yaml:13  algorithm.clip_range: belongs to type flow_grpo and grpo_guard and awm, this section's type "
+        "is draft; remove it, "
+        "or replace the whole section with 'algorithm={type: draft}'  (keys: type, last_steps, renoise)",
     ),
     (
         "duplicate",

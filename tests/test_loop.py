@@ -56,9 +56,35 @@ def test_any_micro_batch_gives_the_same_gradient():
         assert (other - whole).norm() <= 1e-5 * whole.norm()
 
 
+FORWARD = ["sampling.window=null", "sampling.same_initial_noise=false"]
+TARGET = [
+    "sampling.window=null",
+    "train.group_size=1",
+    'rewards=[{name: "colour:target", options: {rgb: [60, 95, 235]}}]',
+]
+
+
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
+        ("grpo_guard", ["algorithm={type: grpo_guard}", "train.updates_per_step=2"]),
+        ("flow_dppo", ["algorithm={type: flow_dppo, kl_coef: 0.01}", "train.updates_per_step=2"]),
+        (
+            "dance_grpo",
+            [
+                "algorithm={type: flow_grpo, trained_steps: 2, step_weight: flash}",
+                "sampling.window=null",
+                "sampling.sde={kind: dance, noise_level: 0.3}",
+            ],
+        ),
+        ("awm", ["algorithm={type: awm, noise_levels: 2}", "train.updates_per_step=2", *FORWARD]),
+        ("dgpo", ["algorithm={type: dgpo, noise_levels: 2}", *FORWARD]),
+        ("diffusion_dpo", ["algorithm={type: diffusion_dpo, noise_levels: 2}", *FORWARD]),
+        ("rwr", ["algorithm={type: rwr, noise_levels: 2}", *FORWARD]),
+        ("sft", ["algorithm={type: rwr, weights: best, noise_levels: 2}", *FORWARD]),
+        ("draft_lv", ["algorithm={type: draft, renoise: 2}", *TARGET]),
+        ("refl", ["algorithm={type: refl}", *TARGET]),
+        ("alignprop", ["algorithm={type: alignprop, target: 2.0}", *TARGET]),
         ("flow_grpo", ["algorithm.kl_coef=0.01", "train.updates_per_step=2"]),
         ("flow_grpo_full", ["model.lora=null", "algorithm.kl_coef=0.01", "sampling.guidance_scale=2.0"]),
         (
@@ -88,7 +114,7 @@ def test_every_kind_of_objective_runs_in_the_one_loop(name, overrides):
     for row in rows:
         assert all(torch.isfinite(torch.tensor(v)) for v in row.values())
         assert all(describe(key) for key in row), [key for key in row if not describe(key)]
-        if "flow_grpo" in name:
+        if "grpo" in name or name in ("flow_dppo", "awm"):
             assert row["policy/first_ratio_max_dev"] <= 1e-5
     assert any(not torch.equal(before[k], v) for k, v in run.policy.copies["ema"].items())
 

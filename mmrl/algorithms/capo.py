@@ -4,8 +4,10 @@
 
 ``r`` is the response's reward (1 where a verifier accepts it); ``s_t`` is the reward of the single token, -1 in a step
 that the vote over critiques (``mmrl.algorithms.voting``) finds wrong, so that with the paper's weights a token
-earns 2, 1, 0 or -1. The loss is GRPO's. The sources at hand give the mean; the division by the standard deviation is
-GRPO's, and the loss is a mean over all tokens, so that a group's tokens pull with a sum of 0.
+earns 2, 1, 0 or -1. The loss is GRPO's.
+
+Departs: the sources at hand give the mean; the division by the standard deviation is GRPO's, and the loss is a mean
+over all tokens, so that a group's tokens pull with a sum of 0.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """DAPO: GRPO with a higher upper clip, a mean over all tokens, and overlong responses punished (arXiv 2503.14476).
 
+    A = (r + overlong_penalty punishment(length) - mean of its group) / (std + 1e-4)
+    L = mean over all tokens of max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))
+
 Dynamic sampling (``dynamic_sampling`` of the section) is the loop's: it redraws the groups that ``flat_groups`` names,
 by their rewards before the punishment of length. ``advantage/overlong_fraction`` is the share of responses punished.
 """

@@ -8,6 +8,8 @@ No SDE, no log-probs: clean samples of the old policy are noised afresh, and the
 
 with ``x0+- = x_s - s v+-`` and ``w+- = mean |x0+- - x0|`` (no gradient, at least 1e-5), as in the authors' code.
 
+Departs: samples come from Euler's ODE steps; the authors take a second-order solver.
+
 The objective improves on the policy that drew the samples, and ``v_old`` must be its velocity: their theorem takes it
 apart into the velocities of the positive and the negative policy over those samples. So of samples drawn ahead
 (``placement: disaggregated``) ``v_old`` is of the old policy as it was when it drew them, not of what it has become
@@ -22,40 +24,25 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import Kind, Loss, Scored
+from mmrl.algorithms.forward_process import ForwardObjective
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.algorithms import DiffusionNFT, Spread
+from mmrl.config.algorithms import DiffusionNFT
 
 
-class Objective:
+class Objective(ForwardObjective):
     """Final class; see ``mmrl.algorithms.objective.Objective``."""
 
-    kind: Kind = "forward_process"
-    last_steps = 0
-    prepares: frozenset[str] = frozenset()
     samples_with = "old"
 
     def __init__(self, settings: DiffusionNFT) -> None:
-        self.beta = settings.beta
-        self.advantage_clip = settings.advantage_clip
-        self.advantage_std: Spread = settings.advantage_std
-        self.kl_coef = settings.kl_coef
-        self.entries = settings.noise_levels
+        super().__init__(settings.noise_levels, settings.kl_coef, frozenset({"v", "v_old"}))
+        self.beta, self.advantage_clip = settings.beta, settings.advantage_clip
+        self.advantage_std = settings.advantage_std
         self.copies = {"old": lambda n: min(settings.old_decay_rate * n, settings.old_decay_max)}
-        self.needs = frozenset({"v", "v_old"} | ({"v_reference"} if settings.kl_coef else set()))
 
-    def advantages(self, scored: Scored) -> Advantages:
-        return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
-
-    def amount(self, weights: Tensor, lengths: Tensor) -> float:
-        """Every entry (denoising step, noise level) of every sample counts the same."""
-        return float((weights.double() * lengths).sum())
-
-    def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
-        """``new``: v, v_old, v_reference, x_s and x0 ``[B, ...]``, sigma ``[B]``; ``old``: advantages and weights
-        ``[B]``."""
-        weights = old["weights"]
+    def losses(
+        self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         loss, r = nft_loss(
             new["v"],
             new["v_old"],
@@ -66,20 +53,7 @@ class Objective:
             self.beta,
             self.advantage_clip,
         )
-        sums = {
-            "policy/loss": loss,
-            "policy/optimality": r,
-            "policy/v_change": squared_distance(new["v"], new["v_old"]),
-        }
-        if "v_reference" in self.needs:
-            kl = squared_distance(new["v"], new["v_reference"])
-            loss = loss + self.kl_coef * kl
-            sums["policy/kl"] = kl
-        return Loss(
-            value=(loss * weights).sum() / total,
-            sums={name: (value.detach() * weights).sum() for name, value in sums.items()},
-            maxima={},
-        )
+        return loss, {"policy/optimality": r, "policy/v_change": squared_distance(new["v"], new["v_old"])}, {}
 
 
 def nft_loss(

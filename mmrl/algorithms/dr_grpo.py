@@ -1,7 +1,9 @@
 """Dr.GRPO: GRPO without the division by the group's spread and by the response's length (arXiv 2503.20783, sec. 3).
 
-A response's tokens are summed and divided by the length limit, the same for all: the constant that the paper leaves
-open, and TRL's choice.
+    A = r - mean of its group
+    L = max(-A ratio, -A clip(ratio)), summed over a response's tokens and divided by the length limit
+
+The limit is the same for all responses: the constant that the paper leaves open, and TRL's choice.
 """
 
 from __future__ import annotations

@@ -1,38 +1,28 @@
-"""DRaFT-K: reward back-propagated through the last K sampling steps (Clark et al. 2023, arXiv 2309.17400, alg. 1)."""
+"""DRaFT-K: reward back-propagated through the last K sampling steps (Clark et al. 2023, arXiv 2309.17400, alg. 1).
+
+    L = -r(x0),   the last last_steps steps with a graph, the earlier ones without
+    DRaFT-LV: L = -mean of r over x0 and its renoise predictions from (1 - s) x0 + s eps, s the last step's level
+
+Departs: DRaFT-LV averages over the sampled picture as well, 1 + renoise gradients in all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import ClassVar
-
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import Kind, Loss, Scored
+from mmrl.algorithms.objective import GraphSteps
+from mmrl.algorithms.pathwise import PathwiseObjective
 from mmrl.config.algorithms import DRaFT
 
 
-class Objective:
+class Objective(PathwiseObjective):
     """Final class; see ``mmrl.algorithms.objective.Objective``."""
 
-    kind: Kind = "pathwise"
-    needs = frozenset({"rewards"})
-    prepares: frozenset[str] = frozenset()
-    samples_with = "current"
-    copies: ClassVar[dict[str, Callable[[int], float]]] = {}
-    entries = None
-
     def __init__(self, settings: DRaFT) -> None:
-        self.last_steps = settings.last_steps
+        self.last_steps, self.renoise = settings.last_steps, settings.renoise
 
-    def advantages(self, scored: Scored) -> Advantages:
-        return group_advantages(scored.rewards, scored.groups, "none")
+    def graph_steps(self, steps: int, draw: float) -> GraphSteps:
+        return GraphSteps(steps - self.last_steps, steps - 1, self.renoise)
 
-    def amount(self, weights: Tensor, lengths: Tensor) -> float:
-        """Every entry (denoising step, noise level) of every sample counts the same."""
-        return float((weights.double() * lengths).sum())
-
-    def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
-        """``new``: rewards ``[B]`` with their graph. The loss is their negative mean."""
-        rewards = new["rewards"]
-        return Loss(value=-rewards.sum() / total, sums={"policy/loss": -rewards.detach().sum()}, maxima={})
+    def of_reward(self, rewards: Tensor) -> Tensor:
+        return -rewards

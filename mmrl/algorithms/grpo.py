@@ -1,6 +1,9 @@
 """GRPO: group advantages and a clipped ratio per token (Shao et al. 2024, arXiv 2402.03300, eq. 3).
 
-Standard deviations are the population's and 1e-4 is added, as everywhere here; TRL and verl take the sample's.
+    A = (r - mean of its group) / (std + 1e-4)
+    L = max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)) + kl_coef k3
+
+Departs: standard deviations are the population's, as everywhere here; TRL and verl take the sample's.
 """
 
 from __future__ import annotations

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, AllSum, alone
+from mmrl.config.algorithms import Kind
 
-Kind = Literal["policy_gradient", "forward_process", "pathwise", "offline"]
-"""What an update is made of (DESIGN 2): recorded actions, clean results noised afresh, a differentiable reward, or
-given pairs."""
+__all__ = ["GraphSteps", "Kind", "Loss", "Objective", "Scored"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,22 @@ class Scored:
     """``[B, T]`` of the critic before this step's updates."""
     all_sum: AllSum = alone
     """Adds over all controllers what is known of these rows, for statistics of the whole batch."""
+    parts: Sequence[tuple[float, Tensor]] = ()
+    """Of several rewards the weight of each and its values ``[B]`` float64, NaN where ``rewards`` is; empty where one
+    advantage is made of their sum."""
+
+
+@dataclass(frozen=True)
+class GraphSteps:
+    """Which sampling steps of a pathwise objective carry a graph: ``first`` to ``last``, counted from 0.
+
+    At ``last`` the clean picture is predicted from the state, as the final step does anyhow; later steps are not taken.
+    ``renoised``: that picture, detached, is noised to the level of ``last`` again so many times, and predicted anew.
+    """
+
+    first: int
+    last: int
+    renoised: int = 0
 
 
 class Objective(Protocol):
@@ -69,11 +84,16 @@ class Objective(Protocol):
     """Copies of the weights to keep, and the decay each is moved with after step ``n``."""
     entries: int | None
     """Entries of a sample (noise levels, actions) that an update uses; None takes all the pipeline has."""
-    last_steps: int
-    """Sampling steps that carry a graph (pathwise objectives)."""
+    shares_noise: bool
+    """The samples of a group are noised alike (forward-process objectives)."""
 
     def advantages(self, scored: Scored) -> Advantages:
         """What each sample, or each of its tokens, is worth. Pathwise and offline objectives are not asked."""
+        ...
+
+    def graph_steps(self, steps: int, draw: float) -> GraphSteps:
+        """Which of ``steps`` sampling steps carry a graph in a training step whose uniform random number in [0, 1) is
+        ``draw``; 0 is what takes most memory. Only pathwise objectives are asked."""
         ...
 
     def amount(self, weights: Tensor, lengths: Tensor) -> float:

@@ -21,7 +21,6 @@ class PairObjective(ABC):
     samples_with = "current"
     copies: ClassVar[dict[str, Callable[[int], float]]] = {}
     entries = None
-    last_steps = 0
 
     @abstractmethod
     def pair_loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -47,7 +47,6 @@ class TokenObjective(ABC):
     samples_with = "current"
     copies: ClassVar[dict[str, Callable[[int], float]]] = {}
     entries = None
-    last_steps = 0
 
     def __init__(
         self,

@@ -1,8 +1,11 @@
 """REINFORCE++: advantages whitened over the whole batch, not inside groups (Hu et al. 2025, arXiv 2501.03262).
 
-- plain     A_t = r - kl_coef sum over i >= t of log(policy_i / reference_i), over the batch's tokens (eq. 3 and 4);
-            with gamma < 1, and with rewards of single tokens, the discounted reward-to-go
-- baseline  A = r - mean of its group, whitened likewise; the divergence is a term of the loss, with Schulman's k2
+    plain:    A_t = r - kl_coef sum over i >= t of log(policy_i / reference_i)
+    baseline: A = r - mean of its group, and kl_coef k2 in the loss
+    L = mean over all tokens of max(-A ratio, -A clip(ratio)), A whitened over the batch's tokens
+
+Equations 3 and 4. With gamma < 1, and with rewards of single tokens, plain takes the discounted reward-to-go; k2 is
+Schulman's.
 
 The batch is that of all controllers. Statistics are over tokens, so that a response weighs with its length, as in verl.
 """

@@ -1,5 +1,8 @@
 """RLOO: REINFORCE with a leave-one-out baseline, a whole response as one action (arXiv 2402.14740, eq. 8).
 
+    A = r - mean of the others of its group,   r less kl_coef log(policy / reference) of the response
+    L = max(-A ratio, -A clip(ratio)), the ratio that of the whole response
+
 The reward is less ``kl_coef`` times the response's ``log(policy / reference)``. The paper takes one step on fresh
 samples, where the ratio is 1; for further updates the response's ratio, the product over its tokens, is clipped as in
 TRL's RLOOTrainer.

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mmrl.config.picture_checks import of_pictures
+
 if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
 
@@ -19,6 +21,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_half(recipe),
             *_text(recipe),
             *_pairs(recipe),
+            *_several(recipe),
             *_partial(recipe),
             *_placement(recipe),
             *_controllers(recipe),
@@ -27,12 +30,10 @@ def impossibilities(recipe: Recipe) -> list[str]:
     return [
         *_groups(recipe),
         *_diffusion(recipe),
-        *_window(recipe),
+        *of_pictures(recipe),
         *_batches(recipe),
-        *_noise(recipe),
         *_half(recipe),
-        *_levels(recipe),
-        *_pathwise(recipe),
+        *_several(recipe),
         *_placement(recipe),
         *_controllers(recipe),
         *_labels(recipe),
@@ -114,7 +115,12 @@ def _partial(recipe: Recipe) -> Iterator[str]:
 
 
 def _diffusion(recipe: Recipe) -> Iterator[str]:
-    if recipe.algorithm.trains_on != "denoising":
+    if recipe.algorithm.trains_on == "pairs":
+        yield (
+            f"algorithm.type: {recipe.algorithm.type} trains on given pairs, which are of texts; use diffusion_dpo, "
+            "which makes pairs of its own samples"
+        )
+    elif recipe.algorithm.trains_on != "denoising":
         yield (
             f"algorithm.type: {recipe.algorithm.type} trains tokens, and this recipe samples pictures "
             "(sampling.height, sampling.width); use flow_grpo, or a text pipeline and sampling.max_new_tokens"
@@ -127,39 +133,12 @@ def _diffusion(recipe: Recipe) -> Iterator[str]:
         yield "rollout.partial: pictures are not drawn in parts; remove rollout"
 
 
-def _window(recipe: Recipe) -> Iterator[str]:
-    window, steps = recipe.denoising.window, recipe.denoising.steps
-    if window is None:
-        return
-    if recipe.algorithm.type != "flow_grpo":
-        yield (
-            f"sampling.window: {recipe.algorithm.type} records no denoising actions, so there is nothing to window; "
-            "remove sampling.window"
-        )
-    last = steps - 1 if window.last is None else window.last
-    if last > steps - 1:
-        yield f"sampling.window.last: step {steps - 1} is the final one, without noise; set it to {steps - 1} or less"
-    elif window.first + window.size > last:
-        yield (
-            f"sampling.window: {window.size} steps do not fit into [{window.first}, {last}); "
-            "lower sampling.window.size or raise sampling.steps"
-        )
-
-
 def _batches(recipe: Recipe) -> Iterator[str]:
     train = recipe.train
-    if recipe.algorithm.type != "draft" and train.group_size % train.updates_per_step:
+    if recipe.algorithm.kind != "pathwise" and train.group_size % train.updates_per_step:
         yield (
             f"train.updates_per_step: {train.group_size} samples of a group do not divide into "
             f"{train.updates_per_step} updates; use a divisor of train.group_size"
-        )
-
-
-def _noise(recipe: Recipe) -> Iterator[str]:
-    if recipe.algorithm.type == "diffusion_nft" and recipe.denoising.same_initial_noise:
-        yield (
-            "sampling.same_initial_noise: diffusion_nft adds no noise between steps, so a group would be one "
-            "picture many times; set it to false"
         )
 
 
@@ -171,38 +150,19 @@ def _half(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _levels(recipe: Recipe) -> Iterator[str]:
-    algorithm, most = recipe.algorithm, recipe.denoising.steps - 1
-    if algorithm.type == "diffusion_nft" and (algorithm.noise_levels or 0) > most:
-        yield f"algorithm.noise_levels: {most + 1} sampling steps have {most} levels; set it to {most} or less"
-
-
-def _pathwise(recipe: Recipe) -> Iterator[str]:
-    algorithm = recipe.algorithm
-    if algorithm.type != "draft":
+def _several(recipe: Recipe) -> Iterator[str]:
+    """Of an advantage for each reward."""
+    how = getattr(recipe.algorithm, "advantage_aggregation", "sum")
+    if how == "sum":
         return
-    if algorithm.last_steps > recipe.denoising.steps:
+    if sum(reward.weight != 0 for reward in recipe.rewards) < 2:
         yield (
-            f"algorithm.last_steps: {algorithm.last_steps} of {recipe.denoising.steps} sampling steps; "
-            f"set it to {recipe.denoising.steps} or less"
+            f"algorithm.advantage_aggregation: {how} makes an advantage of each reward, and there is one; "
+            "set it to sum, or add to rewards"
         )
     for i, reward in enumerate(recipe.rewards):
-        if reward.name.partition(":")[0] == "http":
-            yield (
-                f"rewards[{i}].name: {reward.name!r} is remote and returns no gradient, which draft needs; "
-                "use a differentiable reward or algorithm.type=flow_grpo"
-            )
         if reward.normalize != "none":
-            yield f"rewards[{i}].normalize: draft follows the reward's own gradient; set it to none"
-        if reward.on_failure == "drop":
-            yield f"rewards[{i}].on_failure: draft has no sample to drop once its gradient is taken; set it to fail"
-    if recipe.denoising.same_initial_noise and recipe.train.group_size > 1:
-        yield (
-            "sampling.same_initial_noise: draft adds no noise between steps, so a group would be one picture many "
-            "times; set it to false, or train.group_size to 1"
-        )
-    if recipe.train.updates_per_step != 1:
-        yield "train.updates_per_step: draft samples inside its one update; set it to 1"
+            yield f"rewards[{i}].normalize: an advantage of each reward ({how}) is normalised already; set it to none"
 
 
 def _placement(recipe: Recipe) -> Iterator[str]:
@@ -280,7 +240,13 @@ def _disaggregated(recipe: Recipe) -> Iterator[str]:
             "train.backend: disaggregated devices that sample are given whole weights, which shards (fsdp) do not give "
             "yet; set it to replicated, or placement to adaptive"
         )
-    if algorithm.type in ("draft", "dpo", "reward_model"):
+    apart = algorithm.kind == "forward_process" and algorithm.type != "diffusion_nft"
+    if apart or algorithm.type in ("grpo_guard", "flow_dppo"):
+        yield (
+            f"algorithm.type: {algorithm.type} compares samples with the very policy that drew them and has no weight "
+            "that corrects older ones; set placement to adaptive, or algorithm.type to flow_grpo or diffusion_nft"
+        )
+    if algorithm.kind in ("pathwise", "offline"):
         yield f"placement: {algorithm.type} samples nothing ahead of its update; set placement to colocate"
 
 
@@ -322,10 +288,10 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
 def _sharded(recipe: Recipe) -> Iterator[str]:
     """Where weights lie in shards, forward and backward passes are of all ranks together."""
     algorithm = recipe.algorithm
-    if algorithm.type == "draft":
+    if algorithm.kind == "pathwise":
         yield (
-            "train.backend: draft back-propagates through several denoising steps at once, which weights in shards "
-            "(fsdp) cannot do; set train.backend to replicated"
+            f"train.backend: {algorithm.type} back-propagates through several denoising steps at once, which weights "
+            "in shards (fsdp) cannot do; set train.backend to replicated"
         )
     if recipe.rollout.engine != "transformers":
         yield (

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
-from mmrl.algorithms.objective import Kind
+from mmrl.algorithms.objective import GraphSteps, Kind
 from mmrl.controller.features import FeatureStore
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 
@@ -110,7 +110,8 @@ class Pipeline(Protocol):
         ...
 
     def recorded(self, trajectory: Trajectory, entry: int) -> dict[str, Tensor]:
-        """What an objective may compare slice ``entry`` with. Pictures: log_probs ``[B, 1]``, std and dt ``[1]``; text:
+        """What an objective may compare slice ``entry`` with. Pictures: log_probs ``[B, 1]``, std, dt and c_v (how far
+        the mean moves with the velocity) ``[1]``; text:
         mask and rollout_log_probs ``[B, T]``; pairs: margins ``[B]``."""
         ...
 
@@ -122,7 +123,7 @@ class Pipeline(Protocol):
         self, trajectory: Trajectory, level: int, seed: int, needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
         """Noise clean results afresh to the ``level``-th noise level of each sample's own shuffle, predict with a
-        graph: v, v_old, ... ``[B, ...]``, x_s, x0 and sigma ``[B]``."""
+        graph: v, v_old, ... and target (noise less clean) ``[B, ...]`` as needed, x_s, x0 and sigma ``[B]``."""
         ...
 
     def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
@@ -130,8 +131,9 @@ class Pipeline(Protocol):
         ``[B]``, the same with ``reference_`` before it, or chosen_scores and rejected_scores ``[B]``, as needed."""
         ...
 
-    def generate(self, slots: Sequence[Slot], ids: Sequence[SampleId], last_steps: int, seed: int) -> Tensor:
-        """Sample with a graph through the last steps and the decoder: images ``[B, 3, H, W]`` in [0, 1]."""
+    def generate(self, slots: Sequence[Slot], ids: Sequence[SampleId], path: GraphSteps, seed: int) -> Tensor:
+        """Sample with a graph through some steps and the decoder: images ``[(1 + path.renoised) * B, 3, H, W]`` in
+        [0, 1], those that were predicted anew after the others."""
         ...
 
     def write(self, out: Path, what: What) -> None:

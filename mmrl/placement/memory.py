@@ -255,7 +255,7 @@ def _slice(
     policy = trained[0]
     for p in (p for one in trained for p in one.trainable.values()):
         p.grad = p.detach().clone()
-    old = {"advantages": torch.zeros(n), "weights": torch.ones(n)}
+    old = {"advantages": torch.zeros(n), "weights": torch.ones(n), "groups": torch.zeros(n, dtype=torch.long)}
     with LiveBytes() as live, counted(pipeline.policy) as calls, known_masks(pipeline):
         rows = trajectory if n == len(trajectory) else trajectory.rows(list(range(n)))
         match objective.kind:
@@ -272,8 +272,9 @@ def _slice(
                 old |= pipeline.recorded(rows, 0)
             case _:
                 with once(pipeline, live):
-                    images = pipeline.generate(rows.slots, rows.ids, objective.last_steps, recipe.seed)
-                new = {"rewards": images.flatten(1).mean(1)}
+                    path = objective.graph_steps(recipe.denoising.steps, 0.0)
+                    images = pipeline.generate(rows.slots, rows.ids, path, recipe.seed)
+                new = {"rewards": images.flatten(1).mean(1).view(-1, n)}
                 del images
         policy.backward(objective.loss(new, old, float(n)).value)
     return live.peak, calls[False], calls[True]

@@ -94,6 +94,11 @@ class RewardSet:
         return [entry.label for entry in self._entries]
 
     @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each reward by its label."""
+        return {entry.label: entry.config.weight for entry in self._entries}
+
+    @property
     def inputs(self) -> frozenset[Input]:
         """The fields of a sample that any of the rewards reads."""
         return frozenset(name for entry in self._entries for name in entry.loaded.declaration.inputs)

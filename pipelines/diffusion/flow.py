@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmrl.algorithms import sde
-from mmrl.algorithms.objective import Kind
+from mmrl.algorithms.objective import GraphSteps, Kind
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
@@ -196,6 +196,7 @@ class FlowPipeline:
             "log_probs": trajectory.log_probs[:, entry : entry + 1],
             "std": c.std[step].to(self.device),
             "dt": c.dt[step].to(self.device),
+            "c_v": c.c_v[step].to(self.device),
         }
 
     def replay(self, trajectory: Trajectory, action: int, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
@@ -213,6 +214,9 @@ class FlowPipeline:
             with torch.no_grad(), weights("reference"):
                 reference = sde.step_mean(x, self._velocity(x, timestep, features), c, step)
             out["reference_distance"] = sde.squared_distance(mean, reference).unsqueeze(1)
+        if "old_distance" in needs:  # of the mean that was sampled from: the noise is known from its seed
+            z = noise(self.recipe.seed, trajectory.ids, f"step{step}", self.shape).to(self.device)
+            out["old_distance"] = sde.squared_distance(mean, following - c.std[step].item() * z).unsqueeze(1)
         return out
 
     def renoise(
@@ -234,30 +238,38 @@ class FlowPipeline:
         x_s = (1 - s) * x0 + s * eps
         features = self._batch_features(trajectory.features)
         timestep = self.adapter.timestep(sigma)
-        out = {"x0": x0, "x_s": x_s, "sigma": sigma}
-        for name, copy in (("v_old", "old"), ("v_reference", "reference")):
-            if name in needs:
-                with torch.no_grad(), weights(copy):
-                    out[name] = self._velocity(x_s, timestep, features)
+        out = {"x0": x0, "x_s": x_s, "sigma": sigma} | ({"target": eps - x0} if "target" in needs else {})
+        for name in sorted(name for name in needs if name.startswith("v_")):
+            with torch.no_grad(), weights(name.removeprefix("v_")):
+                out[name] = self._velocity(x_s, timestep, features)
         out["v"] = self._velocity(x_s, timestep, features)
         return out
 
-    def generate(self, slots: Sequence[Slot], ids: Sequence[SampleId], last_steps: int, seed: int) -> Tensor:
+    def generate(self, slots: Sequence[Slot], ids: Sequence[SampleId], path: GraphSteps, seed: int) -> Tensor:
         features = self._batch_features([slot.prompt.text for slot in slots])
         schedule = self.adapter.schedule(self.steps)
         c = self._coefficients(schedule, [])
         x = self._initial(ids, seed, schedule)
-        for i in range(self.steps):
+
+        def velocity(x: Tensor, i: int) -> Any:
             timestep = self._timestep(schedule, i, len(ids))
-            if i < self.steps - last_steps:
+            if i < path.first:
                 with torch.no_grad():
-                    x = sde.step_mean(x, self._velocity(x, timestep, features), c, i)
-            else:
-                v = checkpoint(self._velocity, x, timestep, features, use_reentrant=False)
-                x = sde.step_mean(x, v, c, i)  # type: ignore[arg-type]
+                    return self._velocity(x, timestep, features)
+            return checkpoint(self._velocity, x, timestep, features, use_reentrant=False)
+
+        for i in range(path.last):
+            x = sde.step_mean(x, velocity(x, i), c, i)
+        s = schedule.sigmas[path.last].item()
+        predicted = [x - s * velocity(x, path.last)]
+        for n in range(path.renoised):
+            eps = noise(seed, ids, f"renoise{n}", self.shape).to(self.device)
+            x = (1 - s) * predicted[0].detach() + s * eps
+            predicted.append(x - s * velocity(x, path.last))
+        x = torch.cat(predicted)
         if self.offloads:  # not only while it decodes: the backward comes after this returns
             self.adapter.vae.to(self.device)
-        return (self.adapter.decode(schedule.end * x) / 2 + 0.5).clamp(0, 1).float()
+        return (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()
 
     # -- export ------------------------------------------------------------------------------------------------------
 

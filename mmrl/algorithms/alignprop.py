@@ -1,0 +1,32 @@
+"""AlignProp: reward back-propagated through a random number of last steps (Prabhudesai et al. 2023, arXiv 2310.03739).
+
+    L = -scale r(x0), or scale |target - r(x0)|,   a graph through the last K steps, K from 1 to all
+
+The authors detach the predictions before the last K steps and leave the graph through the latents; no weight is on it
+there, so those steps are sampled without a graph, which is the same gradient.
+
+Departs: K is uniform and drawn once for all samples of a training step; the authors' code draws it for every batch, by
+default near 8 of 50 steps.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mmrl.algorithms.objective import GraphSteps
+from mmrl.algorithms.pathwise import PathwiseObjective
+from mmrl.config.algorithms import AlignProp
+
+
+class Objective(PathwiseObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+
+    def __init__(self, settings: AlignProp) -> None:
+        self.last_steps, self.target, self.scale = settings.last_steps, settings.target, settings.scale
+
+    def graph_steps(self, steps: int, draw: float) -> GraphSteps:
+        last = steps - int(draw * steps) if self.last_steps is None else self.last_steps
+        return GraphSteps(steps - last, steps - 1)
+
+    def of_reward(self, rewards: Tensor) -> Tensor:
+        return -self.scale * rewards if self.target is None else self.scale * (self.target - rewards).abs()

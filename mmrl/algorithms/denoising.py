@@ -1,0 +1,92 @@
+"""What the policy gradients over denoising steps share: advantages, the pull to the reference and the log.
+
+    L = mean over samples and steps of [ surrogate + kl_coef |mu - mu_ref|^2 / (2 d^2) ],   d = std / sqrt(-dt)
+
+Ratios are of mean (not summed) log-probs, hence clip ranges of 1e-4 and below. The KL term is Flow-GRPO's code's: the
+true KL of the two Gaussians times ``-dt``, so that published coefficients carry over.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.objective import Kind, Loss, Scored
+from mmrl.config.algorithms import Spread, StepAlgorithm
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The policy's part of the loss and its ratio, ``[B, T]``.
+
+    ``outside`` (bool) marks ratios beyond the clip range, or what was left out; ``logged`` ``[B, T]`` by the log's
+    name.
+    """
+
+    loss: Tensor
+    ratio: Tensor
+    outside: Tensor
+    logged: Mapping[str, Tensor]
+
+
+class DenoisingObjective(ABC):
+    """Abstract; see ``mmrl.algorithms.objective.Objective``. An algorithm says its surrogate."""
+
+    kind: Kind = "policy_gradient"
+    prepares: frozenset[str] = frozenset()
+    samples_with = "current"
+    copies: ClassVar[dict[str, Callable[[int], float]]] = {}
+
+    def __init__(self, settings: StepAlgorithm, needs: frozenset[str] = frozenset()) -> None:
+        """``needs``: what the surrogate reads of ``new`` beside log_probs."""
+        self.advantage_clip = settings.advantage_clip
+        self.advantage_std: Spread = settings.advantage_std
+        self.kl_coef = settings.kl_coef
+        self.entries = settings.trained_steps
+        self.needs = needs | {"log_probs"} | ({"reference_distance"} if settings.kl_coef else set())
+
+    @abstractmethod
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]
+    ) -> StepLoss:
+        """``log_ratio`` ``[B, T]`` with its graph, ``advantages`` ``[B, 1]``; ``new`` and ``old`` as in ``loss``."""
+
+    def advantages(self, scored: Scored) -> Advantages:
+        return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
+
+    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+        """Every entry (denoising step) of every sample counts the same."""
+        return float((weights.double() * lengths).sum())
+
+    def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
+        """``new``: log_probs ``[B, T]``, and what else is needed of reference_distance and old_distance ``[B, T]``.
+
+        ``old``: log_probs ``[B, T]``, advantages ``[B]``, weights ``[B]`` (0 leaves a sample out), std, dt and c_v
+        ``[T]``, optionally importance ``[B, T]`` (of samples that another policy drew: ``mmrl.algorithms.mismatch``).
+        """
+        weights = old["weights"].unsqueeze(1)
+        advantages = old["advantages"].clamp(-self.advantage_clip, self.advantage_clip).unsqueeze(1)
+        log_ratio = new["log_probs"] - old["log_probs"]
+        step = self.surrogate(log_ratio, advantages, new, old)
+        loss = step.loss * old.get("importance", 1.0)
+        sums = {
+            "policy/ratio": step.ratio,
+            "policy/clip_fraction": step.outside.float(),
+            "policy/approx_kl": 0.5 * log_ratio.square(),
+            "policy/loss": loss,
+            **step.logged,
+        }
+        if "reference_distance" in self.needs:
+            kl = new["reference_distance"] * (-old["dt"]) / (2 * old["std"].square())
+            loss = loss + self.kl_coef * kl
+            sums["policy/kl"] = kl
+        return Loss(
+            value=(loss * weights).sum() / total,
+            sums={name: (value.detach() * weights).sum() for name, value in sums.items()},
+            maxima={"policy/ratio_max_dev": ((step.ratio.detach() - 1).abs() * weights).max()},
+        )

@@ -1,0 +1,56 @@
+"""Diffusion-DPO online: the best sample of a group against its worst (Wallace et al. 2023, arXiv 2311.12908, eq. 14).
+
+    L = -log sigmoid(-beta / 2 [(l_w - l_w,ref) - (l_l - l_l,ref)]),   l = mean (v - (eps - x0))^2
+
+Both of a pair are noised alike. A group whose rewards are all equal has no pair.
+
+Departs: pairs are of the run's own samples, drawn anew every step, not a data set's; given pairs of pictures are not
+read. The matching error is of the velocity, as flow models predict it, and beta is of a mean over dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.forward_process import ForwardObjective, in_group
+from mmrl.algorithms.objective import Scored
+from mmrl.algorithms.sde import squared_distance
+from mmrl.config.algorithms import DiffusionDPO
+
+
+class Objective(ForwardObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``. Advantages are 1 for the better, -1 for the worse."""
+
+    shares_noise = True
+
+    def __init__(self, settings: DiffusionDPO) -> None:
+        super().__init__(settings.noise_levels, 0.0, frozenset({"v", "v_reference", "target"}))
+        self.beta = settings.beta
+
+    def advantages(self, scored: Scored) -> Advantages:
+        plain = group_advantages(scored.rewards, scored.groups, "none")
+        values = torch.zeros_like(plain.values)
+        for rows in (torch.nonzero(scored.groups == g).flatten() for g in scored.groups.unique()):
+            inside = plain.values[rows]
+            if inside.any():  # else all equal
+                values[rows[inside.argmax()]], values[rows[inside.argmin()]] = 1.0, -1.0
+        return Advantages(values, values != 0, plain.groups, plain.zero_std_groups)
+
+    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+        """Every noise level of every pair counts the same."""
+        return super().amount(weights, lengths) / 2
+
+    def losses(
+        self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Half of a pair's loss on each of its rows."""
+        error = squared_distance(new["v"], new["target"])
+        gain = error - squared_distance(new["v_reference"], new["target"])
+        inside = -self.beta / 2 * in_group(gain * old["advantages"] * old["weights"], old["groups"])
+        half = {"policy/pair_accuracy": (inside > 0).float(), "policy/pair_margin": inside, "policy/matching": error}
+        return -logsigmoid(inside) / 2, {name: value / 2 for name, value in half.items()}, {}

@@ -1,0 +1,73 @@
+"""What the objectives on the forward process share: clean samples noised afresh, and the pull to the reference.
+
+    L = mean over samples and noise levels of [ l(v) + kl_coef mean (v - v_ref)^2 ],   x_s = (1 - s) x0 + s eps
+
+No SDE and no log-probs of steps: any solver may sample. The matching error of a prediction is ``mean (v - u)^2`` with
+the target ``u = eps - x0``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.objective import Kind, Loss, Scored
+from mmrl.algorithms.sde import squared_distance
+from mmrl.config.algorithms import Spread
+
+
+class ForwardObjective(ABC):
+    """Abstract; see ``mmrl.algorithms.objective.Objective``. An algorithm says its loss of a noised sample."""
+
+    kind: Kind = "forward_process"
+    prepares: frozenset[str] = frozenset()
+    samples_with = "current"
+    copies: Mapping[str, Callable[[int], float]] = {}
+    shares_noise: ClassVar[bool] = False
+    advantage_std: Spread = "batch"
+
+    def __init__(self, noise_levels: int | None, kl_coef: float, needs: frozenset[str]) -> None:
+        """``needs``: what ``losses`` reads of ``new``."""
+        self.entries, self.kl_coef = noise_levels, kl_coef
+        self.needs = needs | ({"v_reference"} if kl_coef else set())
+
+    @abstractmethod
+    def losses(
+        self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """The loss ``[B]`` with its graph, and by the log's names what is shown of each row, ``[B]``, as means and as
+        maxima. ``new`` and ``old`` as in ``loss``."""
+
+    def advantages(self, scored: Scored) -> Advantages:
+        return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
+
+    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+        """Every entry (noise level) of every sample counts the same."""
+        return float((weights.double() * lengths).sum())
+
+    def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
+        """``new``: v, target, x_s and x0 ``[B, ...]``, sigma ``[B]``, and what else is needed of v_old, v_average and
+        v_reference ``[B, ...]``; ``old``: advantages and weights ``[B]`` (0 leaves a row out), groups ``[B]``."""
+        weights = old["weights"]
+        loss, sums, maxima = self.losses(new, old)
+        sums = {"policy/loss": loss, **sums}
+        if self.kl_coef:
+            kl = squared_distance(new["v"], new["v_reference"])
+            loss = loss + self.kl_coef * kl
+            sums["policy/kl"] = kl
+        return Loss(
+            value=(loss * weights).sum() / total,
+            sums={name: (value.detach() * weights).sum() for name, value in sums.items()},
+            maxima={name: (value.detach() * weights).max() for name, value in maxima.items()},
+        )
+
+
+def in_group(values: Tensor, groups: Tensor) -> Tensor:
+    """The sum of ``values`` ``[B]`` over the rows of each one's group, ``[B]``; ``groups`` ``[B]`` integers from 0."""
+    sums = torch.zeros(int(groups.max()) + 1, dtype=values.dtype, device=values.device)
+    return sums.index_add(0, groups, values)[groups]

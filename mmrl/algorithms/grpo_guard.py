@@ -1,0 +1,38 @@
+"""GRPO-Guard: Flow-GRPO with ratios that are centred and of one scale at every step (Wang et al. 2025, 2510.22319).
+
+    r = exp(std [log p - log p_old + |mu - mu_old|^2 / (2 std^2)]) = exp(mean(z (mu - mu_old)))
+    L = max(-A r, -A clip(r, 1 - clip_range, 1 + clip_range)) / -dt
+
+A plain ratio is below 1 on average, by another amount at every step, so that its clip range works on one side only. The
+added term takes that bias away, the factor ``std`` makes the spread the same, and ``1 / -dt`` the gradients. ``z`` is
+the noise that was drawn.
+
+Departs: means are over each sample's own dimensions; the authors' code takes them over the batch as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from mmrl.algorithms.denoising import DenoisingObjective, StepLoss
+from mmrl.algorithms.policy_gradient import clipped_surrogate
+from mmrl.config.algorithms import GRPOGuard
+
+
+class Objective(DenoisingObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``. ``new`` holds old_distance ``[B, T]`` too."""
+
+    def __init__(self, settings: GRPOGuard) -> None:
+        super().__init__(settings, frozenset({"old_distance"}))
+        self.clip_range = settings.clip_range
+
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]
+    ) -> StepLoss:
+        divergence = new["old_distance"] / (2 * old["std"].square())
+        normal = (log_ratio + divergence) * old["std"]
+        clipped = clipped_surrogate(normal, advantages, self.clip_range, self.clip_range)
+        outside = (clipped.ratio - 1).abs() > self.clip_range
+        return StepLoss(clipped.loss / -old["dt"], clipped.ratio, outside, {"policy/old_kl": divergence})

@@ -1,0 +1,43 @@
+"""What the pathwise objectives share: the loss is a function of differentiable rewards."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
+from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.objective import GraphSteps, Kind, Loss, Scored
+
+
+class PathwiseObjective(ABC):
+    """Abstract; see ``mmrl.algorithms.objective.Objective``. An algorithm says its steps, and its loss of a reward."""
+
+    kind: Kind = "pathwise"
+    needs = frozenset({"rewards"})
+    prepares: frozenset[str] = frozenset()
+    samples_with = "current"
+    copies: ClassVar[dict[str, Callable[[int], float]]] = {}
+    entries = None
+
+    @abstractmethod
+    def graph_steps(self, steps: int, draw: float) -> GraphSteps: ...
+
+    @abstractmethod
+    def of_reward(self, rewards: Tensor) -> Tensor:
+        """The loss of rewards with their graph, of any shape."""
+
+    def advantages(self, scored: Scored) -> Advantages:
+        return group_advantages(scored.rewards, scored.groups, "none")
+
+    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+        """Every sample counts the same."""
+        return float((weights.double() * lengths).sum())
+
+    def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
+        """``new``: rewards ``[P, B]`` with their graph, of ``P`` predictions of each picture, over which the loss is
+        averaged."""
+        value = self.of_reward(new["rewards"]).mean(0)
+        return Loss(value=value.sum() / total, sums={"policy/loss": value.detach().sum()}, maxima={})

@@ -1,0 +1,30 @@
+"""ReFL: the reward of the picture that one random late step predicts (Xu et al. 2023, arXiv 2304.05977, alg. 1).
+
+    L = scale max(threshold - r(x0^), 0),   x0^ = x_s - s v(x_s), a graph through this one step
+
+Departs: the step is drawn once for all samples of a training step, so that it does not hang on micro-batches. The
+paper's pretraining loss on given pictures is not there, nor in its code.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mmrl.algorithms.objective import GraphSteps
+from mmrl.algorithms.pathwise import PathwiseObjective
+from mmrl.config.algorithms import ReFL
+
+
+class Objective(PathwiseObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+
+    def __init__(self, settings: ReFL) -> None:
+        self.late, self.threshold, self.scale = settings.late, settings.threshold, settings.scale
+
+    def graph_steps(self, steps: int, draw: float) -> GraphSteps:
+        first = int(self.late * steps)
+        step = first + int(draw * (steps - first))
+        return GraphSteps(step, step)
+
+    def of_reward(self, rewards: Tensor) -> Tensor:
+        return self.scale * (self.threshold - rewards).relu()

@@ -1,0 +1,50 @@
+"""Reward-weighted regression: flow matching on the run's own samples, the better the more (Lee et al., 2302.12192).
+
+    L = w mean (v - (eps - x0))^2 + kl_coef mean (v - v_ref)^2
+    softmax: w = K softmax over its group of (r - mean) / (std temperature),   best: w = 1 for its group's best alone
+
+``best`` is the supervised fine-tuning (SFT) that Flow-GRPO compares itself with.
+
+Departs: weights are of the group, not of the reward itself or of the batch, so that easy prompts do not take over; a
+group whose rewards are all equal is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mmrl.algorithms.advantages import Advantages, group_advantages
+from mmrl.algorithms.forward_process import ForwardObjective
+from mmrl.algorithms.objective import Scored
+from mmrl.algorithms.sde import squared_distance
+from mmrl.config.algorithms import RWR
+
+
+class Objective(ForwardObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``. Advantages are the weights, 0 or more."""
+
+    def __init__(self, settings: RWR) -> None:
+        super().__init__(settings.noise_levels, settings.kl_coef, frozenset({"v", "target"}))
+        self.best, self.temperature = settings.weights == "best", settings.temperature
+
+    def advantages(self, scored: Scored) -> Advantages:
+        plain = group_advantages(scored.rewards, scored.groups, "group")
+        values = torch.zeros_like(plain.values)
+        for rows in (torch.nonzero((scored.groups == g) & plain.valid).flatten() for g in scored.groups.unique()):
+            inside = plain.values[rows]
+            if not inside.any():  # all equal
+                continue
+            if self.best:
+                values[rows[inside.argmax()]] = 1.0
+            else:
+                values[rows] = len(rows) * (inside / self.temperature).softmax(0)
+        return Advantages(values, values > 0, plain.groups, plain.zero_std_groups)
+
+    def losses(
+        self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        error = squared_distance(new["v"], new["target"])
+        return old["advantages"] * error, {"policy/matching": error}, {}

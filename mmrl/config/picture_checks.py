@@ -1,0 +1,118 @@
+"""What a diffusion recipe asks of its algorithm that cannot work, as ``mmrl.config.checks`` says it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mmrl.config.algorithms import ForwardAlgorithm, StepAlgorithm
+
+if TYPE_CHECKING:
+    from mmrl.config.schema import Recipe
+
+
+def of_pictures(recipe: Recipe) -> list[str]:
+    """All of it, at once; each names the key to change."""
+    return [
+        *_window(recipe),
+        *_noise(recipe),
+        *_levels(recipe),
+        *_steps(recipe),
+        *_whole(recipe),
+        *_pathwise(recipe),
+    ]
+
+
+def _window(recipe: Recipe) -> Iterator[str]:
+    window, steps = recipe.denoising.window, recipe.denoising.steps
+    if window is None:
+        return
+    if recipe.algorithm.kind != "policy_gradient":
+        yield (
+            f"sampling.window: {recipe.algorithm.type} records no denoising actions, so there is nothing to window; "
+            "remove sampling.window"
+        )
+    last = steps - 1 if window.last is None else window.last
+    if last > steps - 1:
+        yield f"sampling.window.last: step {steps - 1} is the final one, without noise; set it to {steps - 1} or less"
+    elif window.first + window.size > last:
+        yield (
+            f"sampling.window: {window.size} steps do not fit into [{window.first}, {last}); "
+            "lower sampling.window.size or raise sampling.steps"
+        )
+
+
+def _noise(recipe: Recipe) -> Iterator[str]:
+    if recipe.algorithm.kind == "forward_process" and recipe.denoising.same_initial_noise:
+        yield (
+            f"sampling.same_initial_noise: {recipe.algorithm.type} adds no noise between steps, so a group would be "
+            "one picture many times; set it to false"
+        )
+
+
+def _levels(recipe: Recipe) -> Iterator[str]:
+    algorithm, most = recipe.algorithm, recipe.denoising.steps - 1
+    if isinstance(algorithm, ForwardAlgorithm) and (algorithm.noise_levels or 0) > most:
+        yield f"algorithm.noise_levels: {most + 1} sampling steps have {most} levels; set it to {most} or less"
+
+
+def _steps(recipe: Recipe) -> Iterator[str]:
+    """Of policy gradients over denoising steps."""
+    algorithm, sampling = recipe.algorithm, recipe.denoising
+    recorded = sampling.window.size if sampling.window else sampling.steps - 1
+    if isinstance(algorithm, StepAlgorithm) and (algorithm.trained_steps or 0) > recorded:
+        yield f"algorithm.trained_steps: {recorded} steps carry noise and can be trained; set it to {recorded} or less"
+    if algorithm.type == "grpo_guard" and sampling.sde.kind == "cps":
+        yield (
+            "sampling.sde.kind: grpo_guard takes its bias off the log-prob of a Gaussian, and that of cps leaves out "
+            "the noise's size; set it to flow or dance"
+        )
+
+
+def _whole(recipe: Recipe) -> Iterator[str]:
+    """Of objectives that compare samples inside an update."""
+    algorithm, train = recipe.algorithm, recipe.train
+    if algorithm.whole is None:
+        return
+    rows = {"group": train.group_size, "pair": 2}[algorithm.whole]
+    if train.micro_batch_size % rows:
+        yield (
+            f"train.micro_batch_size: {algorithm.type} compares the {rows} samples of a {algorithm.whole} in one "
+            f"slice; set it to a multiple of {rows}"
+        )
+    if train.updates_per_step > 1:
+        yield f"train.updates_per_step: {algorithm.type} compares all samples of a group in one update; set it to 1"
+
+
+def _pathwise(recipe: Recipe) -> Iterator[str]:
+    algorithm = recipe.algorithm
+    if algorithm.kind != "pathwise":
+        return
+    name, last = algorithm.type, getattr(algorithm, "last_steps", None) or 1
+    if last > recipe.denoising.steps:
+        yield (
+            f"algorithm.last_steps: {last} of {recipe.denoising.steps} sampling steps; "
+            f"set it to {recipe.denoising.steps} or less"
+        )
+    if last > 1 and getattr(algorithm, "renoise", 0):
+        yield (
+            f"algorithm.renoise: a picture is predicted anew from the last step alone, and {last} steps carry a graph "
+            "(algorithm.last_steps); set one of them to its default"
+        )
+    for i, reward in enumerate(recipe.rewards):
+        if reward.name.partition(":")[0] == "http":
+            yield (
+                f"rewards[{i}].name: {reward.name!r} is remote and returns no gradient, which {name} needs; "
+                "use a differentiable reward or algorithm.type=flow_grpo"
+            )
+        if reward.normalize != "none":
+            yield f"rewards[{i}].normalize: {name} follows the reward's own gradient; set it to none"
+        if reward.on_failure == "drop":
+            yield f"rewards[{i}].on_failure: {name} has no sample to drop once its gradient is taken; set it to fail"
+    if recipe.denoising.same_initial_noise and recipe.train.group_size > 1:
+        yield (
+            f"sampling.same_initial_noise: {name} adds no noise between steps, so a group would be one picture many "
+            "times; set it to false, or train.group_size to 1"
+        )
+    if recipe.train.updates_per_step != 1:
+        yield f"train.updates_per_step: {name} samples inside its one update; set it to 1"

@@ -1,0 +1,110 @@
+"""The page of all algorithms, from their modules and sections: ``python -m mmrl.report.algorithms``.
+
+Of a module's docstring the indented lines are the formula, and the paragraph that begins with ``Departs:`` says where
+it is not its paper's; settings and defaults are the section's. A test compares the page with what this prints.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from typing import get_args
+
+from mmrl.config.algorithms import Algorithm, AlgorithmSection
+
+KINDS = {
+    "policy_gradient": "Policy gradients: actions with log-probs, denoising steps or tokens.",
+    "forward_process": "Forward process: clean samples noised afresh; any solver samples.",
+    "pathwise": "Pathwise: a differentiable reward, sampled and decoded inside the update.",
+    "offline": "Offline: given pairs, nothing is sampled.",
+}
+HEAD = """# Algorithms
+
+`algorithm: {type: flow_grpo, clip_range: 1e-3}` in a recipe; the defaults are the settings of each one's paper. Every
+file is `mmrl/algorithms/<type>.py`. `A` is the advantage, `v` the velocity, `r` a ratio of the policy to the one that
+sampled, or a reward.
+
+Settings rather than algorithms:
+
+| known as | settings |
+|---|---|
+"""
+TAIL = "The page is made by `python -m mmrl.report.algorithms`; a test compares the two.\n"
+SETTINGS = {
+    "DanceGRPO (arXiv 2505.07818)": [
+        "type: flow_grpo",
+        "sampling.sde: {kind: dance, noise_level: 0.3}",
+        "sampling.same_initial_noise: true",
+        "algorithm.trained_steps: 9",
+    ],
+    "MixGRPO (arXiv 2507.21802)": [
+        "type: flow_grpo",
+        "sampling.window: {size: 4, strategy: progressive, every: 25}",
+        "algorithm.advantage_aggregation: each",
+    ],
+    "Flow-GRPO-Fast": [
+        "type: flow_grpo",
+        "sampling.window: {size: 3, first: 0, last: 5}",
+        "sampling.sde: {kind: cps, noise_level: 0.8}",
+        "algorithm: {clip_range: 1e-5, kl_coef: 0}",
+    ],
+    "Flow-CPS (arXiv 2509.05952)": ["sampling.sde: {kind: cps, noise_level: 0.8}"],
+    "TempFlow-GRPO (arXiv 2508.04324)": ["algorithm.step_weight: tempflow", "sampling.window: {size: 1}"],
+    "Flash-GRPO (arXiv 2605.15980)": [
+        "algorithm: {step_weight: flash, clip_range: 1e-3}",
+        "sampling.window: {size: 1}",
+    ],
+    "GDPO (arXiv 2601.05242)": ["algorithm.advantage_aggregation: gdpo"],
+    "DRaFT-LV": ["type: draft", "algorithm.renoise: 2"],
+    "SFT on the best samples": ["type: rwr", "algorithm.weights: best"],
+}
+"""Of 16 sampling steps DanceGRPO trains 60 %."""
+
+
+def page() -> str:
+    """The whole page in Markdown."""
+    sections: list[type[AlgorithmSection]] = list(get_args(get_args(Algorithm)[0]))
+    known = [f"| {name} | {', '.join(f'`{one}`' for one in of)} |" for name, of in SETTINGS.items()]
+    out = [HEAD + "\n".join(known), "", TAIL]
+    for kind, text in KINDS.items():
+        out += [f"## {text}", "", "| algorithm | formula | settings | departs from its paper |", "|---|---|---|---|"]
+        out += [row(section) for section in sections if section.kind == kind]
+        out.append("")
+    return "\n".join(out[:-1]) + "\n"
+
+
+def row(section: type[AlgorithmSection]) -> str:
+    """One algorithm: what it is, its formula, settings with their defaults, and where it departs."""
+    name = section.model_fields["type"].default
+    text = importlib.import_module(f"mmrl.algorithms.{name}").__doc__ or ""
+    formula = "<br>".join(f"`{_cell(line)}`" for line in formula_of(text))
+    fields = {key: field.default for key, field in section.model_fields.items() if key != "type"}
+    settings = ", ".join(f"`{key}: {_written(value)}`" for key, value in fields.items())
+    cells = [f"`{name}`: {_cell((section.__doc__ or '').splitlines()[0])}", formula or "-", settings or "-"]
+    return "| " + " | ".join([*cells, _cell(departs_of(text)) or "-"]) + " |"
+
+
+def formula_of(text: str) -> Iterator[str]:
+    """The indented lines of a docstring."""
+    return (line.strip() for line in text.splitlines() if line.startswith("    "))
+
+
+def departs_of(text: str) -> str:
+    """The paragraph that begins with ``Departs:``, on one line; empty where there is none."""
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith("Departs:"):
+            return " ".join(paragraph.removeprefix("Departs:").split())
+    return ""
+
+
+def _written(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    print(page(), end="")
