@@ -47,38 +47,54 @@ class PathwiseClip:
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``, with a graph."""
-        import torch
-
-        size, images = self.model.config.vision_config.image_size, self.processor.image_processor
-        pictures = torch.stack([sample.tensor for sample in samples if sample.tensor is not None])
-        scale = size / min(pictures.shape[-2:])
-        height, width = (max(size, round(n * scale)) for n in pictures.shape[-2:])
-        pictures = torch.nn.functional.interpolate(pictures, (height, width), mode="bicubic", antialias=True)
-        top, left = (height - size) // 2, (width - size) // 2
-        pictures = pictures[:, :, top : top + size, left : left + size].clamp(0, 1)
-        mean, std = (
-            torch.tensor(v, device=pictures.device)[:, None, None] for v in (images.image_mean, images.image_std)
-        )
-        return WEIGHT * cosine(self.model, self.processor, samples, (pictures - mean) / std, context)
+        pixels = resized(samples, self.model.config.vision_config.image_size, self.processor.image_processor)
+        return WEIGHT * cosine(self.model, self.processor, samples, pixels, context)
 
 
 score = ClipScore
 pathwise = PathwiseClip
 
 
-def load_clip(path: str, processor: str) -> tuple[Any, Any]:
-    """A CLIP model (frozen, float32, on the CPU) and its processor. Raises ``UserError``."""
+def load_clip(path: str, processor: str, option: str = "path") -> tuple[Any, Any]:
+    """A CLIP model (frozen, float32, on the CPU) and its processor. Raises ``UserError``, which names ``option``."""
     from transformers import CLIPModel, CLIPProcessor
 
     try:
         model = CLIPModel.from_pretrained(path, use_safetensors=True)
         return model.eval().requires_grad_(False), CLIPProcessor.from_pretrained(processor)
     except (OSError, ValueError, ImportError) as error:
-        where = path if path == processor else f"{path} (processor {processor})"
-        raise UserError(
-            f"cannot load a CLIP model from {where}: {str(error).splitlines()[0]}; "
-            "set the reward's options.path to a directory that save_pretrained wrote, or to a hub name while online"
-        ) from error
+        raise no_model(path if path == processor else f"{path} (processor {processor})", option, error) from error
+
+
+def no_model(where: str, option: str, error: Exception) -> UserError:
+    """What to say where no CLIP model can be loaded."""
+    return UserError(
+        f"cannot load a CLIP model from {where}: {str(error).splitlines()[0]}; "
+        f"set the reward's options.{option} to a directory that save_pretrained wrote, or to a hub name while online"
+    )
+
+
+def resized(samples: Sequence[Sample], size: int, images: Any) -> torch.Tensor:
+    """What the image processor ``images`` makes of pictures, ``[B, 3, size, size]``, with the gradient to them.
+
+    The shorter edge is resized to ``size`` by torch (bicubic, antialiased) and the middle kept.
+    """
+    import torch
+
+    pictures = torch.stack([sample.tensor for sample in samples if sample.tensor is not None])
+    scale = size / min(pictures.shape[-2:])
+    height, width = (max(size, round(n * scale)) for n in pictures.shape[-2:])
+    pictures = torch.nn.functional.interpolate(pictures, (height, width), mode="bicubic", antialias=True)
+    top, left = (height - size) // 2, (width - size) // 2
+    return normalised(pictures[:, :, top : top + size, left : left + size].clamp(0, 1), images)
+
+
+def normalised(pictures: torch.Tensor, images: Any) -> torch.Tensor:
+    """``pictures`` ``[..., 3, H, W]`` in [0, 1] by the mean and deviation of the image processor ``images``."""
+    import torch
+
+    mean, std = (torch.tensor(v, device=pictures.device)[:, None, None] for v in (images.image_mean, images.image_std))
+    return (pictures - mean) / std
 
 
 def cosine(

@@ -13,13 +13,14 @@ import mmrl
 from mmrl.rewards.contract import Context, Weights
 from mmrl.trajectory import Sample
 
-from .clip import cosine, load_clip
+from .clip import cosine, load_clip, resized
 
 if TYPE_CHECKING:
     import torch
 
 SCALE = 26.0
 DEFAULT = "yuvalkirstain/PickScore_v1"
+PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
 
 def _models(options: Mapping[str, Any]) -> list[Weights]:
@@ -30,7 +31,7 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
 class PickScore:
     """PickScore of each picture with its prompt."""
 
-    def __init__(self, path: str = DEFAULT, processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K") -> None:
+    def __init__(self, path: str = DEFAULT, processor: str = PROCESSOR) -> None:
         self.model, self.processor = load_clip(path, processor)
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
@@ -39,4 +40,18 @@ class PickScore:
         return self.model.logit_scale.exp() * cosine(self.model, self.processor, samples, pixels, context) / SCALE
 
 
+@mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "processor"))
+class PathwisePickScore:
+    """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
+
+    def __init__(self, path: str = DEFAULT, processor: str = PROCESSOR) -> None:
+        self.model, self.processor = load_clip(path, processor)
+
+    def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
+        """``[B]``, with a graph."""
+        pixels = resized(samples, self.model.config.vision_config.image_size, self.processor.image_processor)
+        return self.model.logit_scale.exp() * cosine(self.model, self.processor, samples, pixels, context) / SCALE
+
+
 score = PickScore
+pathwise = PathwisePickScore

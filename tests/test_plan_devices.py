@@ -86,7 +86,7 @@ def test_what_cannot_be_counted_is_said_and_what_is_not_there_is_refused(tmp_pat
     (one,), problems, notes = asked_of("rewards.0.options.model=nobody/has-this-judge")
     assert (one.bytes, problems) == (0, [])
     assert notes == [
-        "rewards (judge): nobody/has-this-judge is not counted, its safetensors cannot be read here "
+        "rewards (judge): nobody/has-this-judge is not counted, its weights cannot be read here "
         "(it is not in the hub's cache)"
     ]
     (tmp_path / "model.safetensors").write_bytes(b"nonsense" * 9)

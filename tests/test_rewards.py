@@ -23,6 +23,7 @@ from mmrl.rewards import calling
 from mmrl.rewards.bench import score_folder
 from mmrl.rewards.scoring import RewardError, RewardSet, check, normalise
 from mmrl.trajectory import Prompt, Sample, SampleId
+from tests import tiny
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -390,31 +391,7 @@ def test_jpeg_and_colour_say_what_their_names_say():
 
 @pytest.fixture(scope="module")
 def tiny_clip(tmp_path_factory):
-    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
-
-    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
-    vocabulary = {c: i for i, c in enumerate([*letters, *(c + "</w>" for c in letters)])}
-    for special in ("<|startoftext|>", "<|endoftext|>"):
-        vocabulary[special] = len(vocabulary)
-    tokenizer = CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=16)
-    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    end = len(vocabulary) - 1
-    config = CLIPConfig(
-        text_config={**small, "vocab_size": end + 1, "max_position_embeddings": 16, "eos_token_id": end},
-        vision_config={**small, "image_size": 32, "patch_size": 8},
-        projection_dim=8,
-    )
-    size = {"shortest_edge": 32}, {"height": 32, "width": 32}
-    processor = CLIPProcessor(CLIPImageProcessor(size=size[0], crop_size=size[1]), tokenizer)
-    path = tmp_path_factory.mktemp("clip")
-    model = CLIPModel(config)
-    torch.manual_seed(2)
-    for name, parameter in model.named_parameters():
-        if name != "logit_scale":
-            parameter.data.normal_()  # wide enough for cosines of both signs
-    model.save_pretrained(path)
-    processor.save_pretrained(path)
-    return str(path)
+    return str(tiny.clip(tmp_path_factory.mktemp("clip")))
 
 
 def clip_samples(size=(60, 48), gradient=False):

@@ -1,8 +1,10 @@
-"""Tiny real language models with random weights, made in memory: no download, no file of ours."""
+"""Tiny real models with random weights, made in memory: no download, no file of ours."""
 
 from pathlib import Path
 
 import torch
+
+from mmrl._torchvision import allow_cpu_only
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -78,6 +80,41 @@ def vision_model(folder: Path, kind: str, sharp: float = 0.2, seed: int = 0) -> 
         for p in model.parameters():
             if p.ndim >= 2:
                 p.normal_(0, sharp)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def clip(folder: Path, activation: str = "quick_gelu") -> Path:
+    """A CLIP model of 32 x 32 pixels, 16 tokens and 8 dimensions, with its processor."""
+    allow_cpu_only()
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+    vocabulary = {c: i for i, c in enumerate([*letters, *(c + "</w>" for c in letters)])}
+    for special in ("<|startoftext|>", "<|endoftext|>"):
+        vocabulary[special] = len(vocabulary)
+    words = CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=16)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    end = len(vocabulary) - 1
+    config = CLIPConfig(
+        text_config={
+            **small,
+            "vocab_size": end + 1,
+            "max_position_embeddings": 16,
+            "eos_token_id": end,
+            "hidden_act": activation,
+        },
+        vision_config={**small, "image_size": 32, "patch_size": 8, "hidden_act": activation},
+        projection_dim=8,
+    )
+    size = {"shortest_edge": 32}, {"height": 32, "width": 32}
+    processor = CLIPProcessor(CLIPImageProcessor(size=size[0], crop_size=size[1]), words)
+    model = CLIPModel(config)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if name != "logit_scale":
+            parameter.data.normal_()  # wide enough for cosines of both signs
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder

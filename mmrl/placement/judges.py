@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mmrl.config.checks import label_of
 from mmrl.config.names import resolve_options
 from mmrl.errors import UserError
+from mmrl.rewards.checkpoints import read_tensors
 from mmrl.rewards.contract import Weights
 
 if TYPE_CHECKING:
@@ -110,17 +111,22 @@ def _sized(
             continue
         try:
             for stored, count in _stored(model):
-                dtype = model.dtype if stored in _NAMES and model.dtype in _WIDTHS else _NAMES.get(stored, stored)
+                stored = _NAMES.get(stored, stored)
+                dtype = model.dtype if stored in _NAMES.values() and model.dtype in _WIDTHS else stored
                 parameters, size = parameters + count, size + count * _WIDTHS.get(dtype, 1)
                 dtypes[dtype] = None
-        except (OSError, ValueError) as error:
-            notes.append(f"{key} ({label}): {model.path} is not counted, its safetensors cannot be read here ({error})")
+        except (OSError, ValueError, UserError) as error:
+            notes.append(f"{key} ({label}): {model.path} is not counted, its weights cannot be read here ({error})")
     names = ", ".join(Path(model.path).name for model in models)
     return Asked(label, key == "rewards", config.batch_size, ", ".join([names, *dtypes]), parameters, size, size)
 
 
 def _stored(model: Weights) -> Iterator[tuple[str, int]]:
-    """(dtype, numbers) of every tensor. Raises ``OSError`` and ``ValueError``."""
+    """(dtype, numbers) of every tensor. Raises ``OSError``, ``ValueError`` and ``UserError``."""
+    if model.path.endswith((".pt", ".pth")):
+        for tensor in read_tensors(model.path, "meta", fetch=False).values():
+            yield str(tensor.dtype).removeprefix("torch."), tensor.numel()
+        return
     from safetensors import SafetensorError, safe_open
 
     for file in _files(model.path):

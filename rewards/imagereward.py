@@ -1,0 +1,175 @@
+"""ImageReward v1.0 (Xu et al. 2023, arXiv 2304.05977): BLIP reads the picture with its prompt, a linear head rates it.
+
+The score is standardised with the authors' constants, so that 0 is the mean of their pictures and 1 a deviation.
+``path`` is ``ImageReward.pt``; its BLIP is put into transformers' classes, and sizes are read off its shapes.
+``tokenizer`` is BERT's. ``pathwise`` has a gradient, for ReFL.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import mmrl
+from mmrl.errors import UserError
+from mmrl.rewards.checkpoints import fill, read_tensors
+from mmrl.rewards.contract import Context, Weights
+from mmrl.trajectory import Sample
+
+from .aesthetic import linear_head
+from .clip import resized
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT = "THUDM/ImageReward/ImageReward.pt"
+TOKENIZER = "google-bert/bert-base-uncased"
+MEAN, STD = 0.16717362830052426, 1.0333394966054072
+LENGTH = 35
+"""Tokens of a prompt, padding among them."""
+HEAD_WIDTH = 64
+"""Of every attention head of BLIP's, picture and text, base and large."""
+
+_RENAMED = (
+    (r"^blip\.visual_encoder\.cls_token$", "vision.embeddings.class_embedding"),
+    (r"^blip\.visual_encoder\.pos_embed$", "vision.embeddings.position_embedding"),
+    (r"^blip\.visual_encoder\.patch_embed\.proj\.", "vision.embeddings.patch_embedding."),
+    (r"^blip\.visual_encoder\.norm\.", "vision.post_layernorm."),
+    (r"^blip\.visual_encoder\.blocks\.(\d+)\.norm([12])\.", r"vision.encoder.layers.\1.layer_norm\2."),
+    (r"^blip\.visual_encoder\.blocks\.(\d+)\.attn\.qkv\.", r"vision.encoder.layers.\1.self_attn.qkv."),
+    (r"^blip\.visual_encoder\.blocks\.(\d+)\.attn\.proj\.", r"vision.encoder.layers.\1.self_attn.projection."),
+    (r"^blip\.visual_encoder\.blocks\.(\d+)\.mlp\.", r"vision.encoder.layers.\1.mlp."),
+    (r"^blip\.text_encoder\.", "text."),
+    (r"^mlp\.layers\.", "head."),
+)
+_UNUSED = ("blip.vision_proj.", "blip.text_proj.", "position_ids")
+
+
+def _models(options: Mapping[str, Any]) -> list[Weights]:
+    return [Weights(str(options.get("path", DEFAULT)), "float32")]
+
+
+@mmrl.reward(device=True, paths=("path", "tokenizer"), models=_models)
+class ImageReward:
+    """ImageReward of each picture with its prompt."""
+
+    def __init__(self, path: str = DEFAULT, tokenizer: str = TOKENIZER) -> None:
+        self.model, self.tokenizer, self.images = _load(path, tokenizer)
+
+    def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
+        """``[B]``."""
+        pixels = self.images([s.image for s in samples], return_tensors="pt")["pixel_values"]
+        return _rate(self.model, self.tokenizer, samples, pixels, context)
+
+
+@mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "tokenizer"))
+class PathwiseImageReward:
+    """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
+
+    def __init__(self, path: str = DEFAULT, tokenizer: str = TOKENIZER) -> None:
+        self.model, self.tokenizer, self.images = _load(path, tokenizer)
+
+    def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
+        """``[B]``, with a graph."""
+        pixels = resized(samples, self.model["vision"].config.image_size, self.images)
+        return _rate(self.model, self.tokenizer, samples, pixels, context)
+
+
+score = ImageReward
+pathwise = PathwiseImageReward
+
+
+def from_blip(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights under the names of transformers' BLIP classes; those of no such name stay as they are."""
+    found = {}
+    for name, tensor in tensors.items():
+        for old, new in _RENAMED:
+            name, replaced = re.subn(old, new, name)
+            if replaced:
+                break
+        found[name] = tensor
+    return found
+
+
+def _load(path: str, tokenizer: str) -> tuple[Any, Any, Any]:
+    """The model (vision, text, head; frozen, float32, on the CPU), the tokenizer and the image processor."""
+    from transformers import AutoTokenizer, CLIPImageProcessor
+
+    tensors = from_blip(read_tensors(path))
+    try:
+        vision, text = _configs(tensors)
+    except (KeyError, ValueError, IndexError) as error:
+        raise UserError(
+            f"{path} is no checkpoint of ImageReward: it has no BLIP in it ({error}); "
+            f"set options.path to ImageReward.pt ({DEFAULT})"
+        ) from error
+    try:
+        words = AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(
+            f"cannot load a tokenizer from {tokenizer}: {str(error).splitlines()[0]}; "
+            f"set the reward's options.tokenizer to a directory that holds {TOKENIZER}, or to that name while online"
+        ) from error
+    side = int(vision.image_size)
+    images = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    return fill(lambda: _build(vision, text), tensors, path, _UNUSED), words, images
+
+
+def _configs(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+    """The configurations of picture and text encoder, read off the shapes. Raises ``KeyError`` where one is missing."""
+    from transformers import BlipTextConfig, BlipVisionConfig
+
+    _, positions, wide = tensors["vision.embeddings.position_embedding"].shape
+    patch = tensors["vision.embeddings.patch_embedding.weight"].shape[-1]
+    vision = BlipVisionConfig(
+        hidden_size=wide,
+        intermediate_size=tensors["vision.encoder.layers.0.mlp.fc1.weight"].shape[0],
+        num_hidden_layers=_layers(tensors, "vision.encoder.layers."),
+        num_attention_heads=wide // HEAD_WIDTH,
+        image_size=patch * round((positions - 1) ** 0.5),
+        patch_size=patch,
+        layer_norm_eps=1e-6,
+    )
+    words, width = tensors["text.embeddings.word_embeddings.weight"].shape
+    text = BlipTextConfig(
+        vocab_size=words,
+        hidden_size=width,
+        encoder_hidden_size=wide,
+        intermediate_size=tensors["text.encoder.layer.0.intermediate.dense.weight"].shape[0],
+        num_hidden_layers=_layers(tensors, "text.encoder.layer."),
+        num_attention_heads=width // HEAD_WIDTH,
+        max_position_embeddings=tensors["text.embeddings.position_embeddings.weight"].shape[0],
+    )
+    return vision, text
+
+
+def _layers(tensors: Mapping[str, torch.Tensor], prefix: str) -> int:
+    return len({name.removeprefix(prefix).partition(".")[0] for name in tensors if name.startswith(prefix)})
+
+
+def _build(vision: Any, text: Any) -> torch.nn.ModuleDict:
+    from torch import nn
+    from transformers import BlipTextModel, BlipVisionModel
+
+    parts = {
+        "vision": BlipVisionModel(vision),
+        "text": BlipTextModel(text, add_pooling_layer=False),
+        "head": linear_head(text.hidden_size),
+    }
+    return nn.ModuleDict(parts)
+
+
+def _rate(
+    model: Any, tokenizer: Any, samples: Sequence[Sample], pixels: torch.Tensor, context: Context
+) -> torch.Tensor:
+    model.to(context.device)
+    texts = [sample.prompt.text for sample in samples]
+    tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt")
+    seen = model["vision"](pixel_values=pixels.to(context.device)).last_hidden_state
+    read = model["text"](
+        input_ids=tokens["input_ids"].to(context.device),
+        attention_mask=tokens["attention_mask"].to(context.device),
+        encoder_hidden_states=seen,
+    )
+    return (model["head"](read.last_hidden_state[:, 0])[:, 0] - MEAN) / STD
