@@ -1,0 +1,113 @@
+"""Does the picture show the words it was asked for? Read by GOT-OCR2 (Wei et al. 2024, arXiv 2409.01704).
+
+The score is Flow-GRPO's (arXiv 2505.05470): 1 - edit distance / length of the words, without blanks and case; 1 where
+the words stand anywhere in what was read, 0 at worst. The words are ``prompt.meta[meta]`` where there are any, else
+what stands first in double quotes in the prompt. Departures: Flow-GRPO reads with PaddleOCR, which has packages of its
+own, and scores a picture that it fails to read 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mmrl
+from mmrl.errors import UserError
+from mmrl.rewards.contract import Context, Failed, Weights
+from mmrl.trajectory import Sample
+
+DEFAULT = "stepfun-ai/GOT-OCR-2.0-hf"
+DTYPES = ("float32", "bfloat16", "float16")
+_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
+_END = "<|im_end|>"
+
+
+def _models(options: Mapping[str, Any]) -> list[Weights]:
+    return [Weights(str(options.get("path", DEFAULT)), str(options.get("dtype", "float32")))]
+
+
+@mmrl.reward(device=True, paths=("path",), models=_models)
+class OCR:
+    """How much of the words a picture shows, 0 to 1.
+
+    ``meta``: the key of a prompt's meta that may hold the words. ``max_tokens``: read of a picture at most. ``dtype``:
+    of the weights.
+    """
+
+    def __init__(self, path: str = DEFAULT, meta: str = "text", max_tokens: int = 256, dtype: str = "float32") -> None:
+        if max_tokens < 1:
+            raise UserError(f"options.max_tokens is {max_tokens}; set it to 1 or more")
+        if dtype not in DTYPES:
+            raise UserError(f"options.dtype is {dtype!r}; set it to {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+        self.meta, self.max_tokens = meta, max_tokens
+        self.model, self.processor = _load(path, dtype)
+
+    def score(self, samples: Sequence[Sample], *, context: Context) -> list[float | Failed]:
+        """One number per sample; a prompt that asks for no words fails."""
+        wanted = [self._words(sample) for sample in samples]
+        asked = [i for i, words in enumerate(wanted) if isinstance(words, str)]
+        read = dict(zip(asked, self.read([samples[i].image for i in asked], context), strict=True)) if asked else {}
+        return [words if isinstance(words, Failed) else likeness(read[i], words) for i, words in enumerate(wanted)]
+
+    def read(self, images: Sequence[Any], context: Context) -> list[str]:
+        """The text in each picture, as the model writes it down (greedily)."""
+        model, tokenizer = self.model.to(context.device), self.processor.tokenizer
+        inputs = self.processor(images=list(images), return_tensors="pt").to(context.device)
+        inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+        end, pad = tokenizer.convert_tokens_to_ids(_END), tokenizer.pad_token_id
+        written = model.generate(
+            **inputs,
+            do_sample=False,
+            max_new_tokens=self.max_tokens,
+            eos_token_id=end,
+            pad_token_id=end if pad is None else pad,
+        )[:, inputs["input_ids"].shape[1] :]
+        return [tokenizer.decode(row, skip_special_tokens=True) for row in written]
+
+    def _words(self, sample: Sample) -> str | Failed:
+        told = sample.prompt.meta.get(self.meta)
+        quoted = _QUOTED.search(sample.prompt.text)
+        words = told if isinstance(told, str) else (quoted[1] or quoted[2]) if quoted else ""
+        if not _bare(words):
+            return Failed(f'the prompt asks for no words; put them in double quotes, or in its meta as "{self.meta}"')
+        return words
+
+
+score = OCR
+
+
+def likeness(read: str, words: str) -> float:
+    """1 - edit distance / length of ``words``, no less than 0; 1 where ``read`` holds them."""
+    have, want = _bare(read), _bare(words)
+    return 1.0 if want in have else 1 - min(edit_distance(have, want), len(want)) / len(want)
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Levenshtein's: the fewest characters to insert, delete or replace."""
+    row = list(range(len(b) + 1))
+    for i, left in enumerate(a, start=1):
+        before, row = row, [i]
+        for j, right in enumerate(b, start=1):
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (left != right)))
+    return row[-1]
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split()).lower()
+
+
+def _load(path: str, dtype: str) -> tuple[Any, Any]:
+    """The model (frozen, on the CPU) and its processor. Raises ``UserError``."""
+    import torch
+    from transformers import AutoProcessor, GotOcr2ForConditionalGeneration
+
+    try:
+        processor = AutoProcessor.from_pretrained(path)
+        model = GotOcr2ForConditionalGeneration.from_pretrained(path, use_safetensors=True, dtype=getattr(torch, dtype))
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(
+            f"cannot load GOT-OCR2 from {path}: {str(error).splitlines()[0]}; set the reward's options.path to a "
+            f"directory that save_pretrained wrote, or to {DEFAULT} while online"
+        ) from error
+    return model.eval().requires_grad_(False), processor
