@@ -1,0 +1,133 @@
+"""Gradients through sampling on the shipped model, against the same written out, and what replay knows of sampling."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mmrl
+from mmrl.algorithms.objective import GraphSteps
+from mmrl.batch import groups_of, of_group
+from mmrl.controller.randomness import noise
+from mmrl.trajectory import SampleId, Slot
+from tests.test_loop import make
+
+
+def move(policy, scale=0.05):
+    """Give every trainable weight a push, so that the adapter is not the identity."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for p in policy.trainable.values():
+            p.add_(scale * torch.randn_like(p))
+
+
+def rows(n):
+    prompts = mmrl.load("datasets", "shapes").prompts("train")
+    return [Slot(0, i // 4, 0, prompts[i // 4]) for i in range(n)], [SampleId(0, i // 4, 0, i % 4) for i in range(n)]
+
+
+@pytest.fixture(scope="module")
+def small():
+    run = make("sampling.window=null", "sampling.same_initial_noise=false")
+    pipeline, policy = run.pipeline, run.policy
+    move(policy)
+    slots, ids = rows(2)
+    pipeline.encode(slots)
+    return pipeline, policy, slots, ids
+
+
+def gradient(policy, loss):
+    loss.backward()
+    found = {k: p.grad.clone() for k, p in policy.trainable.items() if p.grad is not None}
+    policy.optimizer.zero_grad()
+    return found
+
+
+def by_hand(pipeline, slots, ids, last, detached):
+    """The picture predicted at step ``last``, where predictions of the steps ``detached`` carry no graph, but latents
+    always do: AlignProp's way."""
+    features = pipeline._batch_features([s.prompt.text for s in slots])
+    sigmas, timesteps = pipeline.adapter.schedule(4)
+    x = noise(0, ids, "initial", pipeline.shape).requires_grad_()
+    for i in range(last + 1):
+        v = pipeline._velocity(x, timesteps[i].expand(2), features)
+        following = sigmas[i + 1] if i < last else 0.0
+        x = x + (following - sigmas[i]) * (v.detach() if i in detached else v)
+    return x, features
+
+
+def picture(pipeline, x):
+    return (pipeline.adapter.decode(x) / 2 + 0.5).clamp(0, 1)
+
+
+def agree(ours, reference, rtol=1e-3):
+    assert reference.keys() <= ours.keys()
+    assert max(g.abs().max() for g in reference.values()) > 1e-6
+    for k, g in reference.items():
+        assert torch.allclose(ours[k], g, rtol=rtol, atol=1e-7), k
+
+
+def test_refl_is_one_step_and_the_picture_it_predicts(small):
+    pipeline, policy, slots, ids = small
+    ours = gradient(policy, pipeline.generate(slots, ids, GraphSteps(2, 2), seed=0).mean())
+    agree(ours, gradient(policy, picture(pipeline, by_hand(pipeline, slots, ids, 2, (0, 1))[0]).mean()))
+
+
+@pytest.mark.parametrize("trained", [1, 2, 4])
+def test_alignprop_without_a_graph_is_the_authors_detached_predictions(small, trained):
+    pipeline, policy, slots, ids = small
+    ours = gradient(policy, pipeline.generate(slots, ids, GraphSteps(4 - trained, 3), seed=0).mean())
+    agree(ours, gradient(policy, picture(pipeline, by_hand(pipeline, slots, ids, 3, range(4 - trained))[0]).mean()))
+
+
+def test_draft_lv_averages_the_gradients_of_predictions_from_fresh_noise(small):
+    pipeline, policy, slots, ids = small
+    images = pipeline.generate(slots, ids, GraphSteps(3, 3, renoised=2), seed=0)
+    assert images.shape[0] == 6
+    ours = gradient(policy, images.mean())
+    x0, features = by_hand(pipeline, slots, ids, 3, (0, 1, 2))
+    found = [gradient(policy, picture(pipeline, x0).mean())]
+    s, t = pipeline.adapter.schedule(4)[0][3], pipeline.adapter.schedule(4)[1][3].expand(2)
+    for n in range(2):
+        x = (1 - s) * x0.detach() + s * noise(0, ids, f"renoise{n}", pipeline.shape)
+        found.append(gradient(policy, picture(pipeline, x - s * pipeline._velocity(x, t, features)).mean()))
+    agree(ours, {k: sum(one[k] for one in found) / 3 for k in found[0]})
+    assert not torch.allclose(images[:2], images[2:4], atol=1e-4), "the noise is fresh"
+
+
+def test_the_mean_that_was_sampled_from_is_known_from_its_noise(small):
+    pipeline, policy, slots, ids = small
+    needs = frozenset({"log_probs", "old_distance"})
+    seed = pipeline.recipe.seed
+    trajectory = pipeline.sample(slots, ids, [0, 1, 2], seed)
+    for action in range(3):
+        new = pipeline.replay(trajectory, action, needs, policy.using)
+        assert new["old_distance"].max() < 1e-12
+        kept = pipeline.replay(trajectory, action, frozenset({"log_probs"}), policy.using)["log_probs"]
+        move(policy, 1e-3)
+        moved = pipeline.replay(trajectory, action, needs, policy.using)
+        c = pipeline.recorded(trajectory, action)
+        # of Gaussians: log p - log p_old + |dmu|^2 / 2 std^2 = mean(z dmu) / std, and z has unit size
+        bias = moved["old_distance"] / (2 * c["std"] ** 2)
+        z_dmu = (moved["log_probs"] - kept + bias) * c["std"]
+        assert (moved["old_distance"] > 1e-9).all()
+        assert (z_dmu.abs() <= 1.5 * moved["old_distance"].sqrt()).all(), "Cauchy and Schwarz"
+        trajectory = pipeline.sample(slots, ids, [0, 1, 2], seed)
+
+
+def test_samples_of_a_group_are_noised_alike_where_asked(small):
+    pipeline, policy, *_ = small
+    slots, ids = rows(8)
+    pipeline.encode(slots)
+    trajectory = pipeline.sample(slots, ids, [], 0)
+    assert groups_of(trajectory).tolist() == [0] * 4 + [1] * 4
+    new = pipeline.renoise(of_group(trajectory), 1, 0, frozenset({"v", "target"}), policy.using)
+    eps = new["target"] + new["x0"]
+    torch.testing.assert_close(eps[1], eps[0])
+    assert new["sigma"][:4].unique().numel() == 1
+    assert not torch.allclose(eps[4], eps[0])
+    s = new["sigma"].view(-1, 1, 1, 1)
+    torch.testing.assert_close(new["x_s"], (1 - s) * new["x0"] + s * eps)
+    other = pipeline.renoise(trajectory, 1, 0, frozenset({"v", "target"}), policy.using)
+    assert not torch.allclose(other["target"][1] + other["x0"][1], other["target"][0] + other["x0"][0])
+    assert of_group(trajectory.rows([5])).ids == [replace(ids[5], sample=0)]
