@@ -32,6 +32,11 @@ Settings rather than algorithms:
 """
 TAIL = "The page is made by `python -m mmrl.report.algorithms`; a test compares the two.\n"
 SETTINGS = {
+    "DDPO (arXiv 2305.13301), on UNets": [
+        "type: flow_grpo",
+        "sampling.sde: {kind: ddim, noise_level: 1.0}",
+        "algorithm: {kl_coef: 0, advantage_std: group}",
+    ],
     "DanceGRPO (arXiv 2505.07818)": [
         "type: flow_grpo",
         "sampling.sde: {kind: dance, noise_level: 0.3}",
