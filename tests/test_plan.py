@@ -147,6 +147,8 @@ def batch_of(recipe):
 class Counting:
     """What ``slices`` asks of a run."""
 
+    ahead = None
+
     class pipeline:
         @staticmethod
         def lengths(trajectory):
