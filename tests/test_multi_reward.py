@@ -11,6 +11,7 @@ from mmrl.algorithms.objective import Scored
 from mmrl.batch import chosen, counted
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
+from mmrl.placement.arithmetic import count
 from tests.test_loop import FORWARD, SMALL, make, step, update_gradient
 
 GROUPS = torch.tensor([0] * 4 + [1] * 4)
@@ -156,6 +157,7 @@ def test_rows_without_weight_are_left_out_of_slices_on_the_forward_process():
     run.pipeline.renoise = lambda rows, *a: (seen.append(len(rows)), renoise(rows, *a))[1]
     row, _ = step(run)
     assert seen == [4], "two pairs of two groups in one slice, of eight samples"
+    assert count(run.recipe, 1).slices == 1
     assert row["policy/pair_margin"] == 0
     assert row["policy/loss"] == pytest.approx(0.6931472, abs=1e-6)
 

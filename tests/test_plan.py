@@ -74,7 +74,13 @@ DRAFT = [
             id="nft-full",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            ["algorithm={type: awm, noise_levels: 2}", "sampling.same_initial_noise=false"],
+            id="awm",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(DRAFT, id="draft", marks=pytest.mark.slow),
+        pytest.param(["algorithm={type: draft, renoise: 2}", *DRAFT[1:]], id="draft-lv", marks=pytest.mark.slow),
     ],
 )
 def test_a_real_step_takes_what_the_plan_says(changes):

@@ -43,6 +43,8 @@ def count(recipe: Recipe, entries: int, sampled: bool = True, row_tokens: int = 
         sum(k % train.updates_per_step == u for k in range(train.group_size)) for u in range(train.updates_per_step)
     ]
     rows = [n * prompts for n in turns] if sampled else [samples]
+    if recipe.algorithm.whole == "pair":  # the rest of a group has no weight
+        rows = [2 * prompts]
     most = train.micro_batch_size
     if train.micro_batch_tokens is not None and row_tokens:
         most = min(most, max(1, train.micro_batch_tokens // row_tokens))
