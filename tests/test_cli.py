@@ -105,6 +105,7 @@ MISTAKES = [
         "error: --options 'k' is no setting; write --options key=value",
     ),
     (["serve", "shapes", "--python", "p", "--requirements", "r"], "error: --python names an environment and"),
+    (["serve", "shapes", "--device", "gpu"], "error: --device 'gpu' is no device; write cpu, cuda, cuda:1 or mps"),
     (["cp", SHIPPED, "nowhere"], "error: nowhere is no folder and does not end in .yaml"),
     (["trian"], "No such command 'trian'"),
     (["ls", "reward"], "'reward' is not one of"),

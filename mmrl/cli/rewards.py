@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +14,14 @@ from mmrl.errors import UserError
 RewardArgument = Annotated[
     str, typer.Argument(metavar="FILE.py:NAME", help="A reward in a file, or one of ours (mmrl ls rewards).")
 ]
+DeviceOption = Annotated[str, typer.Option(metavar="DEVICE", help="Where its models compute: cpu, cuda, cuda:1, mps.")]
 
 
 def score(
     reward: RewardArgument,
     images: Annotated[Path, typer.Option(metavar="DIR", help="A folder of pictures.")],
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="What each picture should show.")] = None,
+    device: DeviceOption = "cpu",
     options: OptionsOption = None,
 ) -> None:
     """Try a reward alone: a row per picture, latency and memory.
@@ -27,9 +30,10 @@ def score(
     """
     arguments = reward_options(options)
     _check_reward(reward)
+    _check_device(device)
     from mmrl.rewards.bench import score_folder
 
-    unscored = score_folder(reward, images, prompts, arguments, console())
+    unscored = score_folder(reward, images, prompts, arguments, console(), device=device)
     raise typer.Exit(1 if unscored else 0)
 
 
@@ -47,6 +51,7 @@ def serve(
     requirements: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Make an environment with these packages and run it there.")
     ] = None,
+    device: DeviceOption = "cpu",
     options: OptionsOption = None,
 ) -> None:
     """Put a reward behind HTTP, if need be in its own environment."""
@@ -54,14 +59,15 @@ def serve(
     if python and requirements:
         raise UserError("--python names an environment and --requirements makes one; give one of them")
     _check_reward(reward)
+    _check_device(device)
     if python or requirements:
         from mmrl.rewards.elsewhere import serve_elsewhere
 
-        serve_elsewhere(reward, host, port, token, arguments, python=python, requirements=requirements)
+        serve_elsewhere(reward, host, port, token, arguments, python, requirements, device=device)
         return
     from mmrl.rewards.serve import serve as run
 
-    run(reward, host, port, token, arguments)
+    run(reward, host, port, token, arguments, device=device)
 
 
 def _check_reward(name: str) -> None:
@@ -71,3 +77,9 @@ def _check_reward(name: str) -> None:
     wrong = missing_drop_in("rewards", name, "looked in the current folder")
     if wrong:
         raise UserError(wrong)
+
+
+def _check_device(device: str) -> None:
+    """Refuse what names no device, without torch: a reward's environment may have none."""
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
+        raise UserError(f"--device {device!r} is no device; write cpu, cuda, cuda:1 or mps")

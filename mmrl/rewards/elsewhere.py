@@ -38,12 +38,14 @@ def serve_elsewhere(
     options: Mapping[str, Any] | None = None,
     python: Path | None = None,
     requirements: Path | None = None,
+    *,
+    device: str = "cpu",
 ) -> None:
     """Serve the reward ``name`` from ``python`` until interrupted; prints the address once it is healthy.
 
     With ``requirements`` an environment holding them is made first (once, in the cache folder). Raises ``UserError``.
     """
-    with started_elsewhere(name, host, port, token, options, python, requirements) as (process, line):
+    with started_elsewhere(name, host, port, token, options, python, requirements, device=device) as (process, line):
         try:
             print(line, flush=True)
             status = process.wait()
@@ -61,12 +63,14 @@ def started_elsewhere(
     options: Mapping[str, Any] | None = None,
     python: Path | None = None,
     requirements: Path | None = None,
+    *,
+    device: str = "cpu",
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Start the server as a child that answers ``/health``; it ends with the block, or with this process."""
     interpreter = python or Path(sys.executable)
     if requirements is not None:
         interpreter = _environment(interpreter, requirements)
-    asked = json.dumps({"name": name, "host": host, "port": port, "options": dict(options or {})})
+    asked = json.dumps({"name": name, "host": host, "port": port, "options": dict(options or {}), "device": device})
     variables = {k: v for k, v in os.environ.items() if k != _TOKEN}
     command = [str(interpreter), str(_staged() / "run.py"), asked]
     try:
