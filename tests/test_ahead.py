@@ -22,7 +22,7 @@ from mmrl.resampling import Attempts
 from mmrl.run import build
 from mmrl.saving import Saver
 from mmrl.session import Session, Stop
-from tests.ray_runs import ended, learned, rows, train
+from tests.ray_runs import ended, learned, rows, run, train
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -368,32 +368,46 @@ def test_a_run_that_drew_ahead_goes_on_with_another_number_of_controllers(tmp_pa
         assert mine["reward/mean"] == pytest.approx(theirs["reward/mean"], rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.slow
-def test_replacements_are_the_same_for_any_number_of_controllers_and_devices(tmp_path):
-    """Drawn while an earlier step trains, by who is free; the run that goes on from a checkpoint draws them again."""
-    pytest.importorskip("ray")
-    name, *changes = REPLACED
+@pytest.fixture(scope="module", params=[REPLACED, FORWARD], ids=["replacements", "clean samples"])
+def reference(request, tmp_path_factory):
+    """The words of a run, and what one process makes of it: the same versions draw, one thing after another."""
+    name, *changes = request.param
     words = [*changes, "train.steps=4", "eval.every=4", "eval.samples=4", "checkpoint.every=1"]
     words += ["optim.schedule=constant", "devices_per_controller=2", "placement={type: disaggregated, staleness: 1}"]
-    in_one_process(load_recipe([name], words), tmp_path / "one")
-    for controllers in (1, 2):
-        out = tmp_path / str(controllers)
-        code, said = ended(train(name, out, *words, f"controllers={controllers}", f"train.steps={2 * controllers}"))
-        assert code == 0, said
-    code, said = ended(train(name, tmp_path / "1", *words, "controllers=1", "--resume"))
-    assert code == 0, said
-    wanted = rows(tmp_path / "one")
-    assert any(row["sampling/rounds"] > 2 for row in wanted)
-    for out in ("1", "2"):
-        for mine, theirs in zip(rows(tmp_path / out), wanted, strict=True):
-            for key in ("sampling/groups", "sampling/rounds", "sampling/valid", "sampling/ahead_unused"):
-                assert mine[key] == theirs[key], (out, mine["step"], key)
-            for key in ("reward/mean", "optim/grad_norm", "mismatch/weight_mean", "sampling/stale_steps"):
-                assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), (out, mine["step"], key)
+    out = tmp_path_factory.mktemp("reference") / "one"
+    in_one_process(load_recipe([name], words), out)
+    return [name, *words], rows(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(["controllers=1"], marks=pytest.mark.long),
+        pytest.param(["controllers=2"], marks=pytest.mark.long),
+        ["controllers=2", "train.backend=fsdp"],
+    ],
+    ids=" ".join,
+)
+def test_any_number_of_controllers_draws_the_same_ahead_and_goes_on(reference, layout, tmp_path):
+    pytest.importorskip("ray")
+    (name, *words), wanted = reference
+    run(name, tmp_path, *words, *layout, "train.steps=2")
+    run(name, tmp_path, *words, *layout, "--resume")
+    for mine, theirs in zip(rows(tmp_path), wanted, strict=True):
+        for key in ("sampling/groups", "sampling/rounds", "sampling/valid", "sampling/ahead_unused"):
+            assert mine.get(key) == theirs.get(key), (mine["step"], key)
+        for key in (
+            "reward/mean",
+            "optim/grad_norm",
+            "mismatch/weight_mean",
+            "policy/v_change",
+            "sampling/stale_steps",
+        ):
+            assert mine.get(key) == pytest.approx(theirs.get(key), rel=1e-3, abs=1e-5), (mine["step"], key)
 
 
 def in_one_process(loaded, out):
-    """The reference: the same versions draw, one thing after another."""
     with RunDir.create(out) as directory:
         session = Session(loaded, directory, devices=Lagging())
         session.run = in_turn(session.run)

@@ -235,11 +235,6 @@ def _disaggregated(recipe: Recipe) -> Iterator[str]:
         )
     if placement.sleep:
         yield "placement.sleep: disaggregated devices keep their role, and their models stay awake; remove it"
-    if recipe.train.backend == "fsdp":
-        yield (
-            "train.backend: disaggregated devices that sample are given whole weights, which shards (fsdp) do not give "
-            "yet; set it to replicated, or placement to adaptive"
-        )
     apart = algorithm.kind == "forward_process" and algorithm.type != "diffusion_nft"
     if apart or algorithm.type in ("grpo_guard", "flow_dppo"):
         yield (

@@ -125,9 +125,12 @@ class Policy:
         self.copies[name] = {k: t.clone() for k, t in self.copies[name].items()}
 
     def version(self, name: str) -> Version:
-        """The weights of the copy ``name`` as they are now, for another process; the next update leaves them alone."""
+        """The weights of the copy ``name`` as they are now, for another process; the next update leaves them alone.
+
+        All ranks that hold parts of them ask together.
+        """
         with self.using(name):
-            taken = {k: p.detach().to("cpu", copy=True) for k, p in self.trainable.items()}
+            taken = {k: self.weights.whole(k, p.detach()).to("cpu", copy=True) for k, p in self.trainable.items()}
         return Version(self.updates, name, taken)
 
     @torch.no_grad()

@@ -117,6 +117,12 @@ class Sharded:
             mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
+    def whole(self, name: str, mine: Tensor) -> Tensor:
+        self._sent["weights"] += mine.nbytes
+        spread = self.spread(name, mine.detach())
+        assert isinstance(spread, DTensor)
+        return spread.full_tensor()
+
 
 def blocks(module: nn.Module) -> list[nn.Module]:
     """The layers that transformers and diffusers say must stay together: each is gathered when its turn comes."""

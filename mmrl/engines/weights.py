@@ -40,6 +40,10 @@ class Weights(Protocol):
         it; the same storage."""
         ...
 
+    def whole(self, name: str, mine: Tensor) -> Tensor:
+        """The whole of it, where ranks hold parts of it; all of them ask together."""
+        ...
+
 
 class Replicated:
     """Final class: each rank holds all weights. ``sum_over`` adds ``[n]`` over all ranks; None for one."""
@@ -73,6 +77,9 @@ class Replicated:
         return nullcontext()
 
     def spread(self, name: str, mine: Tensor) -> Tensor:
+        return mine
+
+    def whole(self, name: str, mine: Tensor) -> Tensor:
         return mine
 
 

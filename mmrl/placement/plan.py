@@ -176,7 +176,8 @@ def _account(
     pathwise = objective.kind == "pathwise"
     entries = objective.entries or description.pipeline.entries(objective.kind)
     store = description.pipeline.features
-    shards = recipe.controllers * recipe.devices_per_controller if recipe.train.backend == "fsdp" else 1
+    trainers = recipe.controllers * recipe.placement.training(recipe.devices_per_controller)
+    shards = trainers if recipe.train.backend == "fsdp" else 1
     sizes = sizes_of(description, shards)
     prompt, row_tokens = Prompt("plan", "plan"), 0
     try:

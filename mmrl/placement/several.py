@@ -121,7 +121,9 @@ class Several:
     def version(self, run: Run, name: str) -> Version:  # the same object until they change; copies do between updates
         same = self._version is not None and self._version.tag == (run.policy.updates, name)
         if self._version is None or not same or name in run.objective.copies:
-            self._version = run.policy.version(name)
+            asked = [self._put([device], "version", (name, device == 0))[0] for device in self._trainers]
+            self._version = found = all_of(asked)[0]
+            return found
         return self._version
 
     def in_step(self, run: Run, n: int) -> int:

@@ -107,6 +107,12 @@ def restore(run: Run, checkpoints: Path, step: int) -> None:
     checkpoint.restore(run, found)
 
 
+def version(run: Run, name: str, first: bool) -> Version | None:
+    """The policy's copy ``name`` as it is now, of the ``first`` device that trains; the others do their part."""
+    found = run.policy.version(name) if first or run.policy.weights.in_shards else None
+    return found if first else None
+
+
 def become(run: Run, version: Version) -> None:
     """Have the policy's weights of then, to sample with them."""
     run.policy.become(version)
@@ -161,6 +167,7 @@ def perform(run: Run, name: str, arguments: tuple[Any, ...]) -> Any:
         apply,
         move,
         restore,
+        version,
         become,
         turn,
         ready,
