@@ -1,6 +1,8 @@
 """Every family of diffusion models, each as a tiny pipeline of the real class: what its adapter owes the loop."""
 
+import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -158,3 +160,29 @@ def test_a_real_step_at_true_width_takes_what_the_plan_says(name, tmp_path):
     print(f"plan {made.peak.total / 2**20:.0f} MiB in {made.peak.name}, weights {fixed / 2**20:.0f}; real: {real}")
     assert fixed == pytest.approx(real["held"], rel=0.001)
     assert made.peak.total - fixed == pytest.approx(real["peak"], rel=0.2)
+
+
+OWN = """
+from mmrl.pipelines.diffusion import loading
+from mmrl.pipelines.diffusion.sd import SDAdapter
+
+class Mine(SDAdapter):
+    lora_targets = ("to_q",)
+
+def build(recipe, path, device):
+    return loading.build(Mine, recipe, path, device)
+"""
+
+
+def test_an_adapter_of_ones_own_is_checked_by_the_command(folders, tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(OWN)
+    made = recipe("sd", folders).model_dump(mode="json") | {"pipeline": "mine.py"}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(made))
+    monkeypatch.setattr("sys.argv", ["contract", str(tmp_path / "recipe.yaml"), "sampling.same_initial_noise=true"])
+    assert contract.main() == 0
+    assert capsys.readouterr().out.count("ok  ") == 4
+    (tmp_path / "mine.py").write_text(OWN.replace('("to_q",)', '("to_q",)\n    negative = "two red circles"'))
+    monkeypatch.setattr("sys.argv", ["contract", str(tmp_path / "recipe.yaml"), "sampling.guidance_scale=3"])
+    sys.modules.pop(next(name for name in sys.modules if name.startswith("mmrl_user_mine_")))
+    assert contract.main() == 2
+    assert "FAILED  sampling_is_the_stock_pipelines: pixels differ" in capsys.readouterr().out

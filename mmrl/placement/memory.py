@@ -116,7 +116,8 @@ class Measured:
 
     ``encode`` (one prompt), ``sample`` and ``decode`` (a micro-batch), ``train`` (a slice: forward and backward) and
     ``optimizer`` are what each phase works with beyond everything that stays. ``adam`` is the optimizer's state.
-    ``forwards`` and ``graph_forwards`` are calls of the policy in a slice, without and with a graph.
+    ``forwards`` and ``graph_forwards`` are calls of the policy in a slice, without and with a graph; ``guided``: each
+    is of twice the rows, with the prompt and with the negative one.
     """
 
     features: int
@@ -130,6 +131,7 @@ class Measured:
     adam: int
     forwards: int
     graph_forwards: int
+    guided: bool
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -216,6 +218,7 @@ def measure(
         state,
         forwards,
         graph_forwards,
+        guided=len(keys) > 1,  # of one slot: the negative prompt has features too
     )
 
 

@@ -87,7 +87,7 @@ def _arithmetic(plan: Plan) -> list[str]:
     assert c is not None
     assert m is not None
     text = recipe.sampling.type == "text"
-    twice = " (twice that with guidance)" if not text and recipe.denoising.guidance_scale > 1 else ""
+    twice = " (twice that with guidance)" if m.guided else ""
     lines = [_step(plan)]
     if c.micro_batches:
         each = f"up to {recipe.decoding.max_new_tokens} tokens" if text else f"{recipe.denoising.steps} denoising steps"

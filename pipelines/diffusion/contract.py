@@ -34,7 +34,8 @@ class Case:
     """A pipeline of a recipe on the CPU, its policy, and four samples of two prompts."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+        sampling = recipe.denoising.model_copy(update={"same_initial_noise": False})  # each sample its own picture
+        self.recipe = recipe = recipe.model_copy(update={"sampling": sampling})
         family = mmrl.load("pipelines", recipe.pipeline)
         self.pipeline: FlowPipeline = family.build(recipe, recipe.model.path, torch.device("cpu"))
         self.policy = Policy(self.pipeline.policy, recipe.optim, total_updates=2)
