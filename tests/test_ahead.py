@@ -38,7 +38,6 @@ JUDGED = [
     "eval.every=2",
     "eval.samples=8",
     "checkpoint.every=1",
-    "train.updates_per_step=2",
     "rewards.0.batch_size=4",
     "devices_per_controller=3",
     "optim.schedule=constant",
