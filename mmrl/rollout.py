@@ -13,8 +13,8 @@ from torch import Tensor
 from mmrl.algorithms.multi_reward import aggregated
 from mmrl.algorithms.objective import Scored
 from mmrl.batch import Batch, Run, chunks, rows_of_update, samples_of, slices
-from mmrl.config.algorithms import AdvantageAggregation
 from mmrl.config.checks import label_of
+from mmrl.config.section import AdvantageAggregation
 from mmrl.errors import BadPromptError
 from mmrl.placement.work import Drawing
 from mmrl.report.clock import Clock

@@ -9,7 +9,7 @@ import torch
 from mmrl.algorithms import alignprop, awm, dgpo, diffusion_dpo, draft, flow_dppo, flow_grpo, grpo_guard, refl, rwr, sde
 from mmrl.algorithms.advantages import group_advantages
 from mmrl.algorithms.objective import GraphSteps, Scored
-from mmrl.config.algorithms import (
+from mmrl.config.picture_algorithms import (
     AWM,
     DGPO,
     RWR,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.algorithms.objective import GraphSteps
 from mmrl.algorithms.pathwise import PathwiseObjective
-from mmrl.config.algorithms import AlignProp
+from mmrl.config.picture_algorithms import AlignProp
 
 
 class Objective(PathwiseObjective):

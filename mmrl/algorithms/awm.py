@@ -19,7 +19,7 @@ from torch import Tensor
 from mmrl.algorithms.forward_process import ForwardObjective
 from mmrl.algorithms.policy_gradient import clipped_surrogate
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.algorithms import AWM
+from mmrl.config.picture_algorithms import AWM
 
 _EPSILON = 1e-10
 

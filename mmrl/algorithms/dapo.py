@@ -16,7 +16,8 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
-from mmrl.config.algorithms import DAPO, Spread, length_limit
+from mmrl.config.algorithms import DAPO, length_limit
+from mmrl.config.section import Spread
 
 
 class Objective(TokenObjective):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Kind, Loss, Scored
-from mmrl.config.algorithms import Spread, StepAlgorithm
+from mmrl.config.picture_algorithms import StepAlgorithm
+from mmrl.config.section import Spread
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.forward_process import ForwardObjective, in_group
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.algorithms import DGPO
+from mmrl.config.picture_algorithms import DGPO
 
 
 class Objective(ForwardObjective):

@@ -20,7 +20,7 @@ from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.forward_process import ForwardObjective, in_group
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.algorithms import DiffusionDPO
+from mmrl.config.picture_algorithms import DiffusionDPO
 
 
 class Objective(ForwardObjective):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mmrl.algorithms.forward_process import ForwardObjective
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.algorithms import DiffusionNFT
+from mmrl.config.picture_algorithms import DiffusionNFT
 
 
 class Objective(ForwardObjective):

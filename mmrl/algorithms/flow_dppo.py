@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from mmrl.algorithms.denoising import DenoisingObjective, StepLoss
-from mmrl.config.algorithms import FlowDPPO
+from mmrl.config.picture_algorithms import FlowDPPO
 
 
 class Objective(DenoisingObjective):

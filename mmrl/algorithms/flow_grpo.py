@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmrl.algorithms.denoising import DenoisingObjective, StepLoss
 from mmrl.algorithms.policy_gradient import clipped_surrogate
-from mmrl.config.algorithms import FlowGRPO
+from mmrl.config.picture_algorithms import FlowGRPO
 
 TEMPFLOW_SCALE = 2.25
 """UniRL's scale of TempFlow's weights, which makes them about 1 on average."""

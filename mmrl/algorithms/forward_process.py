@@ -18,7 +18,7 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Kind, Loss, Scored
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.algorithms import Spread
+from mmrl.config.section import Spread
 
 
 class ForwardObjective(ABC):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmrl.algorithms.denoising import DenoisingObjective, StepLoss
 from mmrl.algorithms.policy_gradient import clipped_surrogate
-from mmrl.config.algorithms import GRPOGuard
+from mmrl.config.picture_algorithms import GRPOGuard
 
 
 class Objective(DenoisingObjective):

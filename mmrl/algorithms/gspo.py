@@ -13,7 +13,8 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
-from mmrl.config.algorithms import GSPO, Spread
+from mmrl.config.algorithms import GSPO
+from mmrl.config.section import Spread
 
 
 class Objective(TokenObjective):

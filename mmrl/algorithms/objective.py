@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, AllSum, alone
-from mmrl.config.algorithms import Kind
+from mmrl.config.section import Kind
 
 __all__ = ["GraphSteps", "Kind", "Loss", "Objective", "Scored"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.algorithms.objective import GraphSteps
 from mmrl.algorithms.pathwise import PathwiseObjective
-from mmrl.config.algorithms import ReFL
+from mmrl.config.picture_algorithms import ReFL
 
 
 class Objective(PathwiseObjective):

@@ -20,7 +20,7 @@ from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.forward_process import ForwardObjective
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.algorithms import RWR
+from mmrl.config.picture_algorithms import RWR
 
 
 class Objective(ForwardObjective):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mmrl.config.algorithms import ForwardAlgorithm, StepAlgorithm
+from mmrl.config.picture_algorithms import ForwardAlgorithm, StepAlgorithm
 
 if TYPE_CHECKING:
     from mmrl.config.schema import Recipe

@@ -21,9 +21,10 @@ from pydantic import (
     model_validator,
 )
 
-from mmrl.config.algorithms import Algorithm, AlgorithmSection, DiffusionNFT, DRaFT, FlowGRPO
+from mmrl.config.algorithms import Algorithm
+from mmrl.config.picture_algorithms import DiffusionNFT, DRaFT, FlowGRPO
 from mmrl.config.sampling import Sampling, Sde, TextSampling, Window, kind_of
-from mmrl.config.section import Decay, Fraction, NonNegative, Section
+from mmrl.config.section import AlgorithmSection, Decay, Fraction, NonNegative, Section
 
 __all__ = ["DRaFT", "DiffusionNFT", "FlowGRPO", "Sampling", "Sde", "Section", "TextSampling", "Window"]
 

@@ -11,7 +11,8 @@ import json
 from collections.abc import Iterator
 from typing import get_args
 
-from mmrl.config.algorithms import Algorithm, AlgorithmSection
+from mmrl.config.algorithms import Algorithm
+from mmrl.config.section import AlgorithmSection
 
 KINDS = {
     "policy_gradient": "Policy gradients: actions with log-probs, denoising steps or tokens.",
