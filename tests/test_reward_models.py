@@ -1,5 +1,6 @@
 """Rewards that are checkpoints of others: the same number as their authors' formula, written down here once more."""
 
+import functools
 import os
 import pickle
 import zipfile
@@ -221,8 +222,13 @@ def made(tmp_path_factory):
 NAMES = ("clip", "pickscore", "aesthetic", "hpsv2", "imagereward")
 
 
+@functools.cache
+def loaded(name, options):
+    return RewardSet([Reward(name=name, options=dict(options))], REPO)
+
+
 def values(name, options, given):
-    scores = RewardSet([Reward(name=name, options=options)], REPO).score(given, [list(range(len(given)))])
+    scores = loaded(name, tuple(options.items())).score(given, [list(range(len(given)))])
     assert not scores.failures
     return scores.total
 
