@@ -47,7 +47,7 @@ def by_hand(pipeline, slots, ids, last, detached):
     """The picture predicted at step ``last``, where predictions of the steps ``detached`` carry no graph, but latents
     always do: AlignProp's way."""
     features = pipeline._batch_features([s.prompt.text for s in slots])
-    sigmas, timesteps = pipeline.adapter.schedule(4)
+    sigmas, timesteps, *_ = pipeline.adapter.schedule(4)
     x = noise(0, ids, "initial", pipeline.shape).requires_grad_()
     for i in range(last + 1):
         v = pipeline._velocity(x, timesteps[i].expand(2), features)
