@@ -54,6 +54,22 @@ def test_a_phase_is_stuck_after_ten_times_its_usual_time(monkeypatch):
     assert pulse.stuck() is None
 
 
+def test_a_wait_for_work_behind_other_phases_is_measured_by_all_of_them(monkeypatch):
+    clock = Time()
+    monkeypatch.setattr(pulses, "time", clock)
+    pulse = Pulse(10.0, hidden=("sample",))
+    for phase, seconds in (("train", 5.0), ("sample", 0.0)):
+        for _ in range(3):
+            with pulse(phase):
+                clock.now += seconds
+    with pulse("sample"):
+        clock.now += 49.9
+        assert pulse.stuck() is None
+        clock.now += 0.2
+        found = pulse.stuck()
+    assert (found.phase, found.usual) == ("sample", pytest.approx(5.0))
+
+
 def test_what_is_started_meanwhile_is_no_time_of_the_phase(monkeypatch):
     clock = Time()
     monkeypatch.setattr(pulses, "time", clock)

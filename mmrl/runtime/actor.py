@@ -93,7 +93,8 @@ class Actor:
         directory = whole.of_controller(self._rank)
         recipe = loaded.recipe
         slowest = max((r.timeout * (r.retries + 1) for r in recipe.rewards), default=0.0)
-        self._pulse = Pulse(PATIENCE, {"reward": PATIENCE + slowest})  # what rewards take is for their own deadline
+        least = {"reward": PATIENCE + slowest}  # what rewards take is for their own deadline
+        self._pulse = Pulse(PATIENCE, least, ("sample", "reward") if recipe.placement.apart else ())
         controller = self._join(loaded, host, port)
         devices = self._devices(loaded)
         try:

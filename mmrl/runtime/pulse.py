@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,11 +28,12 @@ class Stuck:
 class Pulse:
     """Final class. One thread goes through phases, another asks.
 
-    ``least``: seconds, by phase, within which nothing is said of it; of any other phase ``patience``.
+    ``least``: seconds, by phase, within which nothing is said of it; of any other phase ``patience``. ``hidden``:
+    phases whose work goes on behind others, so that they usually take no time: as usual counts that of all together.
     """
 
-    def __init__(self, patience: float, least: Mapping[str, float] | None = None) -> None:
-        self._patience, self._least = patience, dict(least or {})
+    def __init__(self, patience: float, least: Mapping[str, float] | None = None, hidden: Collection[str] = ()) -> None:
+        self._patience, self._least, self._hidden = patience, dict(least or {}), hidden
         self._usual: dict[str, tuple[float, int]] = {}
         self._now: list[tuple[str, float]] = []
         self._waiting = self._starting = 0
@@ -85,6 +86,8 @@ class Pulse:
                 return None
             phase, began = self._now[-1]
             usual, n = self._usual.get(phase, (0.0, 0))
+            if phase in self._hidden:
+                usual = sum(seconds for seconds, _ in self._usual.values())
         seconds = time.monotonic() - began
         if n < _KNOWN or seconds <= max(TIMES * usual, self._least.get(phase, self._patience)):
             return None
