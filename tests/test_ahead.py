@@ -403,7 +403,8 @@ def test_any_number_of_controllers_draws_the_same_ahead_and_goes_on(reference, l
             "policy/v_change",
             "sampling/stale_steps",
         ):
-            assert mine.get(key) == pytest.approx(theirs.get(key), rel=1e-3, abs=1e-5), (mine["step"], key)
+            assert (key in mine) == (key in theirs), (mine["step"], key)
+            assert mine.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=1e-3, abs=1e-5), (mine["step"], key)
 
 
 def in_one_process(loaded, out):
