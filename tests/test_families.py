@@ -129,6 +129,7 @@ WIDE = [
     "sampling={steps: 2, guidance_scale: 1, height: 128, width: 128, max_sequence_length: 64, batch_size: 4}",
     "rewards=[{name: 'jpeg:incompressibility'}]",
     "train={steps: 2, prompts_per_step: 2, group_size: 2, micro_batch_size: 4}",
+    "algorithm.trained_steps=null",
 ]
 
 

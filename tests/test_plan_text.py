@@ -297,7 +297,7 @@ def test_the_real_vision_recipe_has_its_published_size():
 
 
 if __name__ == "__main__":  # a step in a process of its own: bytes that its resident memory grew by
-    from tests.test_plan import PeakRss, resident
+    from tests.planning import PeakRss, resident
 
     small = load_recipe(["sums"], ["train.prompts_per_step=1", "train.group_size=2"])
     train_step(build(small.recipe, small.root), 0, Clock(torch.device("cpu")))  # imports, and the libraries' own
