@@ -16,7 +16,7 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.placement.devices import Chunk
 from mmrl.placement.work import Drawing
 from mmrl.report.clock import Clock
-from mmrl.report.grids import write_samples
+from mmrl.report.grids import film_strip, write_samples
 from mmrl.report.metrics import MetricsLog
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
@@ -131,7 +131,8 @@ class Heldout:
         """Sample as the recipe's evaluation says, under its weights."""
         run, recipe = self.run, self.run.recipe
         inputs = self.rewards[0].inputs | self.rewards[1].inputs
-        inputs |= frozenset({"image"}) if run.pipeline.makes == "image" else frozenset()
+        if run.pipeline.makes != "text":
+            inputs |= frozenset({run.pipeline.makes})
         how = Drawing([], run.policy.evaluated, SEED, inputs, evaluate=True)
         keys: list[list[str]] = []
 
@@ -163,8 +164,8 @@ def measure(
         directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
     log.write(step, row)
     shown, scores = made.samples[: run.recipe.eval.grid], made.scores[: run.recipe.eval.grid]
-    if run.pipeline.makes == "image":
-        images = [s.image for s in shown if s.image is not None]
+    if run.pipeline.makes != "text":
+        images = [picture for s in shown if (picture := s.image or film_strip(s.video)) is not None]
         log.picture(step, "samples", write_samples(directory, step, images, [s.prompt.text for s in shown], scores))
     elif shown:
         write_texts(directory, step, shown, scores)

@@ -61,6 +61,11 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
     pipeline = mmrl.load("pipelines", resolve_drop_in(root, recipe.pipeline)).build(
         recipe, resolve(root, recipe.model.path), device
     )
+    if pipeline.makes == "video" and "image" in rewards.inputs:
+        raise UserError(
+            f"rewards: {recipe.pipeline} makes clips, and a reward here reads 'image', which they do not have; use one "
+            "that declares @mmrl.reward(inputs=('video',))"
+        )
     pipeline.features.owner = controller.rank
     total = recipe.train.steps * recipe.train.updates_per_step
     critic = None

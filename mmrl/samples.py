@@ -12,16 +12,22 @@ from mmrl.trajectory import Sample, Trajectory
 
 
 def make_samples(trajectory: Trajectory, images: Tensor, inputs: Collection[str]) -> list[Sample]:
-    """One sample per row of ``images`` ``[B, 3, H, W]`` in [0, 1], with the inputs its rewards declared, no others."""
-    pictures = to_pil(images.detach()) if "image" in inputs else [None] * len(trajectory)
+    """One sample per row of ``images`` ``[B, 3, H, W]``, or clips ``[B, F, 3, H, W]``, in [0, 1], with the inputs its
+    rewards declared, no others."""
+    clips = images.ndim == 5
+    pictures = to_pil(images.detach()) if "image" in inputs and not clips else [None] * len(trajectory)
+    videos = [tuple(to_pil(v.detach())) for v in images] if "video" in inputs and clips else [None] * len(trajectory)
     return [
         Sample(
             prompt=slot.prompt,
             id=sample_id,
             image=picture,
+            video=video,
             tensor=images[i] if "tensor" in inputs else None,
         )
-        for i, (slot, sample_id, picture) in enumerate(zip(trajectory.slots, trajectory.ids, pictures, strict=True))
+        for i, (slot, sample_id, picture, video) in enumerate(
+            zip(trajectory.slots, trajectory.ids, pictures, videos, strict=True)
+        )
     ]
 
 

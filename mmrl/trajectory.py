@@ -56,8 +56,9 @@ class SampleId:
 class Sample:
     """What a reward sees of one trajectory: the prompt and the clean result.
 
-    ``image`` is an RGB PIL image (of the size the pipeline made); ``tensor`` is the same as float32 ``[3, H, W]`` in
-    [0, 1], and carries a graph when the reward was declared differentiable. ``text`` is a language model's response,
+    ``image`` is an RGB PIL image (of the size the pipeline made), ``video`` the frames of a clip, in order; ``tensor``
+    is the same as float32 ``[3, H, W]`` or ``[F, 3, H, W]`` in [0, 1], and carries a graph when the reward was declared
+    differentiable. ``text`` is a language model's response,
     ``truncated`` where it was cut at the length limit.
     """
 
@@ -67,6 +68,7 @@ class Sample:
     tensor: torch.Tensor | None = None
     text: str | None = None
     truncated: bool = False
+    video: tuple[Image, ...] | None = None
 
 
 _ROWS = ("clean", "states", "log_probs", "mask", "truncated", "under_way", "drawn_at")

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from PIL import Image
 
 import mmrl
 from mmrl._torchvision import allow_cpu_only
@@ -13,6 +14,9 @@ from mmrl.config import Recipe
 from mmrl.config.loader import load_recipe, shipped_recipes
 from mmrl.errors import UserError
 from mmrl.placement.plan import plan
+from mmrl.report.rundir import RunDir
+from mmrl.run import build
+from mmrl.session import Session, Stop
 from tests.planning import run_steps
 from tests.tiny_diffusion import SHAPES, cut, save
 
@@ -20,8 +24,8 @@ allow_cpu_only()  # before transformers imports torchvision
 
 from mmrl.pipelines.diffusion import contract  # noqa: E402
 
-FAMILIES = ["sd3", "sd", "sdxl", "flux", "qwen_image"]
-GUIDED = [*((f, 4.0) for f in FAMILIES), *((f, 1.0) for f in ("sd3", "sd", "sdxl", "qwen_image"))]
+FAMILIES = ["sd3", "sd", "sdxl", "flux", "qwen_image", "wan"]
+GUIDED = [*((f, 4.0) for f in FAMILIES), *((f, 1.0) for f in ("sd3", "sd", "sdxl", "qwen_image", "wan"))]
 UNREAD = {  # the last block drops its text stream, so nothing reads its text queries
     "sd3": ["transformer_blocks.3.attn.add_q_proj"],
     "qwen_image": [f"transformer_blocks.1.{part}" for part in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp")],
@@ -37,6 +41,7 @@ def folders(tmp_path_factory):
 def recipe(family, folders, lora=True, **sampling):
     length = {"sd3": 12, "qwen_image": 64}.get(family, 16)
     settings = {"steps": 4, "height": 32, "width": 32, "max_sequence_length": length, **sampling}
+    settings = ({"frames": 5} if family == "wan" else {}) | settings
     return Recipe.model_validate(
         {
             "name": "test",
@@ -187,3 +192,42 @@ def test_an_adapter_of_ones_own_is_checked_by_the_command(folders, tmp_path, mon
     sys.modules.pop(next(name for name in sys.modules if name.startswith("mmrl_user_mine_")))
     assert contract.main() == 2
     assert "FAILED  sampling_is_the_stock_pipelines: pixels differ" in capsys.readouterr().out
+
+
+MOTION = """
+import mmrl
+
+@mmrl.reward(inputs=("video",))
+def score(samples, *, context):
+    assert all(len(s.video) == 5 and s.video[0].size == (32, 32) for s in samples)
+    return [sum(s.video[-1].tobytes()) / sum(s.video[0].tobytes()) for s in samples]
+"""
+
+
+def test_clips_train_and_rewards_that_read_pictures_are_refused(folders, tmp_path):
+    (tmp_path / "motion.py").write_text(MOTION)
+    made = recipe("wan", folders).model_dump(mode="json")
+    made |= {"rewards": [{"name": "motion.py"}], "eval": {"every": 1, "samples": 2, "grid": 2}}
+    made["train"] |= {"steps": 2, "group_size": 2, "micro_batch_size": 4}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(made))
+    loaded = load_recipe([tmp_path / "recipe.yaml"], ["sampling.window={size: 1}"])
+    with RunDir.create(tmp_path / "run") as directory:
+        Session(loaded, directory).begin(False, Stop())
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["policy/first_ratio_max_dev"] == 0 and row["optim/grad_norm"] > 0 for row in rows)
+    with Image.open(next((tmp_path / "run" / "samples").rglob("*.png"))) as picture:
+        assert picture.width % 5 == 0 or picture.width > 5 * 32  # frames side by side
+    assert plan(loaded).problems == []
+    pictures = load_recipe([tmp_path / "recipe.yaml"], ["rewards=[{name: 'jpeg:incompressibility'}]"])
+    with pytest.raises(UserError, match="makes clips, and a reward here reads 'image'"):
+        build(pictures.recipe, pictures.root)
+
+
+@pytest.mark.parametrize(
+    ("family", "frames", "message"),
+    [("wan", None, "say how many frames"), ("wan", 6, "use 5"), ("flux", 5, "makes pictures")],
+)
+def test_frames_are_for_clips(folders, family, frames, message):
+    with pytest.raises(UserError, match=f"sampling.frames.*{message}"):
+        contract.Case(recipe(family, folders, frames=frames))

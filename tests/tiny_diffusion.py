@@ -17,7 +17,7 @@ TIMES = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_line
 def save(family: str, folder: Path, seed: int = 0) -> Path:
     """Save a pipeline of ``family`` (the name of its module) into ``folder``, its weights large enough to matter."""
     torch.manual_seed(seed)
-    pipe = {"sd": _sd, "sdxl": _sdxl, "flux": _flux, "qwen_image": _qwen_image}[family]()
+    pipe = {"sd": _sd, "sdxl": _sdxl, "flux": _flux, "qwen_image": _qwen_image, "wan": _wan}[family]()
     predicts = getattr(pipe, "unet", None) or pipe.transformer
     with torch.no_grad():
         for p in predicts.parameters():  # output layers that start at zero would leave nothing to compare
@@ -196,6 +196,41 @@ def _qwen_image():
     scheduler = _shifting(base_shift=0.5, max_shift=0.9, shift=1.0, shift_terminal=0.02, time_shift_type="exponential")
     return diffusers.QwenImagePipeline(
         vae=vae, text_encoder=encoder, tokenizer=tok, transformer=transformer, scheduler=scheduler
+    )
+
+
+def _wan():
+    import diffusers
+    import transformers as t
+
+    tok = t.T5Tokenizer.from_pretrained(SHAPES / "tokenizer_3")
+    config = t.UMT5Config(vocab_size=len(tok), d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4)
+    transformer = diffusers.WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=2,
+        rope_max_seq_len=32,
+    )
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=12,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.5, 0.8, 1.0, 2.0],
+    )
+    return diffusers.WanPipeline(
+        tokenizer=tok,
+        text_encoder=t.UMT5EncoderModel(config).eval(),
+        vae=vae,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        transformer=transformer,
     )
 
 

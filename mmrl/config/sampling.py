@@ -37,6 +37,8 @@ class Sampling(Section):
     """1 (or less) samples and trains without classifier-free guidance, at half the cost."""
     height: PositiveInt
     width: PositiveInt
+    frames: PositiveInt | None = None
+    """Of a clip; None where the pipeline makes pictures."""
     max_sequence_length: PositiveInt = 256
     sde: Sde = Sde()
     window: Window | None = None

@@ -42,7 +42,7 @@ class Pipeline(Protocol):
     features: FeatureStore
 
     @property
-    def makes(self) -> Literal["image", "text"]:
+    def makes(self) -> Literal["image", "video", "text"]:
         """What its samples are."""
         ...
 

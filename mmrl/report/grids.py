@@ -65,6 +65,19 @@ def before_after(
     return _draw([_Cell([_fit(a, scale), _fit(b, scale)], text, list(note)) for a, b, text, note in rows], columns)
 
 
+def film_strip(frames: Sequence[Image.Image] | None, most: int = 5) -> Image.Image | None:
+    """``most`` frames of a clip at even distances, first and last among them, side by side; None of no clip."""
+    if not frames:
+        return None
+    count = min(most, len(frames))
+    shown = [frames[round(i * (len(frames) - 1) / max(1, count - 1))] for i in range(count)]
+    width, height = shown[0].size
+    strip = Image.new("RGB", (count * width, height))
+    for i, frame in enumerate(shown):
+        strip.paste(frame, (i * width, 0))
+    return strip
+
+
 def write_samples(
     run: RunDir,
     step: int,

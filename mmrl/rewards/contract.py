@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 if TYPE_CHECKING:
     import torch
 
-Input = Literal["image", "tensor", "text"]
+Input = Literal["image", "video", "tensor", "text"]
 """Fields of a sample. ``sample.prompt`` with its text, meta and media is always there."""
 
 

@@ -8,7 +8,7 @@ that predict the noise of ``a x0 + b eps`` with ``a^2 + b^2 = 1`` (``unet.py``) 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ class Schedule(NamedTuple):
 class Adapter(ABC):
     """A family (abstract): how to encode, predict and decode, what takes LoRA, which sizes are allowed."""
 
+    makes: ClassVar[Literal["image", "video"]] = "image"
     family: ClassVar[str]
     """The models' name, for messages."""
     pipeline: ClassVar[str]
@@ -84,7 +85,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Pictures ``[B, 3, H, W]`` in [-1, 1] of clean latents."""
+        """Pictures ``[B, 3, H, W]``, or clips ``[B, F, 3, H, W]``, in [-1, 1], of clean latents."""
+
+    def shown(self, output: Any) -> Any:
+        """Pictures or clips of what the stock pipeline's call returns."""
+        return output.images if self.makes == "image" else output.frames
 
     @abstractmethod
     def call(self) -> dict[str, Any]:

@@ -44,8 +44,8 @@ class Case:
         self.pipeline.encode(self.slots)
 
     def drawn(self) -> Tensor:
-        """Pictures ``[4, 3, H, W]`` in [0, 1], without noise between steps, one at a time: so that matrices have the
-        shapes that the stock pipeline's have, whose last digits hang on them."""
+        """Pictures ``[4, 3, H, W]``, or clips, in [0, 1], without noise between steps, one at a time: so that matrices
+        have the shapes that the stock pipeline's have, on which their last digits hang."""
         rows = [self.pipeline.sample([s], [i], [], seed=5) for s, i in zip(self.slots, self.ids, strict=True)]
         return torch.cat([self.pipeline.images(row) for row in rows])
 
@@ -54,15 +54,17 @@ class Case:
         adapter, sampling = self.pipeline.adapter, self.recipe.denoising
         pipe.set_progress_bar_config(disable=True)
         rows = [
-            pipe(
-                slot.prompt.text,
-                num_inference_steps=sampling.steps,
-                height=sampling.height,
-                width=sampling.width,
-                latents=adapter.as_given(noise(5, [name], "initial", self.pipeline.shape)),
-                output_type="pt",
-                **adapter.call(),
-            ).images
+            adapter.shown(
+                pipe(
+                    slot.prompt.text,
+                    num_inference_steps=sampling.steps,
+                    height=sampling.height,
+                    width=sampling.width,
+                    latents=adapter.as_given(noise(5, [name], "initial", self.pipeline.shape)),
+                    output_type="pt",
+                    **adapter.call(),
+                )
+            )
             for slot, name in zip(self.slots, self.ids, strict=True)
         ]
         return torch.cat(rows).float()

@@ -59,11 +59,12 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     head = "import torch\nfrom diffusers import DiffusionPipeline\n"
     size = {"num_inference_steps": recipe.eval.steps or sampling.steps, "height": sampling.height}
     arguments = size | {"width": sampling.width} | adapter.call()
+    shown = "images" if adapter.makes == "image" else "frames"
     draw = (
         'pipe.to("cuda" if torch.cuda.is_available() else "cpu")\n'
-        f"image = pipe(\n    {_quoted(prompt)},\n"
+        f"{adapter.makes} = pipe(\n    {_quoted(prompt)},\n"
         + "".join(f"    {name}={value!r},\n" for name, value in arguments.items())
-        + "    generator=torch.Generator().manual_seed(0),\n).images[0]\n"
+        + f"    generator=torch.Generator().manual_seed(0),\n).{shown}[0]\n"
     )
     source = folder if what == "merged" else public(recipe.model.path)
     start = f"pipe = DiffusionPipeline.from_pretrained({_quoted(source)}, {options})\n{adapter.prepare}"
@@ -79,7 +80,7 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
         }
     kind = type(pipe).__name__
     tags = [kind, "lora"] if what == "lora" else [kind]
-    return Usage("diffusers", "text-to-image", tags, code)
+    return Usage("diffusers", f"text-to-{adapter.makes}", tags, code)
 
 
 def _copy(module: Any, state: dict[str, Tensor], dtype: torch.dtype) -> Any:

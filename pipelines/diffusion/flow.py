@@ -32,10 +32,9 @@ from .adapter import Adapter, Schedule
 class FlowPipeline:
     """Final class; see ``mmrl.pipelines.protocol.Pipeline``. ``policy`` is what predicts, with LoRA or not."""
 
-    makes: Literal["image"] = "image"
-
     def __init__(self, adapter: Adapter, policy: nn.Module, recipe: Recipe, device: torch.device) -> None:
         self.adapter, self.policy, self.recipe, self.device = adapter, policy, recipe, device
+        self.makes: Literal["image", "video"] = adapter.makes
         self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
         self.shape = adapter.latent_shape(recipe.denoising.height, recipe.denoising.width)
         self.guided = adapter.guided
@@ -131,7 +130,7 @@ class FlowPipeline:
 
     @torch.no_grad()
     def images(self, trajectory: Trajectory) -> Tensor:
-        """Decode clean results to float32 ``[B, 3, H, W]`` in [0, 1]."""
+        """Decode clean results to float32 ``[B, 3, H, W]``, clips ``[B, F, 3, H, W]``, in [0, 1]."""
         with self._awake([self.adapter.vae]):
             return (self.adapter.decode(trajectory.clean) / 2 + 0.5).clamp(0, 1).float()
 

@@ -52,6 +52,10 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
 
 def _assemble(family: type[Adapter], pipe: Any, recipe: Recipe, device: torch.device) -> FlowPipeline:
     """From components, wherever they are, to the pipeline with what trains opened."""
+    frames = recipe.denoising.frames
+    if (frames is None) != (family.makes == "image"):
+        edit = "say how many frames a clip has" if frames is None else "it makes pictures; remove it"
+        raise UserError(f"sampling.frames: {family.family}: {edit}")
     adapter = family(pipe, recipe.denoising, device)
     for module in (adapter.model, adapter.vae, *adapter.text_encoders):
         module.requires_grad_(False).eval()  # a fresh T5 is in training mode, with dropout

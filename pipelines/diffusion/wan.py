@@ -1,0 +1,103 @@
+"""Wan 2.1 text-to-video (``WanPipeline``): clips, and pictures as clips of one frame."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.sampling import Sampling
+from mmrl.config.schema import Recipe
+from mmrl.errors import UserError
+from mmrl.placement.description import Description
+
+from . import loading
+from .adapter import Adapter
+from .flow import FlowPipeline
+
+
+class WanAdapter(Adapter):
+    """Final class. Sampled by Euler's steps over the flow's sigmas, shifted as the checkpoint's scheduler says."""
+
+    makes = "video"
+    family = "Wan"
+    pipeline = "WanPipeline"
+    encoders = ("text_encoder",)
+    unused = ("transformer_2",)
+    lora_targets = (
+        "attn1.to_k",
+        "attn1.to_out.0",
+        "attn1.to_q",
+        "attn1.to_v",
+        "attn2.to_k",
+        "attn2.to_out.0",
+        "attn2.to_q",
+        "attn2.to_v",
+    )
+    prepare = (
+        "from diffusers import FlowMatchEulerDiscreteScheduler\n\n"
+        'shift = pipe.scheduler.config.get("flow_shift") or pipe.scheduler.config.get("shift") or 1.0\n'
+        "pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)\n"
+    )
+
+    def __init__(self, pipe: Any, sampling: Sampling, device: torch.device) -> None:
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        super().__init__(pipe, sampling, device)
+        if pipe.config.boundary_ratio is not None or pipe.config.expand_timesteps:
+            raise UserError(
+                "model.path: this is a Wan 2.2, of two models or with a time for every token, and one model is what is "
+                "trained here; give a checkpoint of Wan 2.1 text-to-video"
+            )
+        config = pipe.scheduler.config
+        shift = config.get("flow_shift") or config.get("shift") or 1.0
+        pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+
+    def encode(self, text: str) -> dict[str, Tensor]:
+        device, most = self.text_encoders[0].device, self.sampling.max_sequence_length
+        embeds, _ = self.pipe.encode_prompt(
+            text, do_classifier_free_guidance=False, device=device, max_sequence_length=most
+        )
+        return {"embeds": embeds[0].to(self.device)}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        space, time = self.pipe.vae_scale_factor_spatial, self.pipe.vae_scale_factor_temporal
+        self._fits(height, width, 2 * space)
+        frames = self.sampling.frames or 1
+        if (frames - 1) % time:
+            raise UserError(
+                f"sampling.frames: {frames} is not one more than a multiple of {time}, which this checkpoint's VAE "
+                f"needs; use {(frames - 1) // time * time + 1}"
+            )
+        channels = self.pipe.transformer.config.in_channels
+        return (channels, (frames - 1) // time + 1, height // space, width // space)
+
+    def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+        embeds = features["embeds"]
+        return model(x.to(embeds.dtype), timestep, embeds, return_dict=False)[0]
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Clips ``[B, F, 3, H, W]`` in [-1, 1]."""
+        config = self.pipe.vae.config
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
+        latents = latents * std.to(latents) + mean.to(latents)
+        return self.pipe.vae.decode(latents, return_dict=False)[0].transpose(1, 2)
+
+    def call(self) -> dict[str, Any]:
+        return {
+            "num_frames": self.sampling.frames or 1,
+            "guidance_scale": self.sampling.guidance_scale,
+            "max_sequence_length": self.sampling.max_sequence_length,
+        }
+
+
+def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
+    """See ``loading.build``."""
+    return loading.build(WanAdapter, recipe, path, device)
+
+
+def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
+    """See ``loading.describe``."""
+    return loading.describe(WanAdapter, recipe, path, architecture)
