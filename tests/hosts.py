@@ -30,6 +30,12 @@ class Host:
         files = [f"/sys/class/net/eth0/statistics/{way}_bytes" for way in ("rx", "tx")]
         return [int(n) for n in self.run(["cat", *files], capture_output=True, text=True, check=True).stdout.split()]
 
+    def overhead(self):
+        """Bytes that TCP itself has sent: headers and acknowledgements, and at most a packet for each sent again."""
+        file = "/sys/class/net/eth0/statistics/tx_packets"
+        packets = int(self.run(["cat", file], capture_output=True, text=True, check=True).stdout)
+        return 66 * packets + 1514 * self.resent()  # Ethernet 14, IP 20, TCP with times 32
+
     def resent(self):
         """TCP segments that the host has sent again, as the kernel counts them."""
         told = self.run(["cat", "/proc/net/snmp"], capture_output=True, text=True, check=True).stdout

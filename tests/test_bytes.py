@@ -59,8 +59,8 @@ def serve(name, rank, size, host, port, out, overrides):
 
 
 def crossed(name, hosts, folder, *overrides):
-    """Of each controller: what it counted, and the bytes its interface received and sent."""
-    before = [host.counted() for host in hosts]
+    """Of each controller: what it counted, the bytes its interface sent, and TCP's own among these."""
+    before = [(host.counted()[1], host.overhead()) for host in hosts]
     outs = [folder / f"{name}-{rank}.json" for rank in range(len(hosts))]
     started = [
         host.start(
@@ -77,9 +77,12 @@ def crossed(name, hosts, folder, *overrides):
     finally:
         for one in started:
             one.kill()
-    after = [host.counted() for host in hosts]
+    after = [(host.counted()[1], host.overhead()) for host in hosts]
     moved = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)]
-    return [json.loads(out.read_text()) | {"rx": rx, "tx": tx} for out, (rx, tx) in zip(outs, moved, strict=True)]
+    return [
+        json.loads(out.read_text()) | dict(zip(("tx", "tcp"), counts, strict=True))
+        for out, counts in zip(outs, moved, strict=True)
+    ]
 
 
 def all_of(one):
@@ -91,9 +94,10 @@ def check(found):
     """What passed the interfaces is what the controllers say, the protocol's own, and nothing that could be samples."""
     for one in found:
         said = sum(one["sent"].values())
-        protocol = one["tx"] - said
+        protocol = one["tx"] - said - one["tcp"]  # a busy machine cuts the same bytes into more packets
         assert set(one["sent"]) <= {"gradients", "numbers", "statistics"}
-        assert 0 < protocol < 0.006 * said + 30_000, one
+        assert said < one["tx"]
+        assert protocol < 30_000, one
         assert protocol < all_of(one) / 2, "the samples are too few to be seen beside the protocol"
         assert one["sent"]["numbers"] + one["sent"].get("statistics", 0) < all_of(one) / 4
 
@@ -107,8 +111,7 @@ def test_pictures_stay_and_their_size_changes_nothing_on_the_wire(tmp_path):
     check(large)
     for one, four in zip(small, large, strict=True):
         assert all_of(four) - all_of(one) > 150_000
-        assert abs(four["tx"] - one["tx"]) < 8_000
-        assert abs(four["rx"] - one["rx"]) < 8_000
+        assert abs(four["tx"] - four["tcp"] - (one["tx"] - one["tcp"])) < 8_000  # the other's is what this one received
 
 
 @pytest.mark.slow
