@@ -43,6 +43,7 @@ class Heldout:
     def __init__(self, run: Run, prompts: Sequence[Prompt], root: Path) -> None:
         self.run, self.prompts = run, prompts
         self.rewards = [run.rewards, RewardSet(run.recipe.eval.rewards, root, run.rewards.device)]
+        self.rewards[1].can_read(run.pipeline.makes)
 
     def score(self, samples: int) -> tuple[dict[str, float], Made, list[Failure]]:
         """Means over ``samples`` samples, what was made, and what could not be scored.

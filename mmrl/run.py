@@ -61,11 +61,7 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
     pipeline = mmrl.load("pipelines", resolve_drop_in(root, recipe.pipeline)).build(
         recipe, resolve(root, recipe.model.path), device
     )
-    if pipeline.makes == "video" and "image" in rewards.inputs:
-        raise UserError(
-            f"rewards: {recipe.pipeline} makes clips, and a reward here reads 'image', which they do not have; use one "
-            "that declares @mmrl.reward(inputs=('video',))"
-        )
+    rewards.can_read(pipeline.makes)
     pipeline.features.owner = controller.rank
     total = recipe.train.steps * recipe.train.updates_per_step
     critic = None
@@ -74,12 +70,7 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
         module = pipeline.open_critic()
         critic = Policy(module, settings, total, weights_of(module, recipe, controller))
     policy = Policy(pipeline.policy, recipe.optim, total, weights_of(pipeline.policy, recipe, controller))
-    for copy in objective.copies:
-        policy.keep(copy)
-        for n in range(1, (recipe.placement.staleness or 0) + 1):
-            policy.keep(aged(copy, n))
-    if any("reference" in name for name in objective.needs | objective.prepares):
-        policy.keep("reference")
+    keep_copies(policy, objective, recipe.placement.staleness or 0)
     flight = Flight(recipe.rollout.partial) if recipe.rollout.partial else None
     algorithm, attempts = recipe.algorithm, None
     if isinstance(algorithm, TokenAlgorithm) and algorithm.dynamic_sampling:
@@ -100,6 +91,16 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
         attempts,
         Ahead(recipe.placement.staleness or 1) if recipe.placement.apart else None,
     )
+
+
+def keep_copies(policy: Policy, objective: Objective, staleness: int) -> None:
+    """The copies of the trained weights that the objective asks for, each at every age that samples may have."""
+    for copy in objective.copies:
+        policy.keep(copy)
+        for n in range(1, staleness + 1):
+            policy.keep(aged(copy, n))
+    if any("reference" in name for name in objective.needs | objective.prepares):
+        policy.keep("reference")
 
 
 def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Weights:

@@ -216,12 +216,15 @@ def test_clips_train_and_rewards_that_read_pictures_are_refused(folders, tmp_pat
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["policy/first_ratio_max_dev"] == 0 and row["optim/grad_norm"] > 0 for row in rows)
-    with Image.open(next((tmp_path / "run" / "samples").rglob("*.png"))) as picture:
-        assert picture.width % 5 == 0 or picture.width > 5 * 32  # frames side by side
+    strips = [Image.open(path).size for path in (tmp_path / "run" / "samples").glob("*/*.png")]
+    assert strips == [(5 * 32, 32)] * 6  # two of each evaluation, frames side by side
     assert plan(loaded).problems == []
     pictures = load_recipe([tmp_path / "recipe.yaml"], ["rewards=[{name: 'jpeg:incompressibility'}]"])
-    with pytest.raises(UserError, match="makes clips, and a reward here reads 'image'"):
+    with pytest.raises(UserError, match="reads 'image', and this pipeline makes clips"):
         build(pictures.recipe, pictures.root)
+    watched = load_recipe([tmp_path / "recipe.yaml"], ["eval.rewards=[{name: 'jpeg:incompressibility'}]"])
+    with RunDir.create(tmp_path / "watched") as directory, pytest.raises(UserError, match="reads 'image'"):
+        Session(watched, directory).begin(False, Stop())
 
 
 @pytest.mark.parametrize(

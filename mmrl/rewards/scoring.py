@@ -103,6 +103,15 @@ class RewardSet:
         """The fields of a sample that any of the rewards reads."""
         return frozenset(name for entry in self._entries for name in entry.loaded.declaration.inputs)
 
+    def can_read(self, makes: str) -> None:
+        """Raises ``UserError`` where samples are clips and a reward reads pictures."""
+        for entry in self._entries:
+            if makes == "video" and "image" in entry.loaded.declaration.inputs:
+                raise UserError(
+                    f"the reward {entry.label} reads 'image', and this pipeline makes clips; use one that declares "
+                    "@mmrl.reward(inputs=('video',))"
+                )
+
     @property
     def sent(self) -> Counter[str]:
         """Bytes that the rewards gave to other processes so far, by kind (``Context.sent``)."""

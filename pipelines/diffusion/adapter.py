@@ -83,17 +83,19 @@ class Adapter(ABC):
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         """Velocity for latents ``[B, ...]`` in flow coordinates, under batched features."""
 
-    @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
         """Pictures ``[B, 3, H, W]``, or clips ``[B, F, 3, H, W]``, in [-1, 1], of clean latents."""
+        config = self.pipe.vae.config
+        shift = config.get("shift_factor") or 0.0
+        return self.pipe.vae.decode(latents / config.scaling_factor + shift, return_dict=False)[0]
 
     def shown(self, output: Any) -> Any:
         """Pictures or clips of what the stock pipeline's call returns."""
         return output.images if self.makes == "image" else output.frames
 
-    @abstractmethod
     def call(self) -> dict[str, Any]:
         """Arguments of the stock pipeline's call, beside prompt, steps and size, that sample as this adapter does."""
+        return {"guidance_scale": self.sampling.guidance_scale}
 
     def as_given(self, noise: Tensor) -> Tensor:
         """Initial noise ``[B, ...]`` as the stock pipeline's call takes ``latents``."""
@@ -128,25 +130,3 @@ class Adapter(ABC):
 
 def _near(size: int, multiple: int) -> int:
     return max(multiple, round(size / multiple) * multiple)
-
-
-def shifted(scheduler: Any, steps: int, tokens: int) -> dict[str, Any]:
-    """The spacing of FLUX and of those after it: even sigmas, shifted by how many tokens a picture has."""
-    config = scheduler.config
-    base, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-    slope = (high - low) / (most - base)
-    sigmas = torch.linspace(1.0, 1 / steps, steps, dtype=torch.float64).tolist()
-    return {"sigmas": sigmas, "mu": tokens * slope + low - slope * base}
-
-
-def packed(latents: Tensor) -> Tensor:
-    """``[B, C, H, W]`` as tokens of 2 x 2 pixels, ``[B, H / 2 * W / 2, 4 C]``, row by row."""
-    b, c, h, w = latents.shape
-    return latents.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, h // 2 * (w // 2), 4 * c)
-
-
-def unpacked(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Undo ``packed``; ``shape`` ``(C, H, W)`` of one sample."""
-    c, h, w = shape
-    return tokens.view(len(tokens), h // 2, w // 2, c, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), c, h, w)

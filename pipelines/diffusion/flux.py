@@ -12,11 +12,11 @@ from mmrl.config.schema import Recipe
 from mmrl.placement.description import Description
 
 from . import loading
-from .adapter import Adapter, packed, shifted, unpacked
 from .flow import FlowPipeline
+from .packed import PackedAdapter, packed, unpacked
 
 
-class FluxAdapter(Adapter):
+class FluxAdapter(PackedAdapter):
     """Final class. ``sampling.guidance_scale`` is what the model is told, as in the stock pipeline's call; there is one
     prediction a step."""
 
@@ -48,11 +48,6 @@ class FluxAdapter(Adapter):
         embeds, pooled, _ = self.pipe.encode_prompt(text, None, device=device, max_sequence_length=most)
         return {"embeds": embeds[0].to(self.device), "pooled": pooled[0].to(self.device)}
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        factor = self.pipe.vae_scale_factor
-        self._fits(height, width, 2 * factor)
-        return (self.pipe.transformer.config.in_channels // 4, height // factor, width // factor)
-
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         embeds, shape = features["embeds"], tuple(x.shape[1:])
         rows, columns = torch.meshgrid(torch.arange(shape[1] // 2), torch.arange(shape[2] // 2), indexing="ij")
@@ -70,22 +65,8 @@ class FluxAdapter(Adapter):
         )[0]
         return unpacked(v, shape)
 
-    def decode(self, latents: Tensor) -> Tensor:
-        config = self.pipe.vae.config
-        return self.pipe.vae.decode(latents / config.scaling_factor + config.shift_factor, return_dict=False)[0]
-
     def call(self) -> dict[str, Any]:
-        return {
-            "guidance_scale": self.sampling.guidance_scale,
-            "max_sequence_length": self.sampling.max_sequence_length,
-        }
-
-    def as_given(self, noise: Tensor) -> Tensor:
-        return packed(noise)
-
-    def _spacing(self, steps: int) -> dict[str, Any]:
-        _, height, width = self.latent_shape(self.sampling.height, self.sampling.width)
-        return shifted(self.pipe.scheduler, steps, height // 2 * (width // 2))
+        return super().call() | {"max_sequence_length": self.sampling.max_sequence_length}
 
 
 def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:

@@ -12,11 +12,11 @@ from mmrl.config.schema import Recipe
 from mmrl.placement.description import Description
 
 from . import loading
-from .adapter import Adapter, packed, shifted, unpacked
 from .flow import FlowPipeline
+from .packed import PackedAdapter, packed, unpacked
 
 
-class QwenImageAdapter(Adapter):
+class QwenImageAdapter(PackedAdapter):
     """Final class. ``sampling.guidance_scale`` is the stock pipeline's ``true_cfg_scale``.
 
     Departs from the stock pipeline: a prompt's features are padded to ``sampling.max_sequence_length`` and masked, so
@@ -60,11 +60,6 @@ class QwenImageAdapter(Adapter):
         length = packed(positive).norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)
         return unpacked(combined * length, tuple(positive.shape[1:]))
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        factor = self.pipe.vae_scale_factor
-        self._fits(height, width, 2 * factor)
-        return (self.pipe.transformer.config.in_channels // 4, height // factor, width // factor)
-
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         shape = tuple(x.shape[1:])
         v = model(
@@ -88,13 +83,6 @@ class QwenImageAdapter(Adapter):
             "true_cfg_scale": self.sampling.guidance_scale,
             "max_sequence_length": self.sampling.max_sequence_length,
         }
-
-    def as_given(self, noise: Tensor) -> Tensor:
-        return packed(noise)
-
-    def _spacing(self, steps: int) -> dict[str, Any]:
-        _, height, width = self.latent_shape(self.sampling.height, self.sampling.width)
-        return shifted(self.pipe.scheduler, steps, height // 2 * (width // 2))
 
 
 def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:

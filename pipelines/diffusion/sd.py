@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +27,6 @@ class SDAdapter(UNetAdapter):
     def encode(self, text: str) -> dict[str, Tensor]:
         embeds, _ = self.pipe.encode_prompt(text, self.text_encoders[0].device, 1, do_classifier_free_guidance=False)
         return {"embeds": embeds[0].to(self.device)}
-
-    def call(self) -> dict[str, Any]:
-        return {"guidance_scale": self.sampling.guidance_scale}
 
 
 def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:

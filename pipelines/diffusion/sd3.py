@@ -67,15 +67,8 @@ class SD3Adapter(Adapter):
             return_dict=False,
         )[0]
 
-    def decode(self, latents: Tensor) -> Tensor:
-        config = self.pipe.vae.config
-        return self.pipe.vae.decode(latents / config.scaling_factor + config.shift_factor, return_dict=False)[0]
-
     def call(self) -> dict[str, Any]:
-        return {
-            "guidance_scale": self.sampling.guidance_scale,
-            "max_sequence_length": self.sampling.max_sequence_length,
-        }
+        return super().call() | {"max_sequence_length": self.sampling.max_sequence_length}
 
 
 def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:

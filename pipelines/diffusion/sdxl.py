@@ -39,9 +39,6 @@ class SDXLAdapter(UNetAdapter):
         added = {"text_embeds": features["pooled"], "time_ids": features["sizes"]}
         return {"encoder_hidden_states": features["embeds"], "added_cond_kwargs": added}
 
-    def call(self) -> dict[str, Any]:
-        return {"guidance_scale": self.sampling.guidance_scale}
-
 
 def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
     """See ``loading.build``."""

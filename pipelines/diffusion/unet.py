@@ -56,9 +56,6 @@ class UNetAdapter(Adapter, ABC):
         levels = (self._added / (self._added + self._kept)).to(sigma.device)
         return (levels.unsqueeze(0) - sigma.double().unsqueeze(1)).abs().argmin(1)
 
-    def decode(self, latents: Tensor) -> Tensor:
-        return self.pipe.vae.decode(latents / self.pipe.vae.config.scaling_factor, return_dict=False)[0]
-
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         index = timestep.long().cpu()
         shape = (-1, *[1] * (x.ndim - 1))

@@ -1,0 +1,49 @@
+"""What FLUX.1 and those after it share: latents as tokens of 2 x 2, and noise levels shifted by how many there are."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adapter import Adapter
+
+
+class PackedAdapter(Adapter, ABC):
+    """A family whose transformer takes packed latents (abstract)."""
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        factor = self.pipe.vae_scale_factor
+        self._fits(height, width, 2 * factor)
+        return (self.pipe.transformer.config.in_channels // 4, height // factor, width // factor)
+
+    def as_given(self, noise: Tensor) -> Tensor:
+        return packed(noise)
+
+    def _spacing(self, steps: int) -> dict[str, Any]:
+        _, height, width = self.latent_shape(self.sampling.height, self.sampling.width)
+        return shifted(self.pipe.scheduler, steps, height // 2 * (width // 2))
+
+
+def shifted(scheduler: Any, steps: int, tokens: int) -> dict[str, Any]:
+    """The spacing of FLUX and of those after it: even sigmas, shifted by how many tokens a picture has."""
+    config = scheduler.config
+    base, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope = (high - low) / (most - base)
+    sigmas = torch.linspace(1.0, 1 / steps, steps, dtype=torch.float64).tolist()
+    return {"sigmas": sigmas, "mu": tokens * slope + low - slope * base}
+
+
+def packed(latents: Tensor) -> Tensor:
+    """``[B, C, H, W]`` as tokens of 2 x 2 pixels, ``[B, H / 2 * W / 2, 4 C]``, row by row."""
+    b, c, h, w = latents.shape
+    return latents.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, h // 2 * (w // 2), 4 * c)
+
+
+def unpacked(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Undo ``packed``; ``shape`` ``(C, H, W)`` of one sample."""
+    c, h, w = shape
+    return tokens.view(len(tokens), h // 2, w // 2, c, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), c, h, w)
