@@ -171,6 +171,22 @@ def load_latest(folder: Path) -> tuple[Saved | None, list[str]]:
     return None, skipped
 
 
+def load_best(folder: Path) -> Saved | None:
+    """The checkpoint that early stopping found best; None where there is no checkpoint at all.
+
+    Raises ``UserError`` where the run has none such, or the base itself was best.
+    """
+    newest, _ = load_latest(folder)
+    if newest is None or newest.state.get("early_stopping", {}).get("step") == newest.step:
+        return newest
+    best = newest.state.get("early_stopping", {}).get("step")
+    if best is None:
+        raise UserError("--checkpoint best: the recipe has no eval.early_stopping, so none was kept; give latest")
+    if best == 0:
+        raise UserError("--checkpoint best: no checkpoint was better than the base model; give base")
+    return load(folder, best)
+
+
 def _fault(directory: Path) -> str | None:
     """Why the checkpoint must not be loaded, or None."""
     try:

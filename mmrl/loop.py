@@ -82,7 +82,7 @@ def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: 
             case "offline":
                 new = run.pipeline.compare(piece.rows, needs, run.policy.using)
             case "pathwise":
-                new = {"rewards": rewards_of(run, piece.rows, step, tally)}
+                new = generated(run, piece.rows, step, tally)
         old = compared(run, piece.old, new, tally) if "rollout_log_probs" in piece.old else piece.old
         loss = run.objective.loss(new, old, total)
         run.policy.backward(loss.value)
@@ -111,16 +111,17 @@ def compared(run: Run, old: dict[str, Tensor], new: dict[str, Tensor], tally: Ta
     return old | {"log_probs": own} | ({} if gap.weights is None else {"importance": gap.weights})
 
 
-def rewards_of(run: Run, rows: Trajectory, step: int, tally: Tally) -> Tensor:
-    """Sample ``rows`` with a graph and score them with differentiable rewards: their weighted sum ``[P, B]`` of each
-    of ``P`` predictions."""
+def generated(run: Run, rows: Trajectory, step: int, tally: Tally) -> dict[str, Tensor]:
+    """Sample ``rows`` with a graph and score them with differentiable rewards: ``rewards``, their weighted sum
+    ``[P, B]`` of each of ``P`` predictions, and what else the objective needs."""
     draw = torch.rand((), generator=generator(run.recipe.seed, step, "graph_steps")).item()
     path = run.objective.graph_steps(run.recipe.denoising.steps, draw)
-    images = run.pipeline.generate(rows.slots, rows.ids, path, run.recipe.seed)
+    made = run.pipeline.generate(rows.slots, rows.ids, path, run.recipe.seed, run.objective.needs, run.policy.using)
+    images = made.pop("images")
     times = len(images) // len(rows)  # a picture and what was predicted anew from it
     shown = rows.rows(list(range(len(rows))) * times)
     parts = run.rewards.gradient_parts(make_samples(shown, images, run.rewards.inputs), step=step)
     total = run.rewards.weighted(parts)
     for name, values in {**parts, "mean": total}.items():
         tally.extend(f"reward/{name}", values.detach())
-    return total.view(times, -1)
+    return made | {"rewards": total.view(times, -1)}

@@ -173,7 +173,8 @@ def open_run(path: Path) -> tuple[Recipe, RunDir]:
 
 
 def restored(path: Path, which: str) -> tuple[Run, RunDir, int]:
-    """The run at ``path`` with the weights of a checkpoint: ``latest``, a step, or ``base`` (as it began).
+    """The run at ``path`` with the weights of a checkpoint: ``latest``, ``best`` (of early stopping), a step, or
+    ``base`` (as it began).
 
     The weights are those that evaluation and export use (the moving average where the recipe keeps one).
     """
@@ -187,10 +188,12 @@ def restored(path: Path, which: str) -> tuple[Run, RunDir, int]:
             found, skipped = checkpoint.load_latest(directory.checkpoints)
             for line in skipped:
                 print(f"warning: {line}; an older one is taken", file=sys.stderr)
+        elif which == "best":
+            found = checkpoint.load_best(directory.checkpoints)
         elif which.isascii() and which.isdigit():
             found = checkpoint.load(directory.checkpoints, int(which))
         else:
-            raise UserError(f"--checkpoint {which}: give latest, base or a step")
+            raise UserError(f"--checkpoint {which}: give latest, best, base or a step")
         if found is None:
             raise UserError(f"{path} has no whole checkpoint yet; use --checkpoint base, or train first")
         checkpoint.restore_policy(run.policy, found)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmrl import checkpoint
+from mmrl import checkpoint, early_stopping
 from mmrl.batch import Run
 from mmrl.checkpoint import MANIFEST, STATE, Checkpoint, sha256
 
@@ -117,7 +117,7 @@ def saver_of(run: Run, folder: Path) -> Saver:
 
 
 def save(folder: Path, whole: Checkpoint, keep: int) -> Path:
-    """Write ``whole`` into ``folder`` atomically and delete all but the newest ``keep``.
+    """Write ``whole`` into ``folder`` atomically and delete all but the newest ``keep`` and the best.
 
     Raises ``OSError`` where the disk is full or not writable; what was there before is untouched then.
     """
@@ -205,8 +205,10 @@ def _in_place(folder: Path, aside: Path, taken: Checkpoint, files: Manifest, kee
     shutil.rmtree(target, ignore_errors=True)
     os.replace(aside, target)
     _sync(folder)
+    best = taken.state.get(early_stopping.KEY, {}).get("step")
     for old in checkpoint.steps(folder)[:-keep]:
-        shutil.rmtree(folder / f"step_{old:06d}", ignore_errors=True)
+        if old != best:
+            shutil.rmtree(folder / f"step_{old:06d}", ignore_errors=True)
     return target
 
 

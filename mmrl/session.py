@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from mmrl import checkpoint
+from mmrl import checkpoint, early_stopping
 from mmrl.config.loader import LoadedRecipe
 from mmrl.controller import Controller
 from mmrl.datasets.records import checked
+from mmrl.early_stopping import EarlyStop
 from mmrl.errors import UserError
 from mmrl.evaluation import Heldout, measure
 from mmrl.loop import train_step
@@ -172,6 +173,8 @@ class Session:
         self.cpu_seconds = 0.0
         self.updates = 0
         self.trackers: list[Tracker] = []
+        settings = self.recipe.eval.early_stopping
+        self.early = None if settings is None else EarlyStop(settings)
 
     def _name_bad_records(self) -> None:
         """Records that the data sets left out, named in failures.jsonl (once: a resumed run finds them again)."""
@@ -203,6 +206,8 @@ class Session:
             checkpoint.restore(self.run, found)
             self.run.devices.others(self.run, "restore", self.checkpoints, found.step)
             self.run.devices.take_up(found.state.get("placement", {}))
+            if self.early is not None and early_stopping.KEY in found.state:
+                self.early.load_state(found.state[early_stopping.KEY])
             self.done, self.cpu_seconds = found.step, found.state["cpu_seconds"]
             self.saver.saved, self.updates = self.done, self.run.policy.updates
         print(
@@ -233,8 +238,10 @@ class Session:
                     self._step(metrics, progress)
                     if self._due():
                         progress.line(f"step {self.done}  {self._measure(heldout)}")
-                    if self.done % recipe.checkpoint.every == 0:
+                    if self.done % recipe.checkpoint.every == 0 or self._best_now:
                         self._save()
+                if self.early is not None and self.early.stopped:
+                    progress.line(self.early.told())
             self._save_rest()
         except (UserError, OSError):
             # shards are saved by all ranks, and those that did not fail are elsewhere
@@ -258,7 +265,14 @@ class Session:
     @property
     def finished(self) -> bool:
         limit = self.recipe.train.max_cpu_seconds
+        if self.early is not None and self.early.stopped:
+            return True
         return self.done >= self.recipe.train.steps or (limit is not None and self.cpu_seconds >= limit)
+
+    @property
+    def _best_now(self) -> bool:
+        """Whether the evaluation after this very step is the best so far."""
+        return self.early is not None and self.done > 0 and self.early.step == self.done
 
     def _due(self) -> bool:
         """Whether this step is one to evaluate after: every ``eval.every``, the first and the last."""
@@ -294,11 +308,15 @@ class Session:
         """Evaluate on the held-out prompts: a row, a grid, and a line for the terminal."""
         with self.pulse("evaluation"):
             row = measure(self.run, self.heldout, self.recipe.eval.samples, self.directory, self.done, log)
+        if self.early is not None:
+            self.early.saw(self.done, row)
         shown = {k.removeprefix("reward/"): v for k, v in row.items() if k not in ("samples", "dropped")}
         return "held-out: " + "  ".join(f"{k} {v:.3f}" for k, v in shown.items())
 
     def _save(self) -> None:
         kept = {"cpu_seconds": self.cpu_seconds, "placement": self.run.devices.kept()}
+        if self.early is not None:
+            kept[early_stopping.KEY] = self.early.state()
         together = self.saver.ranks is not None
         with self.run.devices.beside(self.run, "save", self.done) if together else nullcontext():
             self.saver.begin(checkpoint.of_run(self.run, self.done, **kept))

@@ -159,7 +159,7 @@ IN_FILE = [
         "  type: draft",
         "recipe.yaml:13  algorithm.clip_range: belongs to type flow_grpo and grpo_guard and awm, this section's type "
         "is draft; remove it, "
-        "or replace the whole section with 'algorithm={type: draft}'  (keys: type, last_steps, renoise)",
+        "or replace the whole section with 'algorithm={type: draft}'  (keys: kl_coef, type, last_steps, renoise)",
     ),
     (
         "duplicate",

@@ -132,6 +132,28 @@ def test_lora_loads_with_diffusers(root: Path, exported: SimpleNamespace) -> Non
     assert difference(draw(pipe), of_run(root / "lora-run")) == 0
 
 
+def test_the_last_steps_are_the_base_models_as_the_docs_say(root: Path, exported: SimpleNamespace) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "reward_hacking.md").read_text()
+    block = next(b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "disable_lora" in b)
+    said: dict[str, Any] = {}
+    exec(block.partition("\nimage = ")[0].replace("0.8", "0.5"), said)
+    run, _, _ = restored(root / "lora-run", "latest")
+    run.pipeline.recipe = run.recipe.model_copy(  # type: ignore[attr-defined]
+        update={"eval": run.recipe.eval.model_copy(update={"tuned_fraction": 0.5})}
+    )
+    slots, ids = [Slot(-1, 0, 0, Prompt("0", PROMPT))], [SampleId(-1, 0, 0, 0)]
+    run.pipeline.encode(slots)
+    with run.policy.for_evaluation():
+        trajectory = run.pipeline.sample(slots, ids, [], SEED, evaluate=True)
+        ours = run.pipeline.images(trajectory).permute(0, 2, 3, 1)
+    noise = run.pipeline._initial(ids, SEED, run.pipeline.adapter.schedule(4))  # type: ignore[attr-defined]
+    pipe = fresh(root / "tiny-sd3")
+    pipe.load_lora_weights(exported.lora)
+    whole = draw(pipe, latents=noise)
+    assert difference(draw(pipe, latents=noise, callback_on_step_end=said["leave"]), ours) < 1e-4
+    assert difference(whole, ours) > 0.01
+
+
 def test_lora_loads_with_peft(root: Path, exported: SimpleNamespace) -> None:
     pipe = fresh(root / "tiny-sd3")
     pipe.transformer = PeftModel.from_pretrained(pipe.transformer, exported.lora)

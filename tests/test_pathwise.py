@@ -1,5 +1,6 @@
 """Gradients through sampling on the shipped model, against the same written out, and what replay knows of sampling."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -69,20 +70,45 @@ def agree(ours, reference, rtol=1e-3):
 
 def test_refl_is_one_step_and_the_picture_it_predicts(small):
     pipeline, policy, slots, ids = small
-    ours = gradient(policy, pipeline.generate(slots, ids, GraphSteps(2, 2), seed=0).mean())
+    ours = gradient(
+        policy, pipeline.generate(slots, ids, GraphSteps(2, 2), 0, frozenset(), nullcontext)["images"].mean()
+    )
     agree(ours, gradient(policy, picture(pipeline, by_hand(pipeline, slots, ids, 2, (0, 1))[0]).mean()))
+
+
+def test_the_distance_to_the_reference_is_of_the_steps_with_a_graph(small):
+    pipeline, policy, slots, ids = small
+    made = pipeline.generate(slots, ids, GraphSteps(2, 3), 0, frozenset({"reference_distance"}), policy.using)
+    ours = gradient(policy, made["reference_distance"].sum())
+    features = pipeline._batch_features([s.prompt.text for s in slots])
+    sigmas, timesteps, *_ = pipeline.adapter.schedule(4)
+    x, distances = noise(0, ids, "initial", pipeline.shape), []
+    for i in range(4):
+        with torch.set_grad_enabled(i >= 2):
+            v = pipeline._velocity(x, timesteps[i].expand(2), features)
+        if i >= 2:
+            with torch.no_grad(), policy.module.disable_adapter():
+                reference = pipeline._velocity(x, timesteps[i].expand(2), features)
+            distances.append((v - reference).square().flatten(1).mean(1))
+        x = x + (sigmas[i + 1] - sigmas[i]) * v
+    expected = torch.stack(distances).mean(0)
+    assert expected.min() > 1e-4
+    torch.testing.assert_close(made["reference_distance"], expected)
+    agree(ours, gradient(policy, expected.sum()))
 
 
 @pytest.mark.parametrize("trained", [1, 2, 4])
 def test_alignprop_without_a_graph_is_the_authors_detached_predictions(small, trained):
     pipeline, policy, slots, ids = small
-    ours = gradient(policy, pipeline.generate(slots, ids, GraphSteps(4 - trained, 3), seed=0).mean())
+    ours = gradient(
+        policy, pipeline.generate(slots, ids, GraphSteps(4 - trained, 3), 0, frozenset(), nullcontext)["images"].mean()
+    )
     agree(ours, gradient(policy, picture(pipeline, by_hand(pipeline, slots, ids, 3, range(4 - trained))[0]).mean()))
 
 
 def test_draft_lv_averages_the_gradients_of_predictions_from_fresh_noise(small):
     pipeline, policy, slots, ids = small
-    images = pipeline.generate(slots, ids, GraphSteps(3, 3, renoised=2), seed=0)
+    images = pipeline.generate(slots, ids, GraphSteps(3, 3, renoised=2), 0, frozenset(), nullcontext)["images"]
     assert images.shape[0] == 6
     ours = gradient(policy, images.mean())
     x0, features = by_hand(pipeline, slots, ids, 3, (0, 1, 2))
@@ -131,3 +157,23 @@ def test_samples_of_a_group_are_noised_alike_where_asked(small):
     other = pipeline.renoise(trajectory, 1, 0, frozenset({"v", "target"}), policy.using)
     assert not torch.allclose(other["target"][1] + other["x0"][1], other["target"][0] + other["x0"][0])
     assert of_group(trajectory.rows([5])).ids == [replace(ids[5], sample=0)]
+
+
+def test_the_last_steps_of_an_evaluation_may_be_the_base_models():
+    run = make("sampling.window=null", "sampling.same_initial_noise=false", "eval.tuned_fraction=0.5")
+    pipeline, policy = run.pipeline, run.policy
+    move(policy)
+    slots, ids = rows(2)
+    pipeline.encode(slots)
+    features = pipeline._batch_features([s.prompt.text for s in slots])
+    sigmas, timesteps, *_ = pipeline.adapter.schedule(4)
+    drawn = {}
+    for tuned in (0, 2, 4):
+        x = noise(0, ids, "initial", pipeline.shape)
+        for i in range(4):
+            with torch.no_grad(), nullcontext() if i < tuned else policy.module.disable_adapter():
+                x = x + (sigmas[i + 1] - sigmas[i]) * pipeline._velocity(x, timesteps[i].expand(2), features)
+        drawn[tuned] = x
+    torch.testing.assert_close(pipeline.sample(slots, ids, [], 0, evaluate=True).clean, drawn[2])
+    torch.testing.assert_close(pipeline.sample(slots, ids, [], 0).clean, drawn[4])
+    assert min((drawn[2] - drawn[0]).abs().max(), (drawn[2] - drawn[4]).abs().max()) > 1e-2

@@ -1,12 +1,12 @@
 """AlignProp: reward back-propagated through a random number of last steps (Prabhudesai et al. 2023, arXiv 2310.03739).
 
-    L = -scale r(x0), or scale |target - r(x0)|,   a graph through the last K steps, K from 1 to all
+    L = -scale r(x0), or scale |target - r(x0)|, + kl_coef |v - v_ref|^2,   a graph through the last K steps
 
 The authors detach the predictions before the last K steps and leave the graph through the latents; no weight is on it
 there, so those steps are sampled without a graph, which is the same gradient.
 
-Departs: K is uniform and drawn once for all samples of a training step; the authors' code draws it for every batch, by
-default near 8 of 50 steps.
+Departs: K is uniform, from 1 to all, and drawn once for all samples of a training step; the authors' code draws it for
+every batch, by default near 8 of 50 steps. kl_coef (0) is not the paper's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Objective(PathwiseObjective):
     """Final class; see ``mmrl.algorithms.objective.Objective``."""
 
     def __init__(self, settings: AlignProp) -> None:
+        super().__init__(settings.kl_coef)
         self.last_steps, self.target, self.scale = settings.last_steps, settings.target, settings.scale
 
     def graph_steps(self, steps: int, draw: float) -> GraphSteps:

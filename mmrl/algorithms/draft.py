@@ -1,9 +1,9 @@
 """DRaFT-K: reward back-propagated through the last K sampling steps (Clark et al. 2023, arXiv 2309.17400, alg. 1).
 
-    L = -r(x0),   the last last_steps steps with a graph, the earlier ones without
+    L = -r(x0) + kl_coef |v - v_ref|^2,   the last last_steps steps with a graph, the earlier ones without
     DRaFT-LV: L = -mean of r over x0 and its renoise predictions from (1 - s) x0 + s eps, s the last step's level
 
-Departs: DRaFT-LV averages over the sampled picture as well, 1 + renoise gradients in all.
+Departs: kl_coef (0) is not the paper's. DRaFT-LV averages over the sampled picture as well: 1 + renoise gradients.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class Objective(PathwiseObjective):
     """Final class; see ``mmrl.algorithms.objective.Objective``."""
 
     def __init__(self, settings: DRaFT) -> None:
+        super().__init__(settings.kl_coef)
         self.last_steps, self.renoise = settings.last_steps, settings.renoise
 
     def graph_steps(self, steps: int, draw: float) -> GraphSteps:

@@ -16,11 +16,14 @@ class PathwiseObjective(ABC):
     """Abstract; see ``mmrl.algorithms.objective.Objective``. An algorithm says its steps, and its loss of a reward."""
 
     kind: Kind = "pathwise"
-    needs = frozenset({"rewards"})
     prepares: frozenset[str] = frozenset()
     samples_with = "current"
     copies: ClassVar[dict[str, Callable[[int], float]]] = {}
     entries = None
+
+    def __init__(self, kl_coef: float) -> None:
+        self.kl_coef = kl_coef
+        self.needs = frozenset({"rewards"} | ({"reference_distance"} if kl_coef else set()))
 
     @abstractmethod
     def graph_steps(self, steps: int, draw: float) -> GraphSteps: ...
@@ -38,6 +41,10 @@ class PathwiseObjective(ABC):
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
         """``new``: rewards ``[P, B]`` with their graph, of ``P`` predictions of each picture, over which the loss is
-        averaged."""
+        averaged, and reference_distance ``[B]``, where ``kl_coef`` is not 0."""
         value = self.of_reward(new["rewards"]).mean(0)
-        return Loss(value=value.sum() / total, sums={"policy/loss": value.detach().sum()}, maxima={})
+        sums = {"policy/loss": value.detach().sum()}
+        if self.kl_coef:
+            sums["policy/kl"] = new["reference_distance"].detach().sum()
+            value = value + self.kl_coef * new["reference_distance"]
+        return Loss(value=value.sum() / total, sums=sums, maxima={})

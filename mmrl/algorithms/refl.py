@@ -1,9 +1,9 @@
 """ReFL: the reward of the picture that one random late step predicts (Xu et al. 2023, arXiv 2304.05977, alg. 1).
 
-    L = scale max(threshold - r(x0^), 0),   x0^ = x_s - s v(x_s), a graph through this one step
+    L = scale max(threshold - r(x0^), 0) + kl_coef |v - v_ref|^2,   x0^ = x_s - s v(x_s), a graph through this one step
 
-Departs: the step is drawn once for all samples of a training step, so that it does not hang on micro-batches. The
-paper's pretraining loss on given pictures is not there, nor in its code.
+Departs: the step is drawn once for all samples of a training step, so that it does not hang on micro-batches; kl_coef
+(0) is not the paper's. The paper's pretraining loss on given pictures is not there, nor in its code.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class Objective(PathwiseObjective):
     """Final class; see ``mmrl.algorithms.objective.Objective``."""
 
     def __init__(self, settings: ReFL) -> None:
+        super().__init__(settings.kl_coef)
         self.late, self.threshold, self.scale = settings.late, settings.threshold, settings.scale
 
     def graph_steps(self, steps: int, draw: float) -> GraphSteps:

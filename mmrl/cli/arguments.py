@@ -26,7 +26,12 @@ ChangesArgument = Annotated[
     ),
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, such as runs/shapes.")]
-CheckpointOption = Annotated[str, typer.Option(metavar="latest|STEP|base", help="Which weights: base has none of RL.")]
+CheckpointOption = Annotated[
+    str,
+    typer.Option(
+        metavar="latest|best|STEP|base", help="Which weights: best is of eval.early_stopping, base has none of RL."
+    ),
+]
 OptionsOption = Annotated[
     list[str] | None,
     typer.Option("--options", metavar="KEY=VALUE", help="An option of the reward; may be given several times."),

@@ -26,6 +26,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_placement(recipe),
             *_controllers(recipe),
             *_labels(recipe),
+            *_evaluation(recipe),
         ]
     return [
         *_groups(recipe),
@@ -37,6 +38,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_placement(recipe),
         *_controllers(recipe),
         *_labels(recipe),
+        *_evaluation(recipe),
     ]
 
 
@@ -308,3 +310,25 @@ def _labels(recipe: Recipe) -> Iterator[str]:
             yield f"rewards: {n} rewards are called {label!r}; give them different labels (rewards[i].label)"
         if label in ("mean", "std", "dropped"):
             yield f"rewards: the label {label!r} is the log's own; set rewards[i].label to another"
+
+
+def _evaluation(recipe: Recipe) -> Iterator[str]:
+    evaluation, stopping = recipe.eval, recipe.eval.early_stopping
+    if evaluation.tuned_fraction < 1 and recipe.sampling.type == "text":
+        yield "eval.tuned_fraction: text has no denoising steps; remove it"
+    elif evaluation.tuned_fraction < 1 and recipe.model.lora is None:
+        yield (
+            "eval.tuned_fraction: without an adapter there is no base model to take the last steps; set model.lora="
+            "{rank: 32}, or remove eval.tuned_fraction"
+        )
+    if stopping is None:
+        return
+    if evaluation.every is None:
+        yield "eval.early_stopping: nothing is evaluated, so nothing would stop; set eval.every, or remove it"
+    labels = [label_of(r.name, r.label) for r in [*recipe.rewards, *evaluation.rewards]]
+    kind, _, rest = stopping.metric.partition("/")
+    if recipe.algorithm.trains_on != "pairs" and (kind != "reward" or rest.partition("/")[0] not in labels):
+        yield (
+            f"eval.early_stopping.metric: {stopping.metric!r} is no reward of this recipe; set it to "
+            f"{' or '.join(f'reward/{label}' for label in labels)}, or a part of one (reward/label/part)"
+        )

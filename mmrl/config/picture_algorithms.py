@@ -137,6 +137,8 @@ class PathwiseAlgorithm(AlgorithmSection):
     """A differentiable reward, sampled and decoded inside the update (abstract)."""
 
     kind: ClassVar[Kind] = "pathwise"
+    kl_coef: NonNegative = 0.0
+    """Weight of the squared distance to the reference's velocity, at the steps with a graph."""
 
     @property
     def compares_group(self) -> bool:

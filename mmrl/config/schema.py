@@ -158,6 +158,18 @@ class Optim(Section):
     ema_every: PositiveInt = 1
 
 
+class EarlyStopping(Section):
+    """End training where a held-out metric has ceased to rise. The checkpoint where it was best is kept, whatever
+    ``checkpoint.keep`` says: ``--checkpoint best``."""
+
+    metric: str
+    """As in heldout.jsonl: ``reward/`` and the label of a reward, best one under ``eval.rewards``."""
+    patience: PositiveInt = 3
+    """Evaluations in a row that may be no better than the best."""
+    threshold: NonNegative = 0.0
+    """How much higher than the best counts as better."""
+
+
 class Eval(Section):
     """Held-out prompts with fixed seeds: the curve, the grids and the before/after of the report."""
 
@@ -171,6 +183,10 @@ class Eval(Section):
     """Pictures in a sample grid."""
     rewards: list[Reward] = Field(default_factory=list)
     """Measured on held-out samples and never trained on; the training rewards are always measured too."""
+    tuned_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of the denoising steps of evaluation, the first so many are the tuned model's and the others the base model's
+    (MixGRPO's hybrid inference, arXiv 2507.21802), which lessens what reward hacking does to a picture. Needs LoRA."""
+    early_stopping: EarlyStopping | None = None
 
 
 class Placement(Section):

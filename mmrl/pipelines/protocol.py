@@ -131,9 +131,19 @@ class Pipeline(Protocol):
         ``[B]``, the same with ``reference_`` before it, or chosen_scores and rejected_scores ``[B]``, as needed."""
         ...
 
-    def generate(self, slots: Sequence[Slot], ids: Sequence[SampleId], path: GraphSteps, seed: int) -> Tensor:
-        """Sample with a graph through some steps and the decoder: images ``[(1 + path.renoised) * B, 3, H, W]`` in
-        [0, 1], those that were predicted anew after the others."""
+    def generate(
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        path: GraphSteps,
+        seed: int,
+        needs: frozenset[str],
+        weights: Weights,
+    ) -> dict[str, Tensor]:
+        """Sample with a graph through some steps and the decoder: ``images`` ``[(1 + path.renoised) * B, 3, H, W]`` in
+        [0, 1], those that were predicted anew after the others. ``reference_distance`` ``[B]``, where needed: the
+        squared distance to the velocity under ``weights("reference")``, mean over dimensions and over the steps with
+        a graph."""
         ...
 
     def write(self, out: Path, what: What) -> None:

@@ -276,9 +276,8 @@ def _slice(
             case _:
                 with once(pipeline, live):
                     path = objective.graph_steps(recipe.denoising.steps, 0.0)
-                    images = pipeline.generate(rows.slots, rows.ids, path, recipe.seed)
-                new = {"rewards": images.flatten(1).mean(1).view(-1, n)}
-                del images
+                    new = pipeline.generate(rows.slots, rows.ids, path, recipe.seed, objective.needs, policy.using)
+                new["rewards"] = new.pop("images").flatten(1).mean(1).view(-1, n)
         policy.backward(objective.loss(new, old, float(n)).value)
     return live.peak, calls[False], calls[True]
 

@@ -36,7 +36,7 @@ METRICS: dict[str, str] = {
     "policy/ratio": "Probability ratio of the current policy to the one that sampled, mean.",
     "policy/clip_fraction": "Fraction of ratios outside the clip range; flow_dppo: of steps left out.",
     "policy/approx_kl": "KL divergence from the policy that sampled, as half the squared log-ratio, mean.",
-    "policy/kl": "KL divergence from the reference, mean per action; forward process: squared distance of velocities.",
+    "policy/kl": "KL divergence from the reference, mean per action; without actions: squared distance of velocities.",
     "policy/loss": "The objective's loss without its KL term.",
     "policy/optimality": "diffusion_nft: optimality probability from the advantage, mean (0.5 is an average sample).",
     "policy/v_change": "diffusion_nft: squared distance of velocities between the policy and the old policy.",

@@ -335,7 +335,7 @@ class TextPipeline:
     def renoise(self, *_: Any, **__: Any) -> dict[str, Tensor]:
         raise TypeError("text has no forward process; the recipe's checks refuse it")
 
-    def generate(self, *_: Any, **__: Any) -> Tensor:
+    def generate(self, *_: Any, **__: Any) -> dict[str, Tensor]:
         raise TypeError("tokens carry no gradient; the recipe's checks refuse it")
 
     # -- export ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ same shapes, so that the first ratio is 1 to the last bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,8 +102,10 @@ class FlowPipeline:
         c = self._coefficients(schedule, actions)
         x = self._initial(ids, seed, schedule)
         states, log_probs = [], []
+        tuned = round(self.recipe.eval.tuned_fraction * steps) if evaluate else steps
         for i in range(steps):
-            v = self._velocity(x, self._timestep(schedule, i, len(ids)), features)
+            with nullcontext() if i < tuned else self._base():
+                v = self._velocity(x, self._timestep(schedule, i, len(ids)), features)
             mean = sde.step_mean(x, v, c, i)
             if i not in actions:
                 x = mean
@@ -124,6 +126,10 @@ class FlowPipeline:
             actions=torch.tensor(list(actions)) if recorded else None,
             log_probs=torch.stack(log_probs, 1) if recorded else None,
         )
+
+    def _base(self) -> AbstractContextManager[None]:
+        """Predict without the adapter."""
+        return self.policy.disable_adapter()  # type: ignore[operator]
 
     def samples(self, trajectory: Trajectory, inputs: frozenset[str]) -> list[Sample]:
         return make_samples(trajectory, self.images(trajectory), inputs)
@@ -244,18 +250,32 @@ class FlowPipeline:
         out["v"] = self._velocity(x_s, timestep, features)
         return out
 
-    def generate(self, slots: Sequence[Slot], ids: Sequence[SampleId], path: GraphSteps, seed: int) -> Tensor:
+    def generate(
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        path: GraphSteps,
+        seed: int,
+        needs: frozenset[str],
+        weights: Weights,
+    ) -> dict[str, Tensor]:
         features = self._batch_features([slot.prompt.text for slot in slots])
         schedule = self.adapter.schedule(self.steps)
         c = self._coefficients(schedule, [])
         x = self._initial(ids, seed, schedule)
+        distances = []
 
         def velocity(x: Tensor, i: int) -> Any:
             timestep = self._timestep(schedule, i, len(ids))
             if i < path.first:
                 with torch.no_grad():
                     return self._velocity(x, timestep, features)
-            return checkpoint(self._velocity, x, timestep, features, use_reentrant=False)
+            v = checkpoint(self._velocity, x, timestep, features, use_reentrant=False)
+            if "reference_distance" in needs:
+                with torch.no_grad(), weights("reference"):
+                    reference = self._velocity(x, timestep, features)
+                distances.append(sde.squared_distance(v, reference))
+            return v
 
         for i in range(path.last):
             x = sde.step_mean(x, velocity(x, i), c, i)
@@ -268,7 +288,8 @@ class FlowPipeline:
         x = torch.cat(predicted)
         if self.offloads:  # not only while it decodes: the backward comes after this returns
             self.adapter.vae.to(self.device)
-        return (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()
+        out = {"images": (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()}
+        return out | ({"reference_distance": torch.stack(distances).mean(0)} if distances else {})
 
     # -- export ------------------------------------------------------------------------------------------------------
 
