@@ -5,6 +5,10 @@ class UserError(Exception):
     """Something in the user's hands is wrong; the message says what failed, why, and the edit that mends it."""
 
 
+class LostServerError(UserError):
+    """A server of ours ended, or stands still and was ended: whoever asked it may start another and ask again."""
+
+
 class BadPromptError(UserError):
     """One prompt cannot be used (broken media, say). In training another takes its place and it is named."""
 

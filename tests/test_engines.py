@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from safetensors.torch import load_file
 from mmrl.engines import external
 from mmrl.engines.external import Allowance, Counted, allowances, completion, values_of, write_adapter, write_weights
 from mmrl.engines.rollout import Request, Settings
-from mmrl.engines.served import Client, Process, flags
+from mmrl.engines.served import Client, Process, flags, free_port
+from mmrl.engines.standby import RESTARTS, Standby, unfailing
 from mmrl.engines.vllm import engine_arguments, sampling_parameters
-from mmrl.errors import UserError
+from mmrl.errors import LostServerError, UserError
+from mmrl.report.notices import listen
 
 
 def ask(prompt=5, partial=(), seed=7, **extra):
@@ -275,6 +278,139 @@ def test_what_a_server_answers_is_never_taken_for_something_else(tmp_path):
     process = Process("it", [sys.executable, "-c", "print('out of memory')"], {}, tmp_path / "private", log)
     until(process.ended)
     client = Client("it", "http://vllm", socket_path=Path(tmp_path / "none"), process=process)
-    with pytest.raises(UserError, match=r"Its process has ended; the end of .*\n.*out of memory"):
+    with pytest.raises(LostServerError, match=r"it ended with status 0\. The end of .*\n.*out of memory"):
         client.post("/ok")
     process.close()
+
+
+SERVER = """
+import json, os, subprocess, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply({})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body.get("slow"):
+            print("drawing", flush=True)
+            time.sleep(60)
+        self.reply({"seed": body.get("seed")})
+
+    def reply(self, what):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(what).encode())
+
+subprocess.Popen(["sleep", "100"])
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever()
+"""
+
+
+class Served:
+    """An engine in a process of its own; slow at what is asked of the first one."""
+
+    sleeps, max_model_len, alive = False, 64, 0
+
+    def __init__(self, folder):
+        folder = folder / f"{Served.alive}"
+        folder.mkdir()
+        port, Served.alive = free_port(), Served.alive + 1
+        self.slow, self.weights, self.log = Served.alive == 1, None, folder.parent / f"{folder.name}.log"
+        self.process = Process("it", [sys.executable, "-c", SERVER, str(port)], {**os.environ}, folder, self.log)
+        self.client = Client("it", f"http://127.0.0.1:{port}", process=self.process)
+        self.process.wait_until(self.client.healthy, 20)
+
+    def generate(self, requests, settings):
+        bodies = [{"seed": r.seed, "slow": self.slow and r.seed == 2} for r in requests]
+        return [(said["seed"], self.weights) for said in self.client.post_all("/generate", bodies)]
+
+    def update(self, weights):
+        self.weights = dict(weights)["w"].item()
+
+    def close(self):
+        self.client.close()
+        self.process.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "which", "why"),
+    [
+        (signal.SIGKILL, 2, r"it ended with status -9 \(SIGKILL\)"),  # the server
+        (signal.SIGKILL, 1, "it was killed, and what kept it"),  # its keeper
+        (signal.SIGSTOP, 2, r"its process \d+ was stopped"),
+        (signal.SIGSTOP, 3, r"its process \d+ was stopped"),  # a process of the server's
+    ],
+)
+def test_a_server_that_dies_or_freezes_is_named_started_again_and_asked_for_the_same(
+    tmp_path, capfd, monkeypatch, how, which, why
+):
+    monkeypatch.setattr(Served, "alive", 0)
+    engine = Standby(lambda: Served(tmp_path), False)
+    engine.wake()
+    first = engine._engine
+    members = first.process.members()
+    assert len(members) == 4
+    weights = {"w": torch.tensor(3.0)}
+    unfailing(engine, lambda: None, lambda: engine.update(iter(weights.items())))
+    lost = {}
+
+    def lose():
+        until(lambda: "drawing" in first.process.last_lines())
+        os.kill(members[which].pid, how)
+        lost["at"] = time.monotonic()
+
+    Thread(target=lose).start()
+    requests = [Request([1], "", seed=n) for n in range(4)]
+    answered = unfailing(
+        engine, lambda: engine.update(iter(weights.items())), lambda: engine.generate(requests, Settings(4))
+    )
+    try:
+        assert answered == [(n, 3.0) for n in range(4)]
+        assert time.monotonic() - lost["at"] < 10
+        assert Served.alive == 2
+        assert not running(first.process._process.pid)
+        assert re.search(rf"it is lost: {why}.*The end of (.|\n)*drawing", capfd.readouterr().err)
+    finally:
+        engine.close()
+
+
+def test_a_server_that_is_lost_time_and_again_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(Served, "alive", 0)
+    engine = Standby(lambda: Served(tmp_path), False)
+
+    def killed():
+        engine.wake()
+        os.kill(engine._engine.process.members()[2].pid, signal.SIGKILL)
+        engine.generate([Request([1], "", seed=2)], Settings(4))
+
+    with pytest.raises(LostServerError, match="ended with status -9"):
+        unfailing(engine, lambda: None, killed)
+    assert Served.alive == 1 + RESTARTS
+    engine.close()
+
+
+def test_who_watches_hears_of_a_server_that_dies_while_nobody_asks(tmp_path):
+    heard = []
+    listener = Listening(heard)
+    listen(listener)
+    try:
+        process = started(TREE, tmp_path / "private")
+        os.kill(process.members()[2].pid, signal.SIGKILL)
+        until(lambda: heard)
+    finally:
+        listen(None)
+    assert "it is lost: it ended with status -9" in heard[0]
+    process.close()
+
+
+class Listening:
+    def __init__(self, heard):
+        self.heard = heard
+
+    def tell(self, line):
+        self.heard.append(line)
+
+    def starting(self):
+        return contextlib.nullcontext()

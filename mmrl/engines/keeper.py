@@ -24,7 +24,7 @@ def main() -> None:
         raise SystemExit("keeper: start me in a session of my own")
     if os.fork():
         os.wait()  # Ray kills the children of a worker that it ends, and not theirs: this process is there to be killed
-        return
+        os.killpg(0, signal.SIGKILL)  # the other keeper may have been killed before it could
     child = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL)
     gone = threading.Event()
     threading.Thread(target=_end_with_starter, args=(child, gone), daemon=True).start()

@@ -1,7 +1,8 @@
 """A server of ours in a process of its own, and plain JSON over HTTP to it.
 
 The process ends with us, also where we are killed (``keeper``). It is reached over a Unix socket in a folder that only
-our user can enter, or over loopback with a key.
+our user can enter, or over loopback with a key. One that ends by itself, or is stopped (``SIGSTOP``), is found within
+seconds (``vigil``), and whoever asks it hears ``LostServerError``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import base64
 import io
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -17,35 +19,46 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from PIL.Image import Image
 
 from mmrl.engines import keeper
-from mmrl.errors import UserError
+from mmrl.engines.vigil import keep_vigil
+from mmrl.errors import LostServerError, UserError
+from mmrl.report.notices import tell
 
 CONCURRENT = 256
 """Requests under way at once; the server batches them."""
 PROGRESS_EVERY_S = 10.0
 _LINES = 25
 _CLOSE_S = keeper.GRACE_S + 5.0
+_KNOWN_S = 5.0
+"""Seconds within which a server that broke a connection is known to have ended."""
 
 
 class Process:
     """Final class. ``command`` kept running, its output in ``log``. ``name`` is what messages call it.
 
     Use ``wait_until`` before the first request. ``close`` ends it and everything it started, and removes ``folder``.
+    ``lost``: what became of it, where it ended or stood still before it was ``closed``.
     """
 
     def __init__(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path
     ) -> None:
         self.name, self.log, self._folder = name, log, folder
+        self.lost = ""
+        self._closing = threading.Lock()
+        self.closed = False
         log.parent.mkdir(parents=True, exist_ok=True)
         kept = [sys.executable, "-I", "-S", str(Path(keeper.__file__)), str(folder), *command]
         with open(log, "ab") as out:
@@ -55,6 +68,33 @@ class Process:
 
     def ended(self) -> bool:
         return self._process.poll() is not None
+
+    def members(self) -> list[psutil.Process]:
+        """Its processes."""
+        try:
+            first = psutil.Process(self._process.pid)
+            return [first, *first.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def lose(self, why: str = "") -> LostServerError:
+        """End it at once, for ``why`` (it has ended, where that is empty): who waits for an answer hears of it. The
+        first call is told to the user; returns what to raise."""
+        with self._closing:
+            if not self.lost and not self.closed:
+                why = why or self._how_it_ended()
+                self.lost = f"{self.name} is lost: {why}. The end of {self.log}:\n{self.last_lines()}"
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                tell(self.lost)
+        return LostServerError(self.lost or f"{self.name} is closed")
+
+    def _how_it_ended(self) -> str:
+        said = re.search(r"ended with status (-?\d+)\s*$", self.last_lines(1))
+        if said is None:
+            return "it was killed, and what kept it"
+        status = int(said[1])
+        return f"it ended with status {status}" + (f" ({signal.Signals(-status).name})" if status < 0 else "")
 
     def last_lines(self, n: int = _LINES) -> str:
         """The end of its log, indented."""
@@ -81,8 +121,11 @@ class Process:
         except BaseException:
             self.close()
             raise
+        keep_vigil(self)
 
     def close(self) -> None:
+        with self._closing:
+            self.closed = True
         assert self._process.stdin is not None
         self._process.stdin.close()  # the keeper watches it
         try:
@@ -144,6 +187,19 @@ class Client:
     def close(self) -> None:
         self._http.close()
 
+    def lost(self) -> LostServerError | None:
+        """What became of a server of ours that broke a connection or said it has failed; None where it is well."""
+        if self.process is None:
+            return None
+        until = time.monotonic() + _KNOWN_S
+        while not (self.process.lost or self.process.ended()):
+            if self.healthy():
+                return None
+            if time.monotonic() > until:
+                return self.process.lose("it breaks off and does not say that it is well")
+            time.sleep(0.1)
+        return self.process.lose()
+
     def _send(self, method: str, path: str, body: Any) -> Any:
         try:
             answer = self._http.request(method, path, json=body)
@@ -153,11 +209,11 @@ class Client:
                 "sampling.max_new_tokens"
             ) from error
         except httpx.HTTPError as error:
-            raise UserError(f"{self.name} could not be asked ({path}): {error}{self._state()}") from error
+            said = UserError(f"{self.name} could not be asked ({path}): {error}{self._state()}")
+            raise (self.lost() or said) from error
         if answer.status_code != 200:
-            raise UserError(
-                f"{self.name} refused {path} with status {answer.status_code}: {_reason(answer)}{self._state()}"
-            )
+            said = f"{self.name} refused {path} with status {answer.status_code}: {_reason(answer)}{self._state()}"
+            raise (self.lost() if answer.status_code >= 500 else None) or UserError(said)
         if not answer.content:
             return None
         try:
@@ -168,9 +224,7 @@ class Client:
     def _state(self) -> str:
         if self.process is None:
             return f". Is {self.url} the right server, and is it up?"
-        if not self.process.ended():
-            return f" (its log is {self.process.log})"
-        return f". Its process has ended; the end of {self.process.log}:\n{self.process.last_lines()}"
+        return f" (its log is {self.process.log})"
 
 
 def _reason(answer: httpx.Response) -> str:

@@ -1,16 +1,24 @@
 """An engine that is there only while its device samples: started when it is first asked for, asleep in between.
 
 Where an engine cannot sleep (vLLM on a CPU), it is ended and started again. Either way its weights are to be sent again
-after it woke.
+after it woke. ``unfailing`` starts one again that is lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 from torch import Tensor
 
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
+from mmrl.errors import LostServerError
+from mmrl.report.notices import starting, tell
+
+T = TypeVar("T")
+RESTARTS = 3
+"""Losses of a server while one thing is asked of it, after which the last one is raised."""
 
 
 class Standby:
@@ -26,20 +34,20 @@ class Standby:
 
     @property
     def max_model_len(self) -> int:
-        return self._ready().max_model_len
+        return self.ready().max_model_len
 
     @property
     def sleeps(self) -> bool:
         return True
 
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
-        return self._ready().generate(requests, settings)
+        return self.ready().generate(requests, settings)
 
     def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self._ready().update(weights)
+        self.ready().update(weights)
 
     def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
-        self._ready().update_lora(tensors, rank, alpha, targets)
+        self.ready().update_lora(tensors, rank, alpha, targets)
 
     def sleep(self) -> None:
         """Give the memory back; the weights may be gone. Harmless when called twice, or before the first start."""
@@ -48,24 +56,56 @@ class Standby:
         if not self._engine.sleeps:
             self.close()
         elif not self._asleep:
-            self._engine.sleep()
+            with suppress(LostServerError):  # whoever wakes it hears of it
+                self._engine.sleep()
             self._asleep = True
 
     def wake(self) -> bool:
         """Have it ready; returns whether it was started for good, which no later waking is."""
         first = self._engine is None
-        engine = self._ready()
+        engine = self.ready()
         return first and (engine.sleeps or not self._to_sleep)
+
+    def restart(self) -> None:
+        """End it and start it, with the weights that it first had."""
+        self.close()
+        self.ready()
 
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
         self._engine, self._asleep = None, False
 
-    def _ready(self) -> RolloutEngine:
+    def ready(self) -> RolloutEngine:
+        """The engine itself, started where it was not, and awake. Raises ``UserError`` where it does not start."""
         if self._engine is None:
             self._engine = self._start()
         elif self._asleep:
             self._engine.wake()
         self._asleep = False
         return self._engine
+
+
+def unfailing(engine: RolloutEngine, give: Callable[[], None], ask: Callable[[], T]) -> T:
+    """What ``ask`` returns. An engine on standby whose server is lost meanwhile is started again, given its weights by
+    ``give``, and asked again for everything.
+
+    Raises ``LostServerError`` where it is lost over and over, ``UserError`` where it does not start.
+    """
+    for lost in range(RESTARTS + 1):
+        try:
+            if lost:
+                _again(engine, give)
+            return ask()
+        except LostServerError:
+            if lost == RESTARTS or not isinstance(engine, Standby):
+                raise
+    raise AssertionError
+
+
+def _again(engine: RolloutEngine, give: Callable[[], None]) -> None:
+    assert isinstance(engine, Standby)
+    tell("the rollout engine is started again, and asked again for what it had not answered")
+    with starting():
+        engine.restart()
+        give()

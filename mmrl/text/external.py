@@ -43,8 +43,12 @@ def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> R
     if sees and rollout.engine != "sglang":
         given.setdefault("images", 4)
     start = partial(_start, rollout.engine, path, options, given)
-    if recipe.devices_per_controller == 1:
+    if rollout.engine == "vllm":
         return start()
+    if recipe.devices_per_controller == 1:
+        engine = Standby(start, False)
+        engine.ready()
+        return engine
     _beside_a_device(recipe, given, options)
     return Standby(start, recipe.placement.sleep)
 

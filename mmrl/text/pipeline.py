@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from mmrl.algorithms.objective import Kind
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
-from mmrl.engines.rollout import Clip, Request, RolloutEngine
-from mmrl.engines.standby import Standby
+from mmrl.engines.rollout import Clip, Completion, Request, RolloutEngine, Settings
+from mmrl.engines.standby import Standby, unfailing
 from mmrl.errors import UserError
 from mmrl.pipelines.protocol import Usage, Weights, What
 from mmrl.text import export, external, scoring
@@ -150,8 +150,18 @@ class TextPipeline:
 
     def sync(self, tag: object) -> None:
         if self.engine is not None and tag != self._synced:
-            external.push(self.engine, self.policy)
+            unfailing(self.engine, lambda: None, self._push)
             self._synced = tag
+
+    def _push(self) -> None:
+        assert self.engine is not None
+        external.push(self.engine, self.policy)
+
+    def _ask(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
+        """Sample with the engine, under the weights that it was last given, which the policy still has."""
+        engine = self.engine
+        assert engine is not None
+        return unfailing(engine, self._push, lambda: engine.generate(requests, settings))
 
     def wake(self) -> bool:
         return isinstance(self.engine, Standby) and self.engine.wake()
@@ -177,7 +187,7 @@ class TextPipeline:
             tokens, log_probs, mask, truncated = self._generate(keys, ids, seed, temperature)
         else:
             settings = external.settings_of(self.recipe, temperature, self.conditioner.stop_tokens)
-            made = self.engine.generate(self._requests(slots, ids, seed), settings)
+            made = self._ask(self._requests(slots, ids, seed), settings)
             tokens, log_probs, mask, truncated = external.stack(made, self.conditioner.forbidden, self.device)
         return Trajectory(
             slots=list(slots),
@@ -191,11 +201,10 @@ class TextPipeline:
 
     @torch.no_grad()
     def go_on(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
-        assert self.engine is not None
         before = external.unstack(trajectory)
         asked = self._requests(trajectory.slots, trajectory.ids, seed)
         settings = external.settings_of(self.recipe, self.settings.temperature, self.conditioner.stop_tokens)
-        drawn = self.engine.generate(
+        drawn = self._ask(
             [replace(r, partial=done.token_ids) for r, done in zip(asked, before, strict=True)],
             replace(settings, cut_after=most),
         )

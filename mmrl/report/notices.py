@@ -1,0 +1,43 @@
+"""What a run says at once, whichever of its processes it happens in, and what is started again meanwhile."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+
+class Listener(Protocol):
+    """Who hears what happens in this process. Called from any thread."""
+
+    def tell(self, line: str) -> None:
+        """Pass on what was printed."""
+        ...
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Entered while something is started that has a deadline of its own."""
+        ...
+
+
+_listener: Listener | None = None
+
+
+def listen(listener: Listener | None) -> None:
+    """Have ``listener`` hear what happens in this process from now on; None is nobody."""
+    global _listener
+    _listener = listener
+
+
+def tell(line: str) -> None:
+    """Print ``line`` on stderr, and have whoever watches this process hear it."""
+    print(line, file=sys.stderr, flush=True)
+    if _listener is not None:
+        _listener.tell(line)
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Something is started, and that is no time of the phase that waits for it."""
+    with nullcontext() if _listener is None else _listener.starting():
+        yield
