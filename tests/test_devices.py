@@ -1,19 +1,27 @@
 """Several devices to a controller: the same learning wherever samples are drawn and judged, and real moves."""
 
+import contextlib
 import itertools
 import signal
 import threading
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
+from mmrl.config.schema import Placement
 from mmrl.errors import UserError
 from mmrl.judge.local import LocalModel
 from mmrl.placement.adaptive import Split
 from mmrl.placement.board import Board, Task
+from mmrl.placement.several import Several
 from mmrl.placement.utilisation import Sampler, of_gpu
+from mmrl.report import notices
+from mmrl.runtime.worker import LostDeviceError, There, serve
 from tests.ray_runs import JUDGED, ROOT, SMALL, alike, ended, learned, lose_one, placed, rows, run, start
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -205,6 +213,100 @@ def test_engines_that_cannot_be_beside_several_devices_are_refused_once(rollout,
         load_recipe(["sums"], ["devices_per_controller=2", f"controllers={controllers}", f"rollout={rollout}"])
     assert len(str(said.value).split("rollout.")) <= 4, said.value
     load_recipe(["sums"], ["devices_per_controller=2", "rollout.engine=vllm_server"])
+
+
+def soon(call):
+    """What ``call`` comes to within 10 s."""
+    answer = Future()
+
+    def ask():
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    return answer.result(10)
+
+
+@pytest.mark.parametrize("where", ["take", "done"])
+def test_a_device_that_fails_outside_its_task_is_heard_and_not_waited_for(monkeypatch, where):
+    several, run = Several([], Placement()), SimpleNamespace(rewards=SimpleNamespace(on_device=[]))
+    run.recipe = SimpleNamespace(threads=None, rollout=SimpleNamespace(engine="transformers"))
+    several.open(run)  # type: ignore[arg-type]
+    assert several.cpu_seconds(run) > 0  # type: ignore[arg-type]
+    before = getattr(several._board, where)
+
+    def failing(*given):
+        before(*given)
+        raise ZeroDivisionError("no such share")
+
+    monkeypatch.setattr(several._board, where, failing)
+    with pytest.raises(ZeroDivisionError, match="no such share"):
+        for _ in range(3):  # one may have been taken before it fails
+            soon(lambda: several.cpu_seconds(run))
+    several.close()
+
+
+class Unsendable:
+    def __reduce__(self):
+        raise TypeError("stays here")
+
+
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device as its controller sees it, which another thread serves, and what was heard of it."""
+    here, there = Pipe()
+    heard, starts = [], []
+
+    @contextlib.contextmanager
+    def starting():
+        starts.append("begun")
+        yield
+        starts.append("over")
+
+    def work(run, name, arguments):
+        if name == "tell":
+            notices.tell("a server is lost")
+            with notices.starting(), notices.starting():
+                starts.append("while")
+        return Unsendable() if name == "unsendable" else arguments
+
+    monkeypatch.setattr("mmrl.runtime.worker.perform", work)
+    run = SimpleNamespace(pipeline=SimpleNamespace(features=SimpleNamespace(hold=lambda keys: None)))
+    serving = threading.Thread(target=serve, args=(run, there), daemon=True)
+    serving.start()
+    yield There(3, here, heard.append, starting), heard, starts
+    here.close()
+    serving.join(10)
+    notices.listen(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "features"),
+    [
+        ("unsendable", (), {}),  # its answer
+        ("nothing", (Unreadable(),), {}),
+        ("nothing", (), {"a prompt": None}),  # which the store does not take
+    ],
+)
+def test_what_fails_between_tasks_is_an_answer_and_no_silence(device, name, arguments, features):
+    there, _, _ = device
+    with pytest.raises(LostDeviceError, match=r"(?s)device 3 failed.*(stays|no num|put)"):
+        soon(lambda: there.perform(None, name, arguments, features))
+    assert there.perform(None, "echo", (1,), {}) == (1,)  # it goes on
+
+
+def test_what_happens_on_a_device_is_heard_before_its_answer(device):
+    there, heard, starts = device
+    assert there.perform(None, "tell", (1,), {}) == (1,)
+    assert heard == ["device 3: a server is lost"]
+    assert sorted(starts) == ["begun", "over", "while"]
 
 
 def test_a_turn_has_a_price_where_the_next_will_take_as_long():

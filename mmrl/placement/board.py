@@ -10,7 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -64,6 +65,8 @@ class Board:
         """Seconds that a change of roles took, of late."""
         self._tasks: dict[Role, deque[Task]] = {"rollout": deque(), "judge": deque(), "train": deque()}
         self._running: list[Role | None] = [None] * devices
+        self._taken: list[Task | None] = [None] * devices
+        self._failed: BaseException | None = None
         self._since = [0.0] * devices
         self._seconds: dict[Role, float] = {}
         self._to_come = 0
@@ -104,6 +107,9 @@ class Board:
 
     def put(self, task: Task) -> Future[Any]:
         with self._changed:
+            if self._failed is not None:
+                task.answer.set_exception(self._failed)
+                return task.answer
             tasks = self._tasks[task.role]
             tasks.insert(next((n for n, other in enumerate(tasks) if _later(other, task)), len(tasks)), task)
             if task.role == "rollout":
@@ -123,6 +129,7 @@ class Board:
                 task = self._own(device) or self._next(device)
                 if task is not None:
                     self._running[device], self._since[device] = task.role, time.perf_counter()
+                    self._taken[device] = task
                     return task
                 self._changed.wait()
             return None
@@ -141,6 +148,18 @@ class Board:
                 self.events.append(Event(device, role, self._after(turned), self._after(ended), self._round))
                 self._seconds[role] = _recent(self._seconds.get(role, 0.0), ended - turned)
             self._changed.notify_all()
+
+    def fail(self, device: int, error: BaseException) -> None:
+        """The device takes no more tasks, because of ``error``: so says every answer that is waited for from now on."""
+        with self._changed:
+            self._failed = error
+            left = [self._taken[device], *(task for tasks in self._tasks.values() for task in tasks)]
+            for tasks in self._tasks.values():
+                tasks.clear()
+        for task in left:  # outside the lock: whoever waits may put the next one
+            if task is not None:
+                with suppress(InvalidStateError):
+                    task.answer.set_exception(error)
 
     def close(self) -> None:
         with self._changed:

@@ -70,7 +70,7 @@ class Several:
             self.state = starting(self.settings, self._count, bool(run.rewards.on_device))
             self._board.apart(self.state.split)
         for device in range(self._count):
-            Thread(target=self._work, args=(run, device), name=f"mmrl-device-{device}", daemon=True).start()
+            Thread(target=self._device, args=(run, device), name=f"mmrl-device-{device}", daemon=True).start()
 
     @contextmanager
     def alone(self, run: Run, weights: str) -> Iterator[None]:
@@ -251,8 +251,14 @@ class Several:
     def _put(self, devices: Iterable[int], name: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
         return [self._board.put(Task("train", name, arguments, device=d)) for d in devices]
 
+    def _device(self, run: Run, device: int) -> None:
+        """The thread of one device. What it fails of, inside a task or out, is told to who waits for an answer."""
+        try:
+            self._work(run, device)
+        except BaseException as error:
+            self._board.fail(device, error)
+
     def _work(self, run: Run, device: int) -> None:
-        """The thread of one device."""
         import torch
 
         if device == 0 and run.recipe.threads:

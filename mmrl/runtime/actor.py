@@ -7,7 +7,8 @@ import os
 import platform
 import socket
 import time
-from contextlib import nullcontext, suppress
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,7 @@ class Actor:
         self._reception: Reception | None = None
         self._pulse: Pulse | None = None
         self._session: Session | None = None
+        self._told: deque[str] = deque()
 
     def listen(self) -> tuple[str, int]:
         """Where the others find this controller: on the loopback where Ray runs on it."""
@@ -68,9 +70,18 @@ class Actor:
             time.sleep(0.2)
         return {"name": platform.node(), "versions": versions(), "sees": "yes" if seen else ""}
 
-    def beat(self) -> Stuck | None:
-        """A sign of life; what takes too long, where something does."""
-        return self._pulse.stuck() if self._pulse else None
+    def beat(self) -> tuple[Stuck | None, list[str]]:
+        """A sign of life: what takes too long, where something does, and what was told since the last one."""
+        told = [self._told.popleft() for _ in range(len(self._told))]
+        return self._pulse.stuck() if self._pulse else None, told
+
+    def tell(self, line: str) -> None:
+        """Have the launcher hear ``line``, which is in this process's log already."""
+        self._told.append(line)
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Entered while something is started that has a deadline of its own."""
+        return self._pulse.starting() if self._pulse else nullcontext()
 
     def settle(self) -> None:
         """Return once no checkpoint is being written."""
@@ -84,6 +95,7 @@ class Actor:
     def train(self, loaded: LoadedRecipe, path: str, resume: bool, host: str, port: int) -> Outcome:
         """Train this controller's part; what it prints goes into ``controllers/RANK.log`` of the run."""
         from mmrl.errors import UserError
+        from mmrl.report import notices
         from mmrl.report.rundir import RunDir
         from mmrl.runtime.pulse import Pulse
         from mmrl.session import Outcome, Session
@@ -95,6 +107,7 @@ class Actor:
         slowest = max((r.timeout * (r.retries + 1) for r in recipe.rewards), default=0.0)
         least = {"reward": PATIENCE + slowest}  # what rewards take is for their own deadline
         self._pulse = Pulse(PATIENCE, least, ("sample", "reward") if recipe.placement.apart else ())
+        notices.listen(self)
         controller = self._join(loaded, host, port)
         devices = self._devices(loaded)
         try:
@@ -107,13 +120,17 @@ class Actor:
 
     def serve(
         self, loaded: LoadedRecipe, path: str, resume: bool, host: str, port: int, address: str, key: bytes
-    ) -> None:
-        """Do what the controller at ``address`` asks; what is printed goes into ``controllers/RANK.DEVICE.log``."""
+    ) -> Outcome | None:
+        """Do what the controller at ``address`` asks; what is printed goes into ``controllers/RANK.DEVICE.log``.
+
+        Returns what the user must mend, where this device cannot begin.
+        """
         from mmrl.errors import UserError
         from mmrl.report.rundir import RunDir
         from mmrl.run import build
         from mmrl.runtime.worker import call, serve
         from mmrl.saving import saver_of
+        from mmrl.session import Outcome
 
         whole = RunDir(path)
         _log_to(whole.path / "controllers" / f"{self._rank}.{self._device}.log", keep=resume)
@@ -121,8 +138,8 @@ class Actor:
         connection = call(self._device, address, key)
         try:
             run = build(loaded.recipe, loaded.root, controller)
-        except UserError:
-            return  # the controller meets the same, and says it
+        except UserError as error:  # the controller meets the same and says it, or misses this device
+            return Outcome(False, 0, 0, 0.0, str(error))
         run.rewards.folder = whole.of_controller(self._rank).path
         serve(run, connection, saver_of(run, whole.checkpoints))
 
@@ -142,13 +159,14 @@ class Actor:
     def _devices(self, loaded: LoadedRecipe) -> Several | None:
         """The controller's devices once the further ones have called; None where it has no others."""
         from mmrl.placement.several import Several
+        from mmrl.report import notices
         from mmrl.runtime.worker import There
 
         if self._reception is None:
             return None
         connections = self._reception.welcome(loaded.recipe.devices_per_controller - 1)
-        workers = [There(n, connection) for n, connection in enumerate(connections, 1)]
-        return Several(workers, loaded.recipe.placement, self._pulse.starting if self._pulse else nullcontext)
+        workers = [There(n, one, notices.tell, self.starting) for n, one in enumerate(connections, 1)]
+        return Several(workers, loaded.recipe.placement, self.starting)
 
 
 def versions() -> str:

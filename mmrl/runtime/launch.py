@@ -312,7 +312,9 @@ class Watch:
                 if answered:
                     del self._beats[place]
                     with suppress(self.ray.exceptions.RayError):  # of the dead ``_outcome`` hears
-                        self._stuck[place] = self.ray.get(ref)
+                        self._stuck[place], told = self.ray.get(ref)
+                        for line in told if place[0] else ():  # the leader's log is shown
+                            print(f"{self._name(place)}: {line}", file=sys.stderr)
                 elif (silent := time.monotonic() - asked) > PATIENCE:
                     raise LostError(f"{self._name(place)} is frozen: no sign of life for {silent:.0f} s")
             self._gets_on()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import secrets
 import shutil
 import tempfile
+import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +20,7 @@ from torch import Tensor
 from mmrl import checkpoint
 from mmrl.errors import UserError
 from mmrl.placement.work import perform
+from mmrl.report import notices
 from mmrl.runtime.wire import receive, send
 
 if TYPE_CHECKING:
@@ -52,10 +56,19 @@ class Reception:
 
 
 class There:
-    """Final class: a device in a process of its own, as its controller sees it. Used by one thread."""
+    """Final class: a device in a process of its own, as its controller sees it. Used by one thread.
 
-    def __init__(self, device: int, connection: Connection) -> None:
-        self.device, self._connection = device, connection
+    ``tell`` gets what is said there; ``starting()`` is entered while something is started there.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        connection: Connection,
+        tell: Callable[[str], None] = print,
+        starting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.device, self._connection, self._tell, self._starting = device, connection, tell, starting
         self.sent = 0
         """Bytes given to it so far."""
         self._has: set[str] = set()
@@ -71,7 +84,7 @@ class There:
             self._has.clear()
         try:
             self.sent += send(self._connection, (name, arguments, fresh))
-            how, answer = receive(self._connection)
+            how, answer = self._answer()
         except (EOFError, OSError) as error:
             raise LostDeviceError(f"device {self.device} is gone ({error or type(error).__name__})") from error
         if how == "mend":
@@ -80,9 +93,55 @@ class There:
             raise LostDeviceError(f"device {self.device} failed:\n{answer}")
         return answer
 
+    def _answer(self) -> tuple[str, Any]:
+        with contextlib.ExitStack() as begun:
+            while True:
+                how, answer = receive(self._connection)
+                if how == "told":
+                    self._tell(f"device {self.device}: {answer}")
+                elif how == "starting":
+                    begun.enter_context(self._starting())
+                elif how == "started":
+                    begun.close()
+                else:
+                    return how, answer
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._connection.close()
+
+
+class Voice:
+    """Final class: how a device speaks to its controller: an answer to each task, and before it what happens there.
+
+    A ``mmrl.report.notices.Listener``; safe to call from any thread.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+        self._starts = 0
+
+    def say(self, how: str, what: Any = None) -> None:
+        with self._lock:
+            send(self._connection, (how, what))
+
+    def tell(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # the controller is gone: so are we, soon
+            self.say("told", line)
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            before, self._starts = self._starts, self._starts + more
+            if not (before and self._starts):
+                send(self._connection, ("starting" if more > 0 else "started", None))
 
 
 def call(device: int, address: str, key: bytes) -> Connection:
@@ -95,27 +154,46 @@ def call(device: int, address: str, key: bytes) -> Connection:
 def serve(run: Run, connection: Connection, saver: Saver | None = None) -> None:
     """Do what the controller asks, until it hangs up. ``saver``: of this device's weights, where they lie in shards."""
     held: list[str] = []
+    voice = Voice(connection)
+    notices.listen(voice)
     while True:
         try:
             name, arguments, features = receive(connection)
         except (EOFError, ConnectionError):
             return
-        _keep(run, features, held)
-        try:
-            done = None
-            if name == "release":
-                run.pipeline.features.release(held)
-                held.clear()
-            elif name == "save" and saver is not None:
-                saver.begin(checkpoint.of_run(run, *arguments))
-            else:
-                done = perform(run, name, arguments)
-            answer = ("done", done)
-        except UserError as error:
-            answer = ("mend", str(error))
         except Exception:
-            answer = ("failed", traceback.format_exc())
-        send(connection, answer)
+            voice.say("failed", traceback.format_exc())  # the controller waits for an answer whatever went wrong
+            continue
+        answer = _answer(run, name, arguments, features, held, saver)
+        try:
+            voice.say(*answer)
+        except (TypeError, AttributeError, pickle.PicklingError):
+            voice.say("failed", traceback.format_exc())
+
+
+def _answer(
+    run: Run,
+    name: str,
+    arguments: tuple[Any, ...],
+    features: Mapping[str, dict[str, Tensor]],
+    held: list[str],
+    saver: Saver | None,
+) -> tuple[str, Any]:
+    """How a task went, and what came of it."""
+    try:
+        _keep(run, features, held)
+        if name == "release":
+            run.pipeline.features.release(held)
+            held.clear()
+        elif name == "save" and saver is not None:
+            saver.begin(checkpoint.of_run(run, *arguments))
+        else:
+            return "done", perform(run, name, arguments)
+        return "done", None
+    except UserError as error:
+        return "mend", str(error)
+    except Exception:
+        return "failed", traceback.format_exc()
 
 
 def _keep(run: Run, features: Mapping[str, dict[str, Tensor]], held: list[str]) -> None:
