@@ -2,19 +2,23 @@
 
 import asyncio
 import json
+import signal
 import time
+from contextlib import nullcontext
+from threading import Thread
 
 import psutil
 import pytest
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.engines.rollout import Request, Settings
-from mmrl.engines.standby import Standby
+from mmrl.engines.standby import Standby, unfailing
 from mmrl.engines.vllm_server import VllmServer
 from mmrl.judge.answers import parse_kind
 from mmrl.judge.asking import Ask
 from mmrl.judge.asking import Settings as Asking
 from mmrl.judge.server import ServedJudge
+from mmrl.report.notices import listen
 from tests import judging, tiny
 from tests.ray_runs import SMALL, children, ended, rows, train
 
@@ -58,6 +62,76 @@ def test_an_engine_on_standby_gives_its_memory_back_and_draws_the_same_again(tmp
     finally:
         engine.close()
     assert memory() < before + 50
+
+
+class Told:
+    """What a run says was lost, and when."""
+
+    def __init__(self):
+        self.lines, self.at = [], []
+
+    def tell(self, line):
+        self.lines.append(line)
+        self.at.append(time.monotonic())
+
+    def starting(self):
+        return nullcontext()
+
+
+@pytest.fixture
+def told():
+    listener = Told()
+    listen(listener)
+    yield listener
+    listen(None)
+
+
+def lose_soon(victim, how, after=0.5):
+    """Kill or freeze a process a little later; returns where the moment will stand."""
+    at = []
+
+    def lose():
+        time.sleep(after)
+        victim.send_signal(how)
+        at.append(time.monotonic())
+
+    Thread(target=lose, daemon=True).start()
+    return at
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+def test_an_engine_that_is_lost_while_it_draws_is_started_again_and_draws_the_same(tmp_path, told, how):
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny.language_model(tmp_path / "model", **SHAPE)
+    other = AutoModelForCausalLM.from_pretrained(tiny.language_model(tmp_path / "other", seed=1, **SHAPE))
+    engine = Standby(lambda: VllmServer(str(folder), max_model_len=256, options=SMALL_CACHE), False)
+    requests = [Request(list(range(40, 70)), "", seed=n) for n in range(6)]
+
+    def give():
+        engine.update(iter(dict(other.named_parameters()).items()))
+
+    def draw():
+        return [d.token_ids for d in unfailing(engine, give, lambda: engine.generate(requests, Settings(200)))]
+
+    try:
+        first = engine.ready()._process
+        base = draw()
+        give()
+        drawn = draw()
+        core = first.members()[-1]
+        lost = lose_soon(core, how)
+        while engine.ready()._process is first:
+            again = draw()
+        assert drawn != base
+        assert again == drawn
+        assert told.at[0] - lost[0] < 10
+        assert "the vLLM server is lost: " in told.lines[0]
+        assert (f"its process {core.pid} was stopped" in told.lines[0]) == (how == signal.SIGSTOP)
+        assert [line.partition(",")[0] for line in told.lines[1:]] == ["the rollout engine is started again"]
+        assert not first.members()
+    finally:
+        engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import secrets
 import shutil
 import tempfile
@@ -167,7 +166,9 @@ def serve(run: Run, connection: Connection, saver: Saver | None = None) -> None:
         answer = _answer(run, name, arguments, features, held, saver)
         try:
             voice.say(*answer)
-        except (TypeError, AttributeError, pickle.PicklingError):
+        except OSError:
+            return
+        except Exception:
             voice.say("failed", traceback.format_exc())
 
 
