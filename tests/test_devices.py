@@ -106,12 +106,28 @@ def test_every_kind_of_recipe_trains_on_two_devices(tmp_path, recipe):
     alike(tmp_path / "one", tmp_path / "two")
 
 
+AHEAD = "placement={type: disaggregated, staleness: 1}"
+SHARDS = "train.backend=fsdp"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
-def test_a_device_that_dies_or_freezes_is_found_and_nothing_is_lost(tmp_path, how):
+@pytest.mark.parametrize(
+    ("how", "layout"),
+    [
+        (signal.SIGKILL, []),
+        (signal.SIGKILL, [SHARDS]),
+        (signal.SIGSTOP, [AHEAD]),
+        pytest.param(signal.SIGSTOP, [], marks=pytest.mark.long),
+        pytest.param(signal.SIGSTOP, [SHARDS], marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, [AHEAD], marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, [AHEAD, SHARDS, "controllers=2"], marks=pytest.mark.long),
+    ],
+    ids=lambda what: " ".join(what) if isinstance(what, list) else what.name,
+)
+def test_a_device_that_dies_or_freezes_is_found_and_nothing_is_lost(tmp_path, how, layout):
     whole, out = tmp_path / "whole", tmp_path / "lost"
-    assert ended(start(whole, "devices_per_controller=2"))[0] == 0
-    lose_one(out, how, "devices_per_controller=2")
+    assert ended(start(whole, "devices_per_controller=2", *layout))[0] == 0
+    lose_one(out, how, "devices_per_controller=2", *layout)
     assert learned(out) == learned(whole)
 
 

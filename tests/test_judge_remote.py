@@ -5,11 +5,13 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from pathlib import Path
 
@@ -357,6 +359,72 @@ def test_a_vllm_that_is_not_there_or_does_not_start_is_a_clear_message(tmp_path)
     program.chmod(0o755)
     with pytest.raises(UserError, match=r"judge x did not start: it ended[\s\S]*no such model"):
         VllmServer("x", python=str(program))
+
+
+SERVER = """#!{python}
+import json, os, socketserver, sys, time
+from http.server import BaseHTTPRequestHandler
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply({{"data": [{{"id": "judge"}}]}})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        question = body["messages"][0]["content"]
+        if question == "bad" and first:
+            print("thinking", flush=True)
+            time.sleep(60)
+        said = str((body["seed"] + len(question)) % 10)
+        self.reply({{"choices": [{{"message": {{"content": said}}, "finish_reason": "stop"}}]}})
+
+    def reply(self, what):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(what).encode())
+
+    def address_string(self):
+        return "us"
+
+class Server(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+
+first = not os.path.exists({mark!r})
+open({mark!r}, "a").write(f"{{os.getpid()}} ")
+Server(sys.argv[sys.argv.index("--uds") + 1], Answers).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_of_our_own_that_is_lost_is_started_again_and_says_the_same(tmp_path, capfd, how):
+    program, mark = tmp_path / "python", tmp_path / "mark"
+    program.write_text(SERVER.format(python=sys.executable, mark=str(mark)))
+    program.chmod(0o755)
+    model = {"vllm": "x", "python": str(program)}
+    one = judge(None, model=model, answer=NUMBER, votes=3, vote="mean", temperature=1.0, cache=False)
+    calm = judge(None, model=model, answer=NUMBER, votes=3, vote="mean", temperature=1.0, cache=False)
+    try:
+        one.wake()
+        first = one.served.server
+        asking = ThreadPoolExecutor(2)
+        found = [asking.submit(ask, one, *texts) for texts in (("good", "bad"), ("fair", "bad", "worse"))]
+        until = time.monotonic() + 10
+        while "thinking" not in first._process.last_lines():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        began = time.monotonic()
+        os.kill(int(mark.read_text()), how)
+        answers = [answer.result(20) for answer in found]
+        assert time.monotonic() - began < 12
+        assert len(mark.read_text().split()) == 2  # one other was started, for all who asked
+        said = capfd.readouterr().err
+        assert "the vLLM server of the judge x is lost" in said
+        assert ("was stopped (SIGSTOP)" in said) == (how == signal.SIGSTOP)
+        assert answers == [ask(calm, "good", "bad"), ask(calm, "fair", "bad", "worse")]
+        assert len({value for row in answers for value in row}) > 1
+    finally:
+        one.close()
+        calm.close()
 
 
 @pytest.mark.slow

@@ -158,10 +158,12 @@ class Endpoint:
                 failure = _PassingError(f"the connection failed: {type(error).__name__} {error}".rstrip())
             except _PassingError as error:
                 failure = error
+            if gone := self._state():
+                raise EndpointError(f"{failure}{gone}")
             if attempt < self.retries:
                 jitter = 1 + seeded(seed, attempt) / 2**31
                 await asyncio.sleep(min(max(FIRST_BACKOFF_S * 2**attempt * jitter, failure.after), MAX_BACKOFF_S))
-        raise EndpointError(f"{failure} (after {self.retries + 1} attempts){self._state()}")
+        raise EndpointError(f"{failure} (after {self.retries + 1} attempts)")
 
     async def _post(self, content: bytes) -> tuple[int, httpx.Headers, bytes]:
         headers = {"Content-Type": "application/json"}

@@ -13,14 +13,18 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from mmrl.engines.served import Client, Process, flags, new_key, private_folder
+from mmrl.engines.standby import RESTARTS
 from mmrl.engines.vllm import environment, require_vllm
+from mmrl.errors import LostServerError
 from mmrl.judge.answers import Kind
 from mmrl.judge.asking import Ask, Outcome, Settings
 from mmrl.judge.local import fingerprint
 from mmrl.judge.remote import Endpoint
+from mmrl.report.notices import starting, tell
 from mmrl.rewards.contract import Weights
 
 NAME = "judge"
@@ -76,8 +80,12 @@ class VllmServer:
         return self._process.ended()
 
     def state(self) -> str:
-        """The end of its log, where it is no more."""
-        return f"\nThe judge's server has ended; its last lines:\n{self._process.last_lines()}" if self.ended() else ""
+        """What became of it, where it is no more."""
+        return f"\n{self._process.lose()}" if self.ended() else ""
+
+    def lost(self) -> bool:
+        """Whether it is no more, which takes a few seconds to be known; asked where it has not answered."""
+        return self._client.lost() is not None
 
     def sleep(self) -> None:
         """Give the device's memory back until ``wake``. Of a server that ``sleeps``."""
@@ -95,6 +103,7 @@ class VllmServer:
 class ServedJudge:
     """Final class. A judge that a ``VllmServer`` answers for: started by ``wake``, or when it is first asked.
 
+    A server that is lost is started again, and asked again for what it had not answered: a question's seed is its own.
     ``extra`` and ``numbers`` (timeout, retries, concurrency) are those of ``Endpoint``; the rest is the server's.
     """
 
@@ -124,33 +133,50 @@ class ServedJudge:
         self, asks: Sequence[Ask], kind: Kind, settings: Settings, sent: Counter[str] | None = None
     ) -> list[Outcome]:
         """As ``Endpoint.ask``. Raises ``UserError`` where the server does not start."""
-        if self._endpoint is None or self._asleep:
-            await asyncio.to_thread(self.wake)
-        assert self._endpoint is not None
-        return await self._endpoint.ask(asks, kind, settings, sent)
+        outcomes: dict[int, Outcome] = {}
+        left = list(range(len(asks)))
+        for _ in range(RESTARTS + 1):
+            server, endpoint = await asyncio.to_thread(self._up)
+            answered = await endpoint.ask([asks[n] for n in left], kind, settings, sent)
+            outcomes |= zip(left, answered, strict=True)
+            left = [n for n in left if outcomes[n].verdict is None]
+            if not left or not await asyncio.to_thread(server.lost):
+                break
+            await asyncio.to_thread(self._replace, server)
+        return [outcomes[n] for n in range(len(asks))]
+
+    def _up(self) -> tuple[VllmServer, Endpoint]:
+        with self._turn:
+            self._wake()
+            assert self.server is not None
+            assert self._endpoint is not None
+            return self.server, self._endpoint
+
+    def _replace(self, lost: VllmServer) -> None:
+        """Start another server in place of one that is lost, where nobody has yet."""
+        with self._turn:
+            if self.server is lost:
+                self._end()
+                tell(f"the vLLM server of the judge {self.path} is started again, and asked again")
+                with starting():
+                    self._begin()
 
     def wake(self) -> bool:
         """Have the server ready; returns whether it was started for good, which no later waking is."""
         with self._turn:
-            if self.server is not None:
-                if self._asleep:
-                    self.server.wake()
-                self._asleep = False
-                return False
-            self.server = VllmServer(self.path, self._args, self._python, self._start_s, self._to_sleep)
-            try:
-                self._endpoint = Endpoint(
-                    f"{self.server.url}/v1",
-                    NAME,
-                    secret=self.server.key,
-                    state=self.server.state,
-                    socket_path=self.server.socket_path,
-                    **self._asked,
-                )
-            except BaseException:
-                self._end()
-                raise
-            return self.server.sleeps or not self._to_sleep
+            return self._wake()
+
+    def _wake(self) -> bool:
+        if self.server is None:
+            return self._begin()
+        try:
+            if self._asleep:
+                self.server.wake()
+            self._asleep = False
+        except LostServerError:
+            self._end()
+            self._begin()
+        return False
 
     def sleep(self) -> None:
         """Give the memory back: a server that was told so before it was started sleeps, where it can; else it ends."""
@@ -159,7 +185,8 @@ class ServedJudge:
             if self.server is None or self._asleep:
                 return
             if self.server.sleeps:
-                self.server.sleep()
+                with suppress(LostServerError):  # whoever wakes it hears of it
+                    self.server.sleep()
                 self._asleep = True
             else:
                 self._end()
@@ -168,6 +195,23 @@ class ServedJudge:
         """End the server."""
         with self._turn:
             self._end()
+
+    def _begin(self) -> bool:
+        """Start the server; returns whether for good."""
+        self.server = server = VllmServer(self.path, self._args, self._python, self._start_s, self._to_sleep)
+        try:
+            self._endpoint = Endpoint(
+                f"{server.url}/v1",
+                NAME,
+                secret=server.key,
+                state=server.state,
+                socket_path=server.socket_path,
+                **self._asked,
+            )
+        except BaseException:
+            self._end()
+            raise
+        return server.sleeps or not self._to_sleep
 
     def _end(self) -> None:
         if self.server is not None:
