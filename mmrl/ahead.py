@@ -13,8 +13,12 @@ With dynamic sampling a step's replacements (``mmrl.resampling``) are its sample
 same weights, while earlier steps train. How many are tried together follows the fraction of groups that differed, as it
 was known when those weights were.
 
-A checkpoint keeps the weights of the last ``staleness`` versions, with that fraction, and no samples: a resumed run
-draws again what was under way, which is the same.
+With partial rollout (``mmrl.flight``) the drawing of step ``n`` begins when that of step ``n - 1`` has ended, and goes
+on with what that left in flight, under the weights of its own: a response of several drawings has tokens of several
+versions, each with the log-prob it was drawn with.
+
+A checkpoint keeps the weights of the last ``staleness`` versions, with that fraction, and what the last finished step
+left in flight, no other samples: a resumed run draws again what was under way, which is the same.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from torch import Tensor
 
 from mmrl.batch import Run
 from mmrl.engines.policy import Version
+from mmrl.flight import Landed
 from mmrl.report.clock import Clock
 from mmrl.resampling import resample
 from mmrl.rollout import Round, Sampling, groups_of, sample_and_score
@@ -45,10 +50,10 @@ Replaced = tuple[list[Round], Groups, Sums]
 @dataclass(frozen=True)
 class Begun:
     """A step whose ``first`` round is under way; ``drawn`` when its samples are, ``ended`` when no round is to come
-    (None without dynamic sampling)."""
+    (None without dynamic sampling). With partial rollout there is no first round, and ``drawn`` has all of it."""
 
-    first: Sampling
-    drawn: Future[None] = field(default_factory=Future)
+    first: Sampling | None = None
+    drawn: Future[Landed | None] = field(default_factory=Future)
     ended: Future[Replaced | None] = field(default_factory=Future)
 
 
@@ -80,7 +85,11 @@ class Ahead:
         self._valid = {n: self._valid[n] for n in self._versions}
         begun = self._begun.pop(step)
         with clock("sample"):
-            begun.drawn.result()
+            landed = begun.drawn.result()
+        if run.flight is not None and landed is not None:
+            whole = run.flight.land(run, landed, step, clock, tally)
+            return [whole], groups_of(whole)
+        assert begun.first is not None
         tally.gather({}, {"sampling/stale_steps": torch.tensor(float(step - self._of(step)))}, 1)
         if run.attempts is None:
             whole = begun.first.finish(clock)
@@ -116,15 +125,18 @@ class Ahead:
         return max(0, step - self.staleness)
 
     def _begin(self, run: Run, step: int, clock: Clock) -> Begun:
-        slots = run.controller.slots(step, run.prompts, run.recipe.train.prompts_per_step)
         version, valid = self._versions[self._of(step)], self._valid[self._of(step)]
         inside = Clock(torch.device("cpu"))
-        begun = Begun(Sampling(run, slots, step, clock, inside, version))
+        if run.flight is not None:
+            return self._begin_flight(step, partial(run.flight.draw, run, step, self._of(step), inside, version))
+        slots = run.controller.slots(step, run.prompts, run.recipe.train.prompts_per_step)
+        first = Sampling(run, slots, step, clock, inside, version)
+        begun = Begun(first)
 
         def replaced() -> Replaced | None:
             if run.attempts is None:  # ``land`` finishes the round: its statistics may be of all controllers
                 return None
-            rounds, tally = [begun.first.finish(inside)], Tally()
+            rounds, tally = [first.finish(inside)], Tally()
             again = partial(sample_and_score, run, step=step, clock=inside, version=version)
             groups = resample(run, run.attempts.at(valid), rounds, again, tally)
             return rounds, groups, tally.sums()
@@ -133,8 +145,24 @@ class Ahead:
         Thread(target=_collect, args=(begun, before, replaced), name=f"mmrl-ahead-{step}", daemon=True).start()
         return begun
 
+    def _begin_flight(self, step: int, draw: Callable[[], Landed]) -> Begun:
+        begun, before = Begun(), [earlier.drawn for earlier in self._begun.values()]
+        Thread(target=_fly, args=(begun, before, draw), name=f"mmrl-ahead-{step}", daemon=True).start()
+        return begun
+
+
+def _fly(begun: Begun, before: list[Future[Landed | None]], draw: Callable[[], Landed]) -> None:
+    try:
+        for earlier in before:
+            earlier.result()  # what one that failed left in flight is not known
+        begun.drawn.set_result(draw())
+        begun.ended.set_result(None)
+    except BaseException as error:
+        _failed(begun, error)
+
 
 def _collect(begun: Begun, before: list[Future[Replaced | None]], replaced: Callable[[], Replaced | None]) -> None:
+    assert begun.first is not None
     for earlier in before:
         earlier.exception()
     try:
@@ -142,6 +170,10 @@ def _collect(begun: Begun, before: list[Future[Replaced | None]], replaced: Call
         begun.drawn.set_result(None)
         begun.ended.set_result(replaced())
     except BaseException as error:
-        for future in (begun.drawn, begun.ended):
-            if not future.done():
-                future.set_exception(error)
+        _failed(begun, error)
+
+
+def _failed(begun: Begun, error: BaseException) -> None:
+    for future in (begun.drawn, begun.ended):
+        if not future.done():
+            future.set_exception(error)

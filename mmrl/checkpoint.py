@@ -73,7 +73,15 @@ class Saved:
     @cached_property
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """All of it, read whole."""
-        out = {part: {k: torch.empty_like(t, device="cpu") for k, t in of.items()} for part, of in self.shapes.items()}
+        return self.parts("")
+
+    def parts(self, prefix: str) -> dict[str, dict[str, Tensor]]:
+        """The parts whose names begin so, read whole."""
+        out = {
+            part: {k: torch.empty_like(t, device="cpu") for k, t in of.items()}
+            for part, of in self.shapes.items()
+            if part.startswith(prefix)
+        }
         self.read(out)
         return out
 
@@ -100,7 +108,8 @@ def of_run(run: Run, step: int, **state: Any) -> Checkpoint:
         theirs, state["critic"] = _spread(run.critic)
         tensors |= {f"{_CRITIC}{part}": values for part, values in theirs.items()}
     if run.flight is not None:
-        tensors[_FLIGHT], state[_FLIGHT] = run.flight.state()
+        pools, state[_FLIGHT] = run.flight.state()
+        tensors |= {f"{_FLIGHT}-{pool}": rows for pool, rows in pools.items()}
     if run.ahead is not None:
         tensors[_AHEAD], state[_AHEAD] = run.ahead.state()
     if run.balance is not None:
@@ -116,9 +125,10 @@ def restore(run: Run, found: Saved) -> None:
     if run.critic is not None:
         _load(run.critic, found, _CRITIC, "critic")
     if run.flight is not None:
-        run.flight.load_state(run, found.tensors.get(_FLIGHT, {}), found.state[_FLIGHT])
+        pools = {int(part.partition("-")[2]): rows for part, rows in found.parts(_FLIGHT).items()}
+        run.flight.load_state(run, pools, found.state[_FLIGHT])
     if run.ahead is not None:
-        run.ahead.load_state(run, found.tensors.get(_AHEAD, {}), found.state[_AHEAD])
+        run.ahead.load_state(run, found.parts(_AHEAD).get(_AHEAD, {}), found.state[_AHEAD])
     if run.balance is not None and "balance" in found.state:
         run.balance.load_state(found.state["balance"])
     if run.attempts is not None:

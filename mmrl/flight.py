@@ -1,7 +1,7 @@
 """Partial rollout: responses that are cut, stay in flight, and go on in later steps under the weights of then.
 
-The stream is the controller's slots, step after step. A step fills the flight up to ``prompts_per_step + extra`` groups
-from it, and has the engine draw at most ``cut_after`` tokens for every response under way, round after round, until
+The stream is the run's slots, step after step. A step fills the flight up to ``prompts_per_step + extra`` groups from
+it, and has the engine draw at most ``cut_after`` tokens for every response under way, round after round, until
 ``prompts_per_step`` groups are whole: those are scored, as soon as they are, and trained on. The others stay with their
 tokens. So a long response holds up no step, every step trains on equally many groups, and no group is lost or trained
 on twice. Among groups that are whole at the same time the first of the stream go first.
@@ -11,16 +11,19 @@ is part of the gap that truncated importance sampling corrects (``mmrl.algorithm
 
 Short responses come back sooner: the first steps of a run see more of them than the data's share.
 
-Each of several controllers has a flight of its own, of its own slots and its part of ``extra``. Tokens never leave it:
-a checkpoint says which slots are under way, and a resumed run begins those anew, whoever has them now. One controller
-alone saves the tokens too.
+Slots and ``extra`` are divided into ``pools``, which know nothing of one another: what lands in one, and how far its
+others have come, follows from the weights and its own slots. A controller has whole pools, so that their number changes
+nothing. Tokens never leave their controller but for a checkpoint, which keeps each pool's as a part of its own.
+
+Where steps are drawn ahead (``mmrl.ahead``) this happens while earlier steps train, with the weights of that step: its
+drawing begins when that of the step before has ended, whose groups in flight it goes on with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,11 +32,15 @@ from torch.nn.functional import pad
 from mmrl.batch import Run, chunks, samples_of
 from mmrl.config.schema import Partial
 from mmrl.errors import UserError
+from mmrl.placement.work import Drawing
 from mmrl.report.clock import Clock
-from mmrl.rewards.scoring import Failure
+from mmrl.rewards.scoring import Failure, Scoring
 from mmrl.rollout import Round, encode
 from mmrl.tally import Tally
 from mmrl.trajectory import Slot, Trajectory
+
+if TYPE_CHECKING:
+    from mmrl.engines.policy import Version
 
 _SAVED = ("clean", "log_probs", "mask", "truncated", "under_way", "drawn_at")
 
@@ -51,75 +58,102 @@ class Group:
         return not _column(self.rows.under_way).any()
 
 
+@dataclass(frozen=True)
+class Landed:
+    """What was drawn for a step: ``groups`` that are whole, in the order in which they are scored, and ``left``, those
+    that stay in flight, in the order of the stream. ``taken``: by pool, how many slots of its stream were begun."""
+
+    groups: list[Group]
+    micro_batches: list[Trajectory]
+    scoring: Scoring
+    unusable: list[Failure]
+    rounds: int
+    left: list[Group]
+    taken: dict[int, int]
+
+
 class Flight:
-    """Final class: the groups in flight, in the order of the stream."""
+    """Final class: the groups in flight of this controller's pools, in the order of the stream."""
 
     def __init__(self, settings: Partial) -> None:
         self.settings = settings
         self.groups: list[Group] = []
-        self.stream = Stream()
-        self._settled: tuple[list[Group], dict[str, Any]] = ([], {"first": 0, "taken": [], "slots": []})
+        self._taken: dict[int, int] = {}
+        self._landed: tuple[list[Group], dict[int, int]] = ([], {})
+        self._settled: tuple[list[Group], dict[str, Any]] = ([], {"taken": [0] * settings.pools, "slots": []})
 
-    def land(self, run: Run, wanted: int, step: int, clock: Clock, tally: Tally) -> Round:
-        """Draw until ``wanted`` groups, a step's slots on this controller, are whole, and score them.
+    def draw(self, run: Run, step: int, of: int, clock: Clock, version: Version | None = None) -> Landed:
+        """Draw until as many groups are whole as ``step`` trains on, and have them judged. May run in another thread.
 
-        They are in the order in which they were scored. Raises ``UserError``.
+        ``of``: the weights are those after so many steps; ``version``: see ``Devices.go_on``. Raises ``UserError``.
         """
-        size = run.recipe.train.group_size
+        pools = range(run.controller.rank, self.settings.pools, run.controller.size)
+        wanted = {pool: len(self._share(run, pool)) for pool in pools}
         with clock("encode"):
-            bad = self._fill(run, wanted + len(run.controller.share(self.settings.extra)))
-        scoring = run.rewards.start(step, size)
+            unusable = self._fill(run, wanted)
+        scoring = run.rewards.start(step, run.recipe.train.group_size)
         landed: list[Group] = []
         micro_batches: list[Trajectory] = []
         rounds = 0
-        with run.policy.using(run.objective.samples_with):
-            run.pipeline.sync(run.policy.tag)
-            while True:
-                ready = [group for group in self.groups if group.whole][: wanted - len(landed)]
-                if ready:
-                    with clock("decode"):
-                        micro_batches.append(Trajectory.join([group.rows for group in ready]))
-                        scoring.add(run.pipeline.samples(micro_batches[-1], run.rewards.inputs))
-                    self.groups = [group for group in self.groups if group not in ready]
-                    landed += ready
-                if len(landed) == wanted:
-                    break
-                with clock("sample"):
-                    self._draw(run, step)
-                rounds += 1
+        while True:
+            ready = [group for pool, most in wanted.items() for group in self._whole(pool)[:most]]
+            if ready:
+                with clock("decode"):
+                    micro_batches.append(Trajectory.join([group.rows for group in ready]))
+                    scoring.add(run.pipeline.samples(micro_batches[-1], run.rewards.inputs))
+                self.groups = [group for group in self.groups if group not in ready]
+                landed += ready
+                for group in ready:
+                    wanted[self._pool(group.slot)] -= 1
+            lacking = [pool for pool, most in wanted.items() if most]
+            if not lacking:
+                return Landed(landed, micro_batches, scoring, unusable, rounds, self.groups, dict(self._taken))
+            with clock("sample"):
+                self._draw(run, lacking, of, version)
+            rounds += 1
+
+    def land(self, run: Run, drawn: Landed, step: int, clock: Clock, tally: Tally) -> Round:
+        """What was drawn for ``step``, scored. Raises ``RewardError``."""
+        size = run.recipe.train.group_size
         with clock("reward"):
-            scores = scoring.finish([list(range(n, n + size)) for n in range(0, wanted * size, size)])
-        scores.failures.extend(bad)
-        self._measure(micro_batches, step, rounds, tally)
-        return Round([g.slot for g in landed], [key for g in landed for key in g.keys], micro_batches, scores)
+            scores = drawn.scoring.finish([list(range(n, n + size)) for n in range(0, len(drawn.groups) * size, size)])
+        scores.failures.extend(drawn.unusable)
+        _measure(drawn, step, tally)
+        self._landed = drawn.left, drawn.taken
+        keys = [key for group in drawn.groups for key in group.keys]
+        return Round([group.slot for group in drawn.groups], keys, drawn.micro_batches, scores)
 
     def settle(self, run: Run) -> None:
-        """The step is done: what is in flight now, on all controllers, is what a checkpoint keeps."""
-        mine = [[g.slot.step, g.slot.index, g.slot.attempt, g.slot.prompt.id] for g in self.groups]
-        everyone = run.controller.gather({"next": self.stream.next, "slots": mine})
-        first, taken = self.stream.whole(run, [one["next"] for one in everyone])
+        """The step is done: what was left in flight of it, on all controllers, is what a checkpoint keeps."""
+        groups, taken = self._landed
+        mine = [[g.slot.step, g.slot.index, g.slot.attempt, g.slot.prompt.id] for g in groups]
+        everyone = run.controller.gather({"taken": [[pool, n] for pool, n in taken.items()], "slots": mine})
+        counts = dict(pair for one in everyone for pair in one["taken"])
         slots = sorted((slot for one in everyone for slot in one["slots"]), key=lambda slot: slot[:2])
-        alone = self.groups if len(everyone) == 1 else []  # neither the list nor its groups are changed in place
-        self._settled = (alone, {"first": first, "taken": taken, "slots": slots})
+        self._settled = (groups, {"taken": [counts[pool] for pool in range(self.settings.pools)], "slots": slots})
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What was in flight after the last finished step: the slots, and of a controller alone the rows of its groups
-        one after another."""
-        groups, state = self._settled
-        rows = Trajectory.join([group.rows for group in groups]) if groups else None
-        return {} if rows is None else {name: _column(getattr(rows, name)) for name in _SAVED}, state
+    def state(self) -> tuple[dict[int, dict[str, Tensor]], dict[str, Any]]:
+        """What was in flight after the last finished step: by pool of this controller the rows of its groups one after
+        another, and the slots of all controllers."""
+        groups, state = self._settled  # neither the list nor its groups are changed in place
+        rows: dict[int, Trajectory] = {}
+        for pool in sorted({self._pool(group.slot) for group in groups}):
+            rows[pool] = Trajectory.join([group.rows for group in groups if self._pool(group.slot) == pool])
+        return {pool: {name: _column(getattr(of, name)) for name in _SAVED} for pool, of in rows.items()}, state
 
-    def load_state(self, run: Run, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def load_state(self, run: Run, tensors: Mapping[int, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
         """Restore this controller's part of ``state``, features of the prompts too.
 
         Raises ``UserError`` where the data set has changed.
         """
-        size = run.recipe.train.group_size
+        pools = range(run.controller.rank, self.settings.pools, run.controller.size)
         self.groups = []
-        for n, (step, index, attempt, prompt) in enumerate(state["slots"]):
-            slot = next((s for s in _slots(run, step) if s.index == index), None)
-            if slot is None:
+        rows = dict.fromkeys(pools, 0)
+        for step, index, attempt, prompt in state["slots"]:
+            pool = index % self.settings.pools
+            if pool not in rows:
                 continue  # another controller's
+            (slot,) = _slots(run, step, [index])
             slot = run.controller.replacement(slot, attempt, run.prompts) if attempt else slot
             if slot.prompt.id != prompt:
                 raise UserError(
@@ -128,87 +162,74 @@ class Flight:
                     "new run with --out"
                 )
             group = _begun(run, slot)
-            if not tensors:
-                self.groups.append(group)
-                continue
+            first, size = rows[pool], len(group.rows)
             device = group.rows.clean.device
-            saved = {name: column[n * size : (n + 1) * size].to(device) for name, column in tensors.items()}
+            saved = {name: column[first : first + size].to(device) for name, column in tensors[pool].items()}
             without_padding = replace(group.rows, **saved).rows(list(range(size)))
             self.groups.append(replace(group, rows=without_padding))
-        self.stream = Stream(state["first"], frozenset(state["taken"]))
-        self._settled = (self.groups if run.controller.size == 1 else [], state)
+            rows[pool] += size
+        self._taken = {pool: state["taken"][pool] for pool in pools}
+        self._landed = (self.groups, dict(self._taken))
+        self._settled = (self.groups, state)
 
-    def _fill(self, run: Run, most: int) -> list[Failure]:
-        """Begin groups for the next slots of the stream, ``most`` in all; returns the prompts that cannot be used."""
-        fresh = self.stream.take(run, most - len(self.groups))
-        slots, keys, bad = encode(run, fresh)
+    def _pool(self, slot: Slot) -> int:
+        return slot.index % self.settings.pools
+
+    def _share(self, run: Run, pool: int) -> range:
+        """The indices of a pool's slots of a step."""
+        return range(pool, run.recipe.train.prompts_per_step, self.settings.pools)
+
+    def _whole(self, pool: int) -> list[Group]:
+        return [group for group in self.groups if self._pool(group.slot) == pool and group.whole]
+
+    def _fill(self, run: Run, wanted: Mapping[int, int]) -> list[Failure]:
+        """Begin groups for the next slots of every pool's stream, until it has ``wanted`` and its part of ``extra``;
+        returns the prompts that cannot be used."""
+        fresh: list[Slot] = []
+        for pool, n in wanted.items():
+            share, taken = self._share(run, pool), self._taken.get(pool, 0)
+            extra = len(range(pool, self.settings.extra, self.settings.pools))
+            flying = sum(self._pool(group.slot) == pool for group in self.groups)
+            self._taken[pool] = taken + n + extra - flying
+            for place in range(taken, self._taken[pool]):
+                fresh += _slots(run, place // len(share), [share[place % len(share)]])
+        slots, keys, unusable = encode(run, fresh)
         groups = [*self.groups, *(_begun(run, slot) for slot in slots)]
-        self.groups = sorted(groups, key=lambda group: _position(run, group.slot))
+        self.groups = sorted(groups, key=lambda group: (group.slot.step, group.slot.index))
         run.pipeline.features.release(keys)  # each group holds its own: two may share a prompt
-        return bad
+        return unusable
 
-    def _draw(self, run: Run, step: int) -> None:
-        """One round: at most ``cut_after`` tokens for every response under way."""
+    def _draw(self, run: Run, pools: Sequence[int], of: int, version: Version | None) -> None:
+        """One round: at most ``cut_after`` tokens for every response under way in ``pools``."""
         size = run.recipe.train.group_size
-        flying = [group for group in self.groups if not group.whole]
+        flying = [group for group in self.groups if not group.whole and self._pool(group.slot) in pools]
         before = Trajectory.join([group.rows for group in flying])
         going = _column(before.under_way).tolist()
         order = sorted(range(len(before)), key=lambda row: going[row])  # stable: what is complete, then what goes on
         done, asked = order[: going.count(False)], order[going.count(False) :]
-        parts = [before.rows(done)] if done else []
-        for rows in chunks(asked, run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size):
-            part = before.rows(rows)
-            parts.append(_dated(part, run.pipeline.go_on(part, self.settings.cut_after, run.recipe.seed), step))
-        after = Trajectory.join(parts)
+        most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
+        parts = [before.rows(rows) for rows in chunks(asked, most)]
+        how = Drawing([], run.objective.samples_with, run.recipe.seed, run.rewards.inputs)
+        grown = run.devices.go_on(run, parts, self.settings.cut_after, how, version)
+        dated = [_dated(part, more, of) for part, more in zip(parts, grown, strict=True)]
+        after = Trajectory.join([*([before.rows(done)] if done else []), *dated])
         place = {row: n for n, row in enumerate(order)}
-        grown = iter([after.rows([place[row] for row in range(n, n + size)]) for n in range(0, len(before), size)])
-        self.groups = [group if group.whole else replace(group, rows=next(grown)) for group in self.groups]
-
-    def _measure(self, landed: Sequence[Trajectory], step: int, rounds: int, tally: Tally) -> None:
-        ages = torch.cat([step - _column(t.drawn_at)[_column(t.mask) > 0] for t in landed])
-        oldest = ages.max() if len(ages) else torch.tensor(0)
-        largest = {"sampling/stale_steps": oldest, "sampling/rounds": torch.tensor(rounds)}
-        tally.gather({"sampling/stale_tokens": (ages > 0).sum()}, largest, len(ages))
-        waiting = sum(group.whole for group in self.groups)
-        tally.count({"sampling/in_flight": len(self.groups) - waiting, "sampling/waiting": waiting})
+        rows = [after.rows([place[row] for row in range(n, n + size)]) for n in range(0, len(before), size)]
+        further = {id(group): replace(group, rows=of) for group, of in zip(flying, rows, strict=True)}
+        self.groups = [further.get(id(group), group) for group in self.groups]
 
 
-class Stream:
-    """Final class: this controller's slots, step after step, each taken once.
-
-    A slot's position is ``step * prompts_per_step + index``. Its own before ``next`` are taken, and those in ``taken``:
-    controllers of another number had come to different places.
-    """
-
-    def __init__(self, first: int = 0, taken: frozenset[int] = frozenset()) -> None:
-        self.next, self.taken = first, taken
-
-    def take(self, run: Run, n: int) -> list[Slot]:
-        """The next ``n`` slots; none where ``n`` is negative."""
-        slots: list[Slot] = []
-        step = self.next // run.recipe.train.prompts_per_step
-        while len(slots) < n:
-            for slot in _slots(run, step):
-                at = _position(run, slot)
-                if len(slots) < n and at >= self.next and at not in self.taken:
-                    slots.append(slot)
-                    self.next = at + 1
-            step += 1
-        return slots
-
-    def whole(self, run: Run, places: Sequence[int]) -> tuple[int, list[int]]:
-        """``first`` and ``taken`` of all controllers, whose ``next`` are ``places``."""
-        per_step, first = run.recipe.train.prompts_per_step, min(places)
-        ahead = {at for at in range(first, max(places)) if at < places[at % per_step % len(places)]}
-        return first, sorted(ahead | {at for at in self.taken if at >= first})
+def _measure(drawn: Landed, step: int, tally: Tally) -> None:
+    ages = torch.cat([step - _column(t.drawn_at)[_column(t.mask) > 0] for t in drawn.micro_batches])
+    oldest = ages.max() if len(ages) else torch.tensor(0)
+    largest = {"sampling/stale_steps": oldest, "sampling/rounds": torch.tensor(drawn.rounds)}
+    tally.gather({"sampling/stale_tokens": (ages > 0).sum(), "sampling/stale_age": ages.sum()}, largest, len(ages))
+    waiting = sum(group.whole for group in drawn.left)
+    tally.count({"sampling/in_flight": len(drawn.left) - waiting, "sampling/waiting": waiting})
 
 
-def _position(run: Run, slot: Slot) -> int:
-    return slot.step * run.recipe.train.prompts_per_step + slot.index
-
-
-def _slots(run: Run, step: int) -> list[Slot]:
-    return run.controller.slots(step, run.prompts, run.recipe.train.prompts_per_step)
+def _slots(run: Run, step: int, indices: Sequence[int]) -> list[Slot]:
+    return run.controller.slots_at(indices, step, run.prompts, run.recipe.train.prompts_per_step)
 
 
 def _begun(run: Run, slot: Slot) -> Group:

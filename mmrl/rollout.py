@@ -36,7 +36,8 @@ def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) 
         if run.ahead is not None:
             rounds, groups = run.ahead.land(run, step, clock, tally)  # drawn while earlier steps trained
         elif run.flight is not None:
-            rounds = [run.flight.land(run, len(slots), step, clock, tally)]  # some begun in earlier steps
+            drawn = run.flight.draw(run, step, step, clock)  # some begun in earlier steps
+            rounds = [run.flight.land(run, drawn, step, clock, tally)]
             groups = groups_of(rounds[0])
         else:
             rounds = [sample_and_score(run, slots, step, clock)]

@@ -192,7 +192,10 @@ def test_metrics_of_controllers_are_those_of_the_whole():
             ["controllers=2", "train.backend=fsdp", "algorithm={type: dpo}", "train.group_size=1", "rewards=[]"],
             "set eval.every to null",
         ),
-        (["controllers=3", "rollout={engine: vllm_server, partial: {cut_after: 8, extra: 2}}"], "set it to 3 or more"),
+        (
+            ["controllers=3", "rollout={engine: vllm_server, partial: {cut_after: 8, extra: 4}}"],
+            "pools: 1 do not divide",
+        ),
         (["controllers=2", "device=cuda:1"], "set device to auto, cpu or cuda"),
     ],
 )

@@ -1,8 +1,6 @@
 """Partial rollout in the loop: responses that take several steps, sampled by a real engine with weights of its own."""
 
 import json
-import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -12,146 +10,23 @@ import torch
 from mmrl import checkpoint
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
-from mmrl.engines.external import allowances, completion, nothing_left
 from mmrl.errors import BadPromptError, UserError
-from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
 from mmrl.run import build
 from mmrl.session import train
 from mmrl.tally import Tally
-from tests import tiny
-
-REWARD = '''
-from pathlib import Path
-
-import mmrl
-
-@mmrl.reward(inputs=("text",))
-def score(samples, *, context):
-    """The share of letters that are vowels."""
-    return [sum(c in "aeiou" for c in s.text) / max(1, len(s.text)) for s in samples]
-
-@mmrl.reward(inputs=("text",))
-def breaks_once(samples, *, context):
-    """As score, but for one failure in step 2."""
-    mark = Path(__file__).with_name("broken")
-    if context.step == 2 and not mark.exists():
-        mark.touch()
-        raise RuntimeError("down for once")
-    return score(samples, context=context)
-
-@mmrl.reward(inputs=("text",), per="group")
-def whole(samples, *, context):
-    """Only for whole groups of one prompt."""
-    assert len(samples) == 2 and len({s.prompt.id for s in samples}) == 1, [s.id for s in samples]
-    return [float(s.id.sample) for s in samples]
-'''
-PER_STEP, EXTRA, CUT, LONGEST = 2, 3, 4, 14
-
-
-class Sampler:
-    """A rollout engine: a transformers model of its own, token by token, a response at a time.
-
-    Each response depends on its prompt, its seed and the weights alone.
-    """
-
-    def __init__(self, model, *, max_model_len, dtype, lora_rank, options):
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(model).eval()
-        self.max_model_len = max_model_len
-        self.calls = []
-
-    @torch.no_grad()
-    def generate(self, requests, settings):
-        allowed = allowances(requests, settings, self.max_model_len)
-        self.calls.append((settings.cut_after, len(requests)))
-        return [
-            self.one(r, a, settings) if a.tokens else nothing_left(r) for r, a in zip(requests, allowed, strict=True)
-        ]
-
-    def one(self, request, allowance, settings):
-        from transformers import DynamicCache
-
-        draw = torch.Generator().manual_seed(allowance.seed)
-        given = torch.tensor([[*request.prompt_ids, *request.partial]])
-        tokens, log_probs, past = [], [], DynamicCache(config=self.model.config)
-        while len(tokens) < allowance.tokens:
-            logits = self.model(given, past_key_values=past, use_cache=True).logits[0, -1].float()
-            row = torch.log_softmax(logits / (settings.temperature or 1.0), -1)
-            token = row.argmax() if settings.temperature == 0 else torch.multinomial(row.exp(), 1, generator=draw)[0]
-            tokens.append(token.item())
-            log_probs.append(row[token].item())
-            if tokens[-1] in settings.stop_token_ids:
-                break
-            given = token.reshape(1, 1)
-        stopped = bool(tokens) and tokens[-1] in settings.stop_token_ids
-        seen = len(request.prompt_ids) + len(request.partial)
-        return completion(request, allowance, tokens, log_probs, "stop" if stopped else "length", seen, "the sampler")
-
-    def update(self, weights):
-        missing = self.model.load_state_dict({k: v.clone() for k, v in weights}, strict=False).missing_keys
-        assert set(missing) <= {"lm_head.weight"}
-        self.model.tie_weights()
-
-    def close(self):
-        pass
+from tests.flights import CUT, EXTRA, LONGEST, PER_STEP, Room, Sampler, load, make, replayed, step, watched, write
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("flight")
-    tiny.language_model(folder / "model", sharp=0.1)
-    settings = json.loads((folder / "model" / "generation_config.json").read_text())
-    settings["eos_token_id"] = list(range(0, 256, 6))  # many ways to stop: lengths of all kinds
-    (folder / "model" / "generation_config.json").write_text(json.dumps(settings))
-    (folder / "reward.py").write_text(REWARD)
-    rows = [{"id": str(i), "prompt": f"Say {i} letters."} for i in range(40)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (folder / "few.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows[:3]))
-    (folder / "recipe.yaml").write_text(
-        f"""
-name: flight
-pipeline: llm/chat
-model: {{path: model}}
-data: {{name: jsonl, train: {{path: data.jsonl, heldout: 8}}, heldout: {{path: data.jsonl, heldout: 8}}}}
-sampling: {{max_new_tokens: {LONGEST}}}
-rollout: {{engine: vllm, partial: {{cut_after: {CUT}, extra: {EXTRA}}}}}
-rewards: [{{name: reward.py, label: vowels}}]
-algorithm: {{type: grpo, kl_coef: 0.0}}
-train: {{steps: 5, prompts_per_step: {PER_STEP}, group_size: 2, micro_batch_size: 4}}
-optim: {{lr: 1.0e-2}}
-eval: {{every: 2, samples: 4, temperature: 0.0}}
-checkpoint: {{every: 1}}
-"""
-    )
-    return folder
+    return write(tmp_path_factory.mktemp("flight"))
 
 
 @pytest.fixture(autouse=True)
 def sampler(monkeypatch):
     monkeypatch.setattr("mmrl.text.external._engine", lambda name: Sampler)
-
-
-def load(folder, *overrides):
-    return load_recipe([folder / "recipe.yaml"], [*overrides])
-
-
-def make(folder, *overrides):
-    loaded = load(folder, *overrides)
-    return build(loaded.recipe, loaded.root)
-
-
-def step(run, number=0):
-    return train_step(run, number, Clock(torch.device("cpu")))
-
-
-def watched(run):
-    """The rounds that the flight hands over, as they come."""
-    rounds, land = [], run.flight.land
-    run.flight.land = lambda *args: rounds.append(land(*args)) or rounds[-1]
-    return rounds
 
 
 def positions(slots):
@@ -176,14 +51,6 @@ def test_every_step_trains_on_as_many_groups_and_nothing_is_lost_or_trained_twic
     assert rows[0]["sampling/stale_steps"] == 0
     assert max(row["sampling/stale_steps"] for row in rows) >= 2
     assert max(row["sampling/in_flight"] for row in rows) > 0
-
-
-def replayed(weights, model, prompt, tokens):
-    """Log-probs of ``tokens`` under ``weights``, in float64."""
-    model.load_state_dict(weights)
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
 
 
 def test_every_token_keeps_the_log_prob_of_the_weights_that_drew_it(folder):
@@ -222,7 +89,7 @@ def test_drawn_in_parts_or_whole_a_greedy_response_is_the_same(folder, temperatu
     run = make(folder)
     run.pipeline.settings = run.pipeline.settings.model_copy(update={"temperature": temperature})
     clock = Clock(torch.device("cpu"))
-    rounds = [run.flight.land(run, PER_STEP, n, clock, Tally()) for n in range(4)]  # the weights stay
+    rounds = [run.flight.land(run, run.flight.draw(run, n, n, clock), n, clock, Tally()) for n in range(4)]
     assert max(len(t.drawn_at.unique()) for r in rounds for t in r.micro_batches) > 1
     equal = []
     for cut in (t for r in rounds for t in r.micro_batches):
@@ -303,7 +170,7 @@ def rows_of(path):
 
 
 def same_end(one, other):
-    """Whether two runs ended alike: metrics, evaluations, and all that their last checkpoints hold."""
+    """Whether two runs ended alike: metrics, evaluations, and all that their last checkpoints hold. Of one pool."""
     assert rows_of(one) == rows_of(other)
     assert (one / "heldout.jsonl").read_text() == (other / "heldout.jsonl").read_text()
     a, b = (checkpoint.load_latest(path / "checkpoints")[0] for path in (one, other))
@@ -312,7 +179,7 @@ def same_end(one, other):
     for part in a.tensors:
         assert a.tensors[part].keys() == b.tensors[part].keys()
         assert all(torch.equal(a.tensors[part][name], b.tensors[part][name]) for name in a.tensors[part]), part
-    assert not (a.tensors["flight"]["under_way"] & ~a.tensors["flight"]["truncated"]).any()
+    assert not (a.tensors["flight-0"]["under_way"] & ~a.tensors["flight-0"]["truncated"]).any()
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +193,7 @@ def uninterrupted(folder, tmp_path_factory):
 def test_a_resumed_run_takes_the_steps_that_would_have_come(folder, tmp_path, uninterrupted, done):
     train(load(folder, f"train.steps={done}"), tmp_path / "run")
     flight = checkpoint.load(tmp_path / "run" / "checkpoints", done)
-    assert flight.tensors["flight"]["mask"].sum() > 0  # tokens were in flight
+    assert flight.tensors["flight-0"]["mask"].sum() > 0  # tokens were in flight
     train(load(folder), tmp_path / "run", resume=True)
     same_end(tmp_path / "run", uninterrupted)
 
@@ -349,66 +216,54 @@ def test_other_data_than_what_is_in_flight_is_refused(folder, tmp_path, uninterr
         checkpoint.restore(run, found)
 
 
-class Room:
-    """Controllers in threads of one process: ``Peers`` of each."""
-
-    def __init__(self, size):
-        self.barrier, self.said = threading.Barrier(size, timeout=120), [None] * size
-
-    def member(self, rank):
-        room = self
-
-        class Member:
-            def __init__(self):
-                self.sent, self.waited, self.ranks = Counter(), 0.0, None
-
-            def gather(self, values):
-                room.said[rank] = values
-                room.barrier.wait()
-                found = list(room.said)
-                room.barrier.wait()
-                return found
-
-            def sum(self, values, kind):
-                found = self.gather(values.clone())
-                return values.copy_(torch.stack(found).sum(0))
-
-        return Member()
-
-
-def together(folder, size):
-    """The runs of ``size`` controllers, of three prompts a step and three groups more in flight."""
-    loaded = load(folder, "train.prompts_per_step=3", "rollout.engine=vllm_server")
+def together(folder, size, pools):
+    """The runs of ``size`` controllers, of four prompts a step and five groups more in flight."""
+    partial = f"rollout={{engine: vllm_server, partial: {{cut_after: {CUT}, extra: 5, pools: {pools}}}}}"
+    loaded = load(folder, "train.prompts_per_step=4", partial)
     room = Room(size)
     return [build(loaded.recipe, loaded.root, Controller(0, rank, size, room.member(rank))) for rank in range(size)]
 
 
-def test_controllers_lose_no_slot_and_train_on_none_twice_whatever_their_number(folder):
-    saved, trained, done = None, [], 0
-    for size, steps in ((1, 2), (2, 3), (3, 2), (2, 1), (1, 2)):
-        runs = together(folder, size)
+def gone_through(folder, pools, *stages):
+    """Of each step its metrics, the slots trained on and the tokens left in flight; ``stages``: controllers and steps
+    of each."""
+    saved, found, trained, done = None, [], [], 0
+    for size, steps in stages:
+        runs = together(folder, size, pools)
         if saved:
             for run in runs:
-                run.flight.load_state(run, *saved)
-            lengths = [int(g.rows.mask.sum()) for run in runs for g in run.flight.groups]
-            assert len(lengths) == 3
-            assert any(lengths) == bool(saved[0])  # the tokens of one controller go on, those of several are drawn anew
+                run.policy.load_state(*saved[0])
+                run.flight.load_state(run, *saved[1:])
         rounds = [watched(run) for run in runs]
         with ThreadPoolExecutor(size) as pool:
             for n in range(done, done + steps):
                 rows = [row for row, _ in pool.map(lambda run, n=n: step(run, n), runs)]
-                assert sum(len(r[-1].slots) for r in rounds) == 3
-                assert all(row["sampling/in_flight"] + row["sampling/waiting"] == 3 for row in rows)
+                assert all(row["sampling/in_flight"] + row["sampling/waiting"] == 5 for row in rows)
+                slots = sorted(s.step * 4 + s.index for of in rounds for s in of[-1].slots)
+                assert len(slots) == 4
+                trained += slots
+                flying = {(g.slot.step, g.slot.index): g.rows.clean.tolist() for r in runs for g in r.flight.groups}
+                places = [*trained, *(of * 4 + index for of, index in flying)]
+                assert len(set(places)) == len(places) == 4 * (n + 1) + 5  # none is lost, none is trained on twice
+                found.append((rows[0], slots, flying))
         done += steps
-        trained += [s for of in rounds for r in of for s in r.slots]
-        flying = [g.slot for run in runs for g in run.flight.groups]
-        places = [s.step * 3 + s.index for s in (*trained, *flying)]
-        assert len(set(places)) == len(places) == 3 * done + 3
         states = [json.loads(json.dumps(run.flight.state()[1])) for run in runs]
         assert all(state == states[0] for state in states)
-        saved = runs[0].flight.state()[0], states[0]
-        assert set(range(states[0]["first"])) <= set(places)
-    assert set(range(3 * done - 3)) <= set(places)  # and none is left behind
+        pools_of_all = {pool: rows for run in runs for pool, rows in run.flight.state()[0].items()}
+        saved = runs[0].policy.state(), pools_of_all, states[0]
+    return found
+
+
+def test_whatever_the_number_of_controllers_the_same_groups_are_trained_on(folder):
+    alone = gone_through(folder, 4, (1, 7))
+    several = gone_through(folder, 4, (2, 2), (4, 3), (1, 1), (2, 1))
+    for (row, slots, flying), (other, theirs, also) in zip(alone, several, strict=True):
+        assert slots == theirs
+        assert flying == also
+        for key in ("reward/mean", "optim/grad_norm", "sampling/stale_tokens", "sampling/stale_steps"):
+            assert row[key] == pytest.approx(other[key], rel=1e-4), key
+    assert any(any(tokens) for of in flying.values() for tokens in of)  # of what is in flight some is drawn
+    assert [slots for _, slots, _ in gone_through(folder, 1, (1, 7))] != [slots for _, slots, _ in alone]
 
 
 @pytest.mark.parametrize(
@@ -418,6 +273,9 @@ def test_controllers_lose_no_slot_and_train_on_none_twice_whatever_their_number(
         (["algorithm={type: dapo}"], "set algorithm.dynamic_sampling to false"),
         ([f"rollout.partial.cut_after={LONGEST}"], "rollout.partial.cut_after: no response is longer than 14 tokens"),
         (["rollout.partial.extra=0"], "rollout.partial.extra"),
+        (["rollout.partial.pools=3"], "set pools to 2 or less, or train.prompts_per_step to 3 or more"),
+        (["rollout.partial={cut_after: 4, extra: 1, pools: 2}"], "set pools to 1 or less, or extra to 2 or more"),
+        (["rollout.engine=vllm_server", "controllers=2"], "set it to 2, or controllers to a divisor of it"),
         (["algorithm={type: dpo}", "train.group_size=1", "rewards=[]"], "rollout.partial: dpo samples nothing"),
     ],
 )

@@ -114,6 +114,18 @@ def _partial(recipe: Recipe) -> Iterator[str]:
             f"rollout.partial.cut_after: no response is longer than {recipe.decoding.max_new_tokens} tokens "
             "(sampling.max_new_tokens), so none would be cut; set it lower, or remove rollout.partial"
         )
+    for key, most in (("train.prompts_per_step", recipe.train.prompts_per_step), ("extra", partial.extra)):
+        if partial.pools > most:
+            yield (
+                f"rollout.partial.pools: {partial.pools} pools share {most} ({key}), and one without waits for its "
+                f"longest response; set pools to {most} or less, or {key} to {partial.pools} or more"
+            )
+    if partial.pools % recipe.controllers:
+        yield (
+            f"rollout.partial.pools: {partial.pools} do not divide among {recipe.controllers} controllers, which have "
+            f"whole ones; set it to {-(-partial.pools // recipe.controllers) * recipe.controllers}, or controllers to "
+            "a divisor of it"
+        )
 
 
 def _diffusion(recipe: Recipe) -> Iterator[str]:
@@ -202,10 +214,10 @@ def _beside_devices(recipe: Recipe) -> Iterator[str]:
             f"rollout.engine: vLLM in the process of one of {devices} would join their process group; set it to "
             "vllm_server, which each that samples starts for itself, or devices_per_controller to 1"
         )
-    if rollout.partial is not None:
+    if rollout.partial is not None and not recipe.placement.apart:
         yield (
-            f"rollout.partial: responses in flight stay with one engine, and a controller's {devices} have one each; "
-            "set devices_per_controller to 1 and controllers to more, or remove rollout.partial"
+            f"rollout.partial: responses go on in every step, and the {devices} judge and train between; set placement "
+            "to disaggregated, devices_per_controller to 1 and controllers to more, or remove rollout.partial"
         )
     if "url" in rollout.options:
         yield (
@@ -272,11 +284,6 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
         yield (
             f"rollout.options: environment puts the engines of {n} controllers on the same devices; remove "
             "CUDA_VISIBLE_DEVICES, and each uses its controller's, or set controllers to 1"
-        )
-    if recipe.rollout.partial is not None and recipe.rollout.partial.extra < n:
-        yield (
-            f"rollout.partial.extra: {n} controllers share {recipe.rollout.partial.extra}, and one without waits for "
-            f"its longest response; set it to {n} or more, or lower controllers"
         )
     if ":" in recipe.device:
         yield f"device: {recipe.device} is one, and {n} controllers take one each; set device to auto, cpu or cuda"

@@ -104,6 +104,9 @@ class Partial(Section):
     """Tokens drawn for a response at a time."""
     extra: PositiveInt
     """Groups in flight beyond train.prompts_per_step: the step trains on the first that are whole."""
+    pools: PositiveInt = 1
+    """Parts that a step's slots and ``extra`` are divided into; each has a flight of its own, on one controller. What
+    is trained on depends on their number and not on that of controllers, which must divide it."""
 
 
 class Rollout(Section):

@@ -5,7 +5,7 @@ Every controller runs the same program on its own slots. What it shares goes thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
@@ -73,19 +73,26 @@ class Controller:
         work a prompt is, as many that are as much work as the others'. Each controller then reads its own every
         ``size``-th prompt and what it is given, and only numbers cross.
         """
-        orders: dict[int, list[int]] = {}
-
-        def slot(index: int) -> Slot:
-            epoch, place = divmod(step * per_step + index, len(prompts))
-            order = orders.get(epoch) or orders.setdefault(epoch, permutation(self.seed, epoch, len(prompts)))
-            return Slot(step, index, 0, self._read(prompts, order[place]))
-
-        found = {index: slot(index) for index in range(self.rank, per_step, self.size)}
+        own = range(self.rank, per_step, self.size)
+        found = dict(zip(own, self.slots_at(own, step, prompts, per_step), strict=True))
         if cost is None or self.size == 1:
             return list(found.values())
         everyone = self.gather([cost(s.prompt) for s in found.values()])
         costs = [everyone[index % self.size][index // self.size] for index in range(per_step)]
-        return [found.get(index) or slot(index) for index in divide(costs, self.size)[self.rank]]
+        given = divide(costs, self.size)[self.rank]
+        others = [index for index in given if index not in found]
+        found |= dict(zip(others, self.slots_at(others, step, prompts, per_step), strict=True))
+        return [found[index] for index in given]
+
+    def slots_at(self, indices: Iterable[int], step: int, prompts: Sequence[Prompt], per_step: int) -> list[Slot]:
+        """Some of the ``per_step`` slots of ``step``, whoever they belong to."""
+        orders: dict[int, list[int]] = {}
+        found = []
+        for index in indices:
+            epoch, place = divmod(step * per_step + index, len(prompts))
+            order = orders.get(epoch) or orders.setdefault(epoch, permutation(self.seed, epoch, len(prompts)))
+            found.append(Slot(step, index, 0, self._read(prompts, order[place])))
+        return found
 
     def replacement(self, slot: Slot, attempt: int, prompts: Sequence[Prompt]) -> Slot:
         """The ``attempt``-th prompt tried in the place of ``slot``: the same whoever runs it."""

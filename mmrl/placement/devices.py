@@ -38,6 +38,12 @@ class Devices(Protocol):
         """
         ...
 
+    def go_on(
+        self, run: Run, parts: Sequence[Trajectory], most: int, how: Drawing, version: Version | None = None
+    ) -> list[Trajectory]:
+        """Responses that are under way, each with at most ``most`` further tokens; ``version`` as in ``sample``."""
+        ...
+
     def version(self, run: Run, name: str) -> Version:
         """The policy's copy ``name`` as it is now, to sample with later."""
         ...
@@ -101,6 +107,12 @@ class Single:
         assert version is None  # it trains as well
         for n, (slots, ids) in enumerate(chunks):
             yield n, *work.sample(run, slots, ids, how, clock)
+
+    def go_on(
+        self, run: Run, parts: Sequence[Trajectory], most: int, how: Drawing, version: Version | None = None
+    ) -> list[Trajectory]:
+        assert version is None
+        return [work.go_on(run, part, most, how) for part in parts]
 
     def version(self, run: Run, name: str) -> Version:
         return run.policy.version(name)

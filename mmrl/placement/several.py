@@ -25,7 +25,7 @@ from mmrl.placement.work import Drawing
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
 from mmrl.rewards.contract import Context
-from mmrl.trajectory import Sample, Slot
+from mmrl.trajectory import Sample, Slot, Trajectory
 
 if TYPE_CHECKING:
     from mmrl.batch import Piece, Run
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mmrl.engines.policy import Version
     from mmrl.runtime.worker import There
 
-_SHOWN = ("sample", "score", "prepare", "backward", "apply")
+_SHOWN = ("sample", "go_on", "score", "prepare", "backward", "apply")
 """What is work, and not bookkeeping."""
 
 
@@ -117,6 +117,16 @@ class Several:
                 answer = next(done)
                 drawn = answer.result()
             yield numbers[answer], *drawn
+
+    def go_on(
+        self, run: Run, parts: Sequence[Trajectory], most: int, how: Drawing, version: Version | None = None
+    ) -> list[Trajectory]:
+        assert self.settings.apart  # elsewhere it is refused
+        version = version or self.version(run, how.weights)
+        tasks = [
+            Task("rollout", "go_on", (part, most, how), features_of(run, part.slots), version=version) for part in parts
+        ]
+        return all_of([self._board.put(task) for task in tasks])
 
     def version(self, run: Run, name: str) -> Version:  # the same object until they change; copies do between updates
         same = self._version is not None and self._version.tag == (run.policy.updates, name)

@@ -50,6 +50,13 @@ def sample(
             return trajectory, run.pipeline.samples(trajectory, how.inputs)
 
 
+def go_on(run: Run, trajectory: Trajectory, most: int, how: Drawing) -> Trajectory:
+    """Draw at most ``most`` further tokens for every row, all of them under way."""
+    with run.policy.using(how.weights):
+        run.pipeline.sync(run.policy.tag)
+        return run.pipeline.go_on(trajectory, most, how.seed)
+
+
 def enter(run: Run, weights: str) -> None:
     """Begin a phase in which this device computes without the others, under the copy ``weights`` of the policy."""
     run.phase.enter_context(run.policy.alone(weights))
@@ -159,6 +166,7 @@ def perform(run: Run, name: str, arguments: tuple[Any, ...]) -> Any:
     """Call the function ``name`` of this module. Raises ``KeyError`` for another."""
     known = (
         sample,
+        go_on,
         enter,
         leave,
         score,

@@ -65,6 +65,7 @@ METRICS: dict[str, str] = {
     "sampling/in_flight": "Partial rollout: groups that stay in flight with responses under way.",
     "sampling/waiting": "Partial rollout: groups that stay in flight whole, for a later step.",
     "sampling/stale_tokens": "Partial rollout: fraction of the batch's tokens drawn under weights of earlier steps.",
+    "sampling/stale_age": "Partial rollout: age in steps of the weights that drew a token, mean.",
     "sampling/stale_steps": "Partial rollout, sampling ahead: age in steps of the oldest weights that drew any of it.",
     "balance/padding": "Text: fraction of the update's tokens that are padding.",
     "balance/load": "Text, several controllers: seconds that the busiest worked, waiting left out, over their mean.",
