@@ -125,6 +125,7 @@ PUBLISHED = {  # parameters of what trains, of all that encodes text, and of the
     "sdxl": (2_567_463_684, 123_060_480 + 694_659_840, 83_653_863),
     "flux-dev": (11_901_408_320, 123_060_480 + 4_762_310_656, 83_819_683),
     "qwen-image": (20_430_401_088, 8_292_166_656, 126_892_531),
+    "wan21-1.3b": (1_418_996_800, 5_680_910_336, 126_892_531),
 }
 WIDE = [
     "device=cpu",
@@ -138,7 +139,9 @@ WIDE = [
 ]
 
 
-@pytest.mark.parametrize("name", ["sd15", "sdxl", "flux-dev", pytest.param("qwen-image", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["sd15", "sdxl", "flux-dev", "wan21-1.3b", pytest.param("qwen-image", marks=pytest.mark.slow)]
+)
 def test_real_checkpoints_have_their_published_size(name):
     made = plan(load_recipe([name], ["train.micro_batch_size=1", "sampling.batch_size=1"]))
     assert made.problems == []
@@ -158,7 +161,8 @@ def test_a_real_step_at_true_width_takes_what_the_plan_says(name, tmp_path):
     for file in (shipped, shipped.with_name("prompts-example.txt")):
         shutil.copy(file, tmp_path)
     cut(shipped.with_name(f"{name}.architecture.json"), load_recipe([name]).recipe.pipeline, tmp_path / "model")
-    loaded = load_recipe([tmp_path / shipped.name], WIDE)
+    clips = ["sampling.frames=5", "rewards=[{name: frames, options: {name: 'jpeg:incompressibility'}}]"]
+    loaded = load_recipe([tmp_path / shipped.name], WIDE + (clips if name.startswith("wan") else []))
     made = plan(loaded)
     assert made.problems == []
     real = run_steps(loaded, steps=2)  # the optimizer's state is there from the second on

@@ -52,5 +52,5 @@ def test_the_two_commands_are_there_and_ci_runs_the_second():
 
 def test_every_recipe_named_is_shipped():
     shipped = {p.stem for p in ROOT.glob("pipelines/*/recipes/*.yaml")}
-    named = set(re.findall(r"`((?:shapes|sd35|sd15|sdxl|flux|sums|scenes|clips|qwen)[\w.-]*)`", README))
+    named = set(re.findall(r"`((?:shapes|sd35|sd15|sdxl|flux|wan|moving|sums|scenes|clips|qwen)[\w.-]*)`", README))
     assert named == shipped

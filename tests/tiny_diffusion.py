@@ -274,4 +274,4 @@ def _tokenizer(encoder: str):
 
     if encoder.startswith("CLIP"):
         return t.CLIPTokenizer.from_pretrained(SHAPES / "tokenizer", model_max_length=77)
-    return t.T5Tokenizer.from_pretrained(SHAPES / "tokenizer_3") if encoder.startswith("T5") else tokenizer()
+    return t.T5Tokenizer.from_pretrained(SHAPES / "tokenizer_3") if "T5" in encoder else tokenizer()

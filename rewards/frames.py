@@ -1,0 +1,76 @@
+"""A reward of pictures asked about the frames of a clip: the mean of its scores.
+
+    rewards:
+      - name: frames
+        options: {name: pickscore, count: 4}
+
+It knows nothing of motion: a clip that stands still loses nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import mmrl
+from mmrl.errors import UserError
+from mmrl.rewards import loading
+from mmrl.rewards.contract import Context, Failed, Weights
+from mmrl.trajectory import Sample
+
+
+def _models(options: Mapping[str, Any]) -> Sequence[Weights]:
+    inner = loading.find(str(options["name"])).declaration.models
+    return inner(options.get("options", {})) if inner else []
+
+
+@mmrl.reward(inputs=("video",), device=True, paths=("options.path", "options.processor"), models=_models)
+class Frames:
+    """The mean score of ``count`` frames at even distances, first and last among them.
+
+    ``name`` and ``options``: a reward that reads ``image``, one sample at a time. A clip of which any frame fails
+    fails. Raises ``UserError`` for a reward of another kind.
+    """
+
+    def __init__(self, name: str, count: int = 4, options: Mapping[str, Any] | None = None) -> None:
+        found = loading.find(name)
+        declared = found.declaration
+        if declared.inputs != ("image",) or declared.per != "sample" or inspect.iscoroutinefunction(found.target):
+            raise UserError(f"options.name: frames asks a reward that reads pictures one by one, and {name} is another")
+        if count < 1:
+            raise UserError(f"options.count is {count}; set it to 1 or more")
+        self.count, self.inner = count, loading.build(found, options or {})
+
+    def score(self, samples: Sequence[Sample], *, context: Context) -> list[float | Failed]:
+        """One number per clip."""
+        pictures = [dataclasses.replace(s, image=f, video=None) for s in samples for f in self._frames(s)]
+        values = _totals(self.inner.call(pictures, context=context))
+        per = len(pictures) // max(1, len(samples))
+        return [_mean(values[i * per : (i + 1) * per]) for i in range(len(samples))]
+
+    def _frames(self, sample: Sample) -> list[Any]:
+        clip = sample.video or ()
+        last = max(1, self.count - 1)
+        return [clip[round(i * (len(clip) - 1) / last)] for i in range(self.count)]
+
+
+def _totals(returned: Any) -> list[Any]:
+    if isinstance(returned, Mapping):
+        if "score" in returned:
+            return list(returned["score"])
+        return [_mean(list(row)) for row in zip(*returned.values(), strict=True)]
+    return returned.tolist() if isinstance(returned, torch.Tensor) else list(returned)
+
+
+def _mean(values: list[Any]) -> float | Failed:
+    bad = next((v for v in values if v is None or isinstance(v, Failed)), 0.0)
+    if isinstance(bad, Failed) or bad is None:
+        return bad or Failed("a frame could not be scored")
+    return float(sum(values) / len(values))
+
+
+score = Frames
