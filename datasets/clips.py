@@ -71,16 +71,18 @@ def prompts(
     return Records(samples, get)
 
 
-def clip(colour: str, kind: str, direction: str, rng: random.Random, size: int = SIZE) -> list[Image.Image]:
-    """The frames of a shape that moves at an even pace, in full view from the first to the last, RGB."""
+def clip(
+    colour: str, kind: str, direction: str, rng: random.Random, size: int = SIZE, count: int = FRAMES
+) -> list[Image.Image]:
+    """The ``count`` frames of a shape that moves at an even pace, in full view from the first to the last, RGB."""
     dx, dy = DIRECTIONS[direction]
     radius = rng.uniform(4.5, 6.0)
     low, high = radius + 1, SIZE - radius - 1
     way = rng.uniform(10.0, high - low)
     along, across = rng.uniform(low, high - way), rng.uniform(low, high)
     frames = []
-    for i in range(FRAMES):
-        gone = way * i / (FRAMES - 1)
+    for i in range(count):
+        gone = way * i / (count - 1)
         at = along + gone if dx + dy > 0 else along + way - gone
         x, y = (at, across) if dx else (across, at)
         frame = draw([Shape(colour, kind, x, y, radius)])

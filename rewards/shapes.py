@@ -139,7 +139,7 @@ def objects_in(
     A whole picture that drifts a little in brightness keeps its objects: the background is the median of the pixels
     near to ``background``.
     """
-    pixels = _pixels(image)
+    pixels = resampled(image)
     height, width = pixels.shape[:2]
     base = np.asarray(background, np.float32)
     near = np.linalg.norm(pixels - base, axis=-1) < COLOUR_DISTANCE
@@ -279,7 +279,7 @@ def _position_grade(meta: Mapping[str, Any], places: list[list[Found]], centre: 
     return _clip(along / APART) * _clip(2 - across / max(along, 1e-6))
 
 
-def _pixels(image: Image.Image) -> Array:
+def resampled(image: Image.Image) -> Array:
     """Float RGB ``[H, W, 3]``, resampled so that the shorter side is ``SIZE``."""
     scale = SIZE / min(image.size)
     if scale != 1:

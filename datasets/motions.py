@@ -1,0 +1,43 @@
+"""Captions of one moving coloured shape, ``a red circle moves left``: a small text-to-video world with a known truth.
+
+``prompts(split)`` gives the captions, with what a verifier may know in ``meta``; ``frames`` draws a clip of one. Pairs
+of colour and kind are held out, as in ``datasets/clips.py``: every colour, kind and direction is in either split.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Literal
+
+from PIL import Image
+
+from mmrl.errors import UserError
+from mmrl.trajectory import Prompt
+
+from .clips import DIRECTIONS, clip, pairs
+from .shapes import BACKGROUND, COLOURS
+
+
+def prompts(split: Literal["train", "heldout", "all"] = "train") -> list[Prompt]:
+    """The 60 captions of training, the 20 held out, or all, in a fixed order. Raises ``UserError``."""
+    if split not in ("train", "heldout", "all"):
+        raise UserError(f"split is {split!r}; the motions have 'train', 'heldout' and 'all'")
+    splits = ("train", "heldout") if split == "all" else (split,)
+    return [_prompt(*pair, direction) for name in splits for pair in pairs(name) for direction in DIRECTIONS]
+
+
+def frames(prompt: Prompt, rng: random.Random, count: int = 5) -> list[Image.Image]:
+    """``count`` RGB frames of 32 x 32 pixels of a shape that moves as ``prompt.meta`` says, in full view throughout."""
+    meta = prompt.meta
+    return clip(meta["colour"], meta["kind"], meta["direction"], rng, count=count)
+
+
+def _prompt(colour: str, kind: str, direction: str) -> Prompt:
+    truth = {
+        "colour": colour,
+        "kind": kind,
+        "direction": direction,
+        "palette": {name: list(rgb) for name, rgb in COLOURS.items()},
+        "background": list(BACKGROUND),
+    }
+    return Prompt(id=f"motions/{colour}-{kind}-{direction}", text=f"a {colour} {kind} moves {direction}", meta=truth)
