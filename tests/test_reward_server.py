@@ -1,6 +1,7 @@
 """A reward behind HTTP, over real sockets: round trips, hostile requests, what the client says, other interpreters."""
 
 import base64
+import dataclasses
 import http.client
 import io
 import json
@@ -117,6 +118,43 @@ def test_a_remote_reward_scores_as_the_local_one(file):
         == [(made[1].id, "too dark")]
         == [(f.sample, f.reason) for f in here.failures]
     )
+
+
+CLIPS = """
+import mmrl
+
+@mmrl.reward(inputs=("video",))
+def score(samples, *, context):
+    return [sum((i + 1) * f.getpixel((0, 0))[0] for i, f in enumerate(s.video)) for s in samples]
+
+@mmrl.reward(inputs=("video", "tensor"))
+def tensors(samples, *, context):
+    return [float(s.tensor.sum()) + 100 * s.tensor.shape[0] for s in samples]
+"""
+
+
+def test_clips_are_sent_frame_by_frame(tmp_path):
+    (tmp_path / "clips.py").write_text(CLIPS)
+    made = [
+        dataclasses.replace(s, image=None, video=tuple(Image.new("RGB", (2, 2), (n, 0, 0)) for n in levels))
+        for s, levels in zip(samples([0, 0]), ([1, 2, 3], [3, 2, 1]), strict=True)
+    ]
+    with serving(f"{tmp_path}/clips.py") as server:
+        asked = remote(server.url, inputs=["video"])
+        assert asked.score(made, [[0, 1]], step=0).total.tolist() == [14, 10]
+    with serving(f"{tmp_path}/clips.py:tensors") as server:
+        told = remote(server.url, inputs=["video"]).score(made[:1], [[0]], step=0).total.tolist()
+        assert told == [pytest.approx(300 + 4 * 6 / 255)]
+    frame, other = png(Image.new("RGB", (9, 9))), png(Image.new("RGB", (8, 8)))
+    with serving(f"{tmp_path}/clips.py", max_pixels=200) as server:
+        clips = {"3 of 81 pixels": [frame] * 3, "different sizes": [frame, other], "none": []}
+        status, answer = post(server, body_of(*({"video": clip} for clip in clips.values())))
+        assert status == 200
+        assert answer["scores"] == [None] * 3
+        assert "at most 38 are read" in answer["errors"][0]
+        assert "different sizes" in answer["errors"][1]
+        assert "without frames" in answer["errors"][2]
+        assert post(server, body_of({"video": "x"}))[0] == 400
 
 
 def test_group_text_and_tensor_rewards_are_served_too(file):

@@ -221,7 +221,7 @@ def _own_of_phases(
     assert counts is not None
     trained = sum(size.trained for size in sizes.values())
     pictures = measured.picture * counts.samples if "tensor" in inputs else 0
-    if "image" in inputs and made.device == "cpu":
+    if inputs & {"image", "video"} and made.device == "cpu":
         pictures += measured.picture * counts.samples // 4  # as bytes, where the host is the device
     trajectories = {"trajectories": measured.trajectory * counts.samples}
     own: dict[str, dict[str, int]] = {

@@ -4,7 +4,7 @@
 ``POST /score``   ``{"version": 1, "step": 7, "groups": [[0, 1]], "files": [BYTES],``
                   `` "samples": [{"id": "", "prompt": "", "meta": {}, "system": null, "place": [7, 0, 0, 1],``
                   ``   "media": [{"kind": "video", "file": 0, "frames": null}],``
-                  ``   "image": PNG, "text": null, "truncated": false}]}``
+                  ``   "image": PNG, "video": [PNG, ...], "text": null, "truncated": false}]}``
                   -> ``{"version": 1, "scores": [0.5, null], "parts": {"name": [...]}, "errors": [null, "why"],``
                   ``    "spans": [[[0, 4, -1.0]], null]}``
 ``files`` are the encoded pictures and clips of the prompts as they lie on the disk, each once however many samples
@@ -22,12 +22,15 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.media import BadMediaError, Media, read_bytes
 from mmrl.rewards.contract import Failed, Span, Spans, Value
 from mmrl.rewards.images import MAX_PIXELS, BadImageError, read_rgb, to_tensor
 from mmrl.trajectory import Prompt, Sample, SampleId
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 VERSION = 1
 MAX_SAMPLES = 4096
@@ -83,11 +86,9 @@ def encode_and_weigh(samples: Sequence[Sample], groups: Sequence[Sequence[int]],
         if prompt.media:
             item["media"] = [_sent(media, files) for media in prompt.media]
         if sample.image is not None:
-            buffer = io.BytesIO()
-            sample.image.save(buffer, "PNG", compress_level=1)
-            item["image"] = base64.b64encode(buffer.getvalue()).decode("ascii")
+            item["image"] = _png(sample.image)
         if sample.video is not None:
-            raise WireError("clips are not sent to another process yet; score them in this one")
+            item["video"] = [_png(frame) for frame in sample.video]
         if sample.text is not None:
             item["text"] = sample.text
         if sample.truncated:
@@ -95,7 +96,9 @@ def encode_and_weigh(samples: Sequence[Sample], groups: Sequence[Sequence[int]],
         items.append(item)
     message = {"version": VERSION, "step": step, "groups": [list(g) for g in groups], "samples": items}
     try:
-        media = sum(map(len, files.values())) + sum(len(item.get("image", "")) for item in items)
+        media = sum(map(len, files.values())) + sum(
+            len(item.get("image", "")) + sum(map(len, item.get("video", ()))) for item in items
+        )
         return _dump(message | ({"files": list(files.values())} if files else {})), media
     except (TypeError, ValueError) as error:
         raise WireError(f"a prompt's meta cannot be written as JSON: {error}; keep JSON values in it") from None
@@ -120,7 +123,7 @@ def decode_request(body: bytes, *, max_pixels: int = MAX_PIXELS, tensor: bool = 
     for i, item in enumerate(items):
         try:
             sample = _sample(_typed(item, dict, f"samples[{i}]"), i, files, max_pixels, tensor)
-            decoded += 0 if sample.image is None else sample.image.width * sample.image.height
+            decoded += sum(p.width * p.height for p in (sample.image, *(sample.video or ())) if p is not None)
             samples.append(sample)
             errors.append(None)
         except BadImageError as error:
@@ -248,18 +251,48 @@ def _sample(item: dict[str, Any], index: int, files: list[bytes], max_pixels: in
         media=_media(item.get("media", []), files, f"{where}.media"),
         system=system,
     )
-    encoded, place = item.get("image"), _place(item, index)
-    if encoded is None:
-        return Sample(prompt, place, text=text, truncated=truncated)
+    place, still, clip = _place(item, index), item.get("image"), item.get("video")
+    image = None if still is None else _picture(still, f"{where}.image", max_pixels)
+    video = None if clip is None else _clip(clip, f"{where}.video", max_pixels)
+    pixels = _pixels(image, video) if tensor else None
+    return Sample(prompt, place, image=image, tensor=pixels, text=text, truncated=truncated, video=video)
+
+
+def _png(image: Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _picture(encoded: Any, where: str, max_pixels: int) -> Image:
+    """Raises ``WireError``, and ``BadImageError`` for a picture that cannot be read."""
     try:
-        data = base64.b64decode(_typed(encoded, str, f"{where}.image"), validate=True)
+        data = base64.b64decode(_typed(encoded, str, where), validate=True)
     except (binascii.Error, ValueError) as error:
         if isinstance(error, WireError):
             raise
         raise BadImageError(f"not base64: {error}") from None
-    image, _ = read_rgb(io.BytesIO(data), formats=("PNG",), max_pixels=max_pixels)
-    pixels = to_tensor(image) if tensor else None
-    return Sample(prompt, place, image=image, tensor=pixels, text=text, truncated=truncated)
+    return read_rgb(io.BytesIO(data), formats=("PNG",), max_pixels=max_pixels)[0]
+
+
+def _clip(frames: Any, where: str, max_pixels: int) -> tuple[Image, ...]:
+    """All frames of one size, at most ``max_pixels`` of them together. Raises as ``_picture`` does."""
+    made: list[Image] = []
+    for i, frame in enumerate(_typed(frames, list, where)):
+        made.append(_picture(frame, f"{where}[{i}]", max_pixels))
+        max_pixels -= made[-1].width * made[-1].height
+    if len({frame.size for frame in made}) != 1:
+        raise BadImageError("the frames of a clip are of different sizes" if made else "a clip without frames")
+    return tuple(made)
+
+
+def _pixels(image: Image | None, video: tuple[Image, ...] | None) -> Any:
+    """The float32 tensor of a picture, ``[3, H, W]``, or of a clip, ``[F, 3, H, W]``; None of neither."""
+    if video:
+        import torch
+
+        return torch.stack([to_tensor(frame) for frame in video])
+    return None if image is None else to_tensor(image)
 
 
 def _values(values: Any, n: int, name: str) -> list[Value]:
