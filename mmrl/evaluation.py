@@ -16,7 +16,7 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.placement.devices import Chunk
 from mmrl.placement.work import Drawing
 from mmrl.report.clock import Clock
-from mmrl.report.grids import film_strip, write_samples
+from mmrl.report.grids import write_samples
 from mmrl.report.metrics import MetricsLog
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
@@ -166,7 +166,7 @@ def measure(
     log.write(step, row)
     shown, scores = made.samples[: run.recipe.eval.grid], made.scores[: run.recipe.eval.grid]
     if run.pipeline.makes != "text":
-        images = [picture for s in shown if (picture := s.image or film_strip(s.video)) is not None]
+        images = [made for s in shown if (made := s.image or s.video) is not None]
         log.picture(step, "samples", write_samples(directory, step, images, [s.prompt.text for s in shown], scores))
     elif shown:
         write_texts(directory, step, shown, scores)

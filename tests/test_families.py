@@ -220,8 +220,11 @@ def test_clips_train_and_rewards_that_read_pictures_are_refused(folders, tmp_pat
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["policy/first_ratio_max_dev"] == 0 and row["optim/grad_norm"] > 0 for row in rows)
-    strips = [Image.open(path).size for path in (tmp_path / "run" / "samples").glob("*/*.png")]
-    assert strips == [(5 * 32, 32)] * 6  # two of each evaluation, frames side by side
+    samples = tmp_path / "run" / "samples"
+    clips = [Image.open(path) for path in samples.glob("*/*")]
+    assert [(clip.size, clip.n_frames) for clip in clips] == [((32, 32), 5)] * 6  # two of each evaluation
+    with Image.open(next(samples.glob("*.png"))) as picture:
+        assert picture.width > 2 * 5 * 32  # frames side by side, two clips of them
     assert plan(loaded).problems == []
     pictures = load_recipe([tmp_path / "recipe.yaml"], ["rewards=[{name: 'jpeg:incompressibility'}]"])
     with pytest.raises(UserError, match="reads 'image', and this pipeline makes clips"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -9,15 +11,16 @@ from pathlib import Path
 
 import numpy
 import pytest
-from PIL import Image
+from PIL import Image, ImageSequence
 
 import mmrl
 from mmrl.errors import UserError
 from mmrl.report.card import _table
 from mmrl.report.charts import Series, line_chart, short, stacked_chart, ticks
-from mmrl.report.grids import before_after, grid, score_line, write_samples
+from mmrl.report.grids import LARGE, before_after, grid, score_line, write_samples
 from mmrl.report.html import curve_png, write_report
 from mmrl.report.metrics import MetricsLog
+from mmrl.report.pictures import pairs, read_evaluations
 from mmrl.report.rundir import RunDir
 
 HOSTILE = (
@@ -126,6 +129,25 @@ def test_write_samples_keeps_pictures_prompts_and_scores(tmp_path, shapes):
     assert len(list((run.samples / "step_000010").iterdir())) == 1, "pictures of the earlier evaluation stayed"
     assert not list(run.samples.glob(".*")), "temporary files stayed"
     assert score_line({"a": 0.51234, "a/b": 1}) == "a=0.512"
+
+
+def test_clips_are_kept_as_they_move_and_lie_in_the_report(tmp_path):
+    def clip(side):
+        return [Image.new("RGB", (side, side), (40 * i, 9, 200 - 40 * i)) for i in range(5)]
+
+    run = RunDir(tmp_path)
+    sheet = write_samples(run, 0, [clip(8), clip(300)], ["small", "large"], [{"a": 1.0}, {"a": 0.0}])
+    assert sheet.width > 2 * LARGE  # film strips, shrunk
+    listing = json.loads((run.samples / "step_000000.json").read_text())["samples"]
+    assert [s["file"] for s in listing] == ["step_000000/000.webp", "step_000000/001.webp"]
+    with Image.open(run.samples / listing[0]["file"]) as kept:
+        assert [f.convert("RGB").tobytes() for f in ImageSequence.Iterator(kept)] == [f.tobytes() for f in clip(8)]
+    cells = pairs(read_evaluations(run.samples))["cells"]
+    for cell, side in zip(cells, (8, 256), strict=True):
+        head, _, data = cell["frames"][0]["src"].partition(",")
+        assert head == "data:image/webp;base64"
+        with Image.open(io.BytesIO(base64.b64decode(data))) as shown:
+            assert (shown.n_frames, shown.size) == (5, (side, side))
 
 
 # ---- report

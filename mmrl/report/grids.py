@@ -18,6 +18,8 @@ SMALL = 128
 """Pictures below this are enlarged to about it, without smoothing: every pixel stays a pixel."""
 LARGE = 320
 """Pictures above this are shrunk to it in a grid (the pictures themselves are kept beside it)."""
+FPS = 8
+"""Frames a second of the clips kept: how fast those of a model are meant is not known."""
 _BACK, _INK, _DIM, _EMPTY = (250, 250, 248), (28, 28, 30), (105, 108, 114), (232, 232, 228)
 _GAP, _FONT, _LINE, _MIN_TEXT = 12, 13, 17, 120
 
@@ -65,10 +67,8 @@ def before_after(
     return _draw([_Cell([_fit(a, scale), _fit(b, scale)], text, list(note)) for a, b, text, note in rows], columns)
 
 
-def film_strip(frames: Sequence[Image.Image] | None, most: int = 5) -> Image.Image | None:
-    """``most`` frames of a clip at even distances, first and last among them, side by side; None of no clip."""
-    if not frames:
-        return None
+def film_strip(frames: Sequence[Image.Image], most: int = 5) -> Image.Image:
+    """``most`` frames of a clip at even distances, first and last among them, side by side."""
     count = min(most, len(frames))
     shown = [frames[round(i * (len(frames) - 1) / max(1, count - 1))] for i in range(count)]
     width, height = shown[0].size
@@ -81,20 +81,23 @@ def film_strip(frames: Sequence[Image.Image] | None, most: int = 5) -> Image.Ima
 def write_samples(
     run: RunDir,
     step: int,
-    images: Sequence[Image.Image],
+    made: Sequence[Image.Image | Sequence[Image.Image]],
     prompts: Sequence[str],
     scores: Sequence[Mapping[str, float]],
     captions_keys: Sequence[str] | None = None,
     columns: int = 8,
 ) -> Image.Image:
-    """Keep the pictures of an evaluation in ``samples/`` and return the grid drawn of them.
+    """Keep the pictures of an evaluation, or its clips (frames in order), in ``samples/`` and return the grid of them.
 
+    Pictures are kept as PNG, clips as WebP that moves; the grid shows a clip's ``film_strip``.
     ``scores`` are keyed ``label`` and ``label/part``; ``captions_keys`` says which the grid shows (None: the labels).
     The list ``step_NNNNNN.json`` is written last: where it stands, the pictures it names are whole. Raises
     ``ValueError`` where the three differ in length.
     """
-    if not len(images) == len(prompts) == len(scores):
-        raise ValueError(f"{len(images)} pictures, {len(prompts)} prompts, {len(scores)} rows of scores")
+    if not len(made) == len(prompts) == len(scores):
+        raise ValueError(f"{len(made)} pictures, {len(prompts)} prompts, {len(scores)} rows of scores")
+    clips = [None if isinstance(one, Image.Image) else list(one) for one in made]
+    images = [one if isinstance(one, Image.Image) else film_strip(one) for one in made]
     name = f"step_{step:06d}"
     captions = [f"{_flat(p)}\n{score_line(s, captions_keys)}" for p, s in zip(prompts, scores, strict=True)]
     picture = grid(images, captions, columns)
@@ -103,15 +106,29 @@ def write_samples(
     remove(partial)
     partial.mkdir(parents=True)
     samples = []
-    for i, (image, prompt, row) in enumerate(zip(images, prompts, scores, strict=True)):
-        _storable(image).save(partial / f"{i:03d}.png")
-        samples.append({"prompt": prompt, "file": f"{name}/{i:03d}.png", "scores": _finite(row)})
+    for i, (image, clip, prompt, row) in enumerate(zip(images, clips, prompts, scores, strict=True)):
+        file = f"{i:03d}.{'webp' if clip else 'png'}"
+        if clip:
+            (partial / file).write_bytes(moving(clip))
+        else:
+            _storable(image).save(partial / file)
+        samples.append({"prompt": prompt, "file": f"{name}/{file}", "scores": _finite(row)})
     remove(run.samples / name)
     partial.rename(run.samples / name)
     write_atomic(run.samples / f"{name}.png", _png(picture))
     listing = {"step": step, "columns": columns, "samples": samples}
     write_atomic(run.samples / f"{name}.json", json.dumps(listing, indent=1, ensure_ascii=False) + "\n")
     return picture
+
+
+def moving(frames: Sequence[Image.Image], lossless: bool = True) -> bytes:
+    """A clip as WebP that plays without end, ``FPS`` frames a second."""
+    buffer = io.BytesIO()
+    first, *others = (rgb(frame) for frame in frames)
+    first.save(
+        buffer, "WEBP", save_all=True, append_images=others, duration=1000 // FPS, loop=0, lossless=lossless, quality=80
+    )
+    return buffer.getvalue()
 
 
 def score_line(scores: Mapping[str, float], keys: Sequence[str] | None = None) -> str:

@@ -110,15 +110,20 @@ def extremes(evaluations: list[Evaluation], weights: dict[str, float]) -> dict[s
 
 
 def embed(path: Path, edge: int = EDGE) -> str | None:
-    """A picture as a data URI of at most ``edge`` pixels; None where the file is no picture."""
-    from PIL import Image
+    """A picture, or a clip that moves, as a data URI of at most ``edge`` pixels; None where the file is neither."""
+    from PIL import Image, ImageSequence
 
-    from mmrl.report.grids import rgb
+    from mmrl.report.grids import moving, rgb
 
     try:
         with Image.open(path) as image:
             if max(image.size) <= edge:
                 content, kind = path.read_bytes(), Image.MIME[image.format or "PNG"]
+            elif getattr(image, "n_frames", 1) > 1:
+                frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(image)]
+                for frame in frames:
+                    frame.thumbnail((edge, edge))
+                content, kind = moving(frames, lossless=False), "image/webp"
             else:
                 small = rgb(image)
                 small.thumbnail((edge, edge))
