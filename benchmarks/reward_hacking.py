@@ -30,12 +30,12 @@ from proof_shapes import train
 from mmrl.report.environment import environment
 from mmrl.report.metrics import read
 
-ALL = ["eval.every=5", "eval.samples=128", "eval.grid=8", "checkpoint.keep=1"]
+ALL = ["eval.every=10", "eval.samples=128", "eval.grid=8", "checkpoint.keep=1"]
 METRIC = "reward/shapes/success"
 ARMS: dict[str, list[str]] = {
     "naive": [],
+    "kl 0.005": ["algorithm.kl_coef=0.005"],
     "kl 0.02": ["algorithm.kl_coef=0.02"],
-    "kl 0.2": ["algorithm.kl_coef=0.2"],
     "early stopping": [f"eval.early_stopping={{metric: {METRIC}, patience: 2}}"],
     "hybrid 0.8": ["eval.tuned_fraction=0.8"],
     "hybrid 0.5": ["eval.tuned_fraction=0.5"],

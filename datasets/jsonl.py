@@ -47,7 +47,7 @@ def prompts(
     verify: Verify | None = None,
     prompt: str | None = None,
     answer: str | None = None,
-    images: str | None = None,
+    images: str | Sequence[str] | None = None,
     videos: str | None = None,
     system: str | None = None,
     meta: Sequence[str] = (),
@@ -59,8 +59,9 @@ def prompts(
     them (below 1, rounded up), are held out; 0 gives all of them to either split. ``root``: the folder that media must
     be in, the file's own unless given. ``verify``: how media are looked at before the start, ``decode`` or ``headers``;
     the default is ``decode`` for files and, since it would read a whole table, nothing for media inside one.
-    ``prompt``, ``answer``, ``images``, ``videos``, ``system``: columns, ``a.b`` for a key inside another; ``meta``:
-    further columns that a reward may know. ``.bad`` names what was left out. Raises ``UserError``.
+    ``prompt``, ``answer``, ``images``, ``videos``, ``system``: columns, ``a.b`` for a key inside another, and several
+    of ``images`` for pairs (``[chosen, rejected]``); ``meta``: further columns that a reward may know. ``.bad`` names
+    what was left out. Raises ``UserError``.
     """
     columns = Columns(prompt, answer, images, videos, system, meta)
     file = Path(path)

@@ -165,7 +165,7 @@ def measure(
         directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
     log.write(step, row)
     shown, scores = made.samples[: run.recipe.eval.grid], made.scores[: run.recipe.eval.grid]
-    if run.pipeline.makes != "text":
+    if shown and run.pipeline.makes != "text":
         images = [made for s in shown if (made := s.image or s.video) is not None]
         log.picture(step, "samples", write_samples(directory, step, images, [s.prompt.text for s in shown], scores))
     elif shown:

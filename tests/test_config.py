@@ -297,7 +297,7 @@ ON_COMMAND_LINE = [
         "rewards[0].name=gone.py:score",
         "command line  rewards[0].name: there is no file 'gone.py' (looked in the current folder); correct the path",
     ),
-    ("eval.rewards=[{name: nothing}]", "command line  eval.rewards[0].name: there is no reward 'nothing'  (there are "),
+    ("eval.rewards=[{name: zzz}]", "command line  eval.rewards[0].name: there is no reward 'zzz'  (there are "),
 ]
 
 

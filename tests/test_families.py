@@ -71,6 +71,28 @@ def test_two_steps_move_every_parameter_of_the_adapter(folders, family):
     contract.two_steps_move_every_parameter(recipe(family, folders), UNREAD.get(family, ()))
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "wan"])
+def test_decoding_undoes_encoding(folders, family):
+    adapter = contract.Case(recipe(family, folders)).pipeline.adapter
+    pixels = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    seen = []
+    decode = adapter.pipe.vae.decode
+    adapter.pipe.vae.decode = lambda z, **more: seen.append(z) or decode(z, **more)
+    with torch.no_grad():
+        latents = adapter.encode_image(pixels)
+        adapter.decode(latents)
+        clip = pixels.unsqueeze(2) if family == "qwen_image" else pixels
+        torch.testing.assert_close(seen[0], adapter.pipe.vae.encode(clip).latent_dist.mode(), rtol=1e-4, atol=1e-5)
+    assert latents.shape == (2, *adapter.latent_shape(32, 32))
+
+
+def test_pairs_are_of_pictures_alone(folders):
+    made = recipe("wan", folders).model_dump(mode="json") | {"algorithm": {"type": "picture_dpo"}, "rewards": []}
+    made["train"] |= {"group_size": 1}
+    with pytest.raises(UserError, match="pairs of pictures, and Wan makes clips"):
+        contract.Case(Recipe.model_validate(made))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exported_lora_draws_the_same(folders, family):
     contract.exported_lora_draws_the_same(recipe(family, folders, guidance_scale=2.0))

@@ -4,8 +4,8 @@
 
 Both of a pair are noised alike. A group whose rewards are all equal has no pair.
 
-Departs: pairs are of the run's own samples, drawn anew every step, not a data set's; given pairs of pictures are not
-read. The matching error is of the velocity, as flow models predict it, and beta is of a mean over dimensions.
+Departs: pairs are of the run's own samples, drawn anew every step, not a data set's (``picture_dpo`` takes those). The
+matching error is of the velocity, as flow models predict it, and beta is of a mean over dimensions.
 """
 
 from __future__ import annotations

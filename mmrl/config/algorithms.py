@@ -20,6 +20,7 @@ from mmrl.config.picture_algorithms import (
     FlowDPPO,
     FlowGRPO,
     GRPOGuard,
+    PictureDPO,
     ReFL,
 )
 from mmrl.config.section import (
@@ -29,6 +30,7 @@ from mmrl.config.section import (
     Kind,
     NonNegative,
     Spread,
+    TrainsOn,
 )
 from mmrl.errors import UserError
 
@@ -39,7 +41,7 @@ AggregationMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_s
 class TokenAlgorithm(AlgorithmSection):
     """What the policy gradients over tokens share (abstract)."""
 
-    trains_on: ClassVar[Literal["denoising", "tokens", "pairs"]] = "tokens"
+    trains_on: ClassVar[TrainsOn] = "tokens"
     kl_coef: NonNegative = 0.0
     """Weight of the divergence from the reference model; 0 needs no reference."""
     entropy_coef: NonNegative = 0.0
@@ -180,7 +182,7 @@ class CAPO(ClippedAlgorithm):
 class DPO(AlgorithmSection):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290)."""
 
-    trains_on: ClassVar[Literal["denoising", "tokens", "pairs"]] = "pairs"
+    trains_on: ClassVar[TrainsOn] = "pairs"
     kind: ClassVar[Kind] = "offline"
     type: Literal["dpo"] = "dpo"
     beta: PositiveFloat = 0.1
@@ -197,7 +199,7 @@ class DPO(AlgorithmSection):
 class RewardModel(AlgorithmSection):
     """A scalar reward model from pairs (Bradley and Terry 1952; Ouyang et al. 2022, arXiv 2203.02155)."""
 
-    trains_on: ClassVar[Literal["denoising", "tokens", "pairs"]] = "pairs"
+    trains_on: ClassVar[TrainsOn] = "pairs"
     kind: ClassVar[Kind] = "offline"
     type: Literal["reward_model"] = "reward_model"
     center_coef: NonNegative = 0.0
@@ -217,6 +219,7 @@ Algorithm = Annotated[
     | AWM
     | DGPO
     | DiffusionDPO
+    | PictureDPO
     | RWR
     | DRaFT
     | ReFL

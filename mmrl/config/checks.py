@@ -31,6 +31,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
     return [
         *_groups(recipe),
         *_diffusion(recipe),
+        *_pairs(recipe),
         *of_pictures(recipe),
         *_batches(recipe),
         *_half(recipe),
@@ -56,7 +57,7 @@ def _groups(recipe: Recipe) -> Iterator[str]:
 
 
 def _text(recipe: Recipe) -> Iterator[str]:
-    if recipe.algorithm.trains_on == "denoising":
+    if recipe.algorithm.trains_on in ("denoising", "picture_pairs"):
         yield (
             f"algorithm.type: {recipe.algorithm.type} trains denoising steps, and this recipe samples text "
             "(sampling.max_new_tokens); use grpo, or a diffusion pipeline and its sampling section"
@@ -72,7 +73,7 @@ def _text(recipe: Recipe) -> Iterator[str]:
 
 def _pairs(recipe: Recipe) -> Iterator[str]:
     algorithm = recipe.algorithm
-    if algorithm.trains_on != "pairs":
+    if algorithm.kind != "offline":
         return
     if recipe.train.group_size != 1:
         yield (
@@ -82,7 +83,7 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
     if recipe.rewards:
         yield (
             f"rewards: {algorithm.type} trains on given pairs and samples nothing that could be rewarded; remove "
-            "rewards (eval.rewards measures held-out samples of dpo)"
+            "rewards (eval.rewards measures held-out samples)"
         )
     if algorithm.type == "reward_model" and recipe.eval.rewards:
         yield "eval.rewards: a reward model writes no text that could be rewarded; remove eval.rewards"
@@ -131,10 +132,10 @@ def _partial(recipe: Recipe) -> Iterator[str]:
 def _diffusion(recipe: Recipe) -> Iterator[str]:
     if recipe.algorithm.trains_on == "pairs":
         yield (
-            f"algorithm.type: {recipe.algorithm.type} trains on given pairs, which are of texts; use diffusion_dpo, "
-            "which makes pairs of its own samples"
+            f"algorithm.type: {recipe.algorithm.type} trains on given pairs, which are of texts; use picture_dpo, "
+            "whose pairs are of pictures, or diffusion_dpo, which makes pairs of its own samples"
         )
-    elif recipe.algorithm.trains_on != "denoising":
+    elif recipe.algorithm.trains_on == "tokens":
         yield (
             f"algorithm.type: {recipe.algorithm.type} trains tokens, and this recipe samples pictures "
             "(sampling.height, sampling.width); use flow_grpo, or a text pipeline and sampling.max_new_tokens"
@@ -334,7 +335,7 @@ def _evaluation(recipe: Recipe) -> Iterator[str]:
         yield "eval.early_stopping: nothing is evaluated, so nothing would stop; set eval.every, or remove it"
     labels = [label_of(r.name, r.label) for r in [*recipe.rewards, *evaluation.rewards]]
     kind, _, rest = stopping.metric.partition("/")
-    if recipe.algorithm.trains_on != "pairs" and (kind != "reward" or rest.partition("/")[0] not in labels):
+    if recipe.algorithm.kind != "offline" and (kind != "reward" or rest.partition("/")[0] not in labels):
         yield (
             f"eval.early_stopping.metric: {stopping.metric!r} is no reward of this recipe; set it to "
             f"{' or '.join(f'reward/{label}' for label in labels)}, or a part of one (reward/label/part)"

@@ -14,6 +14,7 @@ from mmrl.config.section import (
     Kind,
     NonNegative,
     Spread,
+    TrainsOn,
 )
 
 
@@ -107,6 +108,19 @@ class DiffusionDPO(ForwardAlgorithm):
     type: Literal["diffusion_dpo"] = "diffusion_dpo"
     whole: ClassVar[Literal["group", "pair"] | None] = "pair"
     beta: PositiveFloat = 2000.0
+
+
+class PictureDPO(AlgorithmSection):
+    """Diffusion-DPO on given pairs of pictures (Wallace et al. 2023, arXiv 2311.12908)."""
+
+    trains_on: ClassVar[TrainsOn] = "picture_pairs"
+    kind: ClassVar[Kind] = "offline"
+    type: Literal["picture_dpo"] = "picture_dpo"
+    beta: PositiveFloat = 2000.0
+
+    @property
+    def compares_group(self) -> bool:
+        return False
 
 
 class RWR(ForwardAlgorithm):

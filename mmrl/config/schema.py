@@ -94,7 +94,7 @@ def _trains_on_pairs(algorithm: Any) -> bool:
     """Whether the section ``algorithm``, as it is written, is of an algorithm that trains on pairs."""
     name = algorithm.get("type") if isinstance(algorithm, Mapping) else getattr(algorithm, "type", None)
     sections: tuple[type[AlgorithmSection], ...] = get_args(get_args(Algorithm)[0])
-    return any(s.trains_on == "pairs" and s.model_fields["type"].default == name for s in sections)
+    return any(s.kind == "offline" and s.model_fields["type"].default == name for s in sections)
 
 
 class Partial(Section):

@@ -20,6 +20,9 @@ AdvantageAggregation = Literal["sum", "each", "gdpo"]
 the batch again (GDPO, arXiv 2601.05242)."""
 
 
+TrainsOn = Literal["denoising", "tokens", "pairs", "picture_pairs"]
+
+
 class Section(BaseModel):
     """A part of a recipe: immutable, and an unknown key is an error."""
 
@@ -29,8 +32,9 @@ class Section(BaseModel):
 class AlgorithmSection(Section):
     """What every algorithm says of itself, beside its settings (abstract)."""
 
-    trains_on: ClassVar[Literal["denoising", "tokens", "pairs"]] = "denoising"
-    """What a step is made of: denoised pictures and clips, sampled text, or pairs of a better and a worse text."""
+    trains_on: ClassVar[TrainsOn] = "denoising"
+    """What a step is made of: denoised pictures and clips, sampled text, or pairs of a better and a worse text or
+    picture."""
     kind: ClassVar[Kind] = "policy_gradient"
     uses_token_rewards: ClassVar[bool] = False
     """Rewards of single tokens count; elsewhere they would be lost."""

@@ -29,7 +29,8 @@ class Columns:
 
     prompt: str | None = None
     answer: str | None = None
-    images: str | None = None
+    images: str | Sequence[str] | None = None
+    """Several columns: one after the other, each of which must be there."""
     videos: str | None = None
     system: str | None = None
     meta: Sequence[str] = ()
@@ -63,8 +64,9 @@ def read_fields(record: Any, columns: Columns | None = None) -> Fields:
         if not isinstance(system, str):
             raise ValueError(f"{columns.system or 'system'!r} is not text")
         found.system = clean_text(system)
+    images = [columns.images] if columns.images is None or isinstance(columns.images, str) else columns.images
     lists: list[tuple[str | None, Sequence[str], Kind]] = [
-        (columns.images, IMAGES, "image"),
+        *((name, IMAGES, "image") for name in images),
         (columns.videos, VIDEOS, "video"),
     ]
     for name, names, kind in lists:

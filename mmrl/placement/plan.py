@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.media import Media
 from mmrl.placement.account import PHASES, PhaseMemory, Role, offloads, phases_of, roles_of, sizes_of
 from mmrl.placement.arithmetic import Counts, count
 from mmrl.placement.room import room
@@ -179,7 +180,7 @@ def _account(
     trainers = recipe.controllers * recipe.placement.training(recipe.devices_per_controller)
     shards = trainers if recipe.train.backend == "fsdp" else 1
     sizes = sizes_of(description, shards)
-    prompt, row_tokens = Prompt("plan", "plan"), 0
+    prompt, row_tokens = Prompt("plan", "plan", media=_pair() if objective.kind == "offline" else ()), 0
     try:
         if description.longest is not None:
             if not prompts:
@@ -209,6 +210,18 @@ def _account(
         made.host += sum(one.weights for one in made.asked if one.trained_on)
     shown = measured.picture if "tensor" in inputs else measured.picture // 4 if inputs & {"image", "video"} else 0
     made.inside = inside(made, objective, shown)
+
+
+def _pair() -> tuple[Media, Media]:
+    """Two pictures, for a pipeline that trains on pairs of them."""
+    from io import BytesIO
+
+    from PIL import Image
+
+    files = [BytesIO(), BytesIO()]
+    for shade, file in enumerate(files):
+        Image.new("RGB", (1, 1), (shade, shade, shade)).save(file, "png")
+    return Media("image", data=files[0].getvalue()), Media("image", data=files[1].getvalue())
 
 
 def _different(prompts: list[Sequence[Prompt]], description: Description) -> int:

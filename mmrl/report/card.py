@@ -62,7 +62,7 @@ def write_card(folder: Path, name: str, recipe: Recipe, directory: RunDir, step:
 
 
 def _front_matter(recipe: Recipe, what: What, usage: Usage) -> str:
-    learning = [] if recipe.algorithm.trains_on == "pairs" else ["reinforcement-learning"]
+    learning = [] if recipe.algorithm.kind == "offline" else ["reinforcement-learning"]
     head = {
         "base_model": public(recipe.model.path),
         "base_model_relation": "adapter" if what == "lora" else "finetune",
@@ -82,7 +82,7 @@ def _summary(recipe: Recipe, directory: RunDir, step: int, what: What) -> str:
     ]
     seconds = f", {spent[-1]:,.0f} CPU-seconds of training" if spent else ""
     average = " The weights are the moving average over the updates." if recipe.optim.ema_decay is not None else ""
-    paired = recipe.algorithm.trains_on == "pairs"
+    paired = recipe.algorithm.kind == "offline"
     kind = "training on given pairs" if paired else "reinforcement learning"
     work = (
         f"{train.prompts_per_step} pairs"

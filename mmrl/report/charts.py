@@ -59,7 +59,7 @@ LINES: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (
         "implicit reward",
         "against the reference",
-        (("better text", "dpo/chosen_reward"), ("worse text", "dpo/rejected_reward")),
+        (("better one", "dpo/chosen_reward"), ("worse one", "dpo/rejected_reward")),
     ),
     ("gradient norm", "before clipping", (("policy", "optim/grad_norm"), ("critic", "value/grad_norm"))),
     ("learning rate", "", (("policy", "optim/lr"), ("critic", "value/lr"))),

@@ -89,6 +89,12 @@ class Adapter(ABC):
         shift = config.get("shift_factor") or 0.0
         return self.pipe.vae.decode(latents / config.scaling_factor + shift, return_dict=False)[0]
 
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        """Clean latents of pictures ``[B, 3, H, W]`` in [-1, 1]: what ``decode`` undoes, the VAE's likeliest."""
+        config = self.pipe.vae.config
+        shift = config.get("shift_factor") or 0.0
+        return (self.pipe.vae.encode(pixels).latent_dist.mode() - shift) * config.scaling_factor
+
     def shown(self, output: Any) -> Any:
         """Pictures or clips of what the stock pipeline's call returns."""
         return output.images if self.makes == "image" else output.frames

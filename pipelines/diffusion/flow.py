@@ -27,6 +27,7 @@ from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 
 from . import export
 from .adapter import Adapter, Schedule
+from .pairs import PicturePairs, key_of_pair
 
 
 class FlowPipeline:
@@ -44,6 +45,7 @@ class FlowPipeline:
         ends_noisy = bool(adapter.schedule(self.steps).sigmas[-1] > 0)  # then the last step can carry noise too
         self._noisy = self.steps if ends_noisy else self.steps - 1
         self.offloads = recipe.model.offload and device.type != "cpu"
+        self.pairs = PicturePairs(self) if recipe.algorithm.trains_on == "picture_pairs" else None
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 
@@ -51,18 +53,27 @@ class FlowPipeline:
         # One prompt at a time: text encoders are not bit-equal across batch shapes, and after a resume the missing
         # prompts are not the ones that were missing before.
         texts = [slot.prompt.text for slot in slots]
-        keys = list(dict.fromkeys([*texts, self.adapter.negative] if self.guided else texts))
+        texts = list(dict.fromkeys([*texts, self.adapter.negative] if self.guided else texts))
+        pairs = {} if self.pairs is None else {key_of_pair(slot.prompt): slot.prompt for slot in slots}
+        keys = [*texts, *pairs]
         self.features.hold(keys)  # before the first put, which drops what nobody holds
-        missing = [k for k in keys if k not in self.features]
-        if missing:
-            with self._awake(self.adapter.text_encoders), torch.no_grad():
-                for text in missing:
-                    self.features.put(text, self.adapter.encode(text))
+        try:
+            missing = [k for k in texts if k not in self.features]
+            if missing:
+                with self._awake(self.adapter.text_encoders), torch.no_grad():
+                    for text in missing:
+                        self.features.put(text, self.adapter.encode(text))
+            for key, prompt in pairs.items():
+                if self.pairs is not None and key not in self.features:
+                    self.features.put(key, self.pairs.encoded(prompt))
+        except BaseException:
+            self.features.release(keys)
+            raise
         return keys
 
-    def _batch_features(self, keys: Sequence[str]) -> dict[str, Tensor]:
+    def _batch_features(self, keys: Sequence[str], guided: bool | None = None) -> dict[str, Tensor]:
         rows = [self.features.get(k) for k in keys]
-        if self.guided:
+        if self.guided if guided is None else guided:
             rows = [self.features.get(self.adapter.negative)] * len(keys) + rows
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
@@ -70,11 +81,15 @@ class FlowPipeline:
         """Velocity ``[B, ...]`` float32 at ``timestep`` ``[B]``, guided where the recipe says so."""
         if self.guided:
             x, timestep = torch.cat([x, x]), torch.cat([timestep, timestep])
-        with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
-            v = self.adapter.predict(self.policy, x, timestep, features).float()
+        v = self._predicted(x, timestep, features)
         if self.guided:
             v = self.adapter.guide(*v.chunk(2))
         return v
+
+    def _predicted(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+        """As ``_velocity``, without guidance."""
+        with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
+            return self.adapter.predict(self.policy, x, timestep, features).float()
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
@@ -159,7 +174,8 @@ class FlowPipeline:
         raise TypeError("pictures have no critic; the recipe's checks refuse it")
 
     def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
-        raise TypeError("pairs are of texts; the recipe's checks refuse it")
+        assert self.pairs is not None
+        return self.pairs.compare(trajectory, needs, weights)
 
     def close(self) -> None:
         self.features.close()
@@ -179,7 +195,7 @@ class FlowPipeline:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def entries(self, kind: Kind) -> int:
-        if kind == "pathwise":
+        if kind in ("pathwise", "offline"):
             return 1
         window = self.recipe.denoising.window
         if kind == "policy_gradient":

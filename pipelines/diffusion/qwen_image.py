@@ -77,6 +77,12 @@ class QwenImageAdapter(PackedAdapter):
         mean, std = (torch.tensor(v).view(1, -1, 1, 1).to(latents) for v in (config.latents_mean, config.latents_std))
         return self.pipe.vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0][:, :, 0]
 
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        config = self.pipe.vae.config
+        latents = self.pipe.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()[:, :, 0]
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1).to(latents) for v in (config.latents_mean, config.latents_std))
+        return (latents - mean) / std
+
     def call(self) -> dict[str, Any]:
         return {
             "negative_prompt": self.negative,

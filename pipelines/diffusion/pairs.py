@@ -1,0 +1,115 @@
+"""Pairs of a better and a worse picture of one prompt: their latents, and how well a model predicts them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from mmrl.algorithms.sde import squared_distance
+from mmrl.controller.randomness import generator, noise
+from mmrl.errors import BadPromptError, UserError
+from mmrl.media import BadMediaError, Media, open_image, read_bytes
+from mmrl.pipelines.protocol import Weights
+from mmrl.trajectory import Prompt, Slot, Trajectory
+
+if TYPE_CHECKING:
+    from .flow import FlowPipeline
+
+NAMES = ("chosen", "rejected")
+
+
+class PicturePairs:
+    """Final class. The pairs of a run of ``pipeline``, which calls it. A prompt's ``media`` are the better picture and
+    the worse one, in this order. Raises ``UserError`` for a family that makes clips."""
+
+    def __init__(self, pipeline: FlowPipeline) -> None:
+        if pipeline.makes != "image":
+            raise UserError(
+                f"algorithm.type: picture_dpo trains on pairs of pictures, and {pipeline.adapter.family} makes clips; "
+                "use diffusion_dpo, which makes pairs of its own samples"
+            )
+        self.pipeline = pipeline
+
+    def encoded(self, prompt: Prompt) -> dict[str, Tensor]:
+        """The clean latents of both pictures, ``chosen`` and ``rejected``, ``[C, H, W]`` float32 each.
+
+        A picture of another size is scaled until it fills ``sampling.height`` x ``sampling.width`` and cut at its
+        centre. Raises ``BadPromptError`` where there is no pair, or one that cannot be trained on.
+        """
+        pipeline, found = self.pipeline, pair_of(prompt)
+        pixels = torch.stack([self._pixels(prompt, medium) for medium in found])
+        with pipeline._awake([pipeline.adapter.vae]), torch.no_grad():
+            latents = pipeline.adapter.encode_image(pixels.to(pipeline.device)).float()
+        return dict(zip(NAMES, latents, strict=True))
+
+    def _pixels(self, prompt: Prompt, medium: Media) -> Tensor:
+        """``[3, H, W]`` in [-1, 1]."""
+        sampling = self.pipeline.recipe.denoising
+        try:
+            image = open_image(medium)
+        except BadMediaError as error:
+            raise BadPromptError(prompt.id, f"{error}; mend the picture or take the pair out") from error
+        fitted = ImageOps.fit(image, (sampling.width, sampling.height), Image.Resampling.BICUBIC)
+        flat = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
+        return flat.view(sampling.height, sampling.width, 3).permute(2, 0, 1) / 127.5 - 1
+
+    def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+        """What is needed of chosen_error and rejected_error, and the same of the reference without a graph: the squared
+        distance of the predicted velocity from ``eps - x0``, mean over dimensions, ``[B]`` float32 each."""
+        latents = self._latents(trajectory.slots)
+        x_s, target, timestep = self._noised(trajectory, latents)
+        features = self.pipeline._batch_features([slot.prompt.text for slot in trajectory.slots] * 2, guided=False)
+        out = _halves(squared_distance(self.pipeline._predicted(x_s, timestep, features), target))
+        if any(name.startswith("reference_") for name in needs):
+            with torch.no_grad(), weights("reference"):
+                errors = squared_distance(self.pipeline._predicted(x_s, timestep, features), target)
+            out |= {f"reference_{name}": error for name, error in _halves(errors).items()}
+        return out
+
+    def _latents(self, slots: Sequence[Slot]) -> Tensor:
+        """``[2 B, C, H, W]``: the better pictures, then the worse ones."""
+        pairs = [self.pipeline.features.get(key_of_pair(slot.prompt)) for slot in slots]
+        return torch.stack([pair[name] for name in NAMES for pair in pairs])
+
+    def _noised(self, trajectory: Trajectory, latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """States, velocities to predict and timesteps of ``latents``: both of a pair with one noise, at one level."""
+        pipeline, seed = self.pipeline, self.pipeline.recipe.seed
+        sigmas = pipeline.adapter.schedule(pipeline.steps).sigmas[: pipeline.steps]
+        draws = [generator(seed, i.step, i.slot, i.attempt, i.sample, "pair level") for i in trajectory.ids]
+        levels = [int(torch.randint(len(sigmas), (), generator=draw)) for draw in draws] * 2
+        sigma = sigmas[levels].to(latents.device, torch.float32)
+        eps = noise(seed, trajectory.ids, "pair", pipeline.shape).to(latents.device).repeat(2, 1, 1, 1)
+        s = sigma.view(-1, 1, 1, 1)
+        return (1 - s) * latents + s * eps, eps - latents, pipeline.adapter.timestep(sigma)
+
+
+def pair_of(prompt: Prompt) -> tuple[Media, Media]:
+    """The better and the worse picture of ``prompt``. Raises ``BadPromptError``."""
+    if [medium.kind for medium in prompt.media] != ["image", "image"]:
+        raise BadPromptError(
+            prompt.id,
+            f"it has {len(prompt.media)} media; a pair is the better picture and the worse one (data: images: [chosen, "
+            "rejected])",
+        )
+    better, worse = prompt.media
+    try:
+        if read_bytes(better) == read_bytes(worse):
+            raise BadPromptError(prompt.id, "its two pictures are the same, and none is the better; take it out")
+    except BadMediaError as error:
+        raise BadPromptError(prompt.id, f"{error}; mend the picture or take the pair out") from error
+    return better, worse
+
+
+def key_of_pair(prompt: Prompt) -> str:
+    """Names the latents of a prompt's pair in the feature store: equal for the same pictures."""
+    said = repr([(m.path, m.offset, m.size, m.data) for m in prompt.media])
+    return f"pair/{hashlib.blake2b(said.encode(), digest_size=16).hexdigest()}"
+
+
+def _halves(errors: Tensor) -> dict[str, Tensor]:
+    return {f"{name}_error": half for name, half in zip(NAMES, errors.chunk(2), strict=True)}
