@@ -231,6 +231,12 @@ def test_engines_that_cannot_be_beside_several_devices_are_refused_once(rollout,
     load_recipe(["sums"], ["devices_per_controller=2", "rollout.engine=vllm_server"])
 
 
+def test_an_engine_over_several_devices_is_refused_beside_a_controller_of_one():
+    with pytest.raises(UserError, match=r"rollout\.options: an engine of 2 devices .* remove tensor_parallel_size"):
+        load_recipe(["sums"], ["controllers=2", "rollout={engine: vllm_server, options: {tensor_parallel_size: 2}}"])
+    load_recipe(["sums"], ["rollout={engine: vllm_server, options: {tensor_parallel_size: 2}}"])
+
+
 def soon(call):
     """What ``call`` comes to within 10 s."""
     answer = Future()

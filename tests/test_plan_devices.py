@@ -1,6 +1,7 @@
 """The plan of several devices to a controller: who does what, what judges take, what cannot work and who would idle."""
 
 import io
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +151,31 @@ def test_a_judge_in_a_server_counts_with_what_the_server_takes():
     assert "its server takes 30% of the device's memory, which is not known" in " ".join(
         planned(*two, "device=cuda").notes
     )
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_judge_over_several_devices_is_refused_beside_others_and_taken_alone(devices):
+    served = f"rewards.0.options.model={{vllm: {JUDGE}, args: {{tensor_parallel_size: 2}}}}"
+    for layout in (f"devices_per_controller={devices}", f"controllers={devices}"):
+        problems = " ".join(planned(served, layout).problems)
+        assert ("rewards (judge): its server is spread over 2 devices, and each of the 2 devices" in problems) == (
+            devices == 2
+        )
+        assert ("remove tensor_parallel_size" in problems) == (devices == 2)
+
+
+def test_a_judge_that_has_no_room_in_its_share_is_refused():
+    weights = asked_of()[0][0].weights
+
+    def problems(**args):
+        model = json.dumps({"vllm": str(JUDGE), "args": args})
+        made = planned(f"rewards.0.options.model={model}", "device=cuda", device_memory=10 * weights)
+        return " ".join(made.problems)
+
+    assert "its server may have 5% of" in problems(gpu_memory_utilization=0.05)
+    assert "raise options.model.args.gpu_memory_utilization" in problems(gpu_memory_utilization=0.05)
+    assert "its server may have" not in problems(gpu_memory_utilization=0.2)
+    assert "its server may have" not in problems(gpu_memory_utilization=0.06, tensor_parallel_size=2)
 
 
 def test_an_engine_that_sleeps_is_there_while_it_samples():

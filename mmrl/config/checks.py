@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmrl.config.picture_checks import of_pictures
 
@@ -231,12 +231,18 @@ def _beside_devices(recipe: Recipe) -> Iterator[str]:
             f"rollout.options: environment puts the engines of {devices} on the same; remove CUDA_VISIBLE_DEVICES, and "
             "each uses its own, or set devices_per_controller to 1"
         )
-    for name in ("tensor_parallel_size", "tp_size"):
-        if (size := rollout.options.get(name, 1)) != 1:
-            yield (
-                f"rollout.options: an engine of {size} devices does not fit beside one of {devices}; remove {name}, or "
-                "set devices_per_controller to 1"
-            )
+    for name, size in _parallel(recipe):
+        yield (
+            f"rollout.options: an engine of {size} devices does not fit beside one of {devices}; remove {name}, or "
+            "set devices_per_controller to 1"
+        )
+
+
+def _parallel(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """The options that spread an engine over several devices."""
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tp_size", "pp_size"):
+        if (size := recipe.rollout.options.get(name, 1)) != 1:
+            yield name, size
 
 
 def _disaggregated(recipe: Recipe) -> Iterator[str]:
@@ -285,6 +291,11 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
         yield (
             f"rollout.options: environment puts the engines of {n} controllers on the same devices; remove "
             "CUDA_VISIBLE_DEVICES, and each uses its controller's, or set controllers to 1"
+        )
+    for name, size in _parallel(recipe) if one_each and "url" not in recipe.rollout.options else ():
+        yield (
+            f"rollout.options: an engine of {size} devices does not fit beside a controller of one; remove {name}, or "
+            "set controllers to 1"
         )
     if ":" in recipe.device:
         yield f"device: {recipe.device} is one, and {n} controllers take one each; set device to auto, cpu or cuda"

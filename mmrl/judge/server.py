@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from math import prod
 from typing import Any
 
 from mmrl.engines.served import Client, Process, flags, new_key, private_folder
@@ -34,6 +35,8 @@ SHARE = 0.92
 """Of a GPU's memory that a vLLM server takes (0.32.0), where ``args`` give no ``gpu_memory_utilization``."""
 CACHE = 512 * 2**20
 """Bytes of the key-value cache without a GPU, where ``args`` say nothing of it."""
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Of ``args``: a server takes as many devices as their product."""
 
 
 class VllmServer:
@@ -224,7 +227,9 @@ def weights_of(path: str, args: Mapping[str, Any] | None, python: str | None) ->
     """What a server takes of a device, for ``mmrl plan``."""
     given = args or {}
     cache = given.get("kv_cache_memory_bytes", CACHE if python is None else 0)
-    return Weights(path, str(given.get("dtype", "auto")), float(given.get("gpu_memory_utilization", SHARE)), int(cache))
+    share = float(given.get("gpu_memory_utilization", SHARE))
+    devices = prod(int(given.get(name) or 1) for name in PARALLEL)
+    return Weights(path, str(given.get("dtype", "auto")), share, int(cache), devices)
 
 
 def _on_gpu() -> bool:

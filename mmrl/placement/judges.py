@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from mmrl.config.checks import label_of
 from mmrl.config.names import resolve_options
 from mmrl.errors import UserError
+from mmrl.placement.tables import size
 from mmrl.rewards.checkpoints import read_tensors
 from mmrl.rewards.contract import Weights
 
 if TYPE_CHECKING:
     from mmrl.config.loader import LoadedRecipe
-    from mmrl.config.schema import Reward
+    from mmrl.config.schema import Recipe, Reward
     from mmrl.rewards.loading import Found
 
 _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "I64": 8, "I32": 4}
@@ -73,8 +74,27 @@ def on_devices(
             notes.append(f"{key} ({label}): it does not say which model it computes with, so that is not counted")
         elif models:
             one = _sized(label, key, config, models, problems, notes)
+            problems += [f"{key} ({label}): {why}" for why in _refused(recipe, one, models, device, memory)]
             asked.append(_served(one, models, device, memory, notes))
     return asked, problems, notes
+
+
+def _refused(recipe: Recipe, one: Asked, models: Sequence[Weights], device: str, memory: int | None) -> Iterator[str]:
+    """Why servers of the models cannot be on the devices that judge, with the edit."""
+    several, spread = recipe.controllers * recipe.devices_per_controller, max(model.devices for model in models)
+    if several > 1 and spread > 1:
+        yield (
+            f"its server is spread over {spread} devices, and each of the {several} devices of this run that judges "
+            "starts one for itself alone; remove tensor_parallel_size and its like from options.model.args, take a "
+            "smaller or quantised judge, or serve it apart and name it as options.model: {url, name}"
+        )
+    share = sum(model.share for model in models)
+    if device.startswith("cuda") and memory is not None and share and one.weights / spread > share * memory:
+        yield (
+            f"its weights take {size(one.weights // spread)} of a device, and its server may have {share:.0%} of "
+            f"{size(memory)}; raise options.model.args.gpu_memory_utilization where that is enough, take a smaller or "
+            "quantised judge, or serve it apart and name it as options.model: {url, name}"
+        )
 
 
 def _served(one: Asked, models: Sequence[Weights], device: str, memory: int | None, notes: list[str]) -> Asked:

@@ -65,12 +65,13 @@ class Spans:
 class Weights:
     """A model that a reward computes with: a directory or hub name, and the dtype it is loaded in (``auto``: as it is
     stored). ``share``: of a GPU's memory that its server takes, weights among it; ``beside``: bytes it takes beside the
-    weights without a GPU."""
+    weights without a GPU; ``devices``: over how many it is spread."""
 
     path: str
     dtype: str = "auto"
     share: float = 0.0
     beside: int = 0
+    devices: int = 1
 
 
 Value: TypeAlias = float | Failed | None
