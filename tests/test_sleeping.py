@@ -20,7 +20,7 @@ from mmrl.judge.asking import Settings as Asking
 from mmrl.judge.server import ServedJudge
 from mmrl.report.notices import listen
 from tests import judging, tiny
-from tests.ray_runs import SMALL, children, ended, rows, train
+from tests.ray_runs import SMALL, children, ended, rows, train, wait_for
 
 allow_cpu_only()  # before transformers imports torchvision
 pytest.importorskip("vllm")
@@ -232,3 +232,24 @@ def test_an_engine_and_a_judge_take_turns_with_training_and_nothing_changes(tmp_
         assert row["placement/wake"] > 2.0
     woken = [line for line in rows(tmp_path / "two", "placement.jsonl") if line.get("role") == "wake"]
     assert {(line["step"], line["device"]) for line in woken} == {(1, 0), (1, 1), (2, 0), (2, 1)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("devices", "how"), [(1, signal.SIGKILL), (2, signal.SIGSTOP)])
+def test_a_run_whose_engine_is_lost_goes_on_as_if_it_had_not(tmp_path, devices, how):
+    more = ["rollout.engine=vllm_server", "eval.every=null", "sampling.batch_size=4", "train.steps=3"]
+    more += [f"devices_per_controller={devices}"]
+    calm, lost = tmp_path / "calm", tmp_path / "lost"
+    code, said = ended(train("sums", calm, *SMALL, *more), 900)
+    assert code == 0, said
+    process = train("sums", lost, *SMALL, *more)
+    wait_for(process, lost, 1)
+    engines, _ = servers(process)
+    engines[-1].send_signal(how)
+    code, said = ended(process, 900)
+    assert code == 0, said
+    assert said.count("the vLLM server is lost: ") == 1, said
+    assert ("device 1: the vLLM server is lost" in said) == (devices == 2)
+    assert "the rollout engine is started again" in said
+    assert "start again after step" not in said
+    alike(calm, lost)
