@@ -391,6 +391,16 @@ def test_a_server_that_is_lost_time_and_again_is_an_error(tmp_path, monkeypatch)
     engine.close()
 
 
+def test_a_server_that_is_stopped_while_it_starts_is_not_waited_for(tmp_path):
+    (tmp_path / "private").mkdir()
+    process = Process("it", [sys.executable, "-c", TREE], {}, tmp_path / "private", tmp_path / "log")
+    until(lambda: "up" in process.last_lines())
+    process.members()[2].send_signal(signal.SIGSTOP)
+    with pytest.raises(LostServerError, match=r"its process \d+ was stopped"):
+        process.wait_until(lambda: False, 15)
+    assert not running(process._process.pid)
+
+
 def test_who_watches_hears_of_a_server_that_dies_while_nobody_asks(tmp_path):
     heard = []
     listener = Listening(heard)

@@ -49,7 +49,7 @@ class Process:
     """Final class. ``command`` kept running, its output in ``log``. ``name`` is what messages call it.
 
     Use ``wait_until`` before the first request. ``close`` ends it and everything it started, and removes ``folder``.
-    ``lost``: what became of it, where it ended or stood still before it was ``closed``.
+    ``up``: it was ready. ``lost``: what became of it, where it ended after that or stood still, and was not ``closed``.
     """
 
     def __init__(
@@ -58,13 +58,14 @@ class Process:
         self.name, self.log, self._folder = name, log, folder
         self.lost = ""
         self._closing = threading.Lock()
-        self.closed = False
+        self.up = self.closed = False
         log.parent.mkdir(parents=True, exist_ok=True)
         kept = [sys.executable, "-I", "-S", str(Path(keeper.__file__)), str(folder), *command]
         with open(log, "ab") as out:
             self._process = subprocess.Popen(
                 kept, stdin=subprocess.PIPE, stdout=out, stderr=out, env={**environment}, start_new_session=True
             )
+        keep_vigil(self)
 
     def ended(self) -> bool:
         return self._process.poll() is not None
@@ -110,6 +111,8 @@ class Process:
         try:
             while not ready():
                 now = time.monotonic()
+                if self.lost:
+                    raise LostServerError(self.lost)
                 if self.ended() or now - start > timeout_s:
                     why = "ended" if self.ended() else f"was not ready after {timeout_s:.0f} s (raise start_timeout_s)"
                     raise UserError(f"{self.name} did not start: it {why}. The end of {self.log}:\n{self.last_lines()}")
@@ -121,7 +124,7 @@ class Process:
         except BaseException:
             self.close()
             raise
-        keep_vigil(self)
+        self.up = True
 
     def close(self) -> None:
         with self._closing:

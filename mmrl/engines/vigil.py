@@ -1,4 +1,4 @@
-"""Whether a server of ours still lives: a thread looks every second from when it is up until it is closed.
+"""Whether a server of ours still lives: a thread looks every second until it is closed.
 
 A process that is stopped (``SIGSTOP``) keeps its sockets, and whoever waits for its answer waits on: so it is ended.
 What a server is slow at is not looked at; the phase that waits for it has a usual time (``mmrl.runtime.pulse``).
@@ -23,7 +23,7 @@ _MEMBERS = 5
 
 
 def keep_vigil(process: Process) -> None:
-    """Call ``process.lose`` once it has ended, or one of its processes is seen stopped twice."""
+    """Call ``process.lose`` once it has ended after it was up, or one of its processes is seen stopped twice."""
     Thread(target=_watch, args=(weakref.ref(process),), name="mmrl-vigil", daemon=True).start()
 
 
@@ -36,7 +36,8 @@ def _watch(there: weakref.ref[Process]) -> None:
         if process is None or process.closed:
             return
         if process.ended():
-            process.lose()
+            if process.up:  # else who waits for it says so
+                process.lose()
             return
         members = members if look % _MEMBERS else process.members()
         stopped = {member for member in members if _stopped(member)}
