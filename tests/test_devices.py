@@ -22,7 +22,7 @@ from mmrl.placement.several import Several
 from mmrl.placement.utilisation import Sampler, of_gpu
 from mmrl.report import notices
 from mmrl.runtime.worker import LostDeviceError, There, serve
-from tests.ray_runs import JUDGED, ROOT, SMALL, alike, ended, lose_one, placed, rows, run, start
+from tests.ray_runs import JUDGED, ROOT, SMALL, alike, ended, lose_one, placed, rows, run, start, train
 
 allow_cpu_only()  # before transformers imports torchvision
 pytest.importorskip("ray")
@@ -140,6 +140,22 @@ def test_a_device_that_dies_or_freezes_is_found_and_nothing_is_lost(unhurried, t
     lose_one(out, how, "devices_per_controller=2", *layout)
     alike(whole, out)
     assert [row["step"] for row in rows(out)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_what_the_user_must_mend_on_one_device_alone_is_said(tmp_path):
+    file = tmp_path / "picky.py"
+    file.write_text(
+        "import os\nimport mmrl\n\n@mmrl.reward(inputs=('text',))\nclass Score:\n    def __init__(self):\n"
+        "        if os.readlink('/proc/self/fd/1').endswith('/0.1.log'):\n"
+        "            raise ValueError('no room here')\n"
+        "    def score(self, samples, *, context):\n        return [0.0] * len(samples)\n"
+    )
+    words = [*SMALL, f'rewards=[{{name: "{file}:Score"}}]', "devices_per_controller=2"]
+    code, said = ended(train("sums", tmp_path / "x", *words))
+    assert code == 2, said
+    assert "no room here" in said
+    assert "Traceback" not in said
 
 
 def test_a_judge_sleeps_for_real_and_answers_as_before():
