@@ -40,6 +40,7 @@ from mmrl.report.clock import Clock
 from mmrl.resampling import resample
 from mmrl.rollout import Round, Sampling, groups_of, sample_and_score
 from mmrl.tally import Sums, Tally
+from mmrl.trajectory import Slot
 
 Groups = list[tuple[int, int]]
 """The (round, group) that stands in each slot."""
@@ -137,7 +138,10 @@ class Ahead:
             if run.attempts is None:  # ``land`` finishes the round: its statistics may be of all controllers
                 return None
             rounds, tally = [first.finish(inside)], Tally()
-            again = partial(sample_and_score, run, step=step, clock=inside, version=version)
+
+            def again(slots: list[Slot]) -> Round:
+                return sample_and_score(run, slots, step, inside, version, len(rounds))
+
             groups = resample(run, run.attempts.at(valid), rounds, again, tally)
             return rounds, groups, tally.sums()
 

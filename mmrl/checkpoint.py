@@ -41,12 +41,14 @@ _AHEAD = "ahead"
 class Checkpoint:
     """What is to be saved: ``tensors`` by part and name, ``state`` any JSON, ``step`` the number of finished steps.
 
-    Tensors are the run's own, which the next step changes; those in shards are ``DTensor``.
+    Tensors are the run's own, which the next step changes; those in shards are ``DTensor``. ``own``: the parts that no
+    other controller has.
     """
 
     step: int
     tensors: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
+    own: frozenset[str] = frozenset()
 
     @property
     def flat(self) -> dict[str, Tensor]:
@@ -107,23 +109,22 @@ def of_run(run: Run, step: int, **state: Any) -> Checkpoint:
     if run.critic is not None:
         theirs, state["critic"] = _spread(run.critic)
         tensors |= {f"{_CRITIC}{part}": values for part, values in theirs.items()}
+    own: dict[str, dict[str, Tensor]] = {}
     if run.flight is not None:
         pools, state[_FLIGHT] = run.flight.state()
-        tensors |= {f"{_FLIGHT}-{pool}": rows for pool, rows in pools.items()}
+        own = {f"{_FLIGHT}-{pool}": rows for pool, rows in pools.items()}
     if run.ahead is not None:
         tensors[_AHEAD], state[_AHEAD] = run.ahead.state()
     if run.balance is not None:
         state["balance"] = run.balance.state()
     if run.attempts is not None:
         state["attempts"] = {"valid": run.attempts.valid}
-    return Checkpoint(step, tensors, state)
+    return Checkpoint(step, tensors | own, state, frozenset(own))
 
 
 def restore(run: Run, found: Saved) -> None:
     """Bring ``run`` to where ``of_run`` left it. Raises ``UserError`` where the checkpoint is of another run."""
-    restore_policy(run.policy, found)
-    if run.critic is not None:
-        _load(run.critic, found, _CRITIC, "critic")
+    restore_trained(run, found)
     if run.flight is not None:
         pools = {int(part.partition("-")[2]): rows for part, rows in found.parts(_FLIGHT).items()}
         run.flight.load_state(run, pools, found.state[_FLIGHT])
@@ -133,6 +134,13 @@ def restore(run: Run, found: Saved) -> None:
         run.balance.load_state(found.state["balance"])
     if run.attempts is not None:
         run.attempts.valid = found.state["attempts"]["valid"]
+
+
+def restore_trained(run: Run, found: Saved) -> None:
+    """As ``restore``, of what every device that trains has."""
+    restore_policy(run.policy, found)
+    if run.critic is not None:
+        _load(run.critic, found, _CRITIC, "critic")
 
 
 def restore_policy(policy: Policy, found: Saved) -> None:

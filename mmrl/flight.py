@@ -109,7 +109,9 @@ class Flight:
             if not lacking:
                 return Landed(landed, micro_batches, scoring, unusable, rounds, self.groups, dict(self._taken))
             with clock("sample"):
-                self._draw(run, lacking, of, version)
+                inputs = run.rewards.inputs
+                how = Drawing([], run.objective.samples_with, run.recipe.seed, inputs, step=step, round=rounds)
+                self._draw(run, lacking, of, how, version)
             rounds += 1
 
     def land(self, run: Run, drawn: Landed, step: int, clock: Clock, tally: Tally) -> Round:
@@ -199,7 +201,7 @@ class Flight:
         run.pipeline.features.release(keys)  # each group holds its own: two may share a prompt
         return unusable
 
-    def _draw(self, run: Run, pools: Sequence[int], of: int, version: Version | None) -> None:
+    def _draw(self, run: Run, pools: Sequence[int], of: int, how: Drawing, version: Version | None) -> None:
         """One round: at most ``cut_after`` tokens for every response under way in ``pools``."""
         size = run.recipe.train.group_size
         flying = [group for group in self.groups if not group.whole and self._pool(group.slot) in pools]
@@ -209,7 +211,6 @@ class Flight:
         done, asked = order[: going.count(False)], order[going.count(False) :]
         most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
         parts = [before.rows(rows) for rows in chunks(asked, most)]
-        how = Drawing([], run.objective.samples_with, run.recipe.seed, run.rewards.inputs)
         grown = run.devices.go_on(run, parts, self.settings.cut_after, how, version)
         dated = [_dated(part, more, of) for part, more in zip(parts, grown, strict=True)]
         after = Trajectory.join([*([before.rows(done)] if done else []), *dated])

@@ -43,7 +43,10 @@ def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) 
             rounds = [sample_and_score(run, slots, step, clock)]
             groups = groups_of(rounds[0])
             if run.attempts is not None:
-                again = partial(sample_and_score, run, step=step, clock=clock)
+
+                def again(slots: list[Slot]) -> Round:
+                    return sample_and_score(run, slots, step, clock, number=len(rounds))
+
                 groups = resample(run, run.attempts, rounds, again, tally)
     first = replace(rounds[0].scores, total=rewards_of(run, rounds, groups_of(rounds[0])))
     tally.set(reward_metrics(first, run.controller.gather))
@@ -72,9 +75,11 @@ class Round:
     scores: Scores
 
 
-def sample_and_score(run: Run, slots: list[Slot], step: int, clock: Clock, version: Version | None = None) -> Round:
-    """A group of samples for every slot, in micro-batches, and what the rewards say of them."""
-    sampling = Sampling(run, slots, step, clock, clock, version)
+def sample_and_score(
+    run: Run, slots: list[Slot], step: int, clock: Clock, version: Version | None = None, number: int = 0
+) -> Round:
+    """A group of samples for every slot, in micro-batches, and what the rewards say of them, in round ``number``."""
+    sampling = Sampling(run, slots, step, clock, clock, version, number)
     sampling.collect()
     return sampling.finish(clock)
 
@@ -86,17 +91,25 @@ class Sampling:
     """
 
     def __init__(
-        self, run: Run, slots: list[Slot], step: int, clock: Clock, inside: Clock, version: Version | None = None
+        self,
+        run: Run,
+        slots: list[Slot],
+        step: int,
+        clock: Clock,
+        inside: Clock,
+        version: Version | None = None,
+        number: int = 0,
     ) -> None:
         with clock("encode"):
             self._slots, self._keys, self._bad = encode(run, slots)
         self._size = run.recipe.train.group_size
         rows = samples_of(self._slots, self._size)
         actions = run.pipeline.noisy_steps(step) if "log_probs" in run.objective.needs else []
-        how = Drawing(actions, run.objective.samples_with, run.recipe.seed, run.rewards.inputs)
+        inputs = run.rewards.inputs
+        how = Drawing(actions, run.objective.samples_with, run.recipe.seed, inputs, step=step, round=number)
         self._most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
         asked = [([s for s, _ in chunk], [i for _, i in chunk]) for chunk in chunks(rows, self._most)]
-        self._scoring = run.rewards.start(step, self._size, scale=run.attempts is None)
+        self._scoring = run.rewards.start(step, self._size, scale=run.attempts is None, round=number)
         self._drawn = run.devices.sample(run, asked, how, inside, version)
         self._micro_batches: dict[int, Trajectory] = {}
 

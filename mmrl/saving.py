@@ -28,11 +28,19 @@ class Saver:
     """Final class: saves one checkpoint at a time into ``folder``, and keeps the newest ``keep``.
 
     ``ranks``: a process group of its own, on the CPU, of all whose weights lie in shards: they save together, each its
-    own. None: the leader, one of them all, has everything and saves for all.
+    own. None: the leader, one of them all, saves for all. ``gather``: how the others tell it that they have written
+    what it lacks (``Checkpoint.own``); None where it has everything.
     """
 
-    def __init__(self, folder: Path, keep: int, ranks: dist.ProcessGroup | None = None, leads: bool = True) -> None:
-        self.folder, self.keep, self.ranks, self.leads = folder, keep, ranks, leads
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        ranks: dist.ProcessGroup | None = None,
+        leads: bool = True,
+        gather: Callable[[str | None], list[str | None]] | None = None,
+    ) -> None:
+        self.folder, self.keep, self.ranks, self.leads, self._gather = folder, keep, ranks, leads, gather
         self.saved = 0
         """The newest step that is on the disk, or was taken up from there."""
         self.failed: str | None = None
@@ -42,14 +50,21 @@ class Saver:
         self._error: BaseException | None = None
         self._step = 0
 
+    @property
+    def together(self) -> bool:
+        """Whether all must call ``begin`` together."""
+        return self.ranks is not None or self._gather is not None
+
     def begin(self, taken: Checkpoint) -> None:
         """Copy ``taken`` and write it while the caller goes on; waits first for the one before."""
         self.finish()
         self._step = taken.step
-        if self.ranks is None and not self.leads:
-            self.saved = taken.step
-            return
         try:
+            if self._gather is not None:
+                hand_in(self.folder, taken, self.leads, self._gather)
+            if self.ranks is None and not self.leads:
+                self.saved = taken.step
+                return
             work = (
                 self._copied(taken) if self.ranks is None else begin_shards(self.folder, taken, self.keep, self.ranks)
             )
@@ -113,7 +128,38 @@ class Saver:
 def saver_of(run: Run, folder: Path) -> Saver:
     """What saves ``run`` into ``folder``. All ranks must call it together."""
     ranks = run.controller.peers.again("gloo") if run.policy.weights.in_shards else None
-    return Saver(folder, run.recipe.checkpoint.keep, ranks, run.controller.leads)
+    each = run.flight is not None and run.controller.size > 1  # responses in flight stay with their controller
+    gather = run.controller.gather if each else None
+    return Saver(folder, run.recipe.checkpoint.keep, ranks, run.controller.leads, gather)
+
+
+def hand_in(folder: Path, taken: Checkpoint, leads: bool, gather: Callable[[str | None], list[str | None]]) -> None:
+    """Write where the leader finds it what this controller alone has; all controllers together.
+
+    Raises ``OSError`` on all of them where one cannot write.
+    """
+    error = None
+    try:
+        for part in sorted(taken.own) if not leads else ():
+            room = _handed_in(folder, taken.step)
+            room.mkdir(parents=True, exist_ok=True)
+            _save_part(room, part, taken.tensors[part])
+    except OSError as failed:
+        error = _why(failed)
+    errors = [why for why in gather(error) if why is not None]
+    if errors:
+        raise OSError(errors[0])
+
+
+def _handed_in(folder: Path, step: int) -> Path:
+    return folder / f".parts-step_{step:06d}"
+
+
+def _save_part(folder: Path, part: str, tensors: Mapping[str, Tensor]) -> None:
+    try:
+        save_file({f"{part}/{k}": v.contiguous() for k, v in tensors.items()}, folder / f"{part}.safetensors")
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
 
 
 def save(folder: Path, whole: Checkpoint, keep: int) -> Path:
@@ -124,14 +170,16 @@ def save(folder: Path, whole: Checkpoint, keep: int) -> Path:
     aside = _aside(folder, whole.step)
     try:
         for part, tensors in whole.tensors.items():
-            named = {f"{part}/{k}": v.contiguous() for k, v in tensors.items()}
-            save_file(named, aside / f"{part}.safetensors")
+            _save_part(aside, part, tensors)
+        handed_in = _handed_in(folder, whole.step)
+        for path in handed_in.glob("*.safetensors"):
+            if not (aside / path.name).exists():  # else it is of a run that ended before it was taken
+                os.replace(path, aside / path.name)
+        shutil.rmtree(handed_in, ignore_errors=True)
         files = {path.name: _described(path) for path in sorted(aside.iterdir())}
         return _in_place(folder, aside, whole, files, keep)
-    except BaseException as error:
+    except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, SafetensorError):  # how safetensors reports a full disk
-            raise OSError(str(error)) from error
         raise
 
 

@@ -244,8 +244,8 @@ class Session:
                     progress.line(self.early.told())
             self._save_rest()
         except (UserError, OSError):
-            # shards are saved by all ranks, and those that did not fail are elsewhere
-            if self.saver.ranks is None and self.run.policy.updates == self.updates:
+            # what is saved together is saved by all, and those that did not fail are elsewhere
+            if not self.saver.together and self.run.policy.updates == self.updates:
                 self._save_rest()
             self.saver.finish()
             raise
@@ -324,7 +324,8 @@ class Session:
     def _save_rest(self) -> None:
         """Have the last step on the disk, where it can be."""
         self.saver.finish()
-        if self.done > self.saver.saved:
+        lacks = self.done > self.saver.saved
+        if self._agreed(lacks) if self.saver.together else lacks:  # a disk may be full where only the leader writes
             self._save()
             self.saver.finish()
 

@@ -14,7 +14,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.engines.policy import Version
 from mmrl.loop import train_step
 from mmrl.placement.adaptive import Split
-from mmrl.placement.board import Board, Task
+from mmrl.placement.board import Board, Task, as_rows
 from mmrl.placement.devices import Single
 from mmrl.report.clock import Clock
 from mmrl.report.rundir import RunDir
@@ -304,13 +304,19 @@ def test_what_an_earlier_step_waits_for_goes_first():
 
 def test_work_that_goes_on_into_the_next_step_counts_in_both():
     board = Board(1)
-    board.put(Task("rollout", "sample", ()))
+    board.put(Task("rollout", "sample", (), of=(4, 1)))
     board.take(0)
     began = board._since[0]
     board.cut()
+    (row,) = as_rows(board.events, 4, 0)
+    assert (row["of"], row["round"], row["cut"]) == (5, 1, True)
     board.new_step()
     board.done(0, "rollout", began, began, board._start + 2.0)
     assert [(e.began, e.ended) for e in board.events] == [(0.0, pytest.approx(2.0))]
+    (row,) = as_rows(board.events, 5, 0)
+    assert "of" not in row  # it is of this step now
+    assert "cut" not in row
+    assert row["round"] == 1
 
 
 @pytest.mark.parametrize(
@@ -346,6 +352,9 @@ def test_devices_draw_judge_and_train_at_once_and_learn_as_one_process(tmp_path)
     for mine, theirs in zip(rows(out, "heldout.jsonl"), rows(tmp_path / "one", "heldout.jsonl"), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     work = [json.loads(line) for line in (out / "placement.jsonl").read_text().splitlines()]
+    ahead = [line for line in work if line.get("of", line["step"]) > line["step"]]
+    assert {line["role"] for line in ahead} == {"rollout", "judge"}
+    assert all(line["of"] == line["step"] + 1 for line in ahead)
     for device, roles in enumerate(({"train"}, {"rollout", "wake"}, {"judge"})):
         assert {line["role"] for line in work if line["device"] == device} == roles
     assert any(overlap(a, b) > 0.05 for a in work if a["role"] == "train" for b in work if b["role"] == "rollout")

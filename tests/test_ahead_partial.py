@@ -18,7 +18,7 @@ from mmrl.errors import UserError
 from mmrl.placement import work
 from mmrl.placement.devices import Single
 from mmrl.run import build
-from mmrl.saving import Saver
+from mmrl.saving import saver_of
 from tests.flights import EXTRA, PER_STEP, Room, Sampler, load, replayed, step, watched, write
 
 STEPS = 6
@@ -100,6 +100,13 @@ def whole(folder):
         return {n: steps(opened(folder, n)) for n in (1, 2)}
 
 
+def save(run, folder, done):
+    saver = saver_of(run, folder)
+    saver.begin(checkpoint.of_run(run, done))
+    saver.finish()
+    assert saver.failed is None
+
+
 def figures(found):
     return [{k: v for k, v in row.items() if not k.startswith(("balance/", "time/"))} for row in found]
 
@@ -149,9 +156,7 @@ def test_who_is_faster_changes_nothing(folder, whole):
 def test_a_resumed_run_goes_on_with_what_was_in_flight(folder, whole, staleness, tmp_path):
     first = opened(folder, staleness)
     found = steps(first, 0, 3)
-    saver = Saver(tmp_path, keep=1)
-    saver.begin(checkpoint.of_run(first, 3))
-    saver.finish()
+    save(first, tmp_path, 3)
     saved = checkpoint.load(tmp_path, 3)
     assert saved.parts("flight")["flight-0"]["mask"].sum() > 0
     assert len(saved.state["flight"]["slots"]) == EXTRA
@@ -168,24 +173,26 @@ def test_a_resumed_run_goes_on_with_what_was_in_flight(folder, whole, staleness,
     assert figures(steps(anew, 3)) != figures(whole[staleness])[3:]
 
 
-def test_any_number_of_controllers_draws_the_same_ahead_and_goes_on(folder):
+def test_any_number_of_controllers_draws_the_same_ahead_and_goes_on(folder, tmp_path):
     overrides = ["train.prompts_per_step=4", "rollout.partial={cut_after: 4, extra: 5, pools: 4}"]
 
     def gone_through(*stages):
-        saved, found, done = None, [], 0
+        saved, found, done = tmp_path / str(len(stages)), [], 0
         for size, many in stages:
             room = Room(size)
             runs = [opened(folder, 1, None, overrides, Controller(0, r, size, room.member(r))) for r in range(size)]
-            for run in runs if saved else ():
-                run.policy.load_state(*saved[0])
-                run.flight.load_state(run, *saved[1])
-                run.ahead.load_state(run, *saved[2])
+            for run in runs if done else ():
+                checkpoint.restore(run, checkpoint.load(saved, done))
             with ThreadPoolExecutor(size) as pool:
                 for n in range(done, done + many):
-                    found.append(next(iter(pool.map(lambda run, n=n: step(run, n)[0], runs))))
-            done += many
-            in_flight = {pool: rows for run in runs for pool, rows in run.flight.state()[0].items()}
-            saved = runs[0].policy.state(), (in_flight, runs[0].flight.state()[1]), runs[0].ahead.state()
+                    first, *_ = pool.map(lambda run, n=n: step(run, n)[0], runs)
+                    found.append(first)
+                done += many
+                list(pool.map(save, runs, [saved] * size, [done] * size))
+            assert not list(saved.glob(".*"))
+            parts = checkpoint.load(saved, done).parts("flight")
+            assert parts.keys() == {f"flight-{pool}" for pool in range(4)}
+            assert sum(of["mask"].sum() for of in parts.values()) > 0
         return found
 
     for row, other in zip(gone_through((1, STEPS)), gone_through((2, 2), (4, 2), (1, 2)), strict=True):

@@ -232,11 +232,41 @@ def test_a_run_without_records_is_refused(tmp_path):
         read_run(tmp_path)
 
 
-def test_a_run_that_sampled_ahead_is_no_trace(tmp_path):
+def test_a_run_that_sampled_ahead_has_the_work_of_each_step_that_it_was_for(tmp_path):
+    steps = [{"step": n, "time/step": 10.0, "sampling/stale_steps": float(n > 1)} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    lines = [
+        (1, 1, "rollout", 0.0, 4.0, {}),
+        (1, 2, "judge", 4.0, 5.0, {}),
+        (1, 0, "train", 5.0, 8.0, {}),
+        (1, 1, "rollout", 4.0, 6.0, {"of": 2}),
+        (1, 2, "judge", 6.0, 7.0, {"of": 2}),
+        (1, 1, "rollout", 7.0, 10.0, {"of": 2, "round": 1, "cut": True}),
+        (2, 1, "rollout", 0.0, 2.0, {"round": 1}),
+        (2, 2, "judge", 2.0, 2.5, {"round": 1}),
+        (2, 1, "rollout", 3.0, 3.5, {"of": 3}),  # of a step that was never trained
+        (2, 0, "train", 3.0, 9.0, {}),
+    ]
+    rows = [
+        {"step": step, "controller": 0, "device": device, "role": role, "began": began, "ended": ended, **more}
+        for step, device, role, began, ended, more in lines
+    ]
+    (tmp_path / "placement.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = read_run(tmp_path).trace.steps
+    assert first.shares == [[[(4.0, 1.0)]]]
+    assert second.shares == [[[(2.0, 1.0)], [(5.0, 0.5)]]]
+    assert [first.train, second.train] == [pytest.approx(1.0), pytest.approx(2.0)]  # by all three devices
+    steps[1]["sampling/stale_tokens"] = 1.0
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    with pytest.raises(UserError, match=r"rollout\.partial"):
+        read_run(tmp_path)
+
+
+def test_a_run_that_sampled_ahead_and_does_not_say_for_what_is_no_trace(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.0, "sampling/stale_steps": 1.0}\n')
     event = {"step": 1, "controller": 0, "device": 1, "role": "rollout", "began": 0.0, "ended": 1.0}
     (tmp_path / "placement.jsonl").write_text(json.dumps(event) + "\n")
-    with pytest.raises(UserError, match="name a run of another placement"):
+    with pytest.raises(UserError, match="name a run of this version, or of another placement"):
         read_run(tmp_path)
 
 

@@ -66,6 +66,13 @@ def test_a_step_worked_out_by_hand(tmp_path):
     ]
 
 
+def test_work_for_a_later_step_says_so(tmp_path):
+    rows = step_of(1)
+    rows[0] |= {"of": 2, "round": 1}
+    found = timeline(written(tmp_path / "placement.jsonl", rows))
+    assert ("a0", 0, 40, "device 0: sampling for step 2, round 2, 0 s to 4 s") in bars(found.steps[0])
+
+
 def test_the_steps_shown_are_the_first_both_sides_of_the_largest_change_and_the_last(tmp_path):
     rows = []
     for step in range(1, 21):

@@ -37,6 +37,8 @@ class Task:
     device: int | None = None
     version: Version | None = None
     """The weights to sample with, where the device that does it has no part in training."""
+    of: tuple[int, int] | None = None
+    """The step and the round that it is for, where devices work for later steps too; None is the present ones."""
     answer: Future[Any] = field(default_factory=Future)
 
 
@@ -49,7 +51,11 @@ class Event:
     began: float
     ended: float
     round: int = 0
-    """Of dynamic sampling."""
+    """Of dynamic sampling, or of partial rollout."""
+    of: int | None = None
+    """The step that it is for, where that may be a later one."""
+    cut: bool = False
+    """It goes on in the next step."""
     priced: bool = True
     """Of a turn to another role: whether one inside a phase would take as long."""
 
@@ -95,7 +101,8 @@ class Board:
         with self._changed:
             for device, role in enumerate(self._running):
                 if role in ("rollout", "judge"):
-                    self.events.append(Event(device, role, self._after(self._since[device]), self.elapsed))
+                    began, (of, number) = self._after(self._since[device]), self._for(device)
+                    self.events.append(Event(device, role, began, self.elapsed, number, of, cut=True))
 
     def begin(self, split: Split, moves: Moves, to_come: int) -> None:
         """A generate phase of ``to_come`` micro-batches begins: the first devices sample, the last judge."""
@@ -145,7 +152,8 @@ class Board:
                 self.price = _recent(self.price, turned - began) if priced else self.price
                 self.events.append(Event(device, "wake", self._after(began), self._after(turned), priced=priced))
             if role is not None:
-                self.events.append(Event(device, role, self._after(turned), self._after(ended), self._round))
+                of, number = self._for(device)
+                self.events.append(Event(device, role, self._after(turned), self._after(ended), number, of))
                 self._seconds[role] = _recent(self._seconds.get(role, 0.0), ended - turned)
             self._changed.notify_all()
 
@@ -179,6 +187,11 @@ class Board:
     def elapsed(self) -> float:
         """Seconds since the step began."""
         return time.perf_counter() - self._start
+
+    def _for(self, device: int) -> tuple[int | None, int]:
+        """The step, None for the present one, and the round of what a device is at."""
+        task = self._taken[device]
+        return (None if task is None else task.of) or (None, self._round)
 
     def _after(self, moment: float) -> float:
         """Seconds after the step began; 0 of what was before it."""
@@ -234,7 +247,7 @@ def _recent(before: float, now: float) -> float:
 
 
 def as_rows(events: Sequence[Event], step: int, controller: int) -> list[dict[str, Any]]:
-    """The lines of placement.jsonl."""
+    """The lines of placement.jsonl; ``step`` counts from 1, as there."""
     return [
         {
             "step": step,
@@ -243,7 +256,9 @@ def as_rows(events: Sequence[Event], step: int, controller: int) -> list[dict[st
             "role": e.role,
             "began": round(e.began, 4),
             "ended": round(e.ended, 4),
+            **({"of": e.of + 1} if e.of is not None and e.of + 1 != step else {}),
             **({"round": e.round} if e.round > 0 else {}),
+            **({"cut": True} if e.cut else {}),
             **({} if e.priced else {"priced": False}),
         }
         for e in events

@@ -5,8 +5,10 @@
     {"step": 3, "controller": 0, "device": 1, "role": "rollout", "began": 0.1, "ended": 2.3}
 
 where the role is rollout, judge, train or wake (a move from one role to another; ``priced`` is false there where a move
-inside a phase would take another time) and ``round``, if it is there, is the round of dynamic sampling. Lines with
-``decision`` are what the adaptive split said. Without that file ``metrics.jsonl`` has the phases of a step as a whole.
+inside a phase would take another time) and ``round``, if it is there, is the round of dynamic sampling. Of devices that
+sample ahead ``of`` is the step that something was for, where that was a later one, and ``cut`` says that it went on in
+the next step. Lines with ``decision`` are what the adaptive split said. Without that file ``metrics.jsonl`` has the
+phases of a step as a whole.
 """
 
 from __future__ import annotations
@@ -42,15 +44,21 @@ def read_run(run: Path) -> Recorded:
     """Of a run directory. Raises ``UserError`` where nothing was recorded, or what was cannot be read."""
     metrics = {row["step"]: row for row in read(run / "metrics.jsonl") if "time/step" in row}
     events = [row for row in read(run / "placement.jsonl") if "role" in row]
-    if any("sampling/stale_steps" in row for row in metrics.values()) and events:
+    if any("sampling/stale_tokens" in row for row in metrics.values()):
         raise UserError(
-            f"{run} sampled ahead of its training (disaggregated), so that its steps are no measure of a step's work; "
-            "name a run of another placement"
+            f"{run} drew responses in parts, over several steps (rollout.partial), so that none is a measure of a "
+            "step's work; name a run without"
+        )
+    apart = any("sampling/stale_steps" in row for row in metrics.values()) and bool(events)
+    if apart and not any("of" in row for row in events):
+        raise UserError(
+            f"{run} sampled ahead of its training (disaggregated) and did not yet record for which step, so that its "
+            "steps are no measure of a step's work; name a run of this version, or of another placement"
         )
     if not metrics and not events:
         raise UserError(f"{run} has no metrics.jsonl with steps in it; name the directory of a run that has made some")
     try:
-        return _of_events(run, events, metrics) if events else _of_metrics(run, metrics)
+        return _of_events(run, events, metrics, apart) if events else _of_metrics(run, metrics)
     except (KeyError, TypeError, ValueError) as error:
         name = "placement.jsonl" if events else "metrics.jsonl"
         raise UserError(f"{run / name} has a line that is not as expected ({error!r}); delete it") from None
@@ -75,23 +83,48 @@ def fitted(recorded: Recorded, controllers: int, devices: int, micro_batches: in
     return Trace(steps, recorded.trace.price, recorded.trace.source)
 
 
-def _of_events(run: Path, events: Sequence[Row], metrics: Mapping[int, Row]) -> Recorded:
+def _of_events(run: Path, events: Sequence[Row], metrics: Mapping[int, Row], apart: bool) -> Recorded:
     controllers = 1 + max(int(row["controller"]) for row in events)
     devices = 1 + max(int(row["device"]) for row in events)
     by_step: defaultdict[int, list[Row]] = defaultdict(list)
-    for row in events:
+    for row in _by_their_step(events, metrics) if apart else events:
         by_step[int(row["step"])].append(row)
     steps = []
     for step, rows in sorted(by_step.items()):
         if not any(row["role"] == ROLLOUT for row in rows):
             continue
         shares = [_rounds([row for row in rows if row["controller"] == rank]) for rank in range(controllers)]
-        steps.append(Work(shares, _after(rows, metrics.get(step))))
+        trainers = len({row["device"] for row in rows if row["role"] == "train"})
+        after = _after(rows, None) * trainers / devices if apart else _after(rows, metrics.get(step))
+        if trainers or not apart:  # else the run ended before it trained on them
+            steps.append(Work(shares, after))
     if not steps:
         raise UserError(f"{run / 'placement.jsonl'} has no sampling in it; run a step, or remove the file")
     prices = [row["ended"] - row["began"] for row in events if row["role"] == WAKE and row.get("priced", True)]
     price = statistics.median(prices) if prices else 0.0
     return Recorded(Trace(steps, price, f"{run}, {len(steps)} steps"), controllers, devices)
+
+
+def _by_their_step(events: Sequence[Row], metrics: Mapping[int, Row]) -> list[Row]:
+    """Of devices that trained while others sampled: everything in the step that it was for, with times from the run's
+    beginning. What a step's end had cut in two is whole."""
+    starts, began = {}, 0.0
+    for step in range(min(metrics, default=1), 1 + max(int(row["step"]) for row in events)):
+        starts[step] = began
+        began += metrics[step]["time/step"] if step in metrics else 0.0
+    out: list[Row] = []
+    going: dict[tuple[int, int, str], dict[str, Any]] = {}
+    for row in events:
+        place, at = (row["controller"], row["device"], row["role"]), starts[int(row["step"])]
+        whole = going.pop(place, None)
+        if whole is not None and row["began"] == 0:
+            whole["ended"] += row["ended"]
+        else:
+            whole = {**row, "step": row.get("of", row["step"]), "began": at + row["began"], "ended": at + row["ended"]}
+            out.append(whole)
+        if row.get("cut"):
+            going[place] = whole
+    return out
 
 
 def _rounds(rows: Sequence[Row]) -> Rounds:

@@ -65,7 +65,7 @@ class Several:
     def open(self, run: Run) -> None:
         """Begin to work, with ``run`` as it stands in this process; its rewards' models are asked on the devices."""
         if run.rewards.on_device:
-            run.rewards.call_by(lambda label: _OnDevices(self._board, label))
+            run.rewards.call_by(lambda label: _OnDevices(self._board, label, self._for))
         if self.settings.apart:
             self.state = starting(self.settings, self._count, bool(run.rewards.on_device))
             self._board.apart(self.state.split)
@@ -96,8 +96,13 @@ class Several:
             self._begin(run, how.evaluate, len(asked))
         numbers: dict[Future[Any], int] = {}
         for n, (slots, ids, features) in enumerate(asked):
-            numbers[self._board.put(Task("rollout", "sample", (slots, ids, how), features, version=version))] = n
+            task = Task("rollout", "sample", (slots, ids, how), features, version=version, of=self._for(how))
+            numbers[self._board.put(task)] = n
         return self._drawn(numbers, clock)
+
+    def _for(self, what: Drawing | Context) -> tuple[int, int] | None:
+        """The step and round of what is drawn or judged, where that may be a later one than is trained."""
+        return (what.step, what.round) if self.settings.apart and what.step >= 0 else None
 
     def _begin(self, run: Run, evaluate: bool, to_come: int) -> None:
         """Divide the devices for a generate phase."""
@@ -124,7 +129,8 @@ class Several:
         assert self.settings.apart  # elsewhere it is refused
         version = version or self.version(run, how.weights)
         tasks = [
-            Task("rollout", "go_on", (part, most, how), features_of(run, part.slots), version=version) for part in parts
+            Task("rollout", "go_on", (p, most, how), features_of(run, p.slots), version=version, of=self._for(how))
+            for p in parts
         ]
         return all_of([self._board.put(task) for task in tasks])
 
@@ -312,11 +318,12 @@ class Several:
 class _OnDevices:
     """Final class: the calls of a reward whose model is on the devices that judge."""
 
-    def __init__(self, board: Board, label: str) -> None:
-        self._board, self._label = board, label
+    def __init__(self, board: Board, label: str, of: Callable[[Drawing | Context], tuple[int, int] | None]) -> None:
+        self._board, self._label, self._for = board, label, of
 
     def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
-        answer = self._board.put(Task("judge", "score", (self._label, list(samples), context.step)))
+        task = Task("judge", "score", (self._label, list(samples), context.step), of=self._for(context))
+        answer = self._board.put(task)
         answer.add_done_callback(lambda done: context.sent.update(_sent(done)))
         return answer
 

@@ -28,13 +28,16 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Drawing:
     """How the micro-batches of a phase are sampled: ``actions`` as in ``Pipeline.sample``, under the copy ``weights``
-    of the policy; ``inputs`` are what rewards see of a sample."""
+    of the policy; ``inputs`` are what rewards see of a sample. ``step`` and ``round``: of training, that they are for;
+    -1 outside it."""
 
     actions: Sequence[int]
     weights: str
     seed: int
     inputs: frozenset[str]
     evaluate: bool = False
+    step: int = -1
+    round: int = 0
 
 
 def sample(
@@ -111,7 +114,7 @@ def restore(run: Run, checkpoints: Path, step: int) -> None:
 
     found = checkpoint.load(checkpoints, step)
     assert found is not None
-    checkpoint.restore(run, found)
+    checkpoint.restore_trained(run, found)
 
 
 def version(run: Run, name: str, first: bool) -> Version | None:

@@ -212,11 +212,14 @@ def read(path: Path | str) -> list[dict[str, Any]]:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Keep the rows of a JSONL file up to and with ``step`` (rows without a step stay); drop a torn last line."""
+    """Keep the rows of a JSONL file up to and with ``step`` (rows without a step stay); drop a torn last line.
+
+    What was done in a step for a later one (``of``) goes too: it will be done again.
+    """
     from mmrl.report.rundir import write_atomic
 
     if path.exists():
-        kept = [row for row in read(path) if row.get("step", step) <= step]
+        kept = [row for row in read(path) if row.get("of", row.get("step", step)) <= step]
         write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
 
 

@@ -44,12 +44,14 @@ Split = tuple[int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """What a device did, in seconds from its step's beginning; ``calls`` were drawn as one."""
+    """What a device did, in seconds from its step's beginning; ``calls`` were drawn as one. ``of``: for which step,
+    where it was another, and in which of several rounds."""
 
     role: str
     began: float
     ended: float
     calls: int = 1
+    of: str = ""
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,10 @@ def _span(row: Mapping[str, Any]) -> tuple[Place, Span] | None:
         return None
     if not (0 <= controller < 10**6 and 0 <= device < 10**6 and 0 <= began <= ended < 1e9):
         return None
-    return (controller, device), Span(role[:40], float(began), float(ended))
+    step, number = row.get("of"), row.get("round")
+    of = f" for step {step}" if isinstance(step, int) and 0 <= step < 1e9 else ""
+    of += f", round {number + 1}" if isinstance(number, int) and 0 < number < 1e6 else ""
+    return (controller, device), Span(role[:40], float(began), float(ended), of=of)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -286,9 +291,10 @@ def _draw(rows: Sequence[Sequence[Span]], labels: Sequence[str], length: float, 
             f"<title>{idle}</title></rect>"
         )
         for span in _joined(spans, axis):
-            said = Markup("{}: {}{}, {} s to {} s").format(
+            said = Markup("{}: {}{}{}, {} s to {} s").format(
                 label,
                 _name(span.role),
+                span.of,
                 f", {span.calls} calls" if span.calls > 1 else "",
                 short(round(span.began, 3)),
                 short(round(span.ended, 3)),
@@ -310,8 +316,9 @@ def _joined(spans: Sequence[Span], axis: float) -> Iterator[Span]:
     for span in spans:
         last = joined[-1] if joined else None
         narrow = last is not None and min(span.ended - span.began, last.ended - last.began) < 0.004 * axis
-        if last is not None and narrow and last.role == span.role and span.began - last.ended < 0.001 * axis:
-            joined[-1] = Span(span.role, last.began, max(last.ended, span.ended), last.calls + span.calls)
+        same = last is not None and (last.role, last.of) == (span.role, span.of)
+        if last is not None and narrow and same and span.began - last.ended < 0.001 * axis:
+            joined[-1] = Span(span.role, last.began, max(last.ended, span.ended), last.calls + span.calls, span.of)
         else:
             joined.append(span)
     if len(joined) > _BARS:

@@ -167,15 +167,15 @@ class RewardSet:
         """The labels of the rewards that count and are normalised by the batch."""
         return [e.label for e in self._entries if e.config.normalize == "batch" and e.config.weight != 0]
 
-    def start(self, step: int = -1, group_size: int | None = None, *, scale: bool = True) -> Scoring:
+    def start(self, step: int = -1, group_size: int | None = None, *, scale: bool = True, round: int = 0) -> Scoring:
         """Begin to score the samples of ``step``, which come in micro-batches.
 
         ``group_size``: samples of one slot and attempt that make a group whole, so that rewards per group need not wait
         for ``finish``; None makes them. ``scale``: whether the samples are the whole batch that rewards are normalised
-        by; where they are not, ``total`` does that later.
+        by; where they are not, ``total`` does that later. ``round``: of dynamic sampling.
         """
         all_sum = self._all_sum if scale else None
-        return Scoring(self._entries, step, self.device, self.folder, group_size, all_sum)
+        return Scoring(self._entries, step, self.device, self.folder, group_size, all_sum, round)
 
     def total(self, parts: Mapping[str, torch.Tensor], groups: Sequence[Sequence[int]]) -> torch.Tensor:
         """The weighted sum ``[B]`` of the normalised rewards, of their raw values by label; NaN where one is missing.

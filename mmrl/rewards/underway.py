@@ -97,10 +97,11 @@ class Scoring:
         folder: Path | None,
         group_size: int | None,
         all_sum: AllSum | None,
+        number: int = 0,
     ) -> None:
         self.samples: dict[int, Sample] = {}
         self._entries, self._step, self._all_sum = entries, step, all_sum
-        self._contexts = {entry.label: Context(step, device, folder, entry.label, entry.sent) for entry in entries}
+        self._contexts = {e.label: Context(step, device, folder, e.label, e.sent, number) for e in entries}
         self._group_size = group_size
         self._open: dict[tuple[int, int, int], list[int]] = {}
         self._whole: set[frozenset[int]] = set()
