@@ -19,6 +19,7 @@ from mmrl.placement import work
 from mmrl.placement.devices import Single
 from mmrl.run import build
 from mmrl.saving import saver_of
+from tests import ray_runs
 from tests.flights import EXTRA, PER_STEP, Room, Sampler, load, replayed, step, watched, write
 
 STEPS = 6
@@ -220,3 +221,31 @@ def test_a_drawing_that_fails_stops_the_run_and_those_after_it(folder):
         steps(run)
     for begun in run.ahead._begun.values():
         assert isinstance(begun.drawn.exception(timeout=60), UserError)
+
+
+VLLM = [
+    *("sums", "train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4", "model.dtype=float32"),
+    *("eval.every=4", "eval.samples=4", "checkpoint.every=1", "optim.schedule=constant", "optim.lr=0.0003"),
+    *("devices_per_controller=2", "placement={type: disaggregated, staleness: 1}"),
+    "rollout={engine: vllm_server, partial: {cut_after: 4, extra: 4, pools: 2}}",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_servers_beside_devices_go_on_with_responses_whatever_the_number_of_controllers(tmp_path):
+    for name in ("ray", "vllm"):
+        pytest.importorskip(name)
+    recipe, *words = VLLM
+    stages = ("one", "train.steps=4"), ("two", "train.steps=2", "controllers=2"), ("two", "train.steps=4", "--resume")
+    for out, *more in stages:
+        code, said = ray_runs.ended(ray_runs.train(recipe, tmp_path / out, *words, *more), timeout=900)
+        assert code == 0, said
+    for row, other in zip(ray_runs.rows(tmp_path / "one"), ray_runs.rows(tmp_path / "two"), strict=True):
+        for key in ("sampling/stale_age", "sampling/stale_steps", "sampling/in_flight", "text/length", "reward/mean"):
+            assert other[key] == row[key], (row["step"], key)
+        assert other["optim/grad_norm"] == pytest.approx(row["optim/grad_norm"], rel=1e-3)
+        assert row["mismatch/log_prob_gap_max"] < 1e-3 or row["sampling/stale_steps"]
+    assert max(row["sampling/stale_steps"] for row in ray_runs.rows(tmp_path / "one")) > 1
+    ahead = [line for line in ray_runs.placed(tmp_path / "one") if line.get("of", 0) > line["step"]]
+    assert {line["role"] for line in ahead} == {"rollout"}
