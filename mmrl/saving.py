@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -22,6 +22,7 @@ from mmrl.batch import Run
 from mmrl.checkpoint import MANIFEST, STATE, Checkpoint, sha256
 
 Manifest = Mapping[str, Mapping[str, Any]]
+Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
 class Saver:
@@ -38,7 +39,7 @@ class Saver:
         keep: int,
         ranks: dist.ProcessGroup | None = None,
         leads: bool = True,
-        gather: Callable[[str | None], list[str | None]] | None = None,
+        gather: Gather | None = None,
     ) -> None:
         self.folder, self.keep, self.ranks, self.leads, self._gather = folder, keep, ranks, leads, gather
         self.saved = 0
@@ -59,15 +60,17 @@ class Saver:
         """Copy ``taken`` and write it while the caller goes on; waits first for the one before."""
         self.finish()
         self._step = taken.step
+        others: list[str] = []
         try:
             if self._gather is not None:
-                hand_in(self.folder, taken, self.leads, self._gather)
+                others = hand_in(self.folder, taken, self.leads, self._gather)
             if self.ranks is None and not self.leads:
                 self.saved = taken.step
                 return
-            work = (
-                self._copied(taken) if self.ranks is None else begin_shards(self.folder, taken, self.keep, self.ranks)
-            )
+            if self.ranks is None:
+                work = self._copied(taken, others)
+            else:
+                work = begin_shards(self.folder, taken, self.keep, self.ranks)
         except OSError as error:
             self._error = error
             self.finish()
@@ -107,7 +110,7 @@ class Saver:
         except BaseException as error:  # told, or raised, where the run asks next
             self._error = error
 
-    def _copied(self, taken: Checkpoint) -> Callable[[], object]:
+    def _copied(self, taken: Checkpoint, others: Sequence[str]) -> Callable[[], object]:
         """Into the memory of the last copy: to make room for hundreds of megabytes takes longer than to copy them."""
         before, self._copies = self._copies, {}
         tensors: dict[str, dict[str, Tensor]] = {}
@@ -122,7 +125,7 @@ class Saver:
         if any(t.is_cuda for t in taken.flat.values()):
             torch.cuda.current_stream().synchronize()
         copied = Checkpoint(taken.step, tensors, taken.state)
-        return lambda: save(self.folder, copied, self.keep)
+        return lambda: save(self.folder, copied, self.keep, others)
 
 
 def saver_of(run: Run, folder: Path) -> Saver:
@@ -133,22 +136,26 @@ def saver_of(run: Run, folder: Path) -> Saver:
     return Saver(folder, run.recipe.checkpoint.keep, ranks, run.controller.leads, gather)
 
 
-def hand_in(folder: Path, taken: Checkpoint, leads: bool, gather: Callable[[str | None], list[str | None]]) -> None:
-    """Write where the leader finds it what this controller alone has; all controllers together.
+def hand_in(folder: Path, taken: Checkpoint, leads: bool, gather: Gather) -> list[str]:
+    """Write where the leader finds it what this controller alone has; all controllers together. Returns the parts that
+    others than the leader wrote.
 
     Raises ``OSError`` on all of them where one cannot write.
     """
+    mine: list[str] = [] if leads else sorted(taken.own)
     error = None
     try:
-        for part in sorted(taken.own) if not leads else ():
+        for part in mine:
             room = _handed_in(folder, taken.step)
             room.mkdir(parents=True, exist_ok=True)
             _save_part(room, part, taken.tensors[part])
     except OSError as failed:
         error = _why(failed)
-    errors = [why for why in gather(error) if why is not None]
+    found = gather({"parts": mine, "error": error})
+    errors = [one["error"] for one in found if one["error"] is not None]
     if errors:
         raise OSError(errors[0])
+    return [part for one in found for part in one["parts"]]
 
 
 def _handed_in(folder: Path, step: int) -> Path:
@@ -162,8 +169,9 @@ def _save_part(folder: Path, part: str, tensors: Mapping[str, Tensor]) -> None:
         raise OSError(str(error)) from error
 
 
-def save(folder: Path, whole: Checkpoint, keep: int) -> Path:
-    """Write ``whole`` into ``folder`` atomically and delete all but the newest ``keep`` and the best.
+def save(folder: Path, whole: Checkpoint, keep: int, others: Sequence[str] = ()) -> Path:
+    """Write ``whole`` into ``folder`` atomically, with the parts that ``others`` have handed in, and delete all but the
+    newest ``keep`` and the best.
 
     Raises ``OSError`` where the disk is full or not writable; what was there before is untouched then.
     """
@@ -172,9 +180,8 @@ def save(folder: Path, whole: Checkpoint, keep: int) -> Path:
         for part, tensors in whole.tensors.items():
             _save_part(aside, part, tensors)
         handed_in = _handed_in(folder, whole.step)
-        for path in handed_in.glob("*.safetensors"):
-            if not (aside / path.name).exists():  # else it is of a run that ended before it was taken
-                os.replace(path, aside / path.name)
+        for part in others:
+            os.replace(handed_in / f"{part}.safetensors", aside / f"{part}.safetensors")
         shutil.rmtree(handed_in, ignore_errors=True)
         files = {path.name: _described(path) for path in sorted(aside.iterdir())}
         return _in_place(folder, aside, whole, files, keep)

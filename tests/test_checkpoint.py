@@ -163,21 +163,24 @@ for step in range(1, 10_000):
 def test_a_controller_that_cannot_write_what_it_alone_has_stops_the_save_everywhere(tmp_path):
     rows = {"flight-1": {"clean": torch.zeros(2, 0, dtype=torch.long)}}
     taken = checkpoint.Checkpoint(3, {"weights": {"w": torch.zeros(2)}} | rows, {}, frozenset(rows))
-    said = []
-    saving.hand_in(tmp_path, taken, False, lambda error: said.append(error) or said)
+    others = saving.hand_in(tmp_path, taken, False, lambda said: [{"parts": [], "error": None}, said])
+    assert others == ["flight-1"]
     assert [p.name for p in tmp_path.rglob("*.safetensors")] == ["flight-1.safetensors"]  # and not the weights
     torn = tmp_path / "file"
     torn.touch()
     with pytest.raises(OSError, match="Not a directory"):
-        saving.hand_in(torn, taken, False, lambda error: said.append(error) or said)
+        saving.hand_in(torn, taken, False, lambda said: [said])
+    full, unseen = {"parts": [], "error": "no space"}, {"parts": ["flight-2"], "error": None}
     for leads in (True, False):
         with pytest.raises(OSError, match="no space"):
-            saving.hand_in(tmp_path, taken, leads, lambda error: [error, "no space"])
-    saver = saving.Saver(tmp_path, keep=1, gather=lambda error: [error, "no space"])
-    saver.begin(taken)
-    assert "no space" in saver.failed
-    assert saver.saved == 0
-    assert not checkpoint.steps(tmp_path)
+            saving.hand_in(tmp_path, taken, leads, lambda said: [said, full])
+    for of_another, why in ((full, "no space"), (unseen, "No such file")):
+        saver = saving.Saver(tmp_path, keep=1, gather=lambda said, other=of_another: [said, other])
+        saver.begin(taken)
+        saver.finish()
+        assert why in saver.failed
+        assert saver.saved == 0
+        assert not checkpoint.steps(tmp_path)
 
 
 @pytest.mark.slow
