@@ -47,7 +47,7 @@ TEXT_LENGTH = 12
 def build(captions: list[str]) -> StableDiffusion3Pipeline:
     """A random StableDiffusion3Pipeline of 3.5 M parameters for 32 px pictures (8 x 8 x 8 latents)."""
     clip_tokenizer = _clip_tokenizer(captions)
-    t5_tokenizer = _t5_tokenizer(captions)
+    words = t5_tokenizer(captions)
     clip = CLIPTextConfig(
         vocab_size=len(clip_tokenizer),
         hidden_size=64,
@@ -60,9 +60,7 @@ def build(captions: list[str]) -> StableDiffusion3Pipeline:
         eos_token_id=clip_tokenizer.eos_token_id,
         pad_token_id=clip_tokenizer.pad_token_id,
     )
-    t5 = T5Config(
-        vocab_size=len(t5_tokenizer), d_model=128, d_kv=32, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0.0
-    )
+    t5 = T5Config(vocab_size=len(words), d_model=128, d_kv=32, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0.0)
     vae = AutoencoderKL(
         in_channels=3,
         out_channels=3,
@@ -98,7 +96,7 @@ def build(captions: list[str]) -> StableDiffusion3Pipeline:
         text_encoder_2=CLIPTextModelWithProjection(clip).eval(),
         tokenizer_2=_clip_tokenizer(captions),
         text_encoder_3=T5EncoderModel(t5).eval(),
-        tokenizer_3=t5_tokenizer,
+        tokenizer_3=words,
     )
 
 
@@ -119,13 +117,13 @@ def _clip_tokenizer(captions: list[str]) -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=TEXT_LENGTH)
 
 
-def _t5_tokenizer(captions: list[str]) -> T5Tokenizer:
+def t5_tokenizer(captions: list[str], length: int = TEXT_LENGTH) -> T5Tokenizer:
     """Unigram T5 tokenizer: the captions' words, and the printable ASCII characters for any other text."""
     words = sorted({w for caption in captions for w in caption.split()})
     characters = [chr(c) for c in range(33, 127)]
     specials = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0), ("▁", -8.0)]
     pieces = [(f"▁{w}", -2.0) for w in words] + [(c, -9.0) for c in characters]
-    return T5Tokenizer(vocab=specials + pieces, extra_ids=0, model_max_length=TEXT_LENGTH)
+    return T5Tokenizer(vocab=specials + pieces, extra_ids=0, model_max_length=length)
 
 
 def draw(prompts: list, n: int, seed: int) -> tuple[list[str], torch.Tensor]:
