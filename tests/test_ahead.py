@@ -376,7 +376,13 @@ def test_a_run_that_drew_ahead_goes_on_with_another_number_of_controllers(tmp_pa
         assert mine["reward/mean"] == pytest.approx(theirs["reward/mean"], rel=1e-3, abs=1e-5)
 
 
-@pytest.fixture(scope="module", params=[REPLACED, FORWARD], ids=["replacements", "clean samples"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(REPLACED, id="replacements"),
+        pytest.param(FORWARD, id="clean samples", marks=pytest.mark.long),
+    ],
+)
 def reference(request, tmp_path_factory):
     """The words of a run, and what one process makes of it: the same versions draw, one thing after another."""
     name, *changes = request.param
