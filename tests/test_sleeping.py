@@ -251,7 +251,7 @@ def test_a_run_whose_engine_is_lost_goes_on_as_if_it_had_not(tmp_path, devices, 
     code, said = ended(train("sums", calm, *SMALL, *more), 900)
     assert code == 0, said
     process = train("sums", lost, *SMALL, *more)
-    wait_for(process, lost, 1)
+    wait_for(process, lost, 1, 600)
     engines, _ = servers(process)
     of_device_1 = [e for e in engines if any(_log(p).endswith("/0.1.log") for p in e.parents())]
     assert len(of_device_1) == (devices == 2)
