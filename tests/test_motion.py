@@ -7,7 +7,11 @@ import pytest
 from PIL import Image
 
 import mmrl
+from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
+from mmrl.report.metrics import read
+from mmrl.report.rundir import RunDir
+from mmrl.session import Session, Stop
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 motions = mmrl.load("datasets", "motions")
@@ -90,3 +94,17 @@ def test_samples_it_cannot_judge_are_refused():
         motion.score([Sample(prompt, SampleId(0, 0, 0, 0))])
     with pytest.raises(ValueError, match=r"needs colour.*data set 'motions'"):
         motion.score([sample(Prompt("x", "x"), motions.frames(prompt, random.Random(0)))])
+
+
+@pytest.mark.slow
+def test_the_shipped_model_draws_the_colour_it_is_told_and_a_step_of_rl_starts_from_ratio_one(tmp_path):
+    small = ["train.steps=1", "train.prompts_per_step=2", "train.group_size=4", "train.micro_batch_size=8"]
+    loaded = load_recipe(["moving-shapes"], [*small, "eval={every: 1, samples: 100, grid: 2}"])
+    with RunDir.create(tmp_path / "run") as directory:
+        Session(loaded, directory).begin(False, Stop())
+    before = read(tmp_path / "run" / "heldout.jsonl")[0]
+    assert before["reward/motion/seen"] > 0.5
+    assert 0 < before["reward/motion/direction"] < 0.8
+    (step,) = read(tmp_path / "run" / "metrics.jsonl")
+    assert step["policy/first_ratio_max_dev"] <= 1e-5
+    assert step["optim/grad_norm"] > 0

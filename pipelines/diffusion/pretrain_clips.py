@@ -46,6 +46,8 @@ TEXT_LENGTH = 8
 FRAMES = 5
 CHANNELS = 8
 BATCH = 24
+SHIFT = 3.0
+"""Of the noise levels, in training and in sampling: where a shape is and where it goes is decided early."""
 
 
 def build(captions: list[str]) -> WanPipeline:
@@ -85,7 +87,7 @@ def build(captions: list[str]) -> WanPipeline:
         tokenizer=tokenizer,
         text_encoder=UMT5EncoderModel(text).eval(),
         vae=vae,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
         transformer=transformer,
     )
 
@@ -168,6 +170,7 @@ def train_flow(pipe: WanPipeline, captions: list[str], given: Tensor, latents: T
         mask = tokens.attention_mask[text]
         embeds = pipe.text_encoder(tokens.input_ids[text], mask).last_hidden_state * mask[..., None]
         sigma = torch.sigmoid(torch.randn(BATCH, generator=generator))
+        sigma = SHIFT * sigma / (1 + (SHIFT - 1) * sigma)
         s = sigma.view(-1, 1, 1, 1, 1)
         v = pipe.transformer((1 - s) * x0 + s * eps, sigma * 1000, embeds, return_dict=False)[0]
         loss = F.mse_loss(v, eps - x0)
