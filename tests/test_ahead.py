@@ -319,6 +319,18 @@ def test_work_that_goes_on_into_the_next_step_counts_in_both():
     assert row["round"] == 1
 
 
+def test_work_that_ends_as_the_step_does_counts_once():
+    board = Board(1)
+    board.put(Task("rollout", "sample", ()))
+    board.take(0)
+    began = board._since[0]
+    board.cut()
+    board.done(0, "rollout", began, began, began + 5.0)
+    first, rest = board.events
+    assert first.ended == rest.began
+    assert board.seconds("rollout") == pytest.approx(5.0)
+
+
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [

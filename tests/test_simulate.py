@@ -241,7 +241,8 @@ def test_a_run_that_sampled_ahead_has_the_work_of_each_step_that_it_was_for(tmp_
         (1, 0, "train", 5.0, 8.0, {}),
         (1, 1, "rollout", 4.0, 6.0, {"of": 2}),
         (1, 2, "judge", 6.0, 7.0, {"of": 2}),
-        (1, 1, "rollout", 7.0, 10.0, {"of": 2, "round": 1, "cut": True}),
+        (1, 1, "rollout", 7.0, 9.5, {"of": 2, "round": 1, "cut": True}),
+        (1, 1, "rollout", 9.5, 10.0, {"of": 2, "round": 1, "cut": True}),
         (2, 1, "rollout", 0.0, 2.0, {"round": 1}),
         (2, 2, "judge", 2.0, 2.5, {"round": 1}),
         (2, 1, "rollout", 3.0, 3.5, {"of": 3}),  # of a step that was never trained

@@ -99,10 +99,12 @@ class Board:
     def cut(self) -> None:
         """Count what samples and judges are at so far as the step's, which ends while they work."""
         with self._changed:
+            now = time.perf_counter()
             for device, role in enumerate(self._running):
                 if role in ("rollout", "judge"):
                     began, (of, number) = self._after(self._since[device]), self._for(device)
-                    self.events.append(Event(device, role, began, self.elapsed, number, of, cut=True))
+                    self.events.append(Event(device, role, began, self._after(now), number, of, cut=True))
+                    self._since[device] = now
 
     def begin(self, split: Split, moves: Moves, to_come: int) -> None:
         """A generate phase of ``to_come`` micro-batches begins: the first devices sample, the last judge."""
@@ -152,8 +154,9 @@ class Board:
                 self.price = _recent(self.price, turned - began) if priced else self.price
                 self.events.append(Event(device, "wake", self._after(began), self._after(turned), priced=priced))
             if role is not None:
-                of, number = self._for(device)
-                self.events.append(Event(device, role, self._after(turned), self._after(ended), number, of))
+                since, (of, number) = max(turned, self._since[device]), self._for(device)  # what was cut is counted
+                until = max(ended, since)
+                self.events.append(Event(device, role, self._after(since), self._after(until), number, of))
                 self._seconds[role] = _recent(self._seconds.get(role, 0.0), ended - turned)
             self._changed.notify_all()
 

@@ -117,8 +117,8 @@ def _by_their_step(events: Sequence[Row], metrics: Mapping[int, Row]) -> list[Ro
     for row in events:
         place, at = (row["controller"], row["device"], row["role"]), starts[int(row["step"])]
         whole = going.pop(place, None)
-        if whole is not None and row["began"] == 0:
-            whole["ended"] += row["ended"]
+        if whole is not None and (row["began"] == 0 or at + row["began"] == whole["ended"]):
+            whole["ended"] += row["ended"] - row["began"]
         else:
             whole = {**row, "step": row.get("of", row["step"]), "began": at + row["began"], "ended": at + row["ended"]}
             out.append(whole)
