@@ -129,7 +129,7 @@ def test_a_run_takes_an_advantage_of_each_reward():
         (["algorithm={type: draft, last_steps: 2, renoise: 2}", "sampling.window=null"], "algorithm.renoise"),
         (["algorithm={type: alignprop, last_steps: 5}", "sampling.window=null"], "set it to 4 or less"),
         (["algorithm={type: refl}", "sampling.window=null", "train.updates_per_step=2"], "refl samples inside"),
-        (["algorithm={type: dpo}"], "use diffusion_dpo"),
+        (["algorithm={type: dpo}"], "use picture_dpo"),
         (
             ["algorithm={type: flow_dppo}", "devices_per_controller=2", "placement=disaggregated"],
             "flow_dppo compares samples with the very policy",

@@ -45,9 +45,10 @@ def _assemble(family: type[Adapter], configs: Configs, dtypes: Mapping[str, torc
     with init_empty_weights(include_buffers=True):
         for name in configs.keys() - {"scheduler"}:
             dtype = dtypes.get(name, dtypes["default"])
-            module = _module(configs[name], wanted=name in family.encoders)
+            wanted = name in family.encoders
+            module = _module(configs[name], wanted)
             made[name] = torch.nn.Module.to(module, dtype)  # diffusers' own ``to`` warns of half precision, wanted here
-            _keep_in_float32(module, dtype)
+            _keep_in_float32(module, dtype, wanted)
     length = next(iter(_lengths(made[name] for name in family.encoders)), 512)
     for name in family.encoders:
         own = next(iter(_lengths([made[name]])), length)
@@ -67,11 +68,12 @@ def _lengths(encoders: Any) -> list[int]:
     return [n for n in found if n is not None]
 
 
-def _keep_in_float32(module: Any, dtype: torch.dtype) -> None:
-    """What transformers keeps in float32 where half precision overflows."""
-    kept = getattr(module, "_keep_in_fp32_modules", None) or () if dtype == torch.float16 else ()
+def _keep_in_float32(module: Any, dtype: torch.dtype, wanted: bool) -> None:
+    """What the libraries keep in float32: transformers (``wanted``, an encoder) where float16 overflows, diffusers in
+    any half precision."""
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or () if dtype == torch.float16 or not wanted else ())
     for part, parameter in module.named_parameters():
-        if any(f".{name}." in part for name in kept):
+        if kept & set(part.split(".")):
             parameter.data = parameter.data.float()
 
 
