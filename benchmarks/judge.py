@@ -75,8 +75,8 @@ class HeldBack:
         self._rewards = rewards
         self.inputs = rewards.inputs
 
-    def start(self, step: int, group_size: int, *, scale: bool = True) -> HeldBackScoring:
-        return HeldBackScoring(self._rewards.start(step, group_size, scale=scale))
+    def start(self, step: int, group_size: int, **more: Any) -> HeldBackScoring:
+        return HeldBackScoring(self._rewards.start(step, group_size, **more))
 
 
 class HeldBackScoring:
