@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean, stdev
 
-from proof_shapes import train
+from proof_shapes import every_seed, of_seeds
 
 from mmrl.judge.statistics import wilson
 
@@ -63,14 +60,7 @@ def table(results: dict[int, dict[str, float]]) -> str:
     """A row per seed, and mean and standard deviation over seeds."""
     keys = ["cpu_seconds", "steps", *(f"{when}/{key}" for key in KEYS for when in ("before", "after")), "rise"]
     rows = {str(seed): r | {"rise": r["after/success"] - r["before/success"]} for seed, r in results.items()}
-    values = {k: [r[k] for r in rows.values()] for k in keys}
-    rows["mean"] = {k: mean(v) for k, v in values.items()}
-    rows["std"] = {k: stdev(v) if len(v) > 1 else math.nan for k, v in values.items()}
-    lines = ["| seed | " + " | ".join(keys) + " |", "|" + "---|" * (len(keys) + 1)]
-    lines += [
-        f"| {name} | " + " | ".join(f"{r[k]:.0f}" if k in keys[:2] else f"{r[k]:.3f}" for k in keys) + " |"
-        for name, r in rows.items()
-    ]
+    lines = of_seeds(rows, keys)
     counts = [(round(r["after/success"] * r["samples"]), round(r["samples"])) for r in results.values()]
     shown = ", ".join("{:.3f} to {:.3f}".format(*wilson(*count)) for count in counts)
     return "\n".join([*lines, f"\n95 % intervals of success after RL, of each seed's own samples: {shown}."])
@@ -89,17 +79,7 @@ def main() -> None:
     if arguments.measure:
         measure_here(arguments.measure, arguments.samples)
         return
-    arguments.out.mkdir(parents=True, exist_ok=True)
-
-    def one(seed: int) -> dict[str, float]:
-        out = arguments.out / f"{Path(arguments.recipe).stem}-{seed}"
-        train(arguments.recipe, seed, out, arguments.overrides)
-        print(f"seed {seed}: trained", flush=True)
-        return measure(out, arguments.samples)
-
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        results = dict(zip(arguments.seeds, pool.map(one, arguments.seeds), strict=True))
-    print(table(results))
+    print(table(every_seed(arguments, lambda out: measure(out, arguments.samples))))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, stdev
@@ -107,21 +108,41 @@ def frechet(a, b) -> float:
     return float(((a.mean(0) - b.mean(0)) ** 2).sum() + numpy.trace(numpy.cov(a.T) + numpy.cov(b.T) - 2 * root))
 
 
+def of_seeds(rows: Mapping[str, Mapping[str, float]], keys: Sequence[str]) -> list[str]:
+    """Lines of a table: a row per seed, mean and standard deviation over them; the first two ``keys`` are whole."""
+    values = {k: [r[k] for r in rows.values()] for k in keys}
+    means = {k: mean(v) for k, v in values.items()}
+    spread = {k: stdev(v) if len(v) > 1 else math.nan for k, v in values.items()}
+    lines = ["| seed | " + " | ".join(keys) + " |", "|" + "---|" * (len(keys) + 1)]
+    lines += [
+        f"| {name} | " + " | ".join(f"{r[k]:.0f}" if k in keys[:2] else f"{r[k]:.3f}" for k in keys) + " |"
+        for name, r in {**rows, "mean": means, "std": spread}.items()
+    ]
+    return lines
+
+
+def every_seed(given: argparse.Namespace, measure: Callable[[Path], dict[str, float]]) -> dict[int, dict[str, float]]:
+    """Train ``given.recipe`` with every seed, ``given.jobs`` at a time; what ``measure`` says of each."""
+    given.out.mkdir(parents=True, exist_ok=True)
+
+    def one(seed: int) -> dict[str, float]:
+        out = given.out / f"{Path(given.recipe).stem}-{seed}"
+        train(given.recipe, seed, out, given.overrides)
+        print(f"seed {seed}: trained", flush=True)
+        return measure(out)
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        return dict(zip(given.seeds, pool.map(one, given.seeds), strict=True))
+
+
 def table(results: dict[int, dict[str, float]]) -> str:
     """A row per seed, and mean and standard deviation over seeds."""
     keys = ["cpu_seconds", "steps", "before/success", "after/success", "rise"]
     keys += [f"{when}/success/{task}" for task in ("count", "side", "relation") for when in ("before", "after")]
     keys += ["before/distance", "after/distance", "floor/distance"]
     rows = {str(seed): r | {"rise": r["after/success"] - r["before/success"]} for seed, r in results.items()}
-    values = {k: [r[k] for r in rows.values()] for k in keys}
-    rows["mean"] = {k: mean(v) for k, v in values.items()}
-    rows["std"] = {k: stdev(v) if len(v) > 1 else math.nan for k, v in values.items()}
-    lines = ["| seed | " + " | ".join(keys) + " |", "|" + "---|" * (len(keys) + 1)]
-    lines += [
-        f"| {name} | " + " | ".join(f"{r[k]:.0f}" if k in keys[:2] else f"{r[k]:.3f}" for k in keys) + " |"
-        for name, r in rows.items()
-    ]
-    after = rows["mean"]["after/success"]
+    lines = of_seeds(rows, keys)
+    after = mean(r["after/success"] for r in results.values())
     half = 1.96 * math.sqrt(after * (1 - after) / SAMPLES)
     lines.append(
         f"\n{SAMPLES} held-out samples a figure; a single success of {after:.3f} has a 95 % interval of +-{half:.3f}."
@@ -159,19 +180,9 @@ def main() -> None:
     if arguments.measure:
         measure_here(str(arguments.measure))
         return
-    arguments.out.mkdir(parents=True, exist_ok=True)
-
-    def one(seed: int) -> dict[str, float]:
-        out = arguments.out / f"{arguments.recipe}-{seed}"
-        train(arguments.recipe, seed, out, arguments.overrides)
-        print(f"seed {seed}: trained", flush=True)
-        return measure(out)
-
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        results = dict(zip(arguments.seeds, pool.map(one, arguments.seeds), strict=True))
-    print(table(results))
+    print(table(every_seed(arguments, measure)))
     if arguments.images:
-        runs = [arguments.out / f"{arguments.recipe}-{seed}" for seed in arguments.seeds]
+        runs = [arguments.out / f"{Path(arguments.recipe).stem}-{seed}" for seed in arguments.seeds]
         draw_images(runs, arguments.images)
 
 

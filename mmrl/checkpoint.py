@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mmrl import early_stopping
 from mmrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -195,9 +196,9 @@ def load_best(folder: Path) -> Saved | None:
     Raises ``UserError`` where the run has none such, or the base itself was best.
     """
     newest, _ = load_latest(folder)
-    if newest is None or newest.state.get("early_stopping", {}).get("step") == newest.step:
+    if newest is None or newest.state.get(early_stopping.KEY, {}).get("step") == newest.step:
         return newest
-    best = newest.state.get("early_stopping", {}).get("step")
+    best = newest.state.get(early_stopping.KEY, {}).get("step")
     if best is None:
         raise UserError("--checkpoint best: the recipe has no eval.early_stopping, so none was kept; give latest")
     if best == 0:

@@ -114,6 +114,12 @@ def test_what_cannot_stop_is_refused(overrides, message):
         load_recipe(["shapes-draft"], [HALFWAY, *overrides])
 
 
+def test_of_pairs_a_figure_of_theirs_may_be_watched_and_no_unknown_reward():
+    load_recipe(["sums-dpo"], ["eval.early_stopping={metric: dpo/accuracy}"])
+    with pytest.raises(RecipeError, match=r"'reward/nothing' is no reward.*reward/shapes"):
+        load_recipe(["shapes-dpo"], ["eval.early_stopping={metric: reward/nothing}"])
+
+
 def test_text_has_no_steps_to_leave_to_the_base():
     with pytest.raises(RecipeError, match=r"eval\.tuned_fraction: text has no denoising steps"):
         load_recipe(["sums"], ["eval.tuned_fraction=0.8"])

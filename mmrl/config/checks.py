@@ -346,8 +346,10 @@ def _evaluation(recipe: Recipe) -> Iterator[str]:
         yield "eval.early_stopping: nothing is evaluated, so nothing would stop; set eval.every, or remove it"
     labels = [label_of(r.name, r.label) for r in [*recipe.rewards, *evaluation.rewards]]
     kind, _, rest = stopping.metric.partition("/")
-    if recipe.algorithm.kind != "offline" and (kind != "reward" or rest.partition("/")[0] not in labels):
+    known = rest.partition("/")[0] in labels if kind == "reward" else recipe.algorithm.kind == "offline"
+    if not known:
+        named = " or ".join(f"reward/{label}" for label in labels) or "a figure of the pairs, such as dpo/accuracy"
         yield (
-            f"eval.early_stopping.metric: {stopping.metric!r} is no reward of this recipe; set it to "
-            f"{' or '.join(f'reward/{label}' for label in labels)}, or a part of one (reward/label/part)"
+            f"eval.early_stopping.metric: {stopping.metric!r} is no reward of this recipe; set it to {named}, or a "
+            "part of one (reward/label/part)"
         )

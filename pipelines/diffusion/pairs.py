@@ -30,8 +30,8 @@ class PicturePairs:
     def __init__(self, pipeline: FlowPipeline) -> None:
         if pipeline.makes != "image":
             raise UserError(
-                f"algorithm.type: picture_dpo trains on pairs of pictures, and {pipeline.adapter.family} makes clips; "
-                "use diffusion_dpo, which makes pairs of its own samples"
+                f"algorithm.type: {pipeline.recipe.algorithm.type} trains on pairs of pictures, and "
+                f"{pipeline.adapter.family} makes clips; use an algorithm that samples"
             )
         self.pipeline = pipeline
 
