@@ -109,10 +109,14 @@ def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Wei
         return Replicated(module)
     if recipe.train.backend == "replicated":
         return Replicated(module, controller.gradients)
-    from mmrl.engines.sharded import Sharded
-
     if controller.peers.ranks is None:  # a run that is looked at, by one process
         return Replicated(module)
+    if recipe.train.backend == "megatron":
+        from mmrl.engines.megatron.weights import ModelParallel
+
+        return ModelParallel(module, recipe.train, recipe.model.gradient_checkpointing, controller.peers.sent)
+    from mmrl.engines.sharded import Sharded
+
     return Sharded(module, controller.peers.ranks, controller.peers.sent)
 
 

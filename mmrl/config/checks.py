@@ -271,7 +271,8 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
     if ":" in recipe.device and recipe.devices_per_controller > 1:
         yield f"device: {recipe.device} is one, and a controller takes several; set device to auto, cpu or cuda"
     if n * recipe.devices_per_controller > 1 and recipe.train.backend == "fsdp":
-        yield from _sharded(recipe)
+        yield from _sharded(recipe, "weights in shards (fsdp)")
+    yield from _megatron(recipe)
     if n == 1:
         return
     for key, most in (("train.prompts_per_step", recipe.train.prompts_per_step), ("eval.samples", recipe.eval.samples)):
@@ -301,25 +302,56 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
         yield f"device: {recipe.device} is one, and {n} controllers take one each; set device to auto, cpu or cuda"
 
 
-def _sharded(recipe: Recipe) -> Iterator[str]:
+def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
     """Where weights lie in shards, forward and backward passes are of all ranks together."""
     algorithm = recipe.algorithm
     if algorithm.kind == "pathwise":
         yield (
-            f"train.backend: {algorithm.type} back-propagates through several denoising steps at once, which weights "
-            "in shards (fsdp) cannot do; set train.backend to replicated"
+            f"train.backend: {algorithm.type} back-propagates through several denoising steps at once, which {what} "
+            "cannot do; set train.backend to replicated"
         )
     if recipe.rollout.engine != "transformers":
         yield (
-            f"train.backend: {recipe.rollout.engine} takes whole weights after every update, which weights in shards "
-            "(fsdp) do not give it yet; set train.backend to replicated, or remove rollout"
+            f"train.backend: {recipe.rollout.engine} takes whole weights after every update, which {what} "
+            "do not give it yet; set train.backend to replicated, or remove rollout"
         )
     reference = algorithm.type == "dpo" and not algorithm.reference_free and recipe.model.lora is None
     if reference and recipe.eval.every is not None:
         yield (
-            "train.backend: held-out pairs are compared under the weights and the reference in turn, which weights in "
-            "shards (fsdp) cannot do; set eval.every to null, model.lora={rank: 32}, or train.backend to replicated"
+            f"train.backend: held-out pairs are compared under the weights and the reference in turn, which {what} "
+            "cannot do; set eval.every to null, model.lora={rank: 32}, or train.backend to replicated"
         )
+
+
+def _megatron(recipe: Recipe) -> Iterator[str]:
+    train, algorithm, size = recipe.train, recipe.algorithm, recipe.train.tensor_parallel
+    if train.backend != "megatron":
+        for key, given in (("tensor_parallel", size > 1), ("sequence_parallel", train.sequence_parallel)):
+            if given:
+                yield f"train.{key}: {train.backend} cuts no layer in parts; set train.backend=megatron, or remove it"
+        return
+    devices = recipe.placement.training(recipe.devices_per_controller)
+    fsdp = "set train.backend to fsdp"
+    if recipe.sampling.type != "text":
+        yield f"train.backend: megatron trains language models, and this recipe makes pictures or clips; {fsdp}"
+    if size == 1:
+        yield f"train.tensor_parallel: megatron needs at least 2 devices that share a model; set it, or {fsdp}"
+    if devices % size:
+        yield (
+            f"train.tensor_parallel: the {size} devices that share a model belong to one controller, and "
+            f"{devices} train there; set devices_per_controller{_trainers(recipe)} to a multiple of {size}"
+        )
+    if recipe.model.lora is not None:
+        yield f"model.lora: megatron trains whole weights; remove it, or {fsdp}"
+    if recipe.model.dtype != "float32":
+        yield f"model.dtype: megatron trains in float32 so far; set it to float32, or {fsdp}"
+    if algorithm.type in ("ppo", "reward_model"):
+        yield f"train.backend: {algorithm.type} trains a head for numbers, which megatron lacks; {fsdp}"
+    yield from _sharded(recipe, "weights in parts (megatron)")
+
+
+def _trainers(recipe: Recipe) -> str:
+    return " or placement.trainers" if recipe.placement.apart else ""
 
 
 def _labels(recipe: Recipe) -> Iterator[str]:

@@ -132,8 +132,17 @@ class Train(Section):
     micro_batch_tokens: PositiveInt | None = None
     """Text: longest prompt and response of a slice times its rows, padding included, stay within this."""
     updates_per_step: PositiveInt = 1
-    backend: Literal["replicated", "fsdp"] = "replicated"
-    """Of several devices, each holds all weights, gradients and optimizer state, or its shard of them (FSDP2)."""
+    backend: Literal["replicated", "fsdp", "megatron"] = "replicated"
+    """Of several devices, each holds all weights, gradients and optimizer state; its shard of them (FSDP2); or its part
+    of every layer (Megatron-Core), where ``tensor_parallel`` devices of a controller compute a row together."""
+    tensor_parallel: PositiveInt = 1
+    sequence_parallel: bool = False
+    """The devices of ``tensor_parallel`` also divide what layers keep between their parts, by tokens."""
+
+    def parts(self, ranks: int) -> int:
+        """In how many parts the trained weights lie on ``ranks`` ranks."""
+        return {"replicated": 1, "fsdp": ranks, "megatron": self.tensor_parallel}[self.backend]
+
     max_cpu_seconds: PositiveFloat | None = None
     """Stop after the step in which the CPU time spent in training steps (not in evaluation) passes this."""
 

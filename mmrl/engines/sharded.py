@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from mmrl.engines.weights import gradients
+from mmrl.engines.weights import exchange, gradients
 
 
 class Sharded:
@@ -31,7 +31,8 @@ class Sharded:
     ``group``: the ranks; all must construct it together, from equal weights. ``sent`` counts the bytes given to them.
     """
 
-    in_shards = True
+    in_shards = lockstep = True
+    width = 1
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, sent: Counter[str]) -> None:
         self._group, self._sent = group, sent
@@ -66,14 +67,10 @@ class Sharded:
         dist.all_reduce(total, group=self._group)
         return total.sqrt()
 
-    @torch.no_grad()
     def swap(self, copy: dict[str, Tensor]) -> None:
         if self._alone:
             raise RuntimeError("weights that are gathered for a phase cannot be exchanged inside it")
-        for k, p in self.mine.items():  # in place: FSDP gathers from this very storage
-            before = p.clone()
-            p.copy_(copy[k])
-            copy[k].copy_(before)
+        exchange(self.mine, copy)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

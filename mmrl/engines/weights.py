@@ -1,4 +1,5 @@
-"""How trained weights lie on the ranks that train them: whole on each (here), or in shards (``mmrl.engines.sharded``).
+"""How trained weights lie on the ranks that train them: whole on each (here), in shards (``mmrl.engines.sharded``), or
+with ranks that share a model (``mmrl.engines.megatron``).
 
 A *rank* is a process that computes gradients of the one policy.
 """
@@ -17,7 +18,11 @@ class Weights(Protocol):
     mine: dict[str, Tensor]
     """By parameter's name, what this rank keeps of it and its optimizer steps on: all of it, or its rows of it."""
     in_shards: bool
-    """Whether ranks hold parts: then a forward or backward pass is of all of them together, outside of ``alone``."""
+    """Whether ranks hold parts, which they gather and save together."""
+    lockstep: bool
+    """Whether a forward or backward pass is of all ranks together, outside of ``alone``."""
+    width: int
+    """Ranks that go through each slice together; neighbours do."""
 
     def gather_gradients(self) -> None:
         """Give each of ``mine`` its gradient, summed over all ranks; what none has a gradient for stays without."""
@@ -48,7 +53,8 @@ class Weights(Protocol):
 class Replicated:
     """Final class: each rank holds all weights. ``sum_over`` adds ``[n]`` over all ranks; None for one."""
 
-    in_shards = False
+    in_shards = lockstep = False
+    width = 1
 
     def __init__(self, module: nn.Module, sum_over: Callable[[Tensor], Tensor] | None = None) -> None:
         self.mine: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -86,3 +92,12 @@ class Replicated:
 def gradients(mine: Mapping[str, Tensor]) -> list[Tensor]:
     """The gradients that are there."""
     return [p.grad for p in mine.values() if p.grad is not None]
+
+
+@torch.no_grad()
+def exchange(mine: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> None:
+    """The values of ``mine`` and ``copy`` in place, where others read this very storage."""
+    for k, p in mine.items():
+        before = p.clone()
+        p.copy_(copy[k])
+        copy[k].copy_(before)

@@ -57,8 +57,8 @@ class Size:
     gathered_blocks: int = 0
 
 
-def sizes_of(description: Description, shards: int) -> dict[int, Size]:
-    """Of each component, by ``id``; what trains lies in so many ``shards``."""
+def sizes_of(description: Description, shards: int, by_block: bool) -> dict[int, Size]:
+    """Of each component, by ``id``; what trains lies in so many ``shards``, and is gathered ``by_block`` to train."""
     from mmrl.placement.memory import nbytes
 
     sizes = {}
@@ -75,13 +75,13 @@ def sizes_of(description: Description, shards: int) -> dict[int, Size]:
             ", ".join(dtypes),
         )
         if trained and shards > 1:
-            sizes[id(component)] = _in_shards(component.module, sizes[id(component)], shards)
+            sizes[id(component)] = _in_shards(component.module, sizes[id(component)], shards, by_block)
     return sizes
 
 
-def _in_shards(module: nn.Module, whole: Size, shards: int) -> Size:
-    """In a slice two blocks are there at once, one computing and one on its way, with their gradients until each rank
-    has its rows; what is in no block is there all the time."""
+def _in_shards(module: nn.Module, whole: Size, shards: int, by_block: bool) -> Size:
+    """By block: in a slice two of them are there at once, one computing and one on its way, with their gradients until
+    each rank has its rows; what is in no block is there all the time."""
     from mmrl.engines.sharded import blocks
     from mmrl.placement.memory import nbytes
 
@@ -94,7 +94,7 @@ def _in_shards(module: nn.Module, whole: Size, shards: int) -> Size:
         total=-(-whole.total // shards),
         trained=-(-whole.trained // shards),
         gathered=whole.total,
-        gathered_blocks=moving[-1] + 2 * max(moving[:-1], default=0),
+        gathered_blocks=by_block * (moving[-1] + 2 * max(moving[:-1], default=0)),
     )
 
 

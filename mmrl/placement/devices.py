@@ -118,7 +118,7 @@ class Single:
         return run.policy.version(name)
 
     def in_step(self, run: Run, n: int) -> int:
-        return max(run.controller.gather(n)) if run.policy.weights.in_shards else n
+        return max(run.controller.gather(n)) if run.policy.weights.lockstep else n
 
     def spread(self, run: Run, name: str, pieces: Iterable[Piece], *arguments: Any) -> list[Any]:
         return [work.perform(run, name, (pieces, *arguments))]

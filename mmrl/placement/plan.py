@@ -170,6 +170,7 @@ def _account(
     inputs: frozenset[str],
 ) -> None:
     """Fill in counts, measured sizes, roles and phases."""
+    from mmrl.engines.megatron.mapping import refusals as refusals_of_megatron
     from mmrl.placement.memory import measure
     from mmrl.trajectory import Prompt
 
@@ -178,8 +179,11 @@ def _account(
     entries = objective.entries or description.pipeline.entries(objective.kind)
     store = description.pipeline.features
     trainers = recipe.controllers * recipe.placement.training(recipe.devices_per_controller)
-    shards = trainers if recipe.train.backend == "fsdp" else 1
-    sizes = sizes_of(description, shards)
+    shards = recipe.train.parts(trainers)
+    if recipe.train.backend == "megatron":
+        made.problems += refusals_of_megatron(description.pipeline.policy, recipe.train.tensor_parallel)
+        made.notes.append("activations are counted whole, and train.tensor_parallel divides most of them")
+    sizes = sizes_of(description, shards, by_block=recipe.train.backend == "fsdp")
     prompt, row_tokens = Prompt("plan", "plan", media=_pair() if objective.kind == "offline" else ()), 0
     try:
         if description.longest is not None:

@@ -146,12 +146,14 @@ class Several:
         return n  # micro-batches are not the devices' until they are dealt
 
     def spread(self, run: Run, name: str, pieces: Iterable[Piece], *arguments: Any) -> list[Any]:
-        answers = []
-        for device, mine in enumerate(deal(list(pieces), run, len(self._trainers))):
+        answers, width = [], run.policy.weights.width
+        for n, mine in enumerate(deal(list(pieces), run, len(self._trainers) // width)):
             if mine:
                 features = features_of(run, [slot for piece in mine for slot in piece.rows.slots])
-                answers.append(self._board.put(Task("train", name, (mine, *arguments), features, device)))
-        return all_of(answers)
+                devices = range(n * width, (n + 1) * width)
+                tasks = [Task("train", name, (mine, *arguments), features, device) for device in devices]
+                answers += [self._board.put(task) for task in tasks]
+        return all_of(answers)[::width]  # those that share a model come to the same
 
     def everywhere(self, run: Run, name: str, *arguments: Any) -> Any:
         return all_of(self._put(self._trainers, name, arguments))[0]
@@ -359,13 +361,14 @@ def features_of(run: Run, slots: Sequence[Slot]) -> dict[str, Any]:
 
 
 def deal(pieces: Sequence[Piece], run: Run, devices: int) -> list[list[Piece]]:
-    """The pieces of each device: the largest first, each to who has least, in their old order on each.
+    """The pieces of each device (or devices that share a model): the largest first, each to who has least, in their old
+    order on each.
 
-    Where weights lie in shards each gets as many as any device of any controller, some of them without weight: all go
-    through them together.
+    Where all ranks go through them together, each gets as many as any device of any controller, some of them without
+    weight.
     """
     loads = [sum(run.pipeline.lengths(piece.rows)) for piece in pieces]
-    if not (pieces and run.policy.weights.in_shards):
+    if not (pieces and run.policy.weights.lockstep):
         return [[pieces[n] for n in mine] for mine in greedy(loads, devices)]
     dealt = [[pieces[n] for n in mine] for mine in divide(loads, devices)]
     most = max(run.controller.gather(max(map(len, dealt))))

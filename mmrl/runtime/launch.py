@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,10 @@ def _saved(directory: RunDir) -> int:
 def cluster(loaded: LoadedRecipe) -> Iterator[Any]:
     """Ray, started here or connected to. Raises ``UserError`` where it is missing, away or too small."""
     recipe = loaded.recipe
+    if recipe.train.backend == "megatron" and not find_spec("megatron"):
+        raise UserError(
+            "train.backend: Megatron-Core is not installed: pip install 'mmrl[megatron]', or set it to fsdp"
+        )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster started here; 15 would starve controllers
     local = recipe.ray == "local"

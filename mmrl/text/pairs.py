@@ -19,7 +19,6 @@ from torch import Tensor
 
 from mmrl.errors import BadPromptError, UserError
 from mmrl.text.features import key_of
-from mmrl.text.likelihood import token_log_probs
 from mmrl.trajectory import Prompt, Slot, Trajectory
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class Pairs:
 
     def _log_probs(self, both: Trajectory) -> Tensor:
         """``[2 B]``, of the model at temperature 1, whatever samples are drawn at."""
-        per_token = token_log_probs(self.pipeline._logits(both), both.clean, 1.0)
+        per_token = self.pipeline.token_log_probs(self.pipeline._logits(both), both.clean, 1.0)
         assert both.mask is not None
         return (per_token * both.mask).sum(1)
 

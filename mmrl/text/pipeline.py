@@ -27,7 +27,7 @@ from mmrl.text import export, external, scoring
 from mmrl.text.critic import Critic
 from mmrl.text.drawing import Draw, uniforms, without
 from mmrl.text.features import PER_TOKEN, joined, key_of
-from mmrl.text.likelihood import entropy, token_log_probs
+from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
 from mmrl.text.pairs import Pairs, key_of_pair
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 
@@ -304,15 +304,25 @@ class TextPipeline:
     def replay(self, trajectory: Trajectory, action: int, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         logits = self._logits(trajectory)
         temperature = self.settings.temperature
-        out = {"log_probs": token_log_probs(logits, trajectory.clean, temperature)}
+        out = {"log_probs": self.token_log_probs(logits, trajectory.clean, temperature)}
         if "entropy" in needs:
-            out["entropy"] = entropy(logits, temperature)
+            out["entropy"] = entropy(logits, temperature, self._vocabulary)
         if "values" in needs:
             out["values"] = self._values(trajectory)
         if "reference_log_probs" in needs:
             with torch.no_grad(), weights("reference"):
-                out["reference_log_probs"] = token_log_probs(self._logits(trajectory), trajectory.clean, temperature)
+                logits = self._logits(trajectory)
+                out["reference_log_probs"] = self.token_log_probs(logits, trajectory.clean, temperature)
         return out
+
+    def token_log_probs(self, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        """Log-probs ``[B, T]`` of ``tokens`` under logits that the policy gave: of all tokens, or of this rank's."""
+        return token_log_probs(logits, tokens, temperature, self._vocabulary)
+
+    @property
+    def _vocabulary(self) -> Vocabulary | None:
+        """The part of it that this rank has logits of; None where it is the whole."""
+        return getattr(self.policy, "vocabulary", None)
 
     def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         assert self.pairs is not None

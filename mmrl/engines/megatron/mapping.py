@@ -1,0 +1,129 @@
+"""Where the tensors of a Hugging Face decoder lie in Megatron-Core's, as data, and which decoders those are.
+
+What Megatron-Core fuses (queries, keys and values; gate and up) is seen through views, so that weights, gradients and
+moments have the names of Hugging Face in every layout, and nothing has to be written twice for the way back. Needs
+no Megatron-Core, for ``mmrl plan``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+Cut = Literal["rows", "columns", "heads", "halves", "same", "shared"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter of Megatron-Core, and the tensors of Hugging Face that lie in it.
+
+    ``cut``: how tensor-parallel ranks divide it. ``rows`` and ``columns`` of a matrix; ``halves``, by rows, one tensor
+    above the other; ``heads``, by query groups, each with its queries, its key and its value; ``same``: each has all of
+    it and comes to the same gradient; ``shared``: each has all of it and the gradient of its own heads.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    cut: Cut
+
+
+_ATTENTION, _THEIRS = "self_attention.", "self_attn."
+LAYER = (
+    Place("input_layernorm.weight", ("input_layernorm.weight",), "same"),
+    *(
+        Place(f"{_ATTENTION}linear_qkv.{kind}", tuple(f"{_THEIRS}{n}_proj.{kind}" for n in "qkv"), "heads")
+        for kind in ("weight", "bias")
+    ),
+    *(Place(f"{_ATTENTION}{n}_layernorm.weight", (f"{_THEIRS}{n}_norm.weight",), "shared") for n in "qk"),
+    Place(f"{_ATTENTION}linear_proj.weight", (f"{_THEIRS}o_proj.weight",), "columns"),
+    Place("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), "same"),
+    Place("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "halves"),
+    Place("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), "columns"),
+)
+"""Of a layer, behind ``decoder.layers.N.`` there and ``model.layers.N.`` at Hugging Face."""
+AROUND = (
+    Place("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "rows"),
+    Place("decoder.final_layernorm.weight", ("model.norm.weight",), "same"),
+    Place("output_layer.weight", ("lm_head.weight",), "rows"),
+)
+_LAYERS = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def places(module: nn.Module) -> list[Place]:
+    """Of the decoder ``module``, under their whole names. Those that it lacks (biases, norms of heads) are left out."""
+    names = {name for name, _ in module.named_parameters()}
+    layers = sorted({int(found[1]) for name in names if (found := _LAYERS.fullmatch(name))})
+    every = [
+        Place(
+            f"decoder.layers.{n}.{place.name}",
+            tuple(f"model.layers.{n}.{tensor}" for tensor in place.tensors),
+            place.cut,
+        )
+        for n in layers
+        for place in LAYER
+    ]
+    return [place for place in (*AROUND, *every) if names.issuperset(place.tensors)]
+
+
+def parts(place: Place, parameter: Tensor, heads: int, groups: int, rows: int) -> list[Tensor]:
+    """The tensors of Hugging Face in this rank's ``parameter``, or in anything of its shape: views, in the order of
+    ``place.tensors``.
+
+    ``heads`` and ``groups``: of queries and of keys on this rank. ``rows``: of the vocabulary on this rank that are no
+    padding. Where groups lie apart, a view has them as a dimension of its own in front: ``[groups, rows, ...]``.
+    """
+    match place.cut:
+        case "rows":
+            return [parameter[:rows]]
+        case "halves":
+            return list(parameter.chunk(2))
+        case "heads":
+            queries = heads // groups
+            by_group = parameter.unflatten(0, (groups, queries + 2, -1))
+            return [t.flatten(1, 2) for t in by_group.split([queries, 1, 1], 1)]
+        case _:
+            return [parameter]
+
+
+def refusals(module: Any, size: int) -> Iterator[str]:
+    """Why ``module`` cannot be trained over ``size`` tensor-parallel ranks, with the edit that mends it."""
+    kind, config = type(module).__name__, module.config
+    known = {name for place in places(module) for name in place.tensors}
+    other = sorted(name for name, _ in module.named_parameters() if name not in known)
+    mend = "set train.backend to fsdp"
+    if other or not known:
+        yield f"train.backend: megatron has no place for {', '.join(other[:3]) or 'any tensor'} of {kind}; {mend}"
+        return
+    for what, is_it in _unusual(config).items():
+        if is_it:
+            yield f"train.backend: megatron trains no {kind} with {what} yet; {mend}"
+    sizes = {
+        "attention heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
+        "intermediate units": config.intermediate_size,
+    }
+    for what, n in sizes.items():
+        if n % size:
+            fits = gcd(*sizes.values())
+            good = [str(n) for n in range(1, fits + 1) if fits % n == 0]
+            yield (
+                f"train.tensor_parallel: {size} does not divide the model's {n} {what}; set it to "
+                f"{' or '.join([', '.join(good[:-1]), good[-1]] if len(good) > 1 else good)}"
+            )
+            return
+
+
+def _unusual(config: Any) -> dict[str, bool]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {
+        f"the activation {config.hidden_act}": config.hidden_act != "silu",
+        f"RoPE of type {rope.get('rope_type')}": rope.get("rope_type", "default") != "default",
+        "RoPE on a part of each head": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        "a sliding window": bool(getattr(config, "sliding_window", None))
+        and getattr(config, "use_sliding_window", True),
+    }

@@ -1,0 +1,227 @@
+"""Trained weights over tensor-parallel ranks of Megatron-Core (Shoeybi et al. 2019, arXiv 1909.08053).
+
+The Hugging Face model stays in its place and lends its name, its config and its ``generate``. Outside of ``alone`` it
+has no weights, and a call of it is a call of this rank's ``GPTModel``: of all ranks that share a model, together, with
+the same rows. Optimizer, copies and checkpoints work on parts of Hugging Face's own tensors (``mapping.parts``).
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.functional import pad
+
+from mmrl.config.schema import Train
+from mmrl.engines.megatron.mapping import parts, places, refusals
+from mmrl.engines.megatron.model import all_tokens, arrange, built
+from mmrl.engines.weights import exchange
+from mmrl.errors import UserError
+from mmrl.text.likelihood import Vocabulary
+
+_TOLERANCE = 1e-3
+"""By how much log-probs of the two models may differ when the weights were taken over; float32 parts by 1e-6."""
+
+
+class Logits(NamedTuple):
+    logits: Tensor
+
+
+class ModelParallel:
+    """Final class; see ``mmrl.engines.weights.Weights``. Changes ``module`` in place.
+
+    All ranks must construct it together, from equal weights. ``settings``: how many share a model (neighbours do), and
+    how. ``recompute``: layers are computed again in the backward pass. ``sent`` counts the bytes given to the ranks of
+    other models. Raises ``UserError`` where Megatron-Core cannot train ``module``, or comes to other log-probs.
+    """
+
+    in_shards = True
+    lockstep = False
+
+    def __init__(self, module: Any, settings: Train, recompute: bool, sent: Counter[str]) -> None:
+        size = settings.tensor_parallel
+        if problems := list(refusals(module, size)):
+            raise UserError("\n".join(problems))
+        self.width, self._sent, self._alone = size, sent, False
+        self._by_tokens = settings.sequence_parallel
+        self._group, self._others = arrange(size)
+        self._module, self._whole_forward = module, module.forward
+        self._theirs = dict(module.named_parameters())
+        self._shapes = {name: p.shape for name, p in self._theirs.items()}
+        rows, each = module.config.vocab_size, -(-module.config.vocab_size // size)
+        device = next(module.parameters()).device
+        self._model = built(module, each * size, self._by_tokens, recompute).to(device)
+        first = each * self._group.rank()
+        self._rows = max(0, min(each, rows - first))
+        self._model.output_layer.register_forward_pre_hook(self._only_kept)
+        self._kept: Tensor | None = None
+        self._mesh = DeviceMesh.from_group(self._group, device.type)
+        self._ours = {place: self._model.get_parameter(place.name) for place in places(module)}
+        self._cuts = {name: place.cut for place in self._ours for name in place.tensors}
+        self.mine: dict[str, Tensor] = self._parts({place: p.data for place, p in self._ours.items()})
+        self._take_over()
+        self._vocabulary = module.vocabulary = Vocabulary(first, self._group)
+        self._check()
+        self._empty()
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    def _forward(self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: Tensor, **_: Any) -> Logits:
+        """Logits ``[B, T, this rank's part of the vocabulary]`` behind the columns ``logits_to_keep`` ``[T]`` of rows
+        that are padded on the left. Here they are padded on the right: then no token sees padding before it."""
+        left = (attention_mask.cumsum(1) == 0).sum(1, keepdim=True)
+        input_ids = pad(input_ids, (0, -input_ids.shape[1] % self.width if self._by_tokens else 0))
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+        rows = input_ids.gather(1, (columns + left) % len(columns))
+        self._kept = logits_to_keep - left
+        logits = self._model(rows, columns.expand_as(rows), None)
+        return Logits(logits[..., : self._rows])
+
+    def _only_kept(self, layer: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The hidden states ``[S, B, H]`` that logits are wanted of, ``[T, B, H]``."""
+        assert self._kept is not None
+        hidden, *rest = given
+        hidden = all_tokens(hidden) if self._by_tokens else hidden
+        index = self._kept.T.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+        return (hidden.gather(0, index), *rest)
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        for name, mine in self.mine.items():
+            mine.copy_(self._share(name, self._theirs[name]).view_as(mine))
+
+    def _share(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor of Hugging Face."""
+        (placement,) = self._placements(name)
+        if not isinstance(placement, Shard):
+            return whole
+        pieces = whole.chunk(self.width, placement.dim)
+        rank = self._group.rank()
+        return pieces[rank] if rank < len(pieces) else whole.narrow(placement.dim, 0, 0)
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """Compare with Hugging Face's own forward, on a row with padding: a config may say what nobody here reads."""
+        from mmrl.text.likelihood import token_log_probs
+
+        device, length = next(self._model.parameters()).device, 12
+        rows = torch.arange(2 * length, device=device).view(2, -1) % self._module.config.vocab_size
+        mask = torch.ones_like(rows)
+        mask[0, :3] = 0
+        kept = torch.arange(4, length - 1, device=device)
+        given = {"input_ids": rows, "attention_mask": mask, "logits_to_keep": kept}
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        theirs = self._whole_forward(**given, position_ids=positions, use_cache=False).logits
+        whole = token_log_probs(theirs, rows[:, 5:], 1.0)
+        mine = token_log_probs(self._forward(**given).logits, rows[:, 5:], 1.0, self._vocabulary)
+        gap = (whole - mine).abs().max().item()
+        if not gap <= _TOLERANCE:
+            raise UserError(
+                f"train.backend: megatron comes to other log-probs than {type(self._module).__name__} (by {gap:.2g}): "
+                "its config.json has a setting that is not known here; set train.backend to fsdp"
+            )
+
+    def _empty(self) -> None:
+        for p in self._theirs.values():
+            p.data = p.new_empty(0)
+        self._module.forward = self._forward
+
+    # -- as Weights ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        parameters = list(self._ours.values())
+        there = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+        self._add(there)
+        found = {}
+        for n, (place, p) in zip(there.tolist(), self._ours.items(), strict=True):
+            if n:
+                found[place] = torch.zeros_like(p) if p.grad is None else p.grad
+                self._add(found[place])
+                if place.cut == "shared" or (place.cut == "same" and self._by_tokens):
+                    dist.all_reduce(found[place], group=self._group)
+            p.grad = None
+        for t in self.mine.values():
+            t.grad = None
+        for name, grad in self._parts(found).items():
+            self.mine[name].grad = grad
+
+    def _add(self, gradient: Tensor) -> None:
+        """In place, over the ranks that have the same part of the model."""
+        n = self._others.size()
+        if n > 1:
+            dist.all_reduce(gradient, group=self._others)
+            self._sent["gradients"] += 2 * (n - 1) * gradient.nbytes // n
+
+    def norm(self) -> Tensor:
+        total = torch.zeros((), device=next(self._model.parameters()).device)
+        for name, t in self.mine.items():
+            if t.grad is not None and (self._divided(name) or self._group.rank() == 0):
+                total += t.grad.square().sum()
+        dist.all_reduce(total, group=self._group)
+        return total.sqrt()
+
+    def swap(self, copy: dict[str, Tensor]) -> None:
+        if self._alone:
+            raise RuntimeError("weights that are gathered for a phase cannot be exchanged inside it")
+        exchange(self.mine, copy)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        if self._alone:
+            yield
+            return
+        self._alone = True
+        for name, p in self._theirs.items():
+            p.data = self.whole(name, self.mine[name])
+        self._module.forward, self._module.vocabulary = self._whole_forward, None
+        try:
+            yield
+        finally:
+            self._alone = False
+            self._empty()
+            self._module.vocabulary = self._vocabulary
+
+    def spread(self, name: str, mine: Tensor) -> Tensor:
+        shape = self._shapes[name]
+        local = mine if mine.ndim == len(shape) else mine.flatten(0, 1)
+        if local.storage_offset():  # torch.distributed.checkpoint copies no DTensor whose part begins inside a storage
+            local = local.clone()
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self._mesh, self._placements(name), run_check=False, shape=shape, stride=stride
+        )
+
+    def whole(self, name: str, mine: Tensor) -> Tensor:
+        spread = self.spread(name, mine.detach())
+        assert isinstance(spread, DTensor)
+        return spread.full_tensor().contiguous()
+
+    # -- how tensors are divided ---------------------------------------------------------------------------------------
+
+    def _parts(self, of: dict[Any, Tensor]) -> dict[str, Tensor]:
+        """Tensors of Hugging Face in those of Megatron-Core, by name; in the order of the former."""
+        config = self._module.config
+        heads, groups = config.num_attention_heads // self.width, config.num_key_value_heads // self.width
+        found = {
+            name: tensor
+            for place, parameter in of.items()
+            for name, tensor in zip(place.tensors, parts(place, parameter, heads, groups, self._rows), strict=True)
+        }
+        return {name: found[name] for name in self._shapes if name in found}
+
+    def _divided(self, name: str) -> bool:
+        return isinstance(self._placements(name)[0], Shard)
+
+    def _placements(self, name: str) -> list[Placement]:
+        cut = self._cuts[name]
+        return [Replicate()] if cut in ("same", "shared") else [Shard(1 if cut == "columns" else 0)]

@@ -1,0 +1,254 @@
+"""Megatron-Core's ranks come to what one process of Hugging Face does, over real gloo process groups."""
+
+import faulthandler
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mmrl.config.loader import load_recipe
+from mmrl.controller import Controller
+from mmrl.controller.peers import Group
+from mmrl.engines.megatron.mapping import LAYER, parts, places, refusals
+from mmrl.errors import UserError
+from mmrl.placement.plan import plan
+from mmrl.run import build
+from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
+from mmrl.trajectory import SampleId, Slot
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = ROOT / "pipelines/llm/models/sums-qwen3"
+TP = ["train.backend=megatron", "train.tensor_parallel=2", "devices_per_controller=2"]
+FOUR = [*TP, "controllers=2", "train.sequence_parallel=true", "model.gradient_checkpointing=true"]
+WIDE = ["train.backend=megatron", "train.tensor_parallel=4", "devices_per_controller=4"]
+SMALL = [
+    "model.dtype=float32",
+    "algorithm.kl_coef=0.01",
+    "optim.schedule=constant",
+    "sampling.max_new_tokens=16",
+    "optim.lr=3e-5",
+]
+UPDATES = 10
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8}
+
+
+def tiny(folder, family):
+    """A random decoder of another family, with the shipped tokenizer; its vocabulary is divided by no layout."""
+    import transformers
+
+    shutil.copytree(SHIPPED, folder, ignore=shutil.ignore_patterns("model*", "config.json"))
+    sizes = {**SIZES, "vocab_size": 335, "max_position_embeddings": 256, "num_key_value_heads": 4}
+    config = getattr(transformers, f"{family}Config")(**sizes, tie_word_embeddings=False, eos_token_id=331)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for p in model.parameters():  # biases and norms too, so that none is right by being 0 or 1
+        torch.nn.init.normal_(p, 1.0 if p.ndim == 1 else 0.0, 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def made(path, controller=None, *overrides):
+    loaded = load_recipe(["sums"], [*SMALL, f"model.path={path}", *overrides])
+    return build(loaded.recipe, loaded.root, controller)
+
+
+def rows_of(run, first, every):
+    """Some of eight prompts, each with a response that the model draws, whoever draws it."""
+    slots = [Slot(0, n, 0, run.prompts[n]) for n in range(first, 8, every)]
+    ids = [SampleId(0, slot.index, 0, 0) for slot in slots]
+    run.pipeline.encode(slots)
+    with run.policy.alone("current"):
+        return run.pipeline.sample(slots, ids, [], 5)
+
+
+def updates(run, rows):
+    """Log-probs, entropy and gradient of the first update, and log-probs and weights after ten, by Hugging Face's
+    names."""
+    needs = frozenset({"log_probs", "entropy", "reference_log_probs"})
+    weigh = torch.linspace(-1, 1.5, 8)[[s.index for s in rows.slots]].unsqueeze(1) * rows.mask
+    found = {}
+    run.policy.optimizer.register_step_pre_hook(lambda *_: keep(run, found))
+    for update in range(UPDATES):
+        new = run.pipeline.replay(rows, 0, needs, run.policy.using)
+        if not update:
+            found.update({name: new[name].detach() * rows.mask for name in needs})
+        loss = (weigh * new["log_probs"] + 0.01 * new["entropy"] * rows.mask).sum() / 100
+        run.policy.backward(loss)
+        run.policy.apply()
+    with torch.no_grad():
+        found["after"] = run.pipeline.replay(rows, 0, needs, run.policy.using)["log_probs"] * rows.mask
+        with run.policy.alone("current"):  # what is sampled with and exported
+            inside = run.pipeline.replay(rows, 0, frozenset(), run.policy.using)["log_probs"] * rows.mask
+            torch.testing.assert_close(inside, found["after"], rtol=0, atol=1e-4)
+    weights = run.policy.weights
+    return found | {f"weights/{k}": weights.whole(k, p.detach()).clone() for k, p in run.policy.trainable.items()}
+
+
+def keep(run, found):
+    weights = run.policy.weights
+    for name, p in run.policy.trainable.items():
+        found.setdefault(f"gradient/{name}", weights.whole(name, p.grad).clone())
+
+
+def serve(out, rank, size, port, path, *overrides):
+    """One rank of a layout: the script's work."""
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(280, exit=True)  # a rank that waits for another says where
+    recipe = load_recipe(["sums"], [*SMALL, *overrides]).recipe
+    devices = recipe.devices_per_controller
+    peers = Group(rank, size, "127.0.0.1", port, devices=devices)
+    run = made(path, Controller(0, rank // devices, size // devices, peers), *overrides)
+    share = size // run.policy.weights.width
+    torch.save(updates(run, rows_of(run, rank // run.policy.weights.width, share)), out)
+    peers.close()
+
+
+def words(out, rank, size, port):
+    """One rank of the vocabulary alone: log-probs and entropy of its part, and their gradients."""
+    dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"tcp://127.0.0.1:{port}")
+    logits, tokens = given()
+    each = -(-logits.shape[-1] // size)
+    part = logits[..., rank * each : (rank + 1) * each].clone().requires_grad_()
+    vocabulary = Vocabulary(rank * each, dist.group.WORLD)
+    both = torch.stack([token_log_probs(part, tokens, 0.7, vocabulary), entropy(part, 0.7, vocabulary)])
+    (both * given()[0][0, 0, 0].sign() * torch.arange(1, 13).view(2, 2, 3)).sum().backward()
+    torch.save({"both": both.detach(), "gradient": part.grad}, out)
+    dist.destroy_process_group()
+
+
+def given():
+    made = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 11, generator=made) * 4
+    logits[0, 1, 3] = -torch.inf  # a token that must not be drawn
+    return logits, torch.tensor([[0, 10, 5], [3, 4, 9]])
+
+
+def together(folder, size, *words):
+    """What ``size`` ranks came to, each in a process of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    outs = [folder / f"{rank}-of-{size}.pt" for rank in range(size)]
+    what, *rest = map(str, words)
+    each = [[what, str(out), str(rank), str(size), str(port), *rest] for rank, out in enumerate(outs)]
+    started = [subprocess.Popen([sys.executable, __file__, *one], cwd=ROOT) for one in each]
+    try:
+        while any(one.poll() is None for one in started) and not any(one.poll() for one in started):
+            time.sleep(0.05)  # one that failed leaves the others waiting for it
+        assert [one.poll() for one in started] == [0] * size
+    finally:
+        for one in started:
+            one.kill()
+    return [torch.load(out, weights_only=True) for out in outs]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_divided_vocabulary_has_the_log_probs_entropy_and_gradients_of_the_whole(size, tmp_path):
+    logits, tokens = given()
+    logits = logits.double().requires_grad_()
+    log_probs = torch.log_softmax(logits / 0.7, -1)
+    known = torch.where(log_probs.isfinite(), log_probs, 0.0)
+    both = torch.stack([log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * known).sum(-1)])
+    (both * given()[0][0, 0, 0].sign() * torch.arange(1, 13).view(2, 2, 3)).sum().backward()
+    found = together(tmp_path, size, "words")
+    for rank in found:
+        torch.testing.assert_close(rank["both"].double(), both.detach(), rtol=1e-5, atol=1e-5)
+    gradient = torch.cat([rank["gradient"] for rank in found], -1)
+    torch.testing.assert_close(gradient.double(), logits.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        (None, TP),
+        pytest.param("Qwen2", WIDE, marks=pytest.mark.slow),  # biases, four parts, a vocabulary that they do not divide
+        pytest.param("Llama", FOUR, marks=pytest.mark.slow),  # neither biases nor norms of heads; two models of two
+        pytest.param("Qwen3", FOUR, marks=pytest.mark.long),
+    ],
+)
+def test_parts_of_layers_have_the_gradients_and_log_probs_of_the_whole(family, layout, tmp_path):
+    pytest.importorskip("megatron.core")
+    path = SHIPPED if family is None else tiny(tmp_path / "model", family)
+    run = made(path)
+    whole = updates(run, rows_of(run, 0, 1))
+    width, shares = (4 if layout is WIDE else 2), (2 if layout is FOUR else 1)
+    found = together(tmp_path, width * shares, "serve", path, *layout)
+    for rank in found:
+        for kind, tolerance in (("gradient/", 1e-5), ("weights/", 1e-5)):
+            one, all_ = (torch.cat([v.flatten() for k, v in of.items() if k.startswith(kind)]) for of in (rank, whole))
+            assert one.shape == all_.shape
+            assert (one - all_).norm() <= tolerance * all_.norm(), kind
+    for name, value in whole.items():
+        for n, rank in enumerate(found if "/" not in name else ()):
+            of = value[n // width :: shares, : rank[name].shape[1]]  # without the columns that its rows do not fill
+            torch.testing.assert_close(rank[name], of, rtol=0, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_every_tensor_is_seen_once_where_it_lies(tmp_path):
+    run = made(tiny(tmp_path / "model", "Qwen2"))
+    module = run.pipeline.policy
+    theirs = dict(module.named_parameters())
+    seen = [name for place in places(module) for name in place.tensors]
+    assert sorted(seen) == sorted(theirs)
+    heads = next(place for place in LAYER if place.cut == "heads")
+    fused = torch.arange(4 * (2 + 2) * 3).view(4 * 4 * 3, 1)  # 4 groups of 2 queries, a key and a value, of 3 each
+    q, k, v = parts(heads, fused, 8, 4, 0)
+    assert [t.shape for t in (q, k, v)] == [(4, 6, 1), (4, 3, 1), (4, 3, 1)]
+    assert k[1].flatten().tolist() == [18, 19, 20]
+    q.zero_()
+    assert fused.view(4, 12)[:, :6].eq(0).all(), "a view is the parameter's own storage"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.backend=megatron"], "train.tensor_parallel: megatron needs at least 2 devices"),
+        (["train.tensor_parallel=2"], "train.tensor_parallel: replicated cuts no layer"),
+        (["train.sequence_parallel=true"], "train.sequence_parallel: replicated cuts no layer"),
+        ([*TP, "devices_per_controller=3"], "3 train there; set devices_per_controller to a multiple of 2"),
+        ([*TP, "model.lora={rank: 4}"], "model.lora: megatron trains whole weights"),
+        ([*TP, "algorithm={type: ppo}"], "ppo trains a head for numbers"),
+        ([*TP, "model.dtype=bfloat16"], "model.dtype: megatron trains in float32"),
+        ([*TP, "rollout={engine: vllm_server}"], r"vllm_server takes whole weights .* \(megatron\) do not"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(["sums"], overrides)
+
+
+def test_pictures_are_refused():
+    with pytest.raises(UserError, match="megatron trains language models, and this recipe makes pictures"):
+        load_recipe(["shapes-full"], TP)
+
+
+def test_plan_names_the_sizes_that_fit_and_halves_what_trains():
+    (problem,) = [p for p in plan(load_recipe(["sums"], [*SMALL, *WIDE])).problems if "tensor_parallel" in p]
+    assert problem.startswith(
+        "train.tensor_parallel: 4 does not divide the model's 2 key-value heads; set it to 1 or 2"
+    )
+    whole, half = (plan(load_recipe(["sums"], [*SMALL, *words])) for words in ([], TP))
+    assert not half.problems
+    sizes = [next(role.bytes for role in made.roles if role.name == "gradients") for made in (whole, half)]
+    assert sizes[1] == sizes[0] // 2
+
+
+def test_what_megatron_would_compute_otherwise_is_refused(tmp_path):
+    path = tiny(tmp_path / "model", "Llama")
+    config = json.loads((path / "config.json").read_text())
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    (path / "config.json").write_text(json.dumps(config | {"rope_parameters": scaled}))
+    assert list(refusals(made(path).pipeline.policy, 2)) == [
+        "train.backend: megatron trains no LlamaForCausalLM with RoPE of type linear yet; set train.backend to fsdp"
+    ]
+
+
+if __name__ == "__main__":
+    what, out, rank, size, port, *rest = sys.argv[1:]
+    {"serve": serve, "words": words}[what](Path(out), int(rank), int(size), int(port), *rest)
