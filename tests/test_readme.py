@@ -52,5 +52,6 @@ def test_the_two_commands_are_there_and_ci_runs_the_second():
 
 def test_every_recipe_named_is_shipped():
     shipped = {p.stem for p in ROOT.glob("pipelines/*/recipes/*.yaml")}
-    named = set(re.findall(r"`((?:shapes|sd35|sd15|sdxl|flux|wan|moving|sums|scenes|clips|qwen)[\w.-]*)`", README))
+    starts = "shapes|sd35|sd15|sdxl|flux|sana|z-image|wan|moving|sums|scenes|clips|qwen"
+    named = set(re.findall(rf"`((?:{starts})[\w.-]*)`", README))
     assert named == shipped

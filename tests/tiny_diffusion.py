@@ -11,13 +11,20 @@ from tests.planning import random_weights
 
 SHAPES = Path(__file__).resolve().parents[1] / "pipelines" / "diffusion" / "models" / "shapes-sd3"
 CLIP = {"hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
+LANGUAGE = {
+    "hidden_size": 32,
+    "intermediate_size": 37,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 TIMES = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 
 
 def save(family: str, folder: Path, seed: int = 0) -> Path:
     """Save a pipeline of ``family`` (the name of its module) into ``folder``, its weights large enough to matter."""
     torch.manual_seed(seed)
-    pipe = {"sd": _sd, "sdxl": _sdxl, "flux": _flux, "qwen_image": _qwen_image, "wan": _wan}[family]()
+    pipe = {"sd": _sd, "sdxl": _sdxl, "flux": _flux, "qwen_image": _qwen_image, "wan": _wan, "sana": _sana}[family]()
     predicts = getattr(pipe, "unet", None) or pipe.transformer
     with torch.no_grad():
         for p in predicts.parameters():  # output layers that start at zero would leave nothing to compare
@@ -163,16 +170,7 @@ def _qwen_image():
 
     tok = tokenizer()
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    text = {
-        "hidden_size": 32,
-        "intermediate_size": 37,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rope_parameters": rope,
-        "vocab_size": len(tok),
-        "max_position_embeddings": 1024,
-    }
+    text = LANGUAGE | {"rope_parameters": rope, "vocab_size": len(tok), "max_position_embeddings": 1024}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     encoder = t.Qwen2_5_VLForConditionalGeneration(t.Qwen2_5_VLConfig(text_config=text, vision_config=vision)).eval()
     transformer = diffusers.QwenImageTransformer2DModel(
@@ -231,6 +229,51 @@ def _wan():
         vae=vae,
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         transformer=transformer,
+    )
+
+
+def _sana():
+    import diffusers
+    import transformers as t
+
+    bytes_ = [f"<0x{n:02X}>" for n in range(256)]
+    tok = t.GemmaTokenizer(vocab={p: i for i, p in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *bytes_])}, merges=[])
+    text = t.Gemma2Config(**LANGUAGE, vocab_size=len(tok), head_dim=8, max_position_embeddings=4096)
+    transformer = diffusers.SanaTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=16,
+        cross_attention_dim=32,
+        caption_channels=32,
+        num_layers=2,
+        sample_size=8,
+    )
+    blocks, widths = ("ResBlock", "EfficientViTBlock"), (16, 32)
+    vae = diffusers.AutoencoderDC(
+        latent_channels=4,
+        attention_head_dim=8,
+        encoder_block_types=blocks,
+        decoder_block_types=blocks,
+        encoder_block_out_channels=widths,
+        decoder_block_out_channels=widths,
+        encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1),
+        encoder_qkv_multiscales=((), (5,)),
+        decoder_qkv_multiscales=((), (5,)),
+        downsample_block_type="conv",
+        upsample_block_type="interpolate",
+        scaling_factor=0.41407,
+    )
+    solver = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    return diffusers.SanaPipeline(
+        tokenizer=tok,
+        text_encoder=t.Gemma2Model(text).eval(),
+        vae=vae,
+        transformer=transformer,
+        scheduler=diffusers.DPMSolverMultistepScheduler(**solver),  # as the published checkpoints come
     )
 
 

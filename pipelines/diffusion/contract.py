@@ -56,7 +56,7 @@ class Case:
         rows = [
             adapter.shown(
                 pipe(
-                    slot.prompt.text,
+                    prompt=slot.prompt.text,
                     num_inference_steps=sampling.steps,
                     height=sampling.height,
                     width=sampling.width,

@@ -62,7 +62,7 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     shown = "images" if adapter.makes == "image" else "frames"
     draw = (
         'pipe.to("cuda" if torch.cuda.is_available() else "cpu")\n'
-        f"{adapter.makes} = pipe(\n    {_quoted(prompt)},\n"
+        f"{adapter.makes} = pipe(\n    prompt={_quoted(prompt)},\n"
         + "".join(f"    {name}={value!r},\n" for name, value in arguments.items())
         + f"    generator=torch.Generator().manual_seed(0),\n).{shown}[0]\n"
     )

@@ -14,12 +14,12 @@ from mmrl.errors import UserError
 from mmrl.placement.description import Description
 
 from . import loading
-from .adapter import Adapter
+from .euler import EulerAdapter
 from .flow import FlowPipeline
 
 
-class WanAdapter(Adapter):
-    """Final class. Sampled by Euler's steps over the flow's sigmas, shifted as the checkpoint's scheduler says."""
+class WanAdapter(EulerAdapter):
+    """Final class."""
 
     makes = "video"
     family = "Wan"
@@ -36,24 +36,14 @@ class WanAdapter(Adapter):
         "attn2.to_q",
         "attn2.to_v",
     )
-    prepare = (
-        "from diffusers import FlowMatchEulerDiscreteScheduler\n\n"
-        'shift = pipe.scheduler.config.get("flow_shift") or pipe.scheduler.config.get("shift") or 1.0\n'
-        "pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)\n"
-    )
 
     def __init__(self, pipe: Any, sampling: Sampling, device: torch.device) -> None:
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
         super().__init__(pipe, sampling, device)
         if pipe.config.boundary_ratio is not None or pipe.config.expand_timesteps:
             raise UserError(
                 "model.path: this is a Wan 2.2, of two models or with a time for every token, and one model is what is "
                 "trained here; give a checkpoint of Wan 2.1 text-to-video"
             )
-        config = pipe.scheduler.config
-        shift = config.get("flow_shift") or config.get("shift") or 1.0
-        pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
 
     def encode(self, text: str) -> dict[str, Tensor]:
         device, most = self.text_encoders[0].device, self.sampling.max_sequence_length

@@ -1,0 +1,78 @@
+"""Sana (``SanaPipeline``): linear attention over latents that are 32 times smaller than the picture."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.schema import Recipe
+from mmrl.placement.description import Description
+
+from . import loading
+from .euler import EulerAdapter
+from .flow import FlowPipeline
+
+
+class SanaAdapter(EulerAdapter):
+    """Final class. Sizes are taken as they are: the stock pipeline's binning of resolutions is off."""
+
+    family = "Sana"
+    pipeline = "SanaPipeline"
+    encoders = ("text_encoder",)
+    lora_targets = (
+        "attn1.to_k",
+        "attn1.to_out.0",
+        "attn1.to_q",
+        "attn1.to_v",
+        "attn2.to_k",
+        "attn2.to_out.0",
+        "attn2.to_q",
+        "attn2.to_v",
+    )
+
+    def encode(self, text: str) -> dict[str, Tensor]:
+        # The stock call puts its long instruction before the prompt, and never before the negative one.
+        stock = inspect.signature(type(self.pipe).__call__).parameters["complex_human_instruction"].default
+        embeds, mask, _, _ = self.pipe.encode_prompt(
+            text,
+            do_classifier_free_guidance=False,
+            device=self.text_encoders[0].device,
+            max_sequence_length=self.sampling.max_sequence_length,
+            complex_human_instruction=None if text == self.negative else stock,
+        )
+        return {"embeds": embeds[0].to(self.device), "mask": mask[0].to(self.device)}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        config, factor = self.pipe.transformer.config, self.pipe.vae_scale_factor
+        self._fits(height, width, factor * config.patch_size)
+        return (config.in_channels, height // factor, width // factor)
+
+    def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+        return model(
+            x.to(features["embeds"].dtype),
+            encoder_hidden_states=features["embeds"],
+            encoder_attention_mask=features["mask"],
+            timestep=timestep * self.pipe.transformer.config.timestep_scale,
+            return_dict=False,
+        )[0]
+
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        return self.pipe.vae.encode(pixels).latent * self.pipe.vae.config.scaling_factor
+
+    def call(self) -> dict[str, Any]:
+        length = self.sampling.max_sequence_length
+        return super().call() | {"max_sequence_length": length, "use_resolution_binning": False}
+
+
+def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
+    """See ``loading.build``."""
+    return loading.build(SanaAdapter, recipe, path, device)
+
+
+def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
+    """See ``loading.describe``."""
+    return loading.describe(SanaAdapter, recipe, path, architecture)
