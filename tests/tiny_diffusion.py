@@ -24,7 +24,7 @@ TIMES = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_line
 def save(family: str, folder: Path, seed: int = 0) -> Path:
     """Save a pipeline of ``family`` (the name of its module) into ``folder``, its weights large enough to matter."""
     torch.manual_seed(seed)
-    pipe = {"sd": _sd, "sdxl": _sdxl, "flux": _flux, "qwen_image": _qwen_image, "wan": _wan, "sana": _sana}[family]()
+    pipe = globals()[f"_{family}"]()
     predicts = getattr(pipe, "unet", None) or pipe.transformer
     with torch.no_grad():
         for p in predicts.parameters():  # output layers that start at zero would leave nothing to compare
@@ -277,8 +277,43 @@ def _sana():
     )
 
 
+def _qwen3(kind, **config):
+    """A tokenizer and an encoder of text, of class ``kind``."""
+    import transformers as t
+
+    from tests.tiny import tokenizer
+
+    tok = tokenizer()
+    made = t.Qwen3Config(**LANGUAGE | config, vocab_size=len(tok), head_dim=8, max_position_embeddings=1024)
+    return tok, getattr(t, kind)(made).eval()
+
+
+def _z_image():
+    import diffusers
+
+    tok, encoder = _qwen3("Qwen3Model")
+    transformer = diffusers.ZImageTransformer2DModel(
+        in_channels=4,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=32,
+        axes_dims=(4, 6, 6),
+        axes_lens=(128, 16, 16),
+    )
+    return diffusers.ZImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=_vae(shift_factor=0.1159, scaling_factor=0.3611, use_quant_conv=False, use_post_quant_conv=False),
+        text_encoder=encoder,
+        tokenizer=tok,
+        transformer=transformer,
+    )
+
+
 LAYERS = {
-    "transformer": {"num_layers": 2, "num_single_layers": 2},
+    "transformer": {"num_layers": 2, "num_single_layers": 2, "n_layers": 2},
     "unet": {"transformer_layers_per_block": 1, "layers_per_block": 1},
     "text_encoder": {"num_hidden_layers": 2, "num_layers": 2, "depth": 2, "fullatt_block_indexes": [1]},
 }

@@ -101,6 +101,10 @@ class TokenShapes:
         """About as many ids as the text has tokens: what is put before every prompt has a length."""
         return [0] * (len(text) // 4)
 
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        """What was said: no template adds to a length that is padded."""
+        return messages[-1]["content"]
+
     def tokenize(self, text: str) -> list[str]:
         """Nothing of the text is a word of textual inversion."""
         return []
