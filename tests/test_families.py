@@ -25,7 +25,7 @@ allow_cpu_only()  # before transformers imports torchvision
 
 from mmrl.pipelines.diffusion import contract  # noqa: E402
 
-FAMILIES = ["sd3", "sd", "sdxl", "flux", "qwen_image", "wan", "sana", "z_image"]
+FAMILIES = ["sd3", "sd", "sdxl", "flux", "qwen_image", "wan", "sana", "z_image", "flux2_klein"]
 GUIDED = [*((f, 4.0) for f in FAMILIES), *((f, 1.0) for f in FAMILIES if f != "flux")]
 UNREAD = {  # the last block drops its text stream, so nothing reads its text queries
     "sd3": ["transformer_blocks.3.attn.add_q_proj"],
@@ -40,7 +40,7 @@ def folders(tmp_path_factory):
 
 
 def recipe(family, folders, lora=True, **sampling):
-    length = {"sd3": 12, "qwen_image": 64, "z_image": 64}.get(family, 16)
+    length = {"sd3": 12, "qwen_image": 64, "z_image": 64, "flux2_klein": 64}.get(family, 16)
     settings = {"steps": 4, "height": 32, "width": 32, "max_sequence_length": length, **sampling}
     settings = ({"frames": 5} if family == "wan" else {}) | settings
     return Recipe.model_validate(
@@ -131,6 +131,19 @@ def test_a_unet_that_predicts_velocity_is_the_stock_pipeline_too(folders, tmp_pa
     contract.sampling_is_the_stock_pipelines(recipe("sd", {"sd": folder}, guidance_scale=2.0))
 
 
+def test_a_distilled_klein_takes_no_guidance_and_stays_distilled(folders, tmp_path):
+    folder = tmp_path / "klein"
+    shutil.copytree(folders["flux2_klein"], folder)
+    index = folder / "model_index.json"
+    index.write_text(index.read_text().replace('"is_distilled": false', '"is_distilled": true'))
+    distilled = recipe("flux2_klein", {"flux2_klein": folder}, guidance_scale=4.0)
+    contract.sampling_is_the_stock_pipelines(distilled)
+    pipeline = contract.Case(distilled).pipeline
+    assert not pipeline.guided
+    pipeline.write(tmp_path / "out", "merged")
+    assert json.loads((tmp_path / "out" / "model_index.json").read_text())["is_distilled"] is True
+
+
 def test_a_broken_adapter_is_found(folders, monkeypatch):
     flux = mmrl.load("pipelines", "diffusion/flux")
     predict = flux.FluxAdapter.predict
@@ -151,6 +164,7 @@ PUBLISHED = {  # parameters of what trains, of all that encodes text, and of the
     "qwen-image": (20_430_401_088, 8_292_166_656, 126_892_531),
     "wan21-1.3b": (1_418_996_800, 5_680_910_336, 126_892_531),
     "z-image": (6_154_908_736, 4_022_468_096, 83_819_683),
+    "flux2-klein-base-4b": (3_875_544_576, 4_022_468_096, 84_046_115),
     "sana15-1.6b": (1_604_641_952, 2_614_341_888, 312_250_275),
 }
 WIDE = [
@@ -189,7 +203,8 @@ def test_a_real_step_at_true_width_takes_what_the_plan_says(name, tmp_path):
     more = {
         "wan21-1.3b": ["sampling.frames=5", "rewards=[{name: frames, options: {name: 'jpeg:incompressibility'}}]"],
         "flux-dev": ["algorithm.trained_steps=null"],
-        "z-image": ["train.micro_batch_size=2"],  # gradients are large: a second slice meets those of the first
+        "z-image": ["train.micro_batch_size=2"],  # gradients are large, and a second slice meets those of the first
+        "flux2-klein-base-4b": ["train.micro_batch_size=2"],
     }
     loaded = load_recipe([tmp_path / shipped.name], WIDE + more.get(name, []))
     made = plan(loaded)

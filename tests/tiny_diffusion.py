@@ -312,6 +312,40 @@ def _z_image():
     )
 
 
+def _flux2_klein():
+    import diffusers
+
+    tok, encoder = _qwen3("Qwen3ForCausalLM", num_hidden_layers=4)
+    transformer = diffusers.Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=3 * 32,
+        timestep_guidance_channels=32,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
+    )
+    vae = diffusers.AutoencoderKLFlux2(
+        block_out_channels=(16, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=8,
+        layers_per_block=1,
+    )
+    vae.bn.running_mean.normal_()
+    vae.bn.running_var.uniform_(0.5, 2)
+    return diffusers.Flux2KleinPipeline(
+        scheduler=_shifting(base_shift=0.5, max_shift=1.15, shift=3.0),
+        vae=vae,
+        text_encoder=encoder,
+        tokenizer=tok,
+        transformer=transformer,
+    )
+
+
 LAYERS = {
     "transformer": {"num_layers": 2, "num_single_layers": 2, "n_layers": 2},
     "unet": {"transformer_layers_per_block": 1, "layers_per_block": 1},

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,7 +94,8 @@ class TokenShapes:
     def __call__(self, text: str | list[str], padding: str, max_length: int | None = None, **_: Any) -> Any:
         length = 1 if padding == "longest" else max_length or self.model_max_length  # so that nothing is cut off
         ids = torch.zeros(1 if isinstance(text, str) else len(text), length, dtype=torch.long)
-        return SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids))
+        kind: Any = import_module("transformers").BatchEncoding
+        return kind({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
     def encode(self, text: str) -> list[int]:
         """About as many ids as the text has tokens: what is put before every prompt has a length."""

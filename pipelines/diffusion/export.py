@@ -7,6 +7,7 @@ Nothing here changes the policy in memory. LoRA traps that these files avoid (me
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ def write_merged(adapter: Adapter, dtype: torch.dtype, out: Path) -> None:
         name: _copy(module, merged_weights(module), dtype) if name in (adapter.trains, "vae") else module
         for name, module in adapter.pipe.components.items()
     }
-    type(adapter.pipe)(**plain, **adapter.options).save_pretrained(out)
+    kind: Any = type(adapter.pipe)
+    taken = inspect.signature(kind).parameters
+    settings = {k: v for k, v in adapter.pipe.config.items() if k in taken and k not in plain}
+    kind(**plain, **(settings | adapter.options)).save_pretrained(out)
     for path in out.rglob("*.json"):
         _forget_origin(path)
 

@@ -1,0 +1,120 @@
+"""FLUX.2-klein (``Flux2KleinPipeline``): base models, guided by two predictions, and distilled ones, by none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
+
+from mmrl.config.schema import Recipe
+from mmrl.placement.description import Description
+
+from . import loading
+from .adapter import Adapter
+from .flow import FlowPipeline
+
+
+class Flux2KleinAdapter(Adapter):
+    """Final class. Latents are the VAE's in patches of 2 x 2, normalised by its batch norm: ``[128, H / 16, W / 16]``.
+
+    A distilled checkpoint takes no guidance, whatever ``sampling.guidance_scale`` says, as in the stock pipeline.
+    """
+
+    family = "FLUX.2-klein"
+    pipeline = "Flux2KleinPipeline"
+    encoders = ("text_encoder",)
+    lora_targets = (  # Flow-Factory's choice
+        "attn.add_k_proj",
+        "attn.add_q_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "attn.to_k",
+        "attn.to_out.0",
+        "attn.to_q",
+        "attn.to_qkv_mlp_proj",
+        "attn.to_v",
+        "ff.linear_in",
+        "ff.linear_out",
+        "ff_context.linear_in",
+        "ff_context.linear_out",
+    )
+
+    @property
+    def guided(self) -> bool:
+        return super().guided and not self.pipe.config.is_distilled
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        """Whose states are the text's features: 9, 18 and 27 of the published encoders' 36."""
+        count = self.pipe.text_encoder.config.num_hidden_layers
+        return tuple(count * quarter // 4 for quarter in (1, 2, 3))
+
+    def encode(self, text: str) -> dict[str, Tensor]:
+        embeds, _ = self.pipe.encode_prompt(
+            text,
+            device=self.text_encoders[0].device,
+            max_sequence_length=self.sampling.max_sequence_length,
+            text_encoder_out_layers=self._layers,
+        )
+        return {"embeds": embeds[0].to(self.device)}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        factor = 2 * self.pipe.vae_scale_factor
+        self._fits(height, width, factor)
+        return (self.pipe.transformer.config.in_channels, height // factor, width // factor)
+
+    def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+        embeds = features["embeds"]
+        v = model(
+            hidden_states=x.to(embeds.dtype).flatten(2).transpose(1, 2),
+            timestep=timestep / 1000,
+            guidance=None,
+            encoder_hidden_states=embeds,
+            txt_ids=_places(1, 1, embeds.shape[1]).to(embeds.device),
+            img_ids=_places(x.shape[2], x.shape[3], 1).to(embeds.device),
+            return_dict=False,
+        )[0]
+        return v.transpose(1, 2).unflatten(2, x.shape[2:])
+
+    def decode(self, latents: Tensor) -> Tensor:
+        mean, std = self._statistics()
+        return self.pipe.vae.decode(pixel_shuffle(latents * std + mean, 2), return_dict=False)[0]
+
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        mean, std = self._statistics()
+        return (pixel_unshuffle(self.pipe.vae.encode(pixels).latent_dist.mode(), 2) - mean) / std
+
+    def call(self) -> dict[str, Any]:
+        length = self.sampling.max_sequence_length
+        return super().call() | {"max_sequence_length": length, "text_encoder_out_layers": self._layers}
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of patches, ``[1, 128, 1, 1]`` each."""
+        vae = self.pipe.vae
+        mean, variance = (v.view(1, -1, 1, 1) for v in (vae.bn.running_mean, vae.bn.running_var))
+        return mean, (variance + vae.config.batch_norm_eps).sqrt()
+
+    def _spacing(self, steps: int) -> dict[str, Any]:
+        from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+        _, height, width = self.latent_shape(self.sampling.height, self.sampling.width)
+        sigmas = torch.linspace(1.0, 1 / steps, steps, dtype=torch.float64).tolist()
+        return {"sigmas": sigmas, "mu": compute_empirical_mu(height * width, steps)}
+
+
+def _places(rows: int, columns: int, tokens: int) -> Tensor:
+    """Where tokens are: picture, row, column and place in a text, ``[rows * columns * tokens, 4]``."""
+    return torch.cartesian_prod(torch.arange(1), torch.arange(rows), torch.arange(columns), torch.arange(tokens))
+
+
+def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
+    """See ``loading.build``."""
+    return loading.build(Flux2KleinAdapter, recipe, path, device)
+
+
+def describe(recipe: Recipe, path: str, architecture: Path | None) -> Description:
+    """See ``loading.describe``."""
+    return loading.describe(Flux2KleinAdapter, recipe, path, architecture)
