@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from io import BytesIO
 from typing import Literal
-
-from PIL import Image
 
 from mmrl.media import Media
 from mmrl.trajectory import Prompt
 
-from .shapes import draw, scene
+from .shapes import draw, png, scene
 from .shapes import prompts as shapes
 
 
@@ -42,11 +39,5 @@ def _paired(prompt: Prompt, captions: list[Prompt], key: str) -> Prompt:
     others = [p for p in captions if p.meta["task"] == prompt.meta["task"] and p.text != prompt.text]
     near = [p for p in others if sum(a != b for a, b in zip(p.text.split(), prompt.text.split(), strict=False)) <= 2]
     wrong = rng.choice(near or others)
-    media = tuple(Media("image", data=_png(draw(scene(shown, rng)))) for shown in (prompt, wrong))
+    media = tuple(Media("image", data=png(draw(scene(shown, rng)))) for shown in (prompt, wrong))
     return replace(prompt, id=f"{prompt.id}-{key}", media=media)
-
-
-def _png(picture: Image.Image) -> bytes:
-    file = BytesIO()
-    picture.save(file, "png")
-    return file.getvalue()

@@ -67,4 +67,7 @@ def random_weights(module):
         for tensor in [*module.parameters(), *module.buffers()]:
             if tensor.is_floating_point():
                 tensor.normal_(std=0.02)
+        for name, buffer in module.named_buffers():
+            if name.endswith("running_var"):
+                buffer.abs_()
     return module

@@ -13,11 +13,12 @@ import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config import Recipe
 from mmrl.config.loader import load_recipe, shipped_recipes
-from mmrl.errors import UserError
+from mmrl.errors import BadPromptError, UserError
 from mmrl.placement.plan import plan
 from mmrl.report.rundir import RunDir
 from mmrl.run import build
 from mmrl.session import Session, Stop
+from mmrl.trajectory import Prompt, Slot
 from tests.planning import run_steps
 from tests.tiny_diffusion import SHAPES, cut, save
 
@@ -25,7 +26,7 @@ allow_cpu_only()  # before transformers imports torchvision
 
 from mmrl.pipelines.diffusion import contract  # noqa: E402
 
-FAMILIES = ["sd3", "sd", "sdxl", "flux", "qwen_image", "wan", "sana", "z_image", "flux2_klein"]
+FAMILIES = ["sd3", "sd", "sdxl", "flux", "qwen_image", "wan", "sana", "z_image", "flux2_klein", "flux2_klein_edit"]
 GUIDED = [*((f, 4.0) for f in FAMILIES), *((f, 1.0) for f in FAMILIES if f != "flux")]
 UNREAD = {  # the last block drops its text stream, so nothing reads its text queries
     "sd3": ["transformer_blocks.3.attn.add_q_proj"],
@@ -36,12 +37,14 @@ UNREAD = {  # the last block drops its text stream, so nothing reads its text qu
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("families")
-    return {"sd3": SHAPES} | {family: save(family, root / family) for family in FAMILIES if family != "sd3"}
+    made = {family: save(family, root / family) for family in FAMILIES if family not in ("sd3", "flux2_klein_edit")}
+    return {"sd3": SHAPES, "flux2_klein_edit": made["flux2_klein"]} | made
 
 
 def recipe(family, folders, lora=True, **sampling):
-    length = {"sd3": 12, "qwen_image": 64, "z_image": 64, "flux2_klein": 64}.get(family, 16)
-    settings = {"steps": 4, "height": 32, "width": 32, "max_sequence_length": length, **sampling}
+    length = {"sd3": 12, "qwen_image": 64, "z_image": 64, "flux2_klein": 64, "flux2_klein_edit": 64}.get(family, 16)
+    size = 64 if family == "flux2_klein_edit" else 32  # the least that the stock pipeline takes of a picture
+    settings = {"steps": 4, "height": size, "width": size, "max_sequence_length": length, **sampling}
     settings = ({"frames": 5} if family == "wan" else {}) | settings
     return Recipe.model_validate(
         {
@@ -93,6 +96,36 @@ def test_pairs_are_of_pictures_alone(folders):
     made["train"] |= {"group_size": 1}
     with pytest.raises(UserError, match="pairs of pictures, and Wan makes clips"):
         contract.Case(Recipe.model_validate(made))
+
+
+def test_an_editor_trains_on_prompts_that_carry_one_picture(folders, tmp_path):
+    made = recipe("flux2_klein_edit", folders, guidance_scale=2.0).model_dump(mode="json")
+    made |= {
+        "data": {"name": "shape_edits"},
+        "rewards": [{"name": "jpeg:incompressibility"}],
+        "eval": {"every": 1, "samples": 2, "grid": 2},
+    }
+    made["train"] |= {"steps": 1, "group_size": 2, "micro_batch_size": 4}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(made))
+    loaded = load_recipe([tmp_path / "recipe.yaml"], ["sampling.window={size: 1}"])
+    with RunDir.create(tmp_path / "run") as directory:
+        Session(loaded, directory).begin(False, Stop())
+    (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert row["policy/first_ratio_max_dev"] == 0
+    assert row["optim/grad_norm"] > 0
+    (described,) = [c for c in plan(loaded).phases if c.name == "encode"]
+    assert "VAE" in described.parts
+    case = contract.Case(loaded.recipe)
+    with pytest.raises(BadPromptError, match="has 0 media; give every prompt the one picture"):
+        case.pipeline.encode([Slot(0, 0, 0, Prompt("bare", "make it red"))])
+    first, second = case.pipeline._batch_features(
+        [case.pipeline._key(s.prompt) for s in case.slots[1:3]], guided=False
+    )["source"]
+    assert not torch.equal(first, second)
+    pairs = made | {"algorithm": {"type": "picture_dpo"}, "rewards": []}
+    pairs["train"] |= {"group_size": 1}
+    with pytest.raises(UserError, match="edits the picture that a prompt carries; use diffusion_dpo"):
+        contract.Case(Recipe.model_validate(pairs))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

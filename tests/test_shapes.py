@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFilter
 
 import mmrl
+from mmrl.media import open_image
 from mmrl.rewards.contract import Context
 from mmrl.trajectory import Prompt, Sample, SampleId
 
@@ -101,6 +102,25 @@ def test_captions_follow_the_grammar_and_say_what_meta_says():
 def test_unknown_split_is_refused():
     with pytest.raises(ValueError, match="'train', 'heldout' and 'all'"):
         data.prompts("test")
+
+
+def test_an_edit_succeeds_where_the_colour_alone_has_changed():
+    edits = mmrl.load("datasets", "shape_edits").prompts("heldout", per_caption=1)[:20]
+    before = [open_image(prompt.media[0]) for prompt in edits]
+    after = [recoloured(image, prompt.text.split()[-1]) for image, prompt in zip(before, edits, strict=True)]
+    assert judged(list(zip(edits, before, strict=True))).sum() == 0
+    assert judged(list(zip(edits, after, strict=True))).all()
+
+
+def recoloured(image: Image.Image, name: str) -> Image.Image:
+    """A picture of one colour in another one, its smooth edges too."""
+    pixels, ground, wanted = (np.asarray(v, dtype=float) for v in (image, data.BACKGROUND, data.COLOURS[name]))
+    seen = pixels.reshape(-1, 3)[np.abs(pixels - ground).sum(-1).argmax()]
+    own = (
+        min((np.asarray(c, dtype=float) for c in data.COLOURS.values()), key=lambda c: np.abs(c - seen).sum()) - ground
+    )
+    share = (pixels - ground) @ own / (own @ own)
+    return Image.fromarray((ground + share[..., None] * (wanted - ground)).clip(0, 255).round().astype(np.uint8))
 
 
 @settings(max_examples=150, deadline=None)

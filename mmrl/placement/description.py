@@ -48,7 +48,7 @@ class Description:
     ``pipeline`` is the pipeline itself, as ``build`` makes it (the adapters of LoRA too) but on the meta device;
     ``source`` says where the sizes come from. ``longest``, of a pipeline whose samples are of many lengths: given some
     prompts, the one that takes most, and the tokens of a row with it (prompt and response); raises ``UserError`` where
-    one cannot be used.
+    one cannot be used. ``pictures``: how many every prompt carries.
     """
 
     pipeline: Pipeline
@@ -56,3 +56,4 @@ class Description:
     source: str
     longest: Callable[[Sequence[Prompt]], tuple[Prompt, int]] | None = None
     beside: Sequence[Beside] = ()
+    pictures: int = 0

@@ -184,7 +184,8 @@ def _account(
         made.problems += refusals_of_megatron(description.pipeline.policy, recipe.train.tensor_parallel)
         made.notes.append("activations are counted whole, and train.tensor_parallel divides most of them")
     sizes = sizes_of(description, shards, by_block=recipe.train.backend == "fsdp")
-    prompt, row_tokens = Prompt("plan", "plan", media=_pair() if objective.kind == "offline" else ()), 0
+    media = _pair()[: 2 if objective.kind == "offline" else description.pictures]
+    prompt, row_tokens = Prompt("plan", "plan", media=media), 0
     try:
         if description.longest is not None:
             if not prompts:
@@ -216,8 +217,8 @@ def _account(
     made.inside = inside(made, objective, shown)
 
 
-def _pair() -> tuple[Media, Media]:
-    """Two pictures, for a pipeline that trains on pairs of them."""
+def _pair() -> tuple[Media, ...]:
+    """Two pictures, for a pipeline that trains on pairs of them; one is enough where it is edited."""
     from io import BytesIO
 
     from PIL import Image
@@ -232,5 +233,5 @@ def _different(prompts: list[Sequence[Prompt]], description: Description) -> int
     """How many different prompts the run may encode, at most; 0 where that is not known."""
     if description.longest is not None:
         return sum(map(len, prompts))
-    texts = {prompt.text for split in prompts for prompt in split}
-    return len(texts) + 1 if texts else 0  # the empty prompt of guidance
+    found = {(prompt.text, prompt.media if description.pictures else ()) for split in prompts for prompt in split}
+    return len(found) + 1 if found else 0  # the empty prompt of guidance

@@ -32,6 +32,8 @@ class Adapter(ABC):
     """A family (abstract): how to encode, predict and decode, what takes LoRA, which sizes are allowed."""
 
     makes: ClassVar[Literal["image", "video"]] = "image"
+    edits: ClassVar[bool] = False
+    """Whether every prompt carries the picture that is edited: ``features["source"]``, its clean latent."""
     family: ClassVar[str]
     """The models' name, for messages."""
     pipeline: ClassVar[str]

@@ -8,6 +8,7 @@ with the figure it found, or raises ``AssertionError`` with what is wrong.
 
 from __future__ import annotations
 
+import io
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 import mmrl
@@ -22,8 +24,10 @@ from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.controller.randomness import noise
 from mmrl.engines.policy import Policy
+from mmrl.media import Media
 from mmrl.trajectory import Prompt, SampleId, Slot
 
+from . import pictures
 from .flow import FlowPipeline
 
 PROMPTS = ("a red circle", "two blue squares beside a green triangle")
@@ -39,7 +43,8 @@ class Case:
         family = mmrl.load("pipelines", recipe.pipeline)
         self.pipeline: FlowPipeline = family.build(recipe, recipe.model.path, torch.device("cpu"))
         self.policy = Policy(self.pipeline.policy, recipe.optim, total_updates=2)
-        self.slots = [Slot(0, i // 2, 0, Prompt(str(i // 2), PROMPTS[i // 2])) for i in range(4)]
+        media = [(_picture(n),) if self.pipeline.adapter.edits else () for n in range(2)]
+        self.slots = [Slot(0, i // 2, 0, Prompt(str(i // 2), PROMPTS[i // 2], media=media[i // 2])) for i in range(4)]
         self.ids = [SampleId(0, i // 2, 0, i % 2) for i in range(4)]
         self.pipeline.encode(self.slots)
 
@@ -63,11 +68,18 @@ class Case:
                     latents=adapter.as_given(noise(5, [name], "initial", self.pipeline.shape)),
                     output_type="pt",
                     **adapter.call(),
+                    **self._given(slot.prompt),
                 )
             )
             for slot, name in zip(self.slots, self.ids, strict=True)
         ]
         return torch.cat(rows).float()
+
+    def _given(self, prompt: Prompt) -> dict[str, Any]:
+        """What the stock call takes of a prompt beside its text."""
+        if not self.pipeline.adapter.edits:
+            return {}
+        return {"image": pictures.fitted(prompt, pictures.source_of(prompt), self.recipe.denoising)}
 
     def push(self) -> None:
         """Move every trainable weight, so that LoRA is not the identity."""
@@ -75,6 +87,14 @@ class Case:
         with torch.no_grad():
             for parameter in self.policy.trainable.values():
                 parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+def _picture(seed: int) -> Media:
+    """Noise, 40 x 32 pixels."""
+    pixels = torch.randint(256, (32, 40, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(file, "png")
+    return Media("image", data=file.getvalue())
 
 
 def sampling_is_the_stock_pipelines(recipe: Recipe) -> str:

@@ -60,13 +60,15 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     absent = [f"{n}=None" for n in encoders if pipe.components.get(n, "") is None]
     given = [f"{name}={value!r}" for name, value in adapter.options.items()]
     options = ", ".join([f"torch_dtype=torch.{dtype}", *absent, *given])
-    head = "import torch\nfrom diffusers import DiffusionPipeline\n"
+    picture = "from PIL import Image\n" if adapter.edits else ""
+    head = f"import torch\nfrom diffusers import DiffusionPipeline\n{picture}"
     size = {"num_inference_steps": recipe.eval.steps or sampling.steps, "height": sampling.height}
     arguments = size | {"width": sampling.width} | adapter.call()
     shown = "images" if adapter.makes == "image" else "frames"
     draw = (
         'pipe.to("cuda" if torch.cuda.is_available() else "cpu")\n'
         f"{adapter.makes} = pipe(\n    prompt={_quoted(prompt)},\n"
+        + (f'    image=Image.open("picture.png").resize(({sampling.width}, {sampling.height})),\n' if picture else "")
         + "".join(f"    {name}={value!r},\n" for name, value in arguments.items())
         + f"    generator=torch.Generator().manual_seed(0),\n).{shown}[0]\n"
     )
@@ -84,7 +86,8 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
         }
     kind = type(pipe).__name__
     tags = [kind, "lora"] if what == "lora" else [kind]
-    return Usage("diffusers", f"text-to-{adapter.makes}", tags, code)
+    task = "image-to-image" if adapter.edits else f"text-to-{adapter.makes}"
+    return Usage("diffusers", task, tags, code)
 
 
 def _copy(module: Any, state: dict[str, Tensor], dtype: torch.dtype) -> Any:

@@ -25,7 +25,7 @@ from mmrl.report.card import public
 from mmrl.samples import make_samples
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 
-from . import export
+from . import export, pictures
 from .adapter import Adapter, Schedule
 from .pairs import PicturePairs, key_of_pair
 
@@ -52,17 +52,18 @@ class FlowPipeline:
     def encode(self, slots: Sequence[Slot]) -> list[str]:
         # One prompt at a time: text encoders are not bit-equal across batch shapes, and after a resume the missing
         # prompts are not the ones that were missing before.
-        texts = [slot.prompt.text for slot in slots]
-        texts = list(dict.fromkeys([*texts, self.adapter.negative] if self.guided else texts))
+        prompts = {self._key(slot.prompt): slot.prompt for slot in slots}
+        texts = list(dict.fromkeys([*prompts, self.adapter.negative] if self.guided else prompts))
         pairs = {} if self.pairs is None else {key_of_pair(slot.prompt): slot.prompt for slot in slots}
         keys = [*texts, *pairs]
         self.features.hold(keys)  # before the first put, which drops what nobody holds
         try:
             missing = [k for k in texts if k not in self.features]
             if missing:
-                with self._awake(self.adapter.text_encoders), torch.no_grad():
-                    for text in missing:
-                        self.features.put(text, self.adapter.encode(text))
+                eyes = [self.adapter.vae] if self.adapter.edits else []
+                with self._awake([*self.adapter.text_encoders, *eyes]), torch.no_grad():
+                    for key in missing:
+                        self.features.put(key, self._encoded(prompts.get(key, self.adapter.negative)))
             for key, prompt in pairs.items():
                 if self.pairs is not None and key not in self.features:
                     self.features.put(key, self.pairs.encoded(prompt))
@@ -71,10 +72,23 @@ class FlowPipeline:
             raise
         return keys
 
+    def _key(self, prompt: Prompt) -> str:
+        """Names the features of a prompt: its text, and of a family that edits its picture too."""
+        return f"{prompt.text}/{pictures.digest(prompt)}" if self.adapter.edits else prompt.text
+
+    def _encoded(self, prompt: Prompt | str) -> dict[str, Tensor]:
+        """Features of a prompt, or of a text alone: the negative one is beside every picture."""
+        if isinstance(prompt, str) or not self.adapter.edits:
+            return self.adapter.encode(prompt if isinstance(prompt, str) else prompt.text)
+        pixels = pictures.pixels(prompt, pictures.source_of(prompt), self.recipe.denoising)
+        source = self.adapter.encode_image(pixels.unsqueeze(0).to(self.device))[0]
+        return self.adapter.encode(prompt.text) | {"source": source.float()}
+
     def _batch_features(self, keys: Sequence[str], guided: bool | None = None) -> dict[str, Tensor]:
         rows = [self.features.get(k) for k in keys]
         if self.guided if guided is None else guided:
-            rows = [self.features.get(self.adapter.negative)] * len(keys) + rows
+            negative = self.features.get(self.adapter.negative)
+            rows = [row | negative for row in rows] + rows
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _velocity(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
@@ -111,7 +125,7 @@ class FlowPipeline:
         self, slots: Sequence[Slot], ids: Sequence[SampleId], actions: Sequence[int], seed: int, evaluate: bool = False
     ) -> Trajectory:
         steps = (self.recipe.eval.steps if evaluate else None) or self.steps
-        keys = [slot.prompt.text for slot in slots]
+        keys = [self._key(slot.prompt) for slot in slots]
         features = self._batch_features(keys)
         schedule = self.adapter.schedule(steps)
         c = self._coefficients(schedule, actions)
@@ -275,7 +289,7 @@ class FlowPipeline:
         needs: frozenset[str],
         weights: Weights,
     ) -> dict[str, Tensor]:
-        features = self._batch_features([slot.prompt.text for slot in slots])
+        features = self._batch_features([self._key(slot.prompt) for slot in slots])
         schedule = self.adapter.schedule(self.steps)
         c = self._coefficients(schedule, [])
         x = self._initial(ids, seed, schedule)

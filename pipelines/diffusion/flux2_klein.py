@@ -67,17 +67,20 @@ class Flux2KleinAdapter(Adapter):
         return (self.pipe.transformer.config.in_channels, height // factor, width // factor)
 
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
-        embeds = features["embeds"]
+        embeds, (rows, columns) = features["embeds"], x.shape[2:]
+        pictures = [x, features["source"]] if "source" in features else [x]
+        tokens = [p.to(embeds.dtype).flatten(2).transpose(1, 2) for p in pictures]
+        places = [_places(rows, columns, 1, 10 * i) for i in range(len(pictures))]  # 10: as the stock pipeline counts
         v = model(
-            hidden_states=x.to(embeds.dtype).flatten(2).transpose(1, 2),
+            hidden_states=torch.cat(tokens, 1),
             timestep=timestep / 1000,
             guidance=None,
             encoder_hidden_states=embeds,
             txt_ids=_places(1, 1, embeds.shape[1]).to(embeds.device),
-            img_ids=_places(x.shape[2], x.shape[3], 1).to(embeds.device),
+            img_ids=torch.cat(places).to(embeds.device),
             return_dict=False,
         )[0]
-        return v.transpose(1, 2).unflatten(2, x.shape[2:])
+        return v[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns))
 
     def decode(self, latents: Tensor) -> Tensor:
         mean, std = self._statistics()
@@ -105,9 +108,10 @@ class Flux2KleinAdapter(Adapter):
         return {"sigmas": sigmas, "mu": compute_empirical_mu(height * width, steps)}
 
 
-def _places(rows: int, columns: int, tokens: int) -> Tensor:
+def _places(rows: int, columns: int, tokens: int, picture: int = 0) -> Tensor:
     """Where tokens are: picture, row, column and place in a text, ``[rows * columns * tokens, 4]``."""
-    return torch.cartesian_prod(torch.arange(1), torch.arange(rows), torch.arange(columns), torch.arange(tokens))
+    ranges = (torch.arange(n) for n in (rows, columns, tokens))
+    return torch.cartesian_prod(torch.tensor([picture]), *ranges)
 
 
 def build(recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:

@@ -39,14 +39,16 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
     pipeline = _assemble(family, pipe, recipe, torch.device("cpu"))
     adapter = pipeline.adapter
     encoders = [Component("text encoders", type(e).__name__, e, frozenset({"encode"})) for e in adapter.text_encoders]
+    vae_for: frozenset[Phase] = frozenset({"encode", "decode"}) if adapter.edits else frozenset({"decode"})
     return Description(
         pipeline,
         [
             Component("policy", type(adapter.model).__name__, pipeline.policy, frozenset(get_args(Phase))),
             *encoders,
-            Component("VAE", type(pipe.vae).__name__, pipe.vae, frozenset({"decode"})),
+            Component("VAE", type(pipe.vae).__name__, pipe.vae, vae_for),
         ],
         source,
+        pictures=int(adapter.edits),
     )
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from mmrl.algorithms.sde import squared_distance
 from mmrl.controller.randomness import generator, noise
 from mmrl.errors import BadPromptError, UserError
-from mmrl.media import BadMediaError, Media, open_image, read_bytes
+from mmrl.media import BadMediaError, Media, read_bytes
 from mmrl.pipelines.protocol import Weights
 from mmrl.trajectory import Prompt, Slot, Trajectory
+
+from . import pictures
 
 if TYPE_CHECKING:
     from .flow import FlowPipeline
@@ -25,13 +25,14 @@ NAMES = ("chosen", "rejected")
 
 class PicturePairs:
     """Final class. The pairs of a run of ``pipeline``, which calls it. A prompt's ``media`` are the better picture and
-    the worse one, in this order. Raises ``UserError`` for a family that makes clips."""
+    the worse one, in this order. Raises ``UserError`` for a family that makes clips, or edits pictures."""
 
     def __init__(self, pipeline: FlowPipeline) -> None:
-        if pipeline.makes != "image":
+        if pipeline.makes != "image" or pipeline.adapter.edits:
+            does = "makes clips" if pipeline.makes != "image" else "edits the picture that a prompt carries"
             raise UserError(
                 f"algorithm.type: {pipeline.recipe.algorithm.type} trains on pairs of pictures, and "
-                f"{pipeline.adapter.family} makes clips; use an algorithm that samples"
+                f"{pipeline.adapter.family} {does}; use an algorithm that samples"
             )
         self.pipeline = pipeline
 
@@ -42,21 +43,10 @@ class PicturePairs:
         centre. Raises ``BadPromptError`` where there is no pair, or one that cannot be trained on.
         """
         pipeline, found = self.pipeline, pair_of(prompt)
-        pixels = torch.stack([self._pixels(prompt, medium) for medium in found])
+        pixels = torch.stack([pictures.pixels(prompt, medium, pipeline.recipe.denoising) for medium in found])
         with pipeline._awake([pipeline.adapter.vae]), torch.no_grad():
             latents = pipeline.adapter.encode_image(pixels.to(pipeline.device)).float()
         return dict(zip(NAMES, latents, strict=True))
-
-    def _pixels(self, prompt: Prompt, medium: Media) -> Tensor:
-        """``[3, H, W]`` in [-1, 1]."""
-        sampling = self.pipeline.recipe.denoising
-        try:
-            image = open_image(medium)
-        except BadMediaError as error:
-            raise BadPromptError(prompt.id, f"{error}; mend the picture or take the pair out") from error
-        fitted = ImageOps.fit(image, (sampling.width, sampling.height), Image.Resampling.BICUBIC)
-        flat = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
-        return flat.view(sampling.height, sampling.width, 3).permute(2, 0, 1) / 127.5 - 1
 
     def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         """What is needed of chosen_error and rejected_error, and the same of the reference without a graph: the squared
@@ -107,8 +97,7 @@ def pair_of(prompt: Prompt) -> tuple[Media, Media]:
 
 def key_of_pair(prompt: Prompt) -> str:
     """Names the latents of a prompt's pair in the feature store: equal for the same pictures."""
-    said = repr([(m.path, m.offset, m.size, m.data) for m in prompt.media])
-    return f"pair/{hashlib.blake2b(said.encode(), digest_size=16).hexdigest()}"
+    return f"pair/{pictures.digest(prompt)}"
 
 
 def _halves(errors: Tensor) -> dict[str, Tensor]:

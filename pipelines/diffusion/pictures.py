@@ -1,0 +1,48 @@
+"""Pictures that a prompt carries, as a model of diffusion takes them."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from mmrl.config.sampling import Sampling
+from mmrl.errors import BadPromptError
+from mmrl.media import BadMediaError, Media, open_image
+from mmrl.trajectory import Prompt
+
+
+def fitted(prompt: Prompt, medium: Media, sampling: Sampling) -> Image.Image:
+    """A picture of ``prompt``, RGB, scaled until it fills ``sampling.height`` x ``sampling.width`` and cut at its
+    centre. Raises ``BadPromptError`` where it cannot be read."""
+    try:
+        image = open_image(medium)
+    except BadMediaError as error:
+        raise BadPromptError(prompt.id, f"{error}; mend the picture or take the prompt out") from error
+    return ImageOps.fit(image, (sampling.width, sampling.height), Image.Resampling.BICUBIC)
+
+
+def pixels(prompt: Prompt, medium: Media, sampling: Sampling) -> Tensor:
+    """``fitted`` as ``[3, H, W]`` in [-1, 1]."""
+    image = fitted(prompt, medium, sampling)
+    flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return flat.view(image.height, image.width, 3).permute(2, 0, 1) / 127.5 - 1
+
+
+def source_of(prompt: Prompt) -> Media:
+    """The picture that is to be edited. Raises ``BadPromptError`` where there is not exactly one."""
+    if [medium.kind for medium in prompt.media] != ["image"]:
+        raise BadPromptError(
+            prompt.id,
+            f"it has {len(prompt.media)} media; give every prompt the one picture that is to be edited (data: {{name: "
+            "jsonl}, with a column image)",
+        )
+    return prompt.media[0]
+
+
+def digest(prompt: Prompt) -> str:
+    """Equal for prompts with the same pictures."""
+    said = repr([(m.path, m.offset, m.size, m.data) for m in prompt.media])
+    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
