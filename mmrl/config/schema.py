@@ -154,6 +154,9 @@ class Features(Section):
     """Of a controller's memory (``512 MiB``): past it what no step holds is dropped, then the rest goes to disk."""
     folder: str | None = None
     """A local folder for what goes to disk; None takes the system's temporary files (TMPDIR)."""
+    cache: str | None = None
+    """Pictures and clips: a folder where embeddings of prompts stay, for later runs and other processes. None keeps
+    none."""
 
 
 class Optim(Section):

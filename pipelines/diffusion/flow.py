@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from mmrl.algorithms import sde
 from mmrl.algorithms.objective import GraphSteps, Kind
 from mmrl.config.schema import Recipe
+from mmrl.controller.feature_cache import FeatureCache
 from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
 from mmrl.pipelines.protocol import Usage, Weights, What
@@ -37,6 +38,7 @@ class FlowPipeline:
         self.adapter, self.policy, self.recipe, self.device = adapter, policy, recipe, device
         self.makes: Literal["image", "video"] = adapter.makes
         self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
+        self.cache: FeatureCache | None = None
         self.shape = adapter.latent_shape(recipe.denoising.height, recipe.denoising.width)
         self.guided = adapter.guided
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
@@ -58,12 +60,14 @@ class FlowPipeline:
         keys = [*texts, *pairs]
         self.features.hold(keys)  # before the first put, which drops what nobody holds
         try:
-            missing = [k for k in texts if k not in self.features]
+            missing = [k for k in texts if k not in self.features and not self._kept(k)]
             if missing:
                 eyes = [self.adapter.vae] if self.adapter.edits else []
                 with self._awake([*self.adapter.text_encoders, *eyes]), torch.no_grad():
                     for key in missing:
                         self.features.put(key, self._encoded(prompts.get(key, self.adapter.negative)))
+                        if self.cache is not None:
+                            self.cache.write(key, self.features.get(key))
             for key, prompt in pairs.items():
                 if self.pairs is not None and key not in self.features:
                     self.features.put(key, self.pairs.encoded(prompt))
@@ -83,6 +87,13 @@ class FlowPipeline:
         pixels = pictures.pixels(prompt, pictures.source_of(prompt), self.recipe.denoising)
         source = self.adapter.encode_image(pixels.unsqueeze(0).to(self.device))[0]
         return self.adapter.encode(prompt.text) | {"source": source.float()}
+
+    def _kept(self, key: str) -> bool:
+        """Whether the features of ``key`` were on disk from before; then they are in the store."""
+        found = None if self.cache is None else self.cache.read(key)
+        if found is not None:
+            self.features.put(key, {name: t.to(self.device) for name, t in found.items()})
+        return found is not None
 
     def _batch_features(self, keys: Sequence[str], guided: bool | None = None) -> dict[str, Tensor]:
         rows = [self.features.get(k) for k in keys]

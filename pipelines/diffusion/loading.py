@@ -13,6 +13,7 @@ from mmrl.errors import UserError
 from mmrl.placement.description import Component, Description, Phase
 
 from .adapter import Adapter
+from .caching import cache_of
 from .describe import empty_pipeline, tokenizer_of
 from .flow import FlowPipeline
 
@@ -29,6 +30,7 @@ def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device
     if not recipe.model.offload or device.type == "cpu":
         for module in (*pipeline.adapter.text_encoders, pipe.vae):
             module.to(device)
+    pipeline.cache = cache_of(pipeline.adapter, recipe)
     return pipeline
 
 

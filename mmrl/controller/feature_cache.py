@@ -1,0 +1,83 @@
+"""Features on disk beyond a run: a file per prompt, for whatever encodes it alike. Shared by processes and runs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mmrl.errors import UserError
+
+
+class FeatureCache:
+    """Final class. Groups of tensors by key under ``folder``, which is made. ``identity`` names all that the features
+    depend on but the key: entries of another identity are never served. Raises ``UserError`` where there can be no such
+    folder.
+
+    What cannot be read is as if it were not there, and what cannot be written is left out, with one warning for each.
+    """
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        self.folder = folder / identity
+        self._warned: set[str] = set()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"features.cache: {folder} cannot be made ({error}); name a folder that can") from error
+
+    def path(self, key: str) -> Path:
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
+
+    def read(self, key: str) -> dict[str, Tensor] | None:
+        """The tensors of ``key`` on the CPU, equal to the bit; None where they must be made."""
+        path = self.path(key)
+        try:
+            with safe_open(path, framework="pt") as file:
+                told, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError) as error:
+            self._warn("read", f"{path} cannot be read ({error}) and is made anew")
+            return None
+        if told.get("digest") != digest_of(key, tensors):
+            self._warn("read", f"{path} is not what was written there and is made anew")
+            return None
+        return tensors
+
+    def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep ``tensors`` under ``key``: a whole file or none, however many processes write it at once."""
+        own = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+        draft = None
+        try:
+            number, draft = tempfile.mkstemp(prefix="draft-", dir=self.folder)
+            os.close(number)
+            save_file(own, draft, {"digest": digest_of(key, own)})
+            Path(draft).replace(self.path(key))
+        except (OSError, SafetensorError) as error:
+            if draft is not None:
+                Path(draft).unlink(missing_ok=True)
+            self._warn("write", f"{self.folder} takes no further prompts ({error}); free space there, or set another")
+
+    def _warn(self, what: str, line: str) -> None:
+        if what not in self._warned:
+            print(f"warning: features.cache: {line}", file=sys.stderr)
+        self._warned.add(what)
+
+
+def digest_of(key: str, tensors: Mapping[str, Tensor]) -> str:
+    """Of a key and tensors: equal where names, shapes, dtypes and every bit are."""
+    found = hashlib.sha256(key.encode())
+    for name in sorted(tensors):
+        found.update(f"\0{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\0".encode())
+        bits: Any = tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        found.update(bits)
+    return found.hexdigest()

@@ -1,0 +1,77 @@
+"""What a prompt's embeddings depend on beside the prompt, so that those of another model are never taken from disk."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mmrl.config.schema import Recipe
+from mmrl.controller.feature_cache import FeatureCache, digest_of
+
+from .adapter import Adapter
+from .describe import tokenizer_of
+
+
+def cache_of(adapter: Adapter, recipe: Recipe) -> FeatureCache | None:
+    """The cache on disk that the recipe asks for. Raises ``UserError`` where there can be no such folder."""
+    if recipe.features.cache is None:
+        return None
+    return FeatureCache(Path(recipe.features.cache).expanduser(), identity_of(adapter))
+
+
+def identity_of(adapter: Adapter) -> str:
+    """A digest of all that encoding reads: the encoders' weights (all bits of them) and configurations, the tokenizers,
+    the adapter's own file, the settings of sampling that shape features, the kind of device, and the
+    versions of the libraries. Call it before the first prompt is encoded: tokenizers keep what they were asked last.
+    """
+    found = hashlib.sha256()
+    for part in _parts(adapter):
+        found.update(f"{len(part)} {part}".encode())
+    return found.hexdigest()[:32]
+
+
+def _parts(adapter: Adapter) -> Iterator[str]:
+    pipe, sampling = adapter.pipe, adapter.sampling
+    yield hashlib.sha256(Path(inspect.getfile(type(adapter))).read_bytes()).hexdigest()
+    yield " ".join(importlib.metadata.version(name) for name in ("torch", "transformers", "diffusers"))
+    # of all settings of sampling those that a family may encode with; the others may change from run to run
+    yield f"{sampling.height} {sampling.width} {sampling.frames} {sampling.max_sequence_length}"
+    yield f"{adapter.family} {adapter.negative!r} {adapter.device.type}"
+    yield _told(dict(pipe.config))
+    for encoder in (*adapter.text_encoders, *([adapter.vae] if adapter.edits else [])):  # which sees what is edited
+        config: Any = encoder.config
+        yield type(encoder).__name__
+        yield _told(config.to_dict() if hasattr(config, "to_dict") else dict(config))
+        yield str(getattr(config, "_attn_implementation", None))
+        yield from _weights(encoder)
+    for name in map(tokenizer_of, adapter.encoders):
+        if getattr(pipe, name, None) is not None:
+            yield from _files(getattr(pipe, name))
+
+
+def _told(config: dict[str, Any]) -> str:
+    """A configuration without where it was read from."""
+    return json.dumps({k: v for k, v in config.items() if not k.startswith("_")}, sort_keys=True, default=str)
+
+
+def _weights(module: nn.Module) -> Iterator[str]:
+    for tensors in (module.named_parameters(), module.named_buffers()):
+        for name, tensor in tensors:
+            yield digest_of(name, {"": tensor})
+
+
+def _files(tokenizer: Any) -> Iterator[str]:
+    """The files that it would be saved as."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for file in sorted(Path(folder).rglob("*")):
+            if file.is_file():
+                yield f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}"
