@@ -79,7 +79,7 @@ def update(run: Run, batch: Batch, way: Any) -> torch.Tensor:
     rows = list(range(len(batch.places)))
     total = run.objective.amount(batch.weights, batch.lengths)
     for piece in slices(run, batch, rows):
-        new = run.pipeline.replay(piece.rows, piece.entry, run.objective.needs, run.policy.using)
+        new = run.pipeline.replay(piece.rows, piece.entries, run.objective.needs, run.policy.using)
         own = {"log_probs": new["log_probs"].detach()}
         run.policy.backward(run.objective.loss(new, piece.old | own, total).value)
     found = torch.cat([p.grad.flatten() for p in run.policy.trainable.values() if p.grad is not None])

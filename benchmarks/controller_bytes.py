@@ -135,7 +135,7 @@ class Worker:
         batch = Batch([rows], places, advantages.clone(), torch.ones(n), lengths, self.keys)
         total = run.controller.count(run.objective.amount(batch.weights, batch.lengths))
         for piece in slices(run, batch, rows_of_update(batch, 0, 1)):
-            new = run.pipeline.replay(piece.rows, piece.entry, run.objective.needs, run.policy.using)
+            new = run.pipeline.replay(piece.rows, piece.entries, run.objective.needs, run.policy.using)
             run.policy.backward(run.objective.loss(new, piece.old, total).value)
         run.policy.apply()
         run.pipeline.features.release(self.keys)

@@ -296,7 +296,7 @@ def trajectories(theirs: Theirs, run: Run) -> dict[str, float]:
         rows = theirs.sample(embeds, pooled, 0, initial)
     replayed = torch.stack([theirs.log_prob(rows, j).detach() for j in range(len(actions))], 1)
     ours = torch.cat(
-        [pipeline.replay(mine, j, run.objective.needs, run.policy.using)["log_probs"] for j in range(len(actions))], 1
+        [pipeline.replay(mine, [j], run.objective.needs, run.policy.using)["log_probs"] for j in range(len(actions))], 1
     )
     features = pipeline._batch_features(mine.features)
     return {

@@ -182,7 +182,7 @@ def our_loss(run: Run, inputs: dict[str, Any]) -> torch.Tensor:
         run.pipeline.features.put(key, {"input_ids": tokens[mask.bool()]})
     mask = inputs["completion_mask"].float()
     rows = Trajectory([], [], inputs["completion_ids"], keys, mask=mask)
-    new = run.pipeline.replay(rows, 0, run.objective.needs, run.policy.using)
+    new = run.pipeline.replay(rows, [0], run.objective.needs, run.policy.using)
     old = {
         "log_probs": new["log_probs"].detach(),
         "advantages": inputs["advantages"],

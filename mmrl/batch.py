@@ -84,10 +84,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Piece:
-    """The slice of an update whose graph is held at once: some rows and one of their entries (actions, levels)."""
+    """The slice of an update whose graph is held at once: some rows and some of their entries (actions; one level)."""
 
     rows: Trajectory
-    entry: int
+    entries: list[int]
     index: list[int]
     """Where the rows lie in the batch."""
     old: dict[str, Tensor]
@@ -97,7 +97,7 @@ class Piece:
 
 
 def slices(run: Run, batch: Batch, mine: list[int], in_step: Callable[[int], int] = int) -> Iterator[Piece]:
-    """The slices of one optimizer step over the rows ``mine``: micro-batches of them, entry by entry.
+    """The slices of one optimizer step over the rows ``mine``: micro-batches of them, entry by entry or a few at once.
 
     ``in_step`` says how many micro-batches to go through for so many of these rows, where ranks wait for one another
     (``Devices.in_step``): the last one is repeated without weight.
@@ -110,15 +110,16 @@ def slices(run: Run, batch: Batch, mine: list[int], in_step: Callable[[int], int
     for n, index in enumerate(own + own[-1:] * (in_step(len(own)) - len(own))):
         rows = gather(batch.micro_batches, [batch.places[n] for n in index])
         groups = groups_of(rows).to(device)
-        for entry in chosen(run, rows):
+        for entries in chunks(chosen(run, rows), train.steps_per_forward):
             columns = {"advantages": batch.advantages, "weights": batch.weights, **batch.prepared}
-            of = slice(entry, entry + 1) if rows.mask is None else slice(rows.clean.shape[1])
-            cut = {k: v[index] if v.ndim == 1 else v[index, of] for k, v in columns.items()}
+            of = entries if rows.mask is None else slice(rows.clean.shape[1])
+            cut = {k: v[index] if v.ndim == 1 else v[index][:, of] for k, v in columns.items()}
             old = {name: value.to(device) for name, value in cut.items()} | {"groups": groups}
             old["weights"] = old["weights"] * (n < len(own))
-            found = run.pipeline.recorded(rows, entry)
+            found = run.pipeline.recorded(rows, entries)
             known = old | recorded(found if run.ahead is None else drawn_before(found), old)
-            yield Piece(rows, entry, index, known, sum(sum(sizes[n]) for n in index), padded([sizes[n] for n in index]))
+            tokens = sum(sum(sizes[n]) for n in index)
+            yield Piece(rows, entries, index, known, tokens, padded([sizes[n] for n in index]))
 
 
 def without_weight(piece: Piece) -> Piece:
@@ -145,7 +146,7 @@ def counted(batch: Batch, rows: list[int]) -> list[int]:
     return [n for n in rows if batch.weights[n] > 0] or rows
 
 
-def entries(run: Run) -> int:
+def number_of_entries(run: Run) -> int:
     """How many entries (actions, noise levels) of each sample an update goes through."""
     return run.objective.entries or run.pipeline.entries(run.objective.kind)
 
@@ -153,7 +154,7 @@ def entries(run: Run) -> int:
 def chosen(run: Run, rows: Trajectory) -> list[int]:
     """Those entries: all, or where the objective takes fewer actions than were recorded, a choice that is drawn anew in
     every step and is the same for all rows."""
-    n = entries(run)
+    n = number_of_entries(run)
     if run.objective.kind != "policy_gradient" or n == run.pipeline.entries(run.objective.kind):
         return list(range(n))
     drawn = generator(run.recipe.seed, rows.ids[0].step, "trained steps")

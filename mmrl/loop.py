@@ -75,10 +75,10 @@ def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: 
     for piece in pieces:
         match run.objective.kind:
             case "policy_gradient":
-                new = run.pipeline.replay(piece.rows, piece.entry, needs, run.policy.using)
+                new = run.pipeline.replay(piece.rows, piece.entries, needs, run.policy.using)
             case "forward_process":
                 rows = of_group(piece.rows) if run.objective.shares_noise else piece.rows
-                new = run.pipeline.renoise(rows, piece.entry, run.recipe.seed, needs, partial(as_drawn, run))
+                new = run.pipeline.renoise(rows, piece.entries[0], run.recipe.seed, needs, partial(as_drawn, run))
             case "offline":
                 new = run.pipeline.compare(piece.rows, needs, run.policy.using)
             case "pathwise":

@@ -239,9 +239,11 @@ def prepare(run: Run, batch: Batch, scored: Scored) -> Scored:
     for update in range(updates if wanted else 0):
         pieces = slices(run, batch, rows_of_update(batch, update, updates), partial(run.devices.in_step, run))
         for made in run.devices.spread(run, "prepare", pieces, wanted):
-            for index, entry, new in made:
+            for index, entries, new in made:
+                at = torch.tensor(index).unsqueeze(1)
                 for name in wanted:
-                    columns[name][index, entry : entry + new[name].shape[1]] = new[name]
+                    of = entries if mask is None else list(range(new[name].shape[1]))
+                    columns[name][at, torch.tensor(of)] = new[name]
     batch.prepared = {name: columns[name] for name in ("log_probs", "values") if name in columns}
     return replace(scored, mask=mask, **columns)
 

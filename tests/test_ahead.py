@@ -103,9 +103,9 @@ def replayed(run, trajectory, version):
     run.policy.become(version)
     with torch.no_grad():
         if trajectory.mask is None:
-            new = run.pipeline.replay(trajectory, 0, frozenset({"log_probs"}), run.policy.using)["log_probs"]
+            new = run.pipeline.replay(trajectory, [0], frozenset({"log_probs"}), run.policy.using)["log_probs"]
             return (new - trajectory.log_probs[:, :1]).abs().max().item()
-        new = run.pipeline.replay(trajectory, 0, frozenset({"log_probs"}), run.policy.using)["log_probs"]
+        new = run.pipeline.replay(trajectory, [0], frozenset({"log_probs"}), run.policy.using)["log_probs"]
         return ((new - trajectory.log_probs) * trajectory.mask).abs().max().item()
 
 
@@ -113,7 +113,7 @@ def log_probs(run, trajectory, action, version):
     """Of pictures under ``version``, float64 ``[B]``."""
     run.policy.become(version)
     with torch.no_grad():
-        new = run.pipeline.replay(trajectory, action, frozenset({"log_probs"}), run.policy.using)
+        new = run.pipeline.replay(trajectory, [action], frozenset({"log_probs"}), run.policy.using)
     return new["log_probs"].squeeze(1).double()
 
 
@@ -153,9 +153,9 @@ def test_several_updates_of_older_pictures_follow_the_decoupled_objective():
     replay, loss = run.pipeline.replay, run.objective.loss
     slices, losses = [], []
 
-    def replaying(rows, action, *given):
-        slices.append((rows, action))
-        return replay(rows, action, *given)
+    def replaying(rows, actions, *given):
+        slices.append((rows, *actions))
+        return replay(rows, actions, *given)
 
     def losing(new, old, total):
         now, found = run.policy.version("current"), loss(new, old, total)

@@ -85,7 +85,7 @@ def test_the_first_ratio_is_one_to_the_bit(kind, guidance):
     trajectory = pipeline.sample(slots, ids, pipeline.noisy_steps(0), seed=0)
     assert trajectory.log_probs.shape == (8, 5)
     for action in range(5):
-        new = pipeline.replay(trajectory, action, frozenset({"log_probs"}), policy.using)["log_probs"]
+        new = pipeline.replay(trajectory, [action], frozenset({"log_probs"}), policy.using)["log_probs"]
         assert torch.equal(new.detach()[:, 0], trajectory.log_probs[:, action])
 
 
@@ -94,7 +94,7 @@ def test_other_batch_shapes_stay_within_1e_5():
     slots, ids = rows()
     pipeline.encode(slots)
     trajectory = pipeline.sample(slots, ids, [0, 1], seed=0)
-    new = pipeline.replay(trajectory.rows([2]), 1, frozenset({"log_probs"}), policy.using)["log_probs"]
+    new = pipeline.replay(trajectory.rows([2]), [1], frozenset({"log_probs"}), policy.using)["log_probs"]
     assert (new[0, 0].exp() / trajectory.log_probs[2, 1].exp() - 1).abs() < 1e-5
 
 
@@ -143,7 +143,7 @@ def test_every_trainable_weight_of_the_forward_moves_in_two_steps():
         pipeline.encode(slots)
         for seed in range(2):
             trajectory = pipeline.sample(slots, ids, [1], seed=seed)
-            new = pipeline.replay(trajectory, 0, frozenset({"log_probs"}), policy.using)
+            new = pipeline.replay(trajectory, [0], frozenset({"log_probs"}), policy.using)
             policy.backward((new["log_probs"] * torch.randn(8, 1)).sum())
             policy.apply()
         still = [k for k, p in policy.trainable.items() if torch.equal(p.detach(), before[k])]

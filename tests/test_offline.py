@@ -189,7 +189,7 @@ def test_margins_reach_the_loss_of_a_reward_model(folder):
     run = make(folder, *SCORE)
     with_margin = [Slot(0, 0, 0, Prompt("m", "Hi", {"chosen": "a", "rejected": "b", "margin": 1.5}))]
     rows = rows_of(run.pipeline, [*with_margin, *UNEVEN[:1]])
-    assert run.pipeline.recorded(rows, 0)["margins"].tolist() == [1.5, 0.0]
+    assert run.pipeline.recorded(rows, [0])["margins"].tolist() == [1.5, 0.0]
 
 
 # -- data ---

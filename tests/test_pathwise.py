@@ -127,12 +127,12 @@ def test_the_mean_that_was_sampled_from_is_known_from_its_noise(small):
     seed = pipeline.recipe.seed
     trajectory = pipeline.sample(slots, ids, [0, 1, 2], seed)
     for action in range(3):
-        new = pipeline.replay(trajectory, action, needs, policy.using)
+        new = pipeline.replay(trajectory, [action], needs, policy.using)
         assert new["old_distance"].max() < 1e-12
-        kept = pipeline.replay(trajectory, action, frozenset({"log_probs"}), policy.using)["log_probs"]
+        kept = pipeline.replay(trajectory, [action], frozenset({"log_probs"}), policy.using)["log_probs"]
         move(policy, 1e-3)
-        moved = pipeline.replay(trajectory, action, needs, policy.using)
-        c = pipeline.recorded(trajectory, action)
+        moved = pipeline.replay(trajectory, [action], needs, policy.using)
+        c = pipeline.recorded(trajectory, [action])
         # of Gaussians: log p - log p_old + |dmu|^2 / 2 std^2 = mean(z dmu) / std, and z has unit size
         bias = moved["old_distance"] / (2 * c["std"] ** 2)
         z_dmu = (moved["log_probs"] - kept + bias) * c["std"]

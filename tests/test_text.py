@@ -59,12 +59,12 @@ def sampled(pipeline, *args, seed=7, **more):
 
 def test_the_log_probs_of_sampling_are_those_of_replay(pipeline):
     drawn = sampled(pipeline)
-    new = pipeline.replay(drawn, 0, frozenset({"log_probs"}), None)["log_probs"]
+    new = pipeline.replay(drawn, [0], frozenset({"log_probs"}), None)["log_probs"]
     assert new.requires_grad
     gap = ((new - drawn.log_probs) * drawn.mask).abs().max()
     assert gap < 1e-5
     other = Trajectory(**{**vars(drawn), "clean": (drawn.clean + 1) % 256})
-    wrong = pipeline.replay(other, 0, frozenset({"log_probs"}), None)["log_probs"]
+    wrong = pipeline.replay(other, [0], frozenset({"log_probs"}), None)["log_probs"]
     assert ((wrong - drawn.log_probs) * drawn.mask).abs().max() > 0.5, "the comparison cannot fail"
 
 
@@ -146,7 +146,7 @@ def test_padding_changes_no_gradient(pipeline):
     def gradient(parts):
         pipeline.policy.zero_grad()
         for part in parts:
-            log_probs = pipeline.replay(part, 0, frozenset({"log_probs"}), None)["log_probs"]
+            log_probs = pipeline.replay(part, [0], frozenset({"log_probs"}), None)["log_probs"]
             (log_probs * part.mask).sum().backward()
         return torch.cat([p.grad.flatten() for p in pipeline.policy.parameters()])
 

@@ -81,7 +81,7 @@ def drawn(pipeline, prompts, size=2):
 
 
 def replayed(pipeline, trajectory):
-    return pipeline.replay(trajectory, 0, frozenset({"log_probs"}), None)["log_probs"]
+    return pipeline.replay(trajectory, [0], frozenset({"log_probs"}), None)["log_probs"]
 
 
 def test_sampling_and_replay_agree_with_pictures(pipeline):

@@ -69,6 +69,8 @@ def _text(recipe: Recipe) -> Iterator[str]:
                 f"train.micro_batch_tokens: one response may have {needed} tokens (sampling.max_new_tokens), which do "
                 f"not fit; set it to {needed} plus the longest prompt, or more"
             )
+    if recipe.train.steps_per_forward > 1:
+        yield "train.steps_per_forward: text has no denoising steps, all tokens of a row are one forward; remove it"
     if recipe.features.cache is not None:
         yield "features.cache: prompts of text are not encoded by a model of their own; remove it"
 

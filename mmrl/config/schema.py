@@ -131,6 +131,9 @@ class Train(Section):
     """Samples of a slice of the update; of text at most, where ``micro_batch_tokens`` bounds it too."""
     micro_batch_tokens: PositiveInt | None = None
     """Text: longest prompt and response of a slice times its rows, padding included, stay within this."""
+    steps_per_forward: PositiveInt = 1
+    """Pictures, policy gradients: recorded denoising steps of a micro-batch that go through the model in one forward,
+    whose batch and memory are as many times as large. The gradient is the same."""
     updates_per_step: PositiveInt = 1
     backend: Literal["replicated", "fsdp", "megatron"] = "replicated"
     """Of several devices, each holds all weights, gradients and optimizer state; its shard of them (FSDP2); or its part

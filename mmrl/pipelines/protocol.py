@@ -109,14 +109,17 @@ class Pipeline(Protocol):
         pictures: 1 each."""
         ...
 
-    def recorded(self, trajectory: Trajectory, entry: int) -> dict[str, Tensor]:
-        """What an objective may compare slice ``entry`` with. Pictures: log_probs ``[B, 1]``, std, dt and c_v (how far
-        the mean moves with the velocity) ``[1]``; text:
+    def recorded(self, trajectory: Trajectory, entries: Sequence[int]) -> dict[str, Tensor]:
+        """What an objective may compare the slice of these ``K`` entries with. Pictures: log_probs ``[B, K]``, std, dt
+        and c_v (how far the mean moves with the velocity) ``[K]``; text, whatever ``entries``:
         mask and rollout_log_probs ``[B, T]``; pairs: margins ``[B]``."""
         ...
 
-    def replay(self, trajectory: Trajectory, action: int, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
-        """Recompute slice ``action`` with a graph: log_probs ``[B, 1]`` (text: ``[B, T]``) and what else is needed."""
+    def replay(
+        self, trajectory: Trajectory, actions: Sequence[int], needs: frozenset[str], weights: Weights
+    ) -> dict[str, Tensor]:
+        """Recompute these ``K`` of the recorded actions with a graph, in one forward: log_probs ``[B, K]`` (text: all
+        tokens, ``[B, T]``) and what else is needed."""
         ...
 
     def renoise(

@@ -11,8 +11,8 @@ from mmrl.config.schema import Recipe
 class Counts:
     """Of one step, on the controller that has most to do.
 
-    ``batch`` and ``slice_rows`` are the largest micro-batch of sampling and slice of training; a pathwise objective
-    samples inside its slices and an offline one not at all, and neither has micro-batches.
+    ``batch`` and ``slice_rows`` are the samples of the largest micro-batch of sampling and slice of training; a
+    pathwise objective samples inside its slices and an offline one not at all, and neither has micro-batches.
 
     Of text, ``row_tokens`` is the longest row, prompt and response (0 for pictures); forwards of sampling and slices
     are those of the most work there can be, for responses end earlier and short rows share a slice. Rows of very
@@ -29,6 +29,13 @@ class Counts:
     slice_rows: int
     optimizer_steps: int
     row_tokens: int = 0
+    at_once: int = 1
+    """Entries of a row in one slice."""
+
+    @property
+    def passes(self) -> int:
+        """Slices of an update that a row is in."""
+        return -(-self.entries // self.at_once)
 
 
 def count(recipe: Recipe, entries: int, sampled: bool = True, row_tokens: int = 0) -> Counts:
@@ -55,10 +62,11 @@ def count(recipe: Recipe, entries: int, sampled: bool = True, row_tokens: int = 
         micro_batches=len(chunks) if sampled else 0,
         sampling_forwards=len(chunks) * forwards_of_a_sample(recipe) if sampled else 0,
         entries=entries,
-        slices=sum(-(-n // most) for n in rows) * entries,
+        slices=sum(-(-n // most) for n in rows) * -(-entries // train.steps_per_forward),
         slice_rows=min(most, max(rows)),
         optimizer_steps=train.updates_per_step,
         row_tokens=row_tokens,
+        at_once=train.steps_per_forward,
     )
 
 

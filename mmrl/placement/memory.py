@@ -261,10 +261,11 @@ def _slice(
     old = {"advantages": torch.zeros(n), "weights": torch.ones(n), "groups": torch.zeros(n, dtype=torch.long)}
     with LiveBytes() as live, counted(pipeline.policy) as calls, known_masks(pipeline):
         rows = trajectory if n == len(trajectory) else trajectory.rows(list(range(n)))
+        at_once = range(recipe.train.steps_per_forward)
         match objective.kind:
             case "policy_gradient":
-                new = pipeline.replay(rows, 0, objective.needs, policy.using)
-                old |= pipeline.recorded(rows, 0)
+                new = pipeline.replay(rows, at_once, objective.needs, policy.using)
+                old |= pipeline.recorded(rows, at_once)
                 if pipeline.makes == "text":  # what was prepared has the shape of what is computed
                     old |= {"log_probs": new["log_probs"].detach(), "returns": old["mask"]}
                     old |= {"values": new["values"].detach()} if "values" in new else {}
@@ -272,7 +273,7 @@ def _slice(
                 new = pipeline.renoise(rows, 0, recipe.seed, objective.needs, policy.using)
             case "offline":
                 new = pipeline.compare(rows, objective.needs, policy.using)
-                old |= pipeline.recorded(rows, 0)
+                old |= pipeline.recorded(rows, [0])
             case _:
                 with once(pipeline, live):
                     path = objective.graph_steps(recipe.denoising.steps, 0.0)

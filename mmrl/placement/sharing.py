@@ -85,7 +85,7 @@ def idle(plan: Plan) -> Iterator[str]:
                 yield f"{of} cannot keep {judges} devices of a controller busy; {edit}"
     slices = c.slices // c.optimizer_steps
     if slices < trainers:
-        edit = _fewer_rows("train.micro_batch_size", c.samples // c.optimizer_steps, -(-trainers // c.entries))
+        edit = _fewer_rows("train.micro_batch_size", c.samples // c.optimizer_steps, -(-trainers // c.passes))
         of = f"an update's {slices} slice{'s' * (slices > 1)} of a controller"
         yield f"{of} cannot keep {trainers} devices busy; {edit}"
 
@@ -181,6 +181,6 @@ def inside(plan: Plan, objective: Objective, pictures: int) -> dict[str, int]:
         "samples": (trajectories + pictures * c.samples) if c.micro_batches else 0,
         "pictures to judge": pictures * c.samples if c.micro_batches and any(a.trained_on for a in plan.asked) else 0,
         "weights": m.adam // 2 * given,
-        "slices": trajectories * passes * min(plan.recipe.placement.training(others + 1) - 1, c.entries),
+        "slices": trajectories * passes * min(plan.recipe.placement.training(others + 1) - 1, c.passes),
     }
     return {kind: size for kind, size in found.items() if size}

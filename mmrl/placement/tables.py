@@ -98,7 +98,8 @@ def _arithmetic(plan: Plan) -> list[str]:
     without = f" and {m.forwards} without" if m.forwards else ""
     plural = "s" * (m.graph_forwards > 1)
     checkpointed = ", recomputed in it (gradient checkpointing)" if recipe.model.gradient_checkpointing else ""
-    taken = f" of up to {c.row_tokens:,} tokens" if text else f"{twice}, {c.entries} entries of each sample"
+    at_once = f", {c.at_once} in a forward" if c.at_once > 1 else ""
+    taken = f" of up to {c.row_tokens:,} tokens" if text else f"{twice}, {c.entries} entries of each sample{at_once}"
     lines.append(
         f"  training: {c.slices:,} slices of up to {c.slice_rows} samples{taken}; "
         f"a slice is {m.graph_forwards} forward{plural} with a graph{without}, and a backward{checkpointed}"

@@ -77,13 +77,13 @@ def score(run: Run, label: str, samples: Sequence[Sample], step: int) -> Answer:
 
 def prepare(
     run: Run, pieces: Iterable[Piece], wanted: frozenset[str]
-) -> list[tuple[list[int], int, dict[str, Tensor]]]:
-    """What is recomputed before the first update, with the rows of the batch and the entry that it is of."""
+) -> list[tuple[list[int], list[int], dict[str, Tensor]]]:
+    """What is recomputed before the first update, with the rows of the batch and the entries that it is of."""
     out = []
     with torch.no_grad():
         for piece in pieces:
-            new = run.pipeline.replay(piece.rows, piece.entry, wanted, run.policy.using)
-            out.append((piece.index, piece.entry, {name: new[name].cpu() for name in wanted}))
+            new = run.pipeline.replay(piece.rows, piece.entries, wanted, run.policy.using)
+            out.append((piece.index, piece.entries, {name: new[name].cpu() for name in wanted}))
     return out
 
 

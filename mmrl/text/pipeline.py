@@ -294,14 +294,16 @@ class TextPipeline:
             self.features.ref(k).shapes["input_ids"][0] + n for k, n in zip(trajectory.features, responses, strict=True)
         ]
 
-    def recorded(self, trajectory: Trajectory, entry: int) -> dict[str, Tensor]:
+    def recorded(self, trajectory: Trajectory, entries: Sequence[int]) -> dict[str, Tensor]:
         if self.pairs is not None:
             return {"margins": self.pairs.margins(trajectory)}
         assert trajectory.mask is not None
         assert trajectory.log_probs is not None
         return {"mask": trajectory.mask, "rollout_log_probs": trajectory.log_probs}
 
-    def replay(self, trajectory: Trajectory, action: int, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+    def replay(
+        self, trajectory: Trajectory, actions: Sequence[int], needs: frozenset[str], weights: Weights
+    ) -> dict[str, Tensor]:
         logits = self._logits(trajectory)
         temperature = self.settings.temperature
         out = {"log_probs": self.token_log_probs(logits, trajectory.clean, temperature)}

@@ -114,7 +114,7 @@ def first_ratio_is_one(recipe: Recipe) -> str:
     trajectory = case.pipeline.sample(case.slots, case.ids, case.pipeline.noisy_steps(0), seed=0)
     assert trajectory.log_probs is not None
     for action in range(trajectory.log_probs.shape[1]):
-        new = case.pipeline.replay(trajectory, action, frozenset({"log_probs"}), case.policy.using)["log_probs"]
+        new = case.pipeline.replay(trajectory, [action], frozenset({"log_probs"}), case.policy.using)["log_probs"]
         gap = (new.detach()[:, 0] - trajectory.log_probs[:, action]).abs().max().item()
         assert gap == 0, f"log-probs of noisy step {action} differ between sampling and replay by {gap:.2g}"
     return f"{trajectory.log_probs.shape[1]} noisy steps replayed to the bit"
@@ -127,7 +127,7 @@ def two_steps_move_every_parameter(recipe: Recipe, but: Sequence[str] = ()) -> s
     torch.manual_seed(0)
     for seed in range(2):
         trajectory = case.pipeline.sample(case.slots, case.ids, case.pipeline.noisy_steps(0)[:1], seed=seed)
-        new = case.pipeline.replay(trajectory, 0, frozenset({"log_probs"}), case.policy.using)
+        new = case.pipeline.replay(trajectory, [0], frozenset({"log_probs"}), case.policy.using)
         case.policy.backward((new["log_probs"] * torch.randn(4, 1)).sum())
         case.policy.apply()
     still = [name for name, p in case.policy.trainable.items() if torch.equal(p.detach(), before[name])]

@@ -233,37 +233,48 @@ class FlowPipeline:
     def lengths(self, trajectory: Trajectory) -> list[int]:
         return [1] * len(trajectory)
 
-    def recorded(self, trajectory: Trajectory, entry: int) -> dict[str, Tensor]:
+    def recorded(self, trajectory: Trajectory, entries: Sequence[int]) -> dict[str, Tensor]:
         if trajectory.log_probs is None or trajectory.actions is None:
             return {}
         c = self._coefficients(self.adapter.schedule(self.steps), trajectory.actions.tolist())
-        step = trajectory.actions[entry : entry + 1]
+        steps = trajectory.actions[list(entries)]
         return {
-            "log_probs": trajectory.log_probs[:, entry : entry + 1],
-            "std": c.std[step].to(self.device),
-            "dt": c.dt[step].to(self.device),
-            "c_v": c.c_v[step].to(self.device),
+            "log_probs": trajectory.log_probs[:, list(entries)],
+            "std": c.std[steps].to(self.device),
+            "dt": c.dt[steps].to(self.device),
+            "c_v": c.c_v[steps].to(self.device),
         }
 
-    def replay(self, trajectory: Trajectory, action: int, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+    def replay(
+        self, trajectory: Trajectory, actions: Sequence[int], needs: frozenset[str], weights: Weights
+    ) -> dict[str, Tensor]:
         assert trajectory.states is not None
         assert trajectory.actions is not None
-        step = int(trajectory.actions[action])
+        steps = [int(trajectory.actions[a]) for a in actions]
         schedule = self.adapter.schedule(self.steps)
         c = self._coefficients(schedule, trajectory.actions.tolist())
-        features = self._batch_features(trajectory.features)
-        x, following = trajectory.states[:, action], trajectory.states[:, action + 1]
-        timestep = self._timestep(schedule, step, len(x))
-        mean = sde.step_mean(x, self._velocity(x, timestep, features), c, step)
-        out = {"log_probs": sde.log_prob(following, mean, c, step).unsqueeze(1)}
+        features = self._batch_features(trajectory.features * len(steps))
+        states = [trajectory.states[:, a] for a in actions]
+        x, timestep = torch.cat(states), torch.cat([self._timestep(schedule, s, len(trajectory)) for s in steps])
+
+        def means() -> list[Tensor]:
+            velocities = self._velocity(x, timestep, features).chunk(len(steps))
+            return [sde.step_mean(state, v, c, s) for state, v, s in zip(states, velocities, steps, strict=True)]
+
+        mine, following = means(), [trajectory.states[:, a + 1] for a in actions]
+        made = list(zip(following, mine, steps, strict=True))
+        out = {"log_probs": torch.stack([sde.log_prob(after, mean, c, s) for after, mean, s in made], 1)}
         if "reference_distance" in needs:
             with torch.no_grad(), weights("reference"):
-                reference = sde.step_mean(x, self._velocity(x, timestep, features), c, step)
-            out["reference_distance"] = sde.squared_distance(mean, reference).unsqueeze(1)
+                reference = means()
+            out["reference_distance"] = torch.stack(list(map(sde.squared_distance, mine, reference)), 1)
         if "old_distance" in needs:  # of the mean that was sampled from: the noise is known from its seed
-            z = noise(self.recipe.seed, trajectory.ids, f"step{step}", self.shape).to(self.device)
-            out["old_distance"] = sde.squared_distance(mean, following - c.std[step].item() * z).unsqueeze(1)
+            drawn = [after - c.std[s].item() * self._step_noise(trajectory.ids, s) for after, _, s in made]
+            out["old_distance"] = torch.stack(list(map(sde.squared_distance, mine, drawn)), 1)
         return out
+
+    def _step_noise(self, ids: Sequence[SampleId], step: int) -> Tensor:
+        return noise(self.recipe.seed, ids, f"step{step}", self.shape).to(self.device)
 
     def renoise(
         self, trajectory: Trajectory, level: int, seed: int, needs: frozenset[str], weights: Weights
