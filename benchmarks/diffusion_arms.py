@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusion_families
 import torch
 from stepping import Arm, must_be_equal
 from torch import Tensor
@@ -37,7 +38,7 @@ class Size:
     """A model and the work of an iteration on it."""
 
     transformer: dict[str, Any] | None
-    """Sizes that replace those of the shapes model's transformer; None keeps them."""
+    """Sizes that replace those of the shapes model's transformer; None keeps them. Of Stable Diffusion 3 alone."""
     vae_channels: tuple[int, ...] | None
     pixels: int
     steps: int
@@ -45,6 +46,10 @@ class Size:
     prompts: int
     group: int
     micro_batch: int
+    family: str = "sd3"
+    """Another has the model of ``diffusion_families.py``."""
+    frames: int | None = None
+    """Of a clip."""
 
 
 SIZES = {
@@ -70,13 +75,19 @@ SIZES = {
         group=4,
         micro_batch=4,
     ),
+    "flux": Size(None, None, pixels=256, steps=10, window=3, prompts=2, group=4, micro_batch=4, family="flux"),
+    "unet": Size(None, None, pixels=128, steps=10, window=3, prompts=2, group=4, micro_batch=4, family="sd"),
+    "wan": Size(None, None, pixels=128, steps=10, window=3, prompts=2, group=4, micro_batch=4, family="wan", frames=9),
 }
 """``tiny`` is for trying the script out; its times mean nothing."""
 
 
 def write_model(size: Size, out: Path) -> None:
-    """Write a Stable Diffusion 3 of that size with random weights, as diffusers saves it."""
+    """Write the model of that size with random weights, as diffusers saves it."""
     pretrain = mmrl.load("pipelines", "diffusion/pretrain")  # first: it lets torchvision be imported without CUDA
+    if size.family != "sd3":
+        diffusion_families.write(size.family, out)
+        return
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
     from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
     from diffusers.utils import logging as diffusers_logging
@@ -116,24 +127,26 @@ def make_run(size: Size, model: Path, lora: int, controller: Controller | None =
 
 
 def make_recipe(size: Size, model: Path, lora: int) -> Recipe:
-    """Flow-GRPO with the JPEG reward, and LoRA of rank ``lora`` or (0) none."""
+    """Flow-GRPO with the JPEG reward (of a clip, of two of its frames), and LoRA of rank ``lora`` or (0) none."""
+    jpeg = "jpeg:compressibility"
     return Recipe.model_validate(
         {
             "name": "benchmark",
             "device": "cpu",
             "threads": 1,
-            "pipeline": "diffusion/sd3",
+            "pipeline": f"diffusion/{size.family}",
             "model": {"path": str(model.resolve()), "lora": {"rank": lora, "alpha": 2 * lora} if lora else None},
             "data": {"name": "shapes"},
             "sampling": {
                 "steps": size.steps,
                 "height": size.pixels,
                 "width": size.pixels,
-                "max_sequence_length": 12,
+                "frames": size.frames,
+                "max_sequence_length": 12 if size.family == "sd3" else 32,
                 "sde": {"kind": "flow", "noise_level": 0.7},
                 "window": {"size": size.window},
             },
-            "rewards": [{"name": "jpeg:compressibility"}],
+            "rewards": [{"name": "frames", "options": {"name": jpeg, "count": 2}} if size.frames else {"name": jpeg}],
             "algorithm": {"type": "flow_grpo", "clip_range": 1e-3, "kl_coef": 0.0},
             "train": {
                 "steps": 1,
@@ -204,11 +217,11 @@ class Call:
 
 
 def targets(run: Run) -> dict[str, tuple[Any, str]]:
-    """What is called and counted: object and name of its method."""
+    """What is called and counted: object and name of its method. First, what predicts."""
     pipeline: Any = run.pipeline
     adapter = pipeline.adapter
     encoders = {f"text_encoder_{i}": (e, "forward") for i, e in enumerate(adapter.text_encoders)}
-    return {"transformer": (run.pipeline.policy, "forward"), "vae": (adapter.vae, "decode"), **encoders}
+    return {adapter.trains: (run.pipeline.policy, "forward"), "vae": (adapter.vae, "decode"), **encoders}
 
 
 @contextmanager
@@ -218,13 +231,13 @@ def recording(run: Run) -> Iterator[list[Call]]:
 
     def watched(target: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            phase = {"transformer": "train" if torch.is_grad_enabled() else "sample", "vae": "decode"}
+            phase = {trains: "train" if torch.is_grad_enabled() else "sample", "vae": "decode"}
             calls.append(Call(target, phase.get(target, "encode"), args, kwargs))
             return function(*args, **kwargs)
 
         return call
 
-    watching = targets(run)
+    watching, trains = targets(run), run.pipeline.adapter.trains  # type: ignore[attr-defined]
     for target, (owner, method) in watching.items():
         setattr(owner, method, watched(target, getattr(owner, method)))
     try:
@@ -239,7 +252,7 @@ def bare(run: Run, calls: Sequence[Call]) -> Arm:
     models = targets(run)
     parameters = list(run.policy.trainable.values())
     optimizer = torch.optim.AdamW(parameters, lr=1e-9)
-    gradient = torch.randn(next(c for c in calls if c.phase == "train").kwargs["hidden_states"].shape)
+    gradients: dict[torch.Size, Tensor] = {}  # of every shape one, made in the first iteration, which nobody times
 
     def iterate(step: int, clock: Clock) -> None:
         for phase, group in itertools.groupby(calls, lambda call: call.phase):
@@ -249,7 +262,9 @@ def bare(run: Run, calls: Sequence[Call]) -> Arm:
                     function = owner if method == "forward" else getattr(owner, method)
                     out = function(*call.args, **call.kwargs)
                     if phase == "train":
-                        out[0].backward(gradient[: len(out[0])])
+                        if out[0].shape not in gradients:
+                            gradients[out[0].shape] = torch.randn(out[0].shape)
+                        out[0].backward(gradients[out[0].shape])
         with clock("train"):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

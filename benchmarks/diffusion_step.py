@@ -4,7 +4,7 @@
 
 Arms, in turn A B C A B C on one thread, on the same models (random weights), prompts, steps, window and JPEG reward:
 
-- bare             the transformer, VAE and text encoder calls of our iteration, backward passes and optimizer step
+- bare             the transformer (UNet), VAE and text encoder calls of our iteration, backward passes, optimizer step
 - mmrl             our iteration, its prompts new each time; a prompt is encoded once
 - mmrl-per-sample  the same, but a prompt is encoded for every sample, as the peer does (with --peer)
 - flow_grpo        the peer's own sampling and log-prob functions under the same loss and optimizer (with --peer)
@@ -68,11 +68,12 @@ def warm_up(
 def table(name: str, result: dict[str, Any]) -> str:
     """Markdown: a row per arm, then the ratios, the work and the parity."""
     s = result["settings"]
+    clip = f" x {s['frames']} frames" if s["frames"] else ""
     trained = f"LoRA of rank {s['lora']}" if s["lora"] else "all weights"
     title = (
-        f"{name}: a transformer of {s['parameters'] / 1e6:.2f} M parameters ({trained}: "
-        f"{s['trainable'] / 1e6:.2f} M train), {s['pixels']} px, {s['prompts']} prompts x {s['group']} samples in "
-        f"micro-batches of {s['micro_batch']}, {s['steps']} steps of which {s['window']} train"
+        f"{name}: {s['family']}, a model of {s['parameters'] / 1e6:.2f} M parameters ({trained}: "
+        f"{s['trainable'] / 1e6:.2f} M train), {s['pixels']} px{clip}, {s['prompts']} prompts x {s['group']} samples "
+        f"in micro-batches of {s['micro_batch']}, {s['steps']} steps of which {s['window']} train"
     )
     lines = stepping.table(title, result, arms.PHASES, RATIOS, "rows")
     if result["parity"]:
@@ -127,6 +128,11 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lora", type=int, default=16, help="rank for all arms; 0 trains all weights in all arms")
     parser.add_argument("--peer", type=Path, help="a checkout of flow_grpo that has its fast scripts")
     arguments = stepping.parsed(parser, given)
+    others = [name for name in arguments.sizes if arms.SIZES[name].family != "sd3"]
+    if arguments.peer and others:
+        parser.error(
+            f"--peer: flow_grpo is compared on Stable Diffusion 3 alone; take {', '.join(others)} out of --sizes"
+        )
     if arguments.peer:
         try:
             arguments.peer = peer_flow_grpo.find(arguments.peer)

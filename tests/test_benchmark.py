@@ -1,5 +1,6 @@
 """The step benchmarks: their arms do the same work and their output is whole. No time is judged here."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -71,6 +72,22 @@ def test_bare_repeats_the_calls_of_our_iteration(modules, run):
     assert any((p != before[name]).any() for name, p in run.policy.trainable.items()), "our iteration trained nothing"
     with pytest.raises(ValueError, match=r"do not do the same work; only in mmrl: .*train transformer"):
         arms.same_work({"mmrl": calls, "bare": calls[:-1]})
+
+
+@pytest.mark.parametrize(("name", "target"), [("flux", "transformer"), ("unet", "unet"), ("wan", "transformer")])
+def test_every_family_has_its_bare_arm(modules, tmp_path, name, target):
+    step, arms, _ = modules
+    less = {"pixels": 64, "steps": 3, "window": 1, "prompts": 1, "group": 2, "micro_batch": 2}
+    size = dataclasses.replace(arms.SIZES[name], **less, frames=5 if name == "wan" else None)
+    arms.write_model(size, tmp_path / name)
+    run = arms.make_run(size, tmp_path / name, lora=4)
+    made, work, _ = step.warm_up(["bare", "mmrl"], run, None)
+    assert work["mmrl"][f"sample {target}"] == {"calls": 3, "rows": 6}
+    assert work["mmrl"][f"train {target}"] == {"calls": 1, "rows": 2}
+    assert work["mmrl"]["decode vae"]["rows"] == 2
+    made["bare"](0, step.Clock(step.CPU))
+    with pytest.raises(SystemExit):
+        step.parse(["--sizes", name, "--peer", str(tmp_path)])
 
 
 def test_bare_computes_the_gradients_of_every_trained_weight(modules, run, monkeypatch):

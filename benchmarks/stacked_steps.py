@@ -1,0 +1,73 @@
+"""What ``train.steps_per_forward`` gives: seconds of an update's slices, one recorded step a forward or more.
+
+    OMP_NUM_THREADS=1 python benchmarks/stacked_steps.py shapes-full [OVERRIDE ...] [--repeats 9]
+
+Arms take turns on the same samples and weights, which no update moves. Ratios are taken within a repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import stepping
+import torch
+from stepping import CPU, Arm
+
+from mmrl.batch import Batch, Run, rows_of_update, slices
+from mmrl.config.loader import load_recipe
+from mmrl.loop import backward
+from mmrl.report.clock import Clock
+from mmrl.rollout import rollout
+from mmrl.run import build
+from mmrl.tally import Tally
+
+
+def slices_with(run: Run, batch: Batch, at_once: int, seen: dict[int, tuple[torch.Tensor, float]]) -> Arm:
+    """The arm of ``at_once`` steps a forward; leaves its gradient and how far a first ratio was off in ``seen``."""
+    train = run.recipe.train.model_copy(update={"steps_per_forward": at_once})
+    recipe = run.recipe.model_copy(update={"train": train})
+    rows = rows_of_update(batch, 0, 1)
+    total = run.objective.amount(batch.weights[rows], batch.lengths[rows])
+
+    def iterate(step: int, clock: Clock) -> None:
+        object.__setattr__(run, "recipe", recipe)  # of a frozen record, for a measurement
+        for p in run.policy.trainable.values():
+            p.grad = None
+        tally = Tally(1)
+        with clock("train"):
+            tally.merge([backward(run, slices(run, batch, rows), total, 0, True)])
+        found = [p.grad.flatten() for p in run.policy.trainable.values() if p.grad is not None]
+        seen[at_once] = torch.cat(found), tally.means(run.controller.gather)["policy/first_ratio_max_dev"]
+
+    return iterate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+    jpeg = 'rewards=[{name: "jpeg:compressibility"}]'
+    loaded = load_recipe([arguments.recipe], [jpeg, *arguments.overrides])
+    run = build(loaded.recipe, loaded.root)
+    slots = run.controller.slots(0, run.prompts, loaded.recipe.train.prompts_per_step)
+    batch = rollout(run, slots, 0, Clock(CPU), Tally(len(slots)))
+    most = run.objective.entries or run.pipeline.entries(run.objective.kind)
+    seen: dict[int, tuple[torch.Tensor, float]] = {}
+    made = {str(k): slices_with(run, batch, k, seen) for k in sorted({1, min(2, most), most})}
+    for arm in made.values():
+        arm(0, Clock(CPU))
+    rows = stepping.measure(made, arguments.repeats)
+    one = seen[1][0]
+    for name in made:
+        gap, ratio = (seen[int(name)][0] - one).norm() / one.norm(), seen[int(name)][1]
+        over = [x["cpu"] / y["cpu"] for x, y in zip(rows[name], rows["1"], strict=True)]
+        print(
+            f"{name} a forward: {stepping.spread([row['total'] for row in rows[name]])} s, processor time over one's "
+            f"{stepping.spread(over)}; gradient off by {gap:.1e}, first ratio by {ratio:.1e}"
+        )
+
+
+if __name__ == "__main__":
+    main()
