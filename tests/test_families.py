@@ -124,7 +124,7 @@ def test_an_editor_trains_on_prompts_that_carry_one_picture(folders, tmp_path):
     assert not torch.equal(first, second)
     pairs = made | {"algorithm": {"type": "picture_dpo"}, "rewards": []}
     pairs["train"] |= {"group_size": 1}
-    with pytest.raises(UserError, match="edits the picture that a prompt carries; use diffusion_dpo"):
+    with pytest.raises(UserError, match="edits the picture that a prompt carries; use an algorithm that samples"):
         contract.Case(Recipe.model_validate(pairs))
 
 

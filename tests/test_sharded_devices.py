@@ -94,6 +94,21 @@ def test_two_controllers_of_two_devices_learn_as_one_process_and_others_go_on(re
 
 
 @pytest.mark.slow
+def test_megatron_learns_as_one_process_and_goes_on_in_any_layout(tmp_path):
+    pytest.importorskip("megatron.core")
+    parts = ["train.backend=megatron", "train.tensor_parallel=2", "devices_per_controller=2"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    one = sampled("sums", whole, "train.steps=4")
+    same_beginning(one, sampled("sums", cut, "train.steps=2", *parts))
+    shutil.copytree(cut, tmp_path / "shards")
+    sampled("sums", tmp_path / "shards", "train.steps=4", *TWO, "--resume")
+    alike(whole, tmp_path / "shards")
+    sampled("sums", cut, "train.steps=3", "--resume")
+    sampled("sums", cut, "train.steps=4", *parts, "--resume")  # of a checkpoint that one process wrote
+    alike(whole, cut)
+
+
+@pytest.mark.slow
 def test_a_run_of_whole_weights_goes_on_in_shards_where_a_device_may_have_no_slice(tmp_path):
     whole, shards = tmp_path / "whole", tmp_path / "shards"
     few = ["train.prompts_per_step=3", "algorithm={type: ppo}", "train.updates_per_step=2"]
