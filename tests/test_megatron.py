@@ -3,10 +3,7 @@
 import faulthandler
 import json
 import shutil
-import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +19,7 @@ from mmrl.placement.plan import plan
 from mmrl.run import build
 from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
 from mmrl.trajectory import SampleId, Slot
+from tests.ranks import launched
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "pipelines/llm/models/sums-qwen3"
@@ -73,7 +71,7 @@ def updates(run, rows):
     names."""
     needs = frozenset({"log_probs", "entropy", "reference_log_probs"})
     weigh = torch.linspace(-1, 1.5, 8)[[s.index for s in rows.slots]].unsqueeze(1) * rows.mask
-    found = {}
+    found = {f"start/{k}": of_all(run, k, p.detach()) for k, p in run.policy.trainable.items()}
     run.policy.optimizer.register_step_pre_hook(lambda *_: keep(run, found))
     for update in range(UPDATES):
         new = run.pipeline.replay(rows, 0, needs, run.policy.using)
@@ -87,14 +85,17 @@ def updates(run, rows):
         with run.policy.alone("current"):  # what is sampled with and exported
             inside = run.pipeline.replay(rows, 0, frozenset(), run.policy.using)["log_probs"] * rows.mask
             torch.testing.assert_close(inside, found["after"], rtol=0, atol=1e-4)
-    weights = run.policy.weights
-    return found | {f"weights/{k}": weights.whole(k, p.detach()).clone() for k, p in run.policy.trainable.items()}
+    return found | {f"weights/{k}": of_all(run, k, p.detach()) for k, p in run.policy.trainable.items()}
 
 
 def keep(run, found):
-    weights = run.policy.weights
     for name, p in run.policy.trainable.items():
-        found.setdefault(f"gradient/{name}", weights.whole(name, p.grad).clone())
+        found.setdefault(f"gradient/{name}", of_all(run, name, p.grad))
+
+
+def of_all(run, name, part):
+    """The whole tensor that every rank has a part of."""
+    return run.policy.weights.whole(name, part).clone()
 
 
 def serve(out, rank, size, port, path, *overrides):
@@ -130,22 +131,10 @@ def given():
     return logits, torch.tensor([[0, 10, 5], [3, 4, 9]])
 
 
-def together(folder, size, *words):
+def together(folder, size, what, *rest):
     """What ``size`` ranks came to, each in a process of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     outs = [folder / f"{rank}-of-{size}.pt" for rank in range(size)]
-    what, *rest = map(str, words)
-    each = [[what, str(out), str(rank), str(size), str(port), *rest] for rank, out in enumerate(outs)]
-    started = [subprocess.Popen([sys.executable, __file__, *one], cwd=ROOT) for one in each]
-    try:
-        while any(one.poll() is None for one in started) and not any(one.poll() for one in started):
-            time.sleep(0.05)  # one that failed leaves the others waiting for it
-        assert [one.poll() for one in started] == [0] * size
-    finally:
-        for one in started:
-            one.kill()
-    return [torch.load(out, weights_only=True) for out in outs]
+    return launched(__file__, outs, lambda rank, port, out: [what, out, rank, size, port, *rest])
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -180,6 +169,7 @@ def test_parts_of_layers_have_the_gradients_and_log_probs_of_the_whole(family, l
     width, shares = (4 if layout is WIDE else 2), (2 if layout is FOUR else 1)
     found = together(tmp_path, width * shares, "serve", path, *layout)
     for rank in found:
+        assert all(torch.equal(rank[name], value) for name, value in whole.items() if name.startswith("start/"))
         for kind, tolerance in (("gradient/", 1e-5), ("weights/", 1e-5)):
             one, all_ = (torch.cat([v.flatten() for k, v in of.items() if k.startswith(kind)]) for of in (rank, whole))
             assert one.shape == all_.shape

@@ -4,10 +4,7 @@ import faulthandler
 import hashlib
 import resource
 import signal
-import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,10 +18,10 @@ from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.saving import Saver
+from tests.ranks import launched
 
 LOAD = {"balance/load", "balance/load_predicted"}
 """What there is to say of several controllers alone."""
-ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["train.prompts_per_step=5", "train.group_size=4", "train.micro_batch_size=4", "model.dtype=float32"]
 SMALL += ["train.backend=fsdp"]
 PICTURES = [*SMALL, "sampling.steps=4", "sampling.window={size: 2}"]
@@ -164,19 +161,8 @@ def serve(name, rank, size, port, out, what, *overrides):
 
 def together(name, size, folder, what, *overrides):
     """What ``size`` controllers did, each in a process of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     outs = [folder / f"{name}-{size}-{rank}.pt" for rank in range(size)]
-    each = [[name, rank, size, port, out, what, *overrides] for rank, out in enumerate(outs)]
-    started = [subprocess.Popen([sys.executable, __file__, *map(str, words)], cwd=ROOT) for words in each]
-    try:
-        while any(one.poll() is None for one in started) and not any(one.poll() for one in started):
-            time.sleep(0.05)  # one that failed leaves the others waiting for it
-        assert [one.poll() for one in started] == [0] * size
-    finally:
-        for one in started:
-            one.kill()
-    return [torch.load(out, weights_only=True) for out in outs]
+    return launched(__file__, outs, lambda rank, port, out: [name, rank, size, port, out, what, *overrides])
 
 
 def joined(parts):
