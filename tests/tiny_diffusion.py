@@ -237,7 +237,8 @@ def _sana():
     import transformers as t
 
     bytes_ = [f"<0x{n:02X}>" for n in range(256)]
-    tok = t.GemmaTokenizer(vocab={p: i for i, p in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *bytes_])}, merges=[])
+    vocab = {piece: i for i, piece in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *bytes_])}
+    tok = t.GemmaTokenizer(vocab=vocab, merges=[], add_bos_token=True)
     text = t.Gemma2Config(**LANGUAGE, vocab_size=len(tok), head_dim=8, max_position_embeddings=4096)
     transformer = diffusers.SanaTransformer2DModel(
         in_channels=4,
