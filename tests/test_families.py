@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config import Recipe
 from mmrl.config.loader import load_recipe, shipped_recipes
 from mmrl.errors import BadPromptError, UserError
+from mmrl.media import Media
 from mmrl.placement.plan import plan
 from mmrl.report.rundir import RunDir
 from mmrl.run import build
@@ -122,6 +124,10 @@ def test_an_editor_trains_on_prompts_that_carry_one_picture(folders, tmp_path):
         [case.pipeline._key(s.prompt) for s in case.slots[1:3]], guided=False
     )["source"]
     assert not torch.equal(first, second)
+    prompt = case.slots[0].prompt
+    (tmp_path / "a.png").write_bytes(prompt.media[0].data)
+    lying = replace(prompt, media=(Media("image", path=str(tmp_path / "a.png")),))
+    assert case.pipeline._key(lying) == case.pipeline._key(prompt) != case.pipeline._key(case.slots[2].prompt)
     pairs = made | {"algorithm": {"type": "picture_dpo"}, "rewards": []}
     pairs["train"] |= {"group_size": 1}
     with pytest.raises(UserError, match="edits the picture that a prompt carries; use an algorithm that samples"):

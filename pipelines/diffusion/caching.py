@@ -29,8 +29,8 @@ def cache_of(adapter: Adapter, recipe: Recipe) -> FeatureCache | None:
 
 def identity_of(adapter: Adapter) -> str:
     """A digest of all that encoding reads: the encoders' weights (all bits of them) and configurations, the tokenizers,
-    the adapter's own file, the settings of sampling that shape features, the kind of device, and the
-    versions of the libraries. Call it before the first prompt is encoded: tokenizers keep what they were asked last.
+    the adapter's own file and those it builds on, the settings of sampling that shape features, the kind of device, and
+    the libraries' versions. Call it before the first prompt is encoded: tokenizers keep what they were asked last.
     """
     found = hashlib.sha256()
     for part in _parts(adapter):
@@ -40,7 +40,9 @@ def identity_of(adapter: Adapter) -> str:
 
 def _parts(adapter: Adapter) -> Iterator[str]:
     pipe, sampling = adapter.pipe, adapter.sampling
-    yield hashlib.sha256(Path(inspect.getfile(type(adapter))).read_bytes()).hexdigest()
+    for kind in type(adapter).__mro__:
+        if issubclass(kind, Adapter):
+            yield hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
     yield " ".join(importlib.metadata.version(name) for name in ("torch", "transformers", "diffusers"))
     # of all settings of sampling those that a family may encode with; the others may change from run to run
     yield f"{sampling.height} {sampling.width} {sampling.frames} {sampling.max_sequence_length}"

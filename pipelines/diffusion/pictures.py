@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from mmrl.config.sampling import Sampling
 from mmrl.errors import BadPromptError
-from mmrl.media import BadMediaError, Media, open_image
+from mmrl.media import BadMediaError, Media, open_image, read_bytes
 from mmrl.trajectory import Prompt
 
 
@@ -43,6 +44,14 @@ def source_of(prompt: Prompt) -> Media:
 
 
 def digest(prompt: Prompt) -> str:
-    """Equal for prompts with the same pictures."""
-    said = repr([(m.path, m.offset, m.size, m.data) for m in prompt.media])
+    """Equal for prompts with the same pictures, to the byte, wherever they lie."""
+    said = " ".join(_content(medium) for medium in prompt.media)
     return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+
+@functools.lru_cache(maxsize=4096)
+def _content(medium: Media) -> str:
+    try:
+        return hashlib.blake2b(read_bytes(medium), digest_size=16).hexdigest()
+    except BadMediaError:  # whoever opens it says so
+        return repr(medium)
