@@ -195,8 +195,17 @@ def test_merged_weights_take_the_models_dtype_and_are_rounded_once(root: Path, t
     mmrl.load("pipelines", "diffusion/export:write_merged")(run.pipeline.adapter, torch.bfloat16, tmp_path / "half")
     written = load_file(tmp_path / "half" / "transformer" / "diffusion_pytorch_model.safetensors")
     layer = pipe.transformer.transformer_blocks[0].attn.to_q
-    exact = layer.base_layer.weight + 3 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
-    assert torch.equal(written["transformer_blocks.0.attn.to_q.weight"], exact.bfloat16())
+    base, a, b = (
+        w.detach().double()
+        for w in (layer.base_layer.weight, layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+    )
+    exact = base + 3 * b @ a
+    half_a_step = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 9)
+    half_a_step += 2**-23 * (base.abs() + (3 * b @ a).abs())  # and of the sum in float32, whose terms may cancel
+    within = (written["transformer_blocks.0.attn.to_q.weight"].double() - exact).abs() <= half_a_step
+    assert within.all()
+    twice = (base.bfloat16() + (3 * b @ a).bfloat16()).double()
+    assert ((twice - exact).abs() > half_a_step).any(), "the measure must tell what was rounded twice"
     vae = load_file(tmp_path / "half" / "vae" / "diffusion_pytorch_model.safetensors")
     assert {t.dtype for t in [*written.values(), *vae.values()]} == {torch.bfloat16}
 
