@@ -69,6 +69,8 @@ def _text(recipe: Recipe) -> Iterator[str]:
                 f"train.micro_batch_tokens: one response may have {needed} tokens (sampling.max_new_tokens), which do "
                 f"not fit; set it to {needed} plus the longest prompt, or more"
             )
+    if recipe.model.compile:
+        yield "model.compile: what samples text has another shape for every token; remove it"
     if recipe.train.steps_per_forward > 1:
         yield "train.steps_per_forward: text has no denoising steps, all tokens of a row are one forward; remove it"
     if recipe.features.cache is not None:
@@ -309,6 +311,11 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
 def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
     """Where weights lie in shards, forward and backward passes are of all ranks together."""
     algorithm = recipe.algorithm
+    if recipe.model.compile and recipe.sampling.type != "text":
+        yield (
+            "model.compile: weights in shards (fsdp) are gathered in the middle of what would be compiled; set it to "
+            "false, or train.backend to replicated"
+        )
     if algorithm.kind == "pathwise":
         yield (
             f"train.backend: {algorithm.type} back-propagates through several denoising steps at once, which {what} "

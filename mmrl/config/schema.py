@@ -49,6 +49,8 @@ class Model(Section):
     lora: Lora | None = None
     """None trains all weights of the policy."""
     gradient_checkpointing: bool = False
+    compile: bool = False
+    """Pictures and clips: compile what predicts (torch.compile), once for sampling and training."""
     freeze: list[str] = Field(default_factory=list)
     """Names of modules (``visual``) whose weights do not train; with LoRA only adapters train anyway."""
     offload: bool = True

@@ -14,6 +14,7 @@ from mmrl.placement.description import Component, Description, Phase
 
 from .adapter import Adapter
 from .caching import cache_of
+from .compiling import compile_for_all
 from .describe import empty_pipeline, tokenizer_of
 from .flow import FlowPipeline
 
@@ -30,6 +31,8 @@ def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device
     if not recipe.model.offload or device.type == "cpu":
         for module in (*pipeline.adapter.text_encoders, pipe.vae):
             module.to(device)
+    if recipe.model.compile:
+        compile_for_all(pipeline.adapter.model, device)
     pipeline.cache = cache_of(pipeline.adapter, recipe)
     return pipeline
 
