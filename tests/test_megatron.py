@@ -203,6 +203,7 @@ def test_every_tensor_is_seen_once_where_it_lies(tmp_path):
         (["train.sequence_parallel=true"], "train.sequence_parallel: replicated cuts no layer"),
         ([*TP, "devices_per_controller=3"], "3 train there; set devices_per_controller to a multiple of 2"),
         ([*TP, "model.lora={rank: 4}"], "model.lora: megatron trains whole weights"),
+        ([*TP, "model.freeze=[embed_tokens]"], "model.freeze: megatron trains all weights"),
         ([*TP, "algorithm={type: ppo}"], "ppo trains a head for numbers"),
         ([*TP, "model.dtype=bfloat16"], "model.dtype: megatron trains in float32"),
         ([*TP, "rollout={engine: vllm_server}"], r"vllm_server takes whole weights .* \(megatron\) do not"),

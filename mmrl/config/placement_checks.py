@@ -1,0 +1,212 @@
+"""What a recipe asks of controllers, devices and training engines that cannot work; see ``mmrl.config.checks``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mmrl.config.schema import Recipe
+
+
+def of_placement(recipe: Recipe) -> Iterator[str]:
+    """Contradictions in who computes what, and where."""
+    yield from _several(recipe)
+    yield from _placement(recipe)
+    yield from _controllers(recipe)
+
+
+def _several(recipe: Recipe) -> Iterator[str]:
+    """Of an advantage for each reward."""
+    how = getattr(recipe.algorithm, "advantage_aggregation", "sum")
+    if how == "sum":
+        return
+    if sum(reward.weight != 0 for reward in recipe.rewards) < 2:
+        yield (
+            f"algorithm.advantage_aggregation: {how} makes an advantage of each reward, and there is one; "
+            "set it to sum, or add to rewards"
+        )
+    for i, reward in enumerate(recipe.rewards):
+        if reward.normalize != "none":
+            yield f"rewards[{i}].normalize: an advantage of each reward ({how}) is normalised already; set it to none"
+
+
+def _placement(recipe: Recipe) -> Iterator[str]:
+    placement, devices = recipe.placement, recipe.devices_per_controller
+    if devices == 1 and placement.type != "colocate":
+        yield (
+            f"placement: {placement.type} needs devices that sample and others that judge; set devices_per_controller "
+            "to 2 or more, or placement to colocate"
+        )
+    elif placement.judges is not None and placement.type == "colocate":
+        yield "placement.judges: all devices judge where the placement is colocate; remove it, or set placement.type"
+    elif placement.apart:
+        yield from _disaggregated(recipe)
+    elif placement.judges is not None and placement.judges >= devices:
+        yield (
+            f"placement.judges: of {devices} devices (devices_per_controller) one must sample; "
+            f"set it to {devices - 1} or less"
+        )
+    if placement.sleep and devices == 1:
+        yield "placement.sleep: one device does everything in turn and its judges stay awake; remove it"
+    for key in ("trainers", "staleness"):
+        if getattr(placement, key) is not None and not placement.apart:
+            yield f"placement.{key}: only disaggregated devices train while others sample; remove it"
+    if not placement.inside and placement.type != "adaptive":
+        yield f"placement.inside: with {placement.type} no device changes its role to save time; remove it"
+    if devices > 1 and recipe.rollout.engine != "transformers":
+        yield from _beside_devices(recipe)
+
+
+def _beside_devices(recipe: Recipe) -> Iterator[str]:
+    """An engine beside every device of a controller has that device alone."""
+    rollout, devices = recipe.rollout, f"{recipe.devices_per_controller} devices (devices_per_controller)"
+    if rollout.engine == "vllm":
+        yield (
+            f"rollout.engine: vLLM in the process of one of {devices} would join their process group; set it to "
+            "vllm_server, which each that samples starts for itself, or devices_per_controller to 1"
+        )
+    if rollout.partial is not None and not recipe.placement.apart:
+        yield (
+            f"rollout.partial: responses go on in every step, and the {devices} judge and train between; set placement "
+            "to disaggregated, devices_per_controller to 1 and controllers to more, or remove rollout.partial"
+        )
+    if "url" in rollout.options:
+        yield (
+            f"rollout.options: of a controller's {devices} one would replace the server's weights while another "
+            "samples from it; remove url, and each that samples starts a server of its own, or set "
+            "devices_per_controller to 1"
+        )
+    if "CUDA_VISIBLE_DEVICES" in (rollout.options.get("environment") or {}):
+        yield (
+            f"rollout.options: environment puts the engines of {devices} on the same; remove CUDA_VISIBLE_DEVICES, and "
+            "each uses its own, or set devices_per_controller to 1"
+        )
+    for name, size in _parallel(recipe):
+        yield (
+            f"rollout.options: an engine of {size} devices does not fit beside one of {devices}; remove {name}, or "
+            "set devices_per_controller to 1"
+        )
+
+
+def _parallel(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """The options that spread an engine over several devices."""
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tp_size", "pp_size"):
+        if (size := recipe.rollout.options.get(name, 1)) != 1:
+            yield name, size
+
+
+def _disaggregated(recipe: Recipe) -> Iterator[str]:
+    """Some devices train while others sample and judge."""
+    placement, devices, algorithm = recipe.placement, recipe.devices_per_controller, recipe.algorithm
+    if placement.training(devices) + (placement.judges or 0) >= devices:
+        yield (
+            f"placement: of {devices} devices (devices_per_controller) {placement.training(devices)} train and "
+            f"{placement.judges or 0} judge, and one must sample; lower placement.trainers or placement.judges, or set "
+            "devices_per_controller higher"
+        )
+    if placement.sleep:
+        yield "placement.sleep: disaggregated devices keep their role, and their models stay awake; remove it"
+    apart = algorithm.kind == "forward_process" and algorithm.type != "diffusion_nft"
+    if apart or algorithm.type in ("grpo_guard", "flow_dppo"):
+        yield (
+            f"algorithm.type: {algorithm.type} compares samples with the very policy that drew them and has no weight "
+            "that corrects older ones; set placement to adaptive, or algorithm.type to flow_grpo or diffusion_nft"
+        )
+    if algorithm.kind in ("pathwise", "offline"):
+        yield f"placement: {algorithm.type} samples nothing ahead of its update; set placement to colocate"
+
+
+def _controllers(recipe: Recipe) -> Iterator[str]:
+    n, one_each = recipe.controllers, recipe.devices_per_controller == 1  # else _beside_devices has said it
+    if ":" in recipe.device and recipe.devices_per_controller > 1:
+        yield f"device: {recipe.device} is one, and a controller takes several; set device to auto, cpu or cuda"
+    if n * recipe.devices_per_controller > 1 and recipe.train.backend == "fsdp":
+        yield from _sharded(recipe, "weights in shards (fsdp)")
+    yield from _megatron(recipe)
+    if n == 1:
+        return
+    for key, most in (("train.prompts_per_step", recipe.train.prompts_per_step), ("eval.samples", recipe.eval.samples)):
+        if n > most:
+            yield f"controllers: {n} controllers share {most} ({key}), and each needs one; lower controllers"
+    if recipe.rollout.engine == "vllm" and one_each:
+        yield (
+            f"rollout.engine: vLLM in the process of one of {n} controllers would join their process group; set it to "
+            "vllm_server, which each starts for itself, or controllers to 1"
+        )
+    if "url" in recipe.rollout.options and one_each:
+        yield (
+            f"rollout.options: {n} controllers would replace one server's weights while another samples from it; "
+            "remove url, and each starts a server of its own, or set controllers to 1"
+        )
+    if "CUDA_VISIBLE_DEVICES" in (recipe.rollout.options.get("environment") or {}) and one_each:
+        yield (
+            f"rollout.options: environment puts the engines of {n} controllers on the same devices; remove "
+            "CUDA_VISIBLE_DEVICES, and each uses its controller's, or set controllers to 1"
+        )
+    for name, size in _parallel(recipe) if one_each and "url" not in recipe.rollout.options else ():
+        yield (
+            f"rollout.options: an engine of {size} devices does not fit beside a controller of one; remove {name}, or "
+            "set controllers to 1"
+        )
+    if ":" in recipe.device:
+        yield f"device: {recipe.device} is one, and {n} controllers take one each; set device to auto, cpu or cuda"
+
+
+def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
+    """Where weights lie in shards, forward and backward passes are of all ranks together."""
+    algorithm = recipe.algorithm
+    if recipe.model.compile and recipe.sampling.type != "text":
+        yield (
+            "model.compile: weights in shards (fsdp) are gathered in the middle of what would be compiled; set it to "
+            "false, or train.backend to replicated"
+        )
+    if algorithm.kind == "pathwise":
+        yield (
+            f"train.backend: {algorithm.type} back-propagates through several denoising steps at once, which {what} "
+            "cannot do; set train.backend to replicated"
+        )
+    if recipe.rollout.engine != "transformers":
+        yield (
+            f"train.backend: {recipe.rollout.engine} takes whole weights after every update, which {what} "
+            "do not give it yet; set train.backend to replicated, or remove rollout"
+        )
+    reference = algorithm.type == "dpo" and not algorithm.reference_free and recipe.model.lora is None
+    if reference and recipe.eval.every is not None:
+        yield (
+            f"train.backend: held-out pairs are compared under the weights and the reference in turn, which {what} "
+            "cannot do; set eval.every to null, model.lora={rank: 32}, or train.backend to replicated"
+        )
+
+
+def _megatron(recipe: Recipe) -> Iterator[str]:
+    train, algorithm, size = recipe.train, recipe.algorithm, recipe.train.tensor_parallel
+    if train.backend != "megatron":
+        for key, given in (("tensor_parallel", size > 1), ("sequence_parallel", train.sequence_parallel)):
+            if given:
+                yield f"train.{key}: {train.backend} cuts no layer in parts; set train.backend=megatron, or remove it"
+        return
+    devices = recipe.placement.training(recipe.devices_per_controller)
+    fsdp = "set train.backend to fsdp"
+    if recipe.sampling.type != "text":
+        yield f"train.backend: megatron trains language models, and this recipe makes pictures or clips; {fsdp}"
+    if size == 1:
+        yield f"train.tensor_parallel: megatron needs at least 2 devices that share a model; set it, or {fsdp}"
+    if devices % size:
+        yield (
+            f"train.tensor_parallel: the {size} devices that share a model belong to one controller, and "
+            f"{devices} train there; set devices_per_controller{_trainers(recipe)} to a multiple of {size}"
+        )
+    if recipe.model.lora is not None:
+        yield f"model.lora: megatron trains whole weights; remove it, or {fsdp}"
+    if recipe.model.freeze:
+        yield f"model.freeze: megatron trains all weights; remove it, or {fsdp}"
+    if recipe.model.dtype != "float32":
+        yield f"model.dtype: megatron trains in float32 so far; set it to float32, or {fsdp}"
+    if algorithm.type in ("ppo", "reward_model"):
+        yield f"train.backend: {algorithm.type} trains a head for numbers, which megatron lacks; {fsdp}"
+    yield from _sharded(recipe, "weights in parts (megatron)")
+
+
+def _trainers(recipe: Recipe) -> str:
+    return " or placement.trainers" if recipe.placement.apart else ""
