@@ -56,17 +56,10 @@ def test_one_compiled_module_samples_and_trains(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides", [[REFERENCE], ["model.dtype=bfloat16", "model.lora=null"]], ids=["lora", "bfloat16"]
-)
-def test_compiled_kernels_keep_the_first_ratio(monkeypatch, tmp_path, overrides):
+def test_compiled_kernels_keep_the_first_ratio(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
-    found = stepped("model.compile=true", *overrides)
-    exact = overrides == [REFERENCE]
-    if exact:
-        near(found, stepped(REFERENCE))
-    assert all(row["policy/first_ratio_max_dev"] < (1e-5 if exact else 1e-3) for row in found)
+    near(stepped("model.compile=true", REFERENCE), stepped(REFERENCE))
 
 
 def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
@@ -77,8 +70,15 @@ def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "overrides"), [("sums", []), ("shapes-lora", ["controllers=2", "train.backend=fsdp"])]
+    ("recipe", "overrides"),
+    [
+        ("sums", []),
+        ("shapes-lora", ["controllers=2", "train.backend=fsdp"]),
+        ("shapes-full", []),  # in bfloat16
+    ],
 )
 def test_what_cannot_be_compiled_is_refused(recipe, overrides):
-    with pytest.raises(RecipeError, match=r"model.compile: .*(remove it|train.backend to replicated)"):
+    with pytest.raises(
+        RecipeError, match=r"model.compile: .*(remove it|train.backend to replicated|model.dtype to float32)"
+    ):
         load_recipe([recipe], ["model.compile=true", *overrides])

@@ -18,6 +18,7 @@ def of_pictures(recipe: Recipe) -> list[str]:
         *_noise(recipe),
         *_levels(recipe),
         *_steps(recipe),
+        *_compiled(recipe),
         *_whole(recipe),
         *_pathwise(recipe),
     ]
@@ -71,6 +72,15 @@ def _steps(recipe: Recipe) -> Iterator[str]:
         yield (
             "sampling.sde.kind: grpo_guard takes its bias off the log-prob of a Gaussian, and that of cps leaves out "
             "the noise's size; set it to flow or dance"
+        )
+
+
+def _compiled(recipe: Recipe) -> Iterator[str]:
+    model = recipe.model
+    if model.compile and model.dtype != "float32" and recipe.algorithm.kind == "policy_gradient":
+        yield (
+            f"model.compile: compiled kernels round {model.dtype} otherwise with a gradient than without, and the ratios "
+            f"of {recipe.algorithm.type} would not begin at 1; set model.dtype to float32, or model.compile to false"
         )
 
 
