@@ -79,7 +79,7 @@ def _compiled(recipe: Recipe) -> Iterator[str]:
     model = recipe.model
     if model.compile and model.dtype != "float32" and recipe.algorithm.kind == "policy_gradient":
         yield (
-            f"model.compile: compiled kernels round {model.dtype} otherwise with a gradient than without, and the ratios "
+            f"model.compile: compiled kernels round {model.dtype} otherwise with a gradient than without, and ratios "
             f"of {recipe.algorithm.type} would not begin at 1; set model.dtype to float32, or model.compile to false"
         )
 
