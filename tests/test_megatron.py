@@ -74,16 +74,16 @@ def updates(run, rows):
     found = {f"start/{k}": of_all(run, k, p.detach()) for k, p in run.policy.trainable.items()}
     run.policy.optimizer.register_step_pre_hook(lambda *_: keep(run, found))
     for update in range(UPDATES):
-        new = run.pipeline.replay(rows, 0, needs, run.policy.using)
+        new = run.pipeline.replay(rows, [0], needs, run.policy.using)
         if not update:
             found.update({name: new[name].detach() * rows.mask for name in needs})
         loss = (weigh * new["log_probs"] + 0.01 * new["entropy"] * rows.mask).sum() / 100
         run.policy.backward(loss)
         run.policy.apply()
     with torch.no_grad():
-        found["after"] = run.pipeline.replay(rows, 0, needs, run.policy.using)["log_probs"] * rows.mask
+        found["after"] = run.pipeline.replay(rows, [0], needs, run.policy.using)["log_probs"] * rows.mask
         with run.policy.alone("current"):  # what is sampled with and exported
-            inside = run.pipeline.replay(rows, 0, frozenset(), run.policy.using)["log_probs"] * rows.mask
+            inside = run.pipeline.replay(rows, [0], frozenset(), run.policy.using)["log_probs"] * rows.mask
             torch.testing.assert_close(inside, found["after"], rtol=0, atol=1e-4)
     return found | {f"weights/{k}": of_all(run, k, p.detach()) for k, p in run.policy.trainable.items()}
 
