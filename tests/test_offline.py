@@ -292,7 +292,7 @@ def trained(folder):
         "dpo": ["eval.rewards=[{name: even.py}]", "optim.ema_decay=0.5"],
         "dpo-lora": [LORA, "optim.lr=1e-2"],
         "score": SCORE,
-        "score-lora": [*SCORE, LORA, "optim.lr=1e-2", "train.steps=75"],
+        "score-lora": [*SCORE, LORA, "optim.lr=1e-2", "train.steps=75", "eval.every=75"],
     }
     return functools.cache(lambda name: train(load(folder, *changes[name]), folder / name))
 
