@@ -181,6 +181,6 @@ def test_a_choice_of_steps_is_drawn_anew_in_every_step_and_alike_for_all_rows():
     assert drawn[7] == tuple(chosen(run, Rows(7)))
     seen = []
     replay = run.pipeline.replay
-    run.pipeline.replay = lambda rows, entry, *a: (seen.append(entry), replay(rows, entry, *a))[1]
+    run.pipeline.replay = lambda rows, entries, *a: (seen.extend(entries), replay(rows, entries, *a))[1]
     step(run, 7)
     assert seen == [*drawn[7]] * 2
