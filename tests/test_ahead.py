@@ -30,6 +30,7 @@ SMALL = ["train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_si
 TEXT = ["sums", *SMALL, "optim.lr=0.01", "optim.warmup_steps=0"]
 # at a low temperature many groups are flat; each micro-batch is of one group
 REPLACED = [*TEXT, "optim.lr=0.0003", "algorithm={type: dapo, max_attempts: 4}", "sampling.temperature=0.3"]
+REPLACED += ["sampling.batch_size=4"]
 PICTURES = ["shapes-lora", *SMALL, "sampling.steps=4", "sampling.window={size: 2}", "optim.lr=0.01"]
 FORWARD = ["shapes-nft", *SMALL, "sampling.steps=4", "algorithm.noise_levels=2", "algorithm.old_decay_rate=0.2"]
 JUDGED = [
