@@ -129,5 +129,13 @@ def alike(a, b):
     for mine, theirs in zip(rows(a), rows(b), strict=True):
         for key in ("reward/mean", "optim/grad_norm", "policy/ratio_max_dev"):
             assert mine.get(key, 0.0) == pytest.approx(theirs.get(key, 0.0), rel=1e-3, abs=1e-5), (mine["step"], key)
-    for mine, theirs in zip(rows(a, "heldout.jsonl"), rows(b, "heldout.jsonl"), strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    same_heldout(rows(a, "heldout.jsonl"), rows(b, "heldout.jsonl"))
+
+
+def same_heldout(ones, others):
+    """A judge is shown pixels of eight bits, of which a last digit may turn one: 1.6e-3 of its mean was seen."""
+    for mine, theirs in zip(ones, others, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            abs_ = 2e-3 if key == "reward/judge" else 1e-5
+            assert value == pytest.approx(theirs[key], rel=1e-3, abs=abs_), (mine["step"], key)

@@ -76,8 +76,9 @@ def test_two_devices_learn_as_one_process_which_goes_on_from_their_shards(tmp_pa
     alike(whole, shards)
 
 
+@pytest.mark.long  # in short: megatron and the case without a slice, below
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["sums", pytest.param("shapes-lora", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", ["sums", "shapes-lora"])
 def test_two_controllers_of_two_devices_learn_as_one_process_and_others_go_on(recipe, tmp_path):
     whole, shards = tmp_path / "whole", tmp_path / "shards"
     one = sampled(recipe, whole, "train.steps=3")
