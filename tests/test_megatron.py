@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
@@ -20,6 +21,8 @@ from mmrl.run import build
 from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
 from mmrl.trajectory import SampleId, Slot
 from tests.ranks import launched
+
+allow_cpu_only()  # before transformers imports torchvision
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "pipelines/llm/models/sums-qwen3"

@@ -68,9 +68,7 @@ class Sharded:
         return total.sqrt()
 
     def swap(self, copy: dict[str, Tensor]) -> None:
-        if self._alone:
-            raise RuntimeError("weights that are gathered for a phase cannot be exchanged inside it")
-        exchange(self.mine, copy)
+        exchange(self.mine, copy, self._alone)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

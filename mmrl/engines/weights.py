@@ -95,8 +95,11 @@ def gradients(mine: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def exchange(mine: Mapping[str, Tensor], copy: Mapping[str, Tensor]) -> None:
-    """The values of ``mine`` and ``copy`` in place, where others read this very storage."""
+def exchange(mine: Mapping[str, Tensor], copy: Mapping[str, Tensor], alone: bool) -> None:
+    """The values of ``mine`` and ``copy`` in place, where others read this very storage. Raises ``RuntimeError`` where
+    the rank is ``alone``: what was gathered for the phase would stay as it was."""
+    if alone:
+        raise RuntimeError("weights that are gathered for a phase cannot be exchanged inside it")
     for k, p in mine.items():
         before = p.clone()
         p.copy_(copy[k])

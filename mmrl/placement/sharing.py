@@ -69,7 +69,7 @@ def idle(plan: Plan) -> Iterator[str]:
     c, recipe, devices = plan.counts, plan.recipe, plan.recipe.devices_per_controller
     if c is None or devices == 1:
         return
-    split, trainers = split_of(plan), recipe.placement.training(devices)
+    split, trainers = split_of(plan), _models(recipe)
     if 0 < c.micro_batches < split.rollout:
         edit = _fewer_rows("sampling.batch_size", c.samples, split.rollout)
         yield (
@@ -87,7 +87,18 @@ def idle(plan: Plan) -> Iterator[str]:
     if slices < trainers:
         edit = _fewer_rows("train.micro_batch_size", c.samples // c.optimizer_steps, -(-trainers // c.passes))
         of = f"an update's {slices} slice{'s' * (slices > 1)} of a controller"
-        yield f"{of} cannot keep {trainers} devices busy; {edit}"
+        what = f"models of {recipe.train.tensor_parallel} devices" if _shared(recipe) else "devices"
+        yield f"{of} cannot keep {trainers} {what} busy; {edit}"
+
+
+def _models(recipe: Recipe) -> int:
+    """How many slices of an update a controller computes at once: devices that share a model compute each together."""
+    return recipe.placement.training(recipe.devices_per_controller) // recipe.train.tensor_parallel
+
+
+def _shared(recipe: Recipe) -> str:
+    size = recipe.train.tensor_parallel
+    return f" x {size}, which share a model" if size > 1 else ""
 
 
 def _fewer_rows(key: str, samples: int, parts: int) -> str:
@@ -161,7 +172,7 @@ def shares(plan: Plan) -> str:
         for one in plan.asked:
             if one.trained_on:
                 parts.append(f"{calls(c, one.batch_size):,} calls of {one.label} on {split.judge or devices}")
-    parts.append(f"{c.slices // c.optimizer_steps:,} slices of an update on {recipe.placement.training(devices)}")
+    parts.append(f"{c.slices // c.optimizer_steps:,} slices of an update on {_models(recipe)}{_shared(recipe)}")
     return "; ".join(parts)
 
 

@@ -82,7 +82,7 @@ def _most(logits: Tensor, group: Any) -> Tensor:
 
 
 class _PickedOfAll(torch.autograd.Function):
-    """``_Picked`` where each rank has logits of a part: two small tensors ``[B, T]`` cross, and none on the way back
+    """``_Picked`` where each rank has logits of a part: three small tensors ``[B, T]`` cross, and none on the way back
     (as Megatron-LM's vocabulary-parallel cross entropy, arXiv 1909.08053, section 3)."""
 
     @staticmethod

@@ -26,7 +26,7 @@ from mmrl.engines.megatron.mapping import parts, places, refusals
 from mmrl.engines.megatron.model import all_tokens, arrange, built
 from mmrl.engines.weights import exchange
 from mmrl.errors import UserError
-from mmrl.text.likelihood import Vocabulary
+from mmrl.text.likelihood import Vocabulary, token_log_probs
 
 _TOLERANCE = 1e-3
 """By how much log-probs of the two models may differ when the weights were taken over; float32 parts by 1e-6."""
@@ -111,8 +111,6 @@ class ModelParallel:
     @torch.no_grad()
     def _check(self) -> None:
         """Compare with Hugging Face's own forward, on a row with padding: a config may say what nobody here reads."""
-        from mmrl.text.likelihood import token_log_probs
-
         device, length = next(self._model.parameters()).device, 12
         rows = torch.arange(2 * length, device=device).view(2, -1) % self._module.config.vocab_size
         mask = torch.ones_like(rows)
@@ -171,9 +169,7 @@ class ModelParallel:
         return total.sqrt()
 
     def swap(self, copy: dict[str, Tensor]) -> None:
-        if self._alone:
-            raise RuntimeError("weights that are gathered for a phase cannot be exchanged inside it")
-        exchange(self.mine, copy)
+        exchange(self.mine, copy, self._alone)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
