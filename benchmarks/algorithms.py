@@ -5,10 +5,14 @@
 Trains all weights of ``shapes-full``'s model with ``mmrl train``, 120 CPU-seconds a run, in processes of their own, and
 prints a table for each reward: ``verifier``, the strict verdict of the pixels' verifier, and ``colour``, which is
 differentiable, so that pathwise algorithms can follow it too. A figure is of held-out prompts, which RL never samples.
-What loses is shown as losing. A command that was stopped goes on where it was, also with more seeds or arms.
+What loses is shown as losing. ``--json`` gets each run's row as it ends, with its curve and the processor it ran on, and
+runs that stand there are not done again: a command that was stopped goes on, elsewhere too, also with more seeds or arms.
+Seeds are done one after another, each with every arm, so that what is compared ran on one machine. ``--png`` draws the
+curves.
 
 Settings are the ones listed here and no paper's: on a model this small nobody has published any. Learning rates are
-those of the recipes, one for each kind of objective; none was searched for.
+those of the recipes, one for each kind of objective; none was searched for. A step has 64 pictures, so that two minutes
+see some dozens of updates, in float32, which any processor multiplies about equally well.
 """
 
 from __future__ import annotations
@@ -21,20 +25,24 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean, stdev
+from threading import Lock
 from typing import Any
 
+from PIL import Image
 from proof_shapes import train
 
+from mmrl.report.curve import panel
 from mmrl.report.environment import environment
 from mmrl.report.metrics import read
 
 ALL = [
-    *("train.steps=400", "optim.schedule=constant", "optim.ema_decay=0.9"),
-    *("eval.every=400", "eval.samples=512", "eval.grid=4", "checkpoint.every=20", "checkpoint.keep=1"),
+    *("train.steps=400", "optim.schedule=constant", "optim.ema_decay=0.9", "model.dtype=float32"),
+    *("train.prompts_per_step=8", "train.group_size=8", "train.micro_batch_size=32"),
+    *("eval.every=10", "eval.samples=128", "eval.grid=4", "checkpoint.every=20", "checkpoint.keep=1"),
 ]
 FAST = ["sampling.window={size: 2, last: 2}"]
 CLEAN = ["sampling.window=null", "sampling.same_initial_noise=false"]
-PATHWISE = [*CLEAN, "train.group_size=1", "train.prompts_per_step=16", "train.micro_batch_size=16"]
+PATHWISE = [*CLEAN, "train.group_size=1", "train.prompts_per_step=16", "train.micro_batch_size=16", "eval.every=30"]
 
 
 def stepwise(kind: str, *more: str) -> list[str]:
@@ -85,21 +93,48 @@ def overrides(arm: str, reward: str, seconds: float, more: list[str]) -> list[st
 
 
 def trained(arm: str, reward: str, seed: int, folder: Path, words: list[str]) -> dict[str, Any]:
-    """What a run came to, trained as far as it was not: steps, seconds, and the held-out figure at both ends."""
+    """What a run came to, trained as far as it was not: steps, seconds, and the held-out figures along the way."""
     out = folder / f"{reward}-{arm.replace(',', '').replace(' ', '-')}-{seed}"
-    rows = read(out / "heldout.jsonl") if (out / "heldout.jsonl").exists() else []
-    if len(rows) < 2:
+    if not (out / "report.html").exists():
         train("shapes-full", seed, out, words)
-        rows = read(out / "heldout.jsonl")
         print(f"{out.name}: trained", file=sys.stderr, flush=True)
-    key, steps = f"reward/{REWARDS[reward][0]}", read(out / "metrics.jsonl")
+    key, steps, rows = f"reward/{REWARDS[reward][0]}", read(out / "metrics.jsonl"), read(out / "heldout.jsonl")
+    spent = {0: 0.0} | {row["step"]: row["perf/cpu_seconds"] for row in steps}
     return {
         "before": rows[0][key],
         "after": rows[-1][key],
         "verifier": (rows[0]["reward/shapes/success"], rows[-1]["reward/shapes/success"]),
+        "curve": [(row["step"], spent[row["step"]], row[key], row["reward/shapes/success"]) for row in rows],
         "steps": len(steps),
         "cpu_seconds": steps[-1]["perf/cpu_seconds"],
+        "machine": machine(),
     }
+
+
+def machine() -> dict[str, Any]:
+    """What CPU-seconds are of."""
+    full = environment()
+    return {"cpu": full["cpu"]["name"], "torch": full["versions"]["torch"], "git": full["git"]}
+
+
+class Rows:
+    """Final class: the rows of runs that ended, kept in a file of JSON as each ends; ``path`` None: nowhere."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self._lock = path, Lock()
+        self.known: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path and path.exists() else []
+
+    def get(self, arm: str, reward: str, seed: int, words: list[str]) -> dict[str, Any] | None:
+        """The row of this very run."""
+        wanted = {"arm": arm, "reward": reward, "seed": seed, "words": words}
+        return next((row for row in self.known if {k: row[k] for k in wanted} == wanted), None)
+
+    def add(self, row: dict[str, Any]) -> None:
+        with self._lock:
+            self.known.append(row)
+            if self.path is not None:
+                head = {"command": " ".join(sys.argv), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+                self.path.write_text(json.dumps({**head, "runs": self.known}, indent=1) + "\n")
 
 
 def table(reward: str, found: dict[str, list[dict[str, Any]]]) -> str:
@@ -123,6 +158,27 @@ def table(reward: str, found: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+def grid_png(by_reward: dict[str, dict[str, list[dict[str, Any]]]], out: Path) -> None:
+    """A panel for each arm under each reward, its seeds thin and their mean bold; one scale for each reward."""
+    size, across, panels = (300, 190), 4, []
+    for reward, found in by_reward.items():
+        curves = {
+            arm: [{step: value for step, _, value, _ in run["curve"]} for run in runs] for arm, runs in found.items()
+        }
+        values = [value for runs in curves.values() for curve in runs for value in curve.values()]
+        rises = {arm: mean(run["after"] - run["before"] for run in runs) for arm, runs in found.items()}
+        for arm in sorted(curves, key=lambda arm: -rises[arm]):
+            shared = sorted(set.intersection(*[set(curve) for curve in curves[arm]]))
+            middle = {step: mean(curve[step] for curve in curves[arm]) for step in shared}
+            panels.append(panel(curves[arm], middle, f"{reward}: {arm}", size, (min(values), max(values))))
+        panels += [None] * (-len(panels) % across)
+    sheet = Image.new("RGB", (size[0] * across, size[1] * len(panels) // across), "#fafaf8")
+    for n, drawn in enumerate(panels):
+        if drawn is not None:
+            sheet.paste(drawn, (n % across * size[0], n // across * size[1]))
+    sheet.save(out, optimize=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="a.b=c, after those of the benchmark")
@@ -132,7 +188,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="CPU-seconds of a run")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1)), help="runs at a time")
     parser.add_argument("--out", type=Path, default=Path("runs/algorithms"), help="folder of the runs")
-    parser.add_argument("--json", type=Path, help="write every single figure here")
+    parser.add_argument(
+        "--json", type=Path, help="keep every single figure here, and do not run again what stands there"
+    )
+    parser.add_argument("--png", type=Path, help="draw the curves here")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     jobs = [
@@ -143,18 +202,30 @@ def main() -> None:
         if reward == "colour" or ARMS[arm][-len(PATHWISE) :] != PATHWISE
     ]
 
+    kept = Rows(given.json)
+
     def one(job: tuple[str, str, int]) -> dict[str, Any]:
-        return trained(*job, given.out, overrides(*job[:2], given.seconds, given.overrides))
+        words = overrides(*job[:2], given.seconds, given.overrides)
+        if (row := kept.get(*job, words)) is None:
+            found = trained(*job, given.out, words)
+            row = {"arm": job[0], "reward": job[1], "seed": job[2], "words": words, **found}
+            kept.add(row)
+        return row
 
     with ThreadPoolExecutor(given.jobs) as pool:
         results = dict(zip(jobs, pool.map(one, jobs), strict=True))
-    for reward in given.rewards:
-        arms = [arm for arm in given.arms if (arm, reward, given.seeds[0]) in results]
-        print(table(reward, {arm: [results[arm, reward, seed] for seed in given.seeds] for arm in arms}), end="\n\n")
-    if given.json:
-        rows = [{"arm": a, "reward": r, "seed": s, **run} for (a, r, s), run in results.items()]
-        head = {"command": " ".join(sys.argv), "date": datetime.now(UTC).isoformat(timespec="seconds")}
-        given.json.write_text(json.dumps({**head, "environment": environment(), "runs": rows}, indent=1) + "\n")
+    by_reward = {
+        reward: {
+            arm: [results[arm, reward, seed] for seed in given.seeds]
+            for arm in given.arms
+            if (arm, reward, given.seeds[0]) in results
+        }
+        for reward in given.rewards
+    }
+    for reward, found in by_reward.items():
+        print(table(reward, found), end="\n\n")
+    if given.png:
+        grid_png(by_reward, given.png)
 
 
 if __name__ == "__main__":

@@ -71,25 +71,35 @@ def worked(run: Run) -> float:
 
 def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: bool) -> Sums:
     """Add the gradients of some slices of an update of ``total`` entries; ``first``: no weight has moved yet."""
-    tally, needs = Tally(), run.objective.needs
-    for piece in pieces:
-        match run.objective.kind:
-            case "policy_gradient":
-                new = run.pipeline.replay(piece.rows, piece.entries, needs, run.policy.using)
-            case "forward_process":
-                rows = of_group(piece.rows) if run.objective.shares_noise else piece.rows
-                new = run.pipeline.renoise(rows, piece.entries[0], run.recipe.seed, needs, partial(as_drawn, run))
-            case "offline":
-                new = run.pipeline.compare(piece.rows, needs, run.policy.using)
-            case "pathwise":
-                new = generated(run, piece.rows, step, tally)
+    tally = Tally()
+
+    def loss_of(piece: Piece) -> Tensor:
+        new = recomputed(run, piece, step, tally)
         old = compared(run, piece.old, new, tally) if "rollout_log_probs" in piece.old else piece.old
         loss = run.objective.loss(new, old, total)
-        run.policy.backward(loss.value)
         tally.add(loss, total, first_update=first)
         if run.balance is not None:
             tally.gather({"balance/padding": torch.tensor(piece.padded - piece.tokens)}, {}, piece.padded)
+        return loss.value
+
+    run.policy.accumulate(pieces, loss_of)
     return tally.sums()
+
+
+def recomputed(run: Run, piece: Piece, step: int, tally: Tally) -> dict[str, Tensor]:
+    """What the objective needs of a slice under the weights of now, with a graph."""
+    needs = run.objective.needs
+    match run.objective.kind:
+        case "policy_gradient":
+            known = {name: piece.old[name] for name in needs & {"reference_log_probs"} & piece.old.keys()}
+            return run.pipeline.replay(piece.rows, piece.entries, needs - known.keys(), run.policy.using) | known
+        case "forward_process":
+            rows = of_group(piece.rows) if run.objective.shares_noise else piece.rows
+            return run.pipeline.renoise(rows, piece.entries[0], run.recipe.seed, needs, partial(as_drawn, run))
+        case "offline":
+            return run.pipeline.compare(piece.rows, needs, run.policy.using)
+        case "pathwise":
+            return generated(run, piece.rows, step, tally)
 
 
 def as_drawn(run: Run, name: str) -> AbstractContextManager[None]:

@@ -233,7 +233,11 @@ def prepare(run: Run, batch: Batch, scored: Scored) -> Scored:
     """
     updates, mask = run.recipe.train.updates_per_step, mask_of(batch)
     moves = updates > 1 and "log_probs" in run.objective.needs
+    kept = {"log_probs", "values"}
     wanted = run.objective.prepares | (frozenset({"log_probs"}) if moves else frozenset())
+    if run.policy.weights.stages is not None:  # where an update calls the model once
+        wanted |= run.objective.needs & {"reference_log_probs"}
+        kept |= {"reference_log_probs"}
     width = run.pipeline.entries(run.objective.kind) if mask is None else mask.shape[1]
     columns = {name: torch.zeros(len(batch.places), width) for name in wanted}
     for update in range(updates if wanted else 0):
@@ -241,10 +245,10 @@ def prepare(run: Run, batch: Batch, scored: Scored) -> Scored:
         for made in run.devices.spread(run, "prepare", pieces, wanted):
             for index, entries, new in made:
                 at = torch.tensor(index).unsqueeze(1)
-                for name in wanted:
+                for name in new:
                     of = entries if mask is None else list(range(new[name].shape[1]))
                     columns[name][at, torch.tensor(of)] = new[name]
-    batch.prepared = {name: columns[name] for name in ("log_probs", "values") if name in columns}
+    batch.prepared = {name: columns[name] for name in sorted(kept) if name in columns}
     return replace(scored, mask=mask, **columns)
 
 

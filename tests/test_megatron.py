@@ -27,6 +27,9 @@ allow_cpu_only()  # before transformers imports torchvision
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "pipelines/llm/models/sums-qwen3"
 TP = ["train.backend=megatron", "train.tensor_parallel=2", "devices_per_controller=2"]
+PP = ["train.backend=megatron", "train.pipeline_parallel=2", "devices_per_controller=2"]
+TURNS = [*PP, "train.pipeline_chunks=2"]
+BOTH = [*PP, "train.tensor_parallel=2", "train.sequence_parallel=true", "devices_per_controller=4"]
 FOUR = [*TP, "controllers=2", "train.sequence_parallel=true", "model.gradient_checkpointing=true"]
 WIDE = ["train.backend=megatron", "train.tensor_parallel=4", "devices_per_controller=4"]
 SMALL = [
@@ -72,23 +75,37 @@ def rows_of(run, first, every):
 def updates(run, rows):
     """Log-probs, entropy and gradient of the first update, and log-probs and weights after ten, by Hugging Face's
     names."""
-    needs = frozenset({"log_probs", "entropy", "reference_log_probs"})
-    weigh = torch.linspace(-1, 1.5, 8)[[s.index for s in rows.slots]].unsqueeze(1) * rows.mask
+    policy = frozenset({"log_probs", "entropy"})
     found = {f"start/{k}": of_all(run, k, p.detach()) for k, p in run.policy.trainable.items()}
+    found |= replayed(run, rows, policy) | replayed(run, rows, frozenset({"reference_log_probs"}))
     run.policy.optimizer.register_step_pre_hook(lambda *_: keep(run, found))
-    for update in range(UPDATES):
-        new = run.pipeline.replay(rows, [0], needs, run.policy.using)
-        if not update:
-            found.update({name: new[name].detach() * rows.mask for name in needs})
-        loss = (weigh * new["log_probs"] + 0.01 * new["entropy"] * rows.mask).sum() / 100
-        run.policy.backward(loss)
+
+    def loss_of(rows):
+        weigh = torch.linspace(-1, 1.5, 8)[[s.index for s in rows.slots]].unsqueeze(1)
+        new = run.pipeline.replay(rows, [0], policy, run.policy.using)
+        return ((weigh * new["log_probs"] + 0.01 * new["entropy"]) * rows.mask).sum() / 100
+
+    halves = [rows.rows(list(range(n, len(rows), 2))) for n in range(2)]
+    for _ in range(UPDATES):
+        run.policy.accumulate(halves, loss_of)
         run.policy.apply()
-    with torch.no_grad():
-        found["after"] = run.pipeline.replay(rows, [0], needs, run.policy.using)["log_probs"] * rows.mask
-        with run.policy.alone("current"):  # what is sampled with and exported
-            inside = run.pipeline.replay(rows, [0], frozenset(), run.policy.using)["log_probs"] * rows.mask
-            torch.testing.assert_close(inside, found["after"], rtol=0, atol=1e-4)
+    if after := replayed(run, rows, frozenset({"log_probs"})):
+        found["after"] = after["log_probs"]
+    with torch.no_grad(), run.policy.alone("current"):  # what is sampled with and exported
+        inside = run.pipeline.replay(rows, [0], frozenset(), run.policy.using)["log_probs"] * rows.mask
+        torch.testing.assert_close(inside, found.get("after", inside), rtol=0, atol=1e-4)
     return found | {f"weights/{k}": of_all(run, k, p.detach()) for k, p in run.policy.trainable.items()}
+
+
+def replayed(run, rows, needs):
+    """Without a graph, what is known of tokens; nothing on a stage that is not the last."""
+
+    def made(rows):
+        return run.pipeline.replay(rows, [0], needs, run.policy.using)
+
+    with torch.no_grad():  # twice, as slices go through several stages of a rank by two
+        found = run.policy.each([rows, rows], made)
+    return {name: found[0][name] * rows.mask for name in needs} if found else {}
 
 
 def keep(run, found):
@@ -104,7 +121,7 @@ def of_all(run, name, part):
 def serve(out, rank, size, port, path, *overrides):
     """One rank of a layout: the script's work."""
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(280, exit=True)  # a rank that waits for another says where
+    faulthandler.dump_traceback_later(180, exit=True)  # a rank that waits for another says where
     recipe = load_recipe(["sums"], [*SMALL, *overrides]).recipe
     devices = recipe.devices_per_controller
     peers = Group(rank, size, "127.0.0.1", port, devices=devices)
@@ -159,6 +176,9 @@ def test_a_divided_vocabulary_has_the_log_probs_entropy_and_gradients_of_the_who
     ("family", "layout"),
     [
         (None, TP),
+        (None, PP),  # an embedding that is tied over the ends
+        pytest.param(None, TURNS, marks=pytest.mark.slow),
+        pytest.param("Qwen2", BOTH, marks=pytest.mark.slow),
         pytest.param("Qwen2", WIDE, marks=pytest.mark.slow),  # biases, four parts, a vocabulary that they do not divide
         pytest.param("Llama", FOUR, marks=pytest.mark.slow),  # neither biases nor norms of heads; two models of two
         pytest.param("Qwen3", FOUR, marks=pytest.mark.long),
@@ -169,16 +189,21 @@ def test_parts_of_layers_have_the_gradients_and_log_probs_of_the_whole(family, l
     path = SHIPPED if family is None else tiny(tmp_path / "model", family)
     run = made(path)
     whole = updates(run, rows_of(run, 0, 1))
-    width, shares = (4 if layout is WIDE else 2), (2 if layout is FOUR else 1)
+    train = load_recipe(["sums"], layout).recipe.train
+    width, shares = train.width, (2 if layout is FOUR else 1)
     found = together(tmp_path, width * shares, "serve", path, *layout)
     for rank in found:
-        assert all(torch.equal(rank[name], value) for name, value in whole.items() if name.startswith("start/"))
+        names = [name.removeprefix("start/") for name in rank if name.startswith("start/")]
+        assert all(torch.equal(rank[f"start/{name}"], whole[f"start/{name}"]) for name in names)
         for kind, tolerance in (("gradient/", 1e-5), ("weights/", 1e-5)):
-            one, all_ = (torch.cat([v.flatten() for k, v in of.items() if k.startswith(kind)]) for of in (rank, whole))
-            assert one.shape == all_.shape
+            one, all_ = (torch.cat([of[f"{kind}{name}"].flatten() for name in names]) for of in (rank, whole))
             assert (one - all_).norm() <= tolerance * all_.norm(), kind
+    assert {name for rank in found for name in rank} == whole.keys()
     for name, value in whole.items():
         for n, rank in enumerate(found if "/" not in name else ()):
+            if name not in rank:  # of stages the last knows
+                assert n % width < width - 1
+                continue
             of = value[n // width :: shares, : rank[name].shape[1]]  # without the columns that its rows do not fill
             torch.testing.assert_close(rank[name], of, rtol=0, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 

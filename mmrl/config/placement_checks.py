@@ -180,10 +180,10 @@ def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
 
 
 def _megatron(recipe: Recipe) -> Iterator[str]:
-    train, algorithm, size = recipe.train, recipe.algorithm, recipe.train.tensor_parallel
+    train, algorithm, size = recipe.train, recipe.algorithm, recipe.train.width
     if train.backend != "megatron":
-        for key, given in (("tensor_parallel", size > 1), ("sequence_parallel", train.sequence_parallel)):
-            if given:
+        for key in ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "pipeline_chunks"):
+            if getattr(train, key) > 1 or getattr(train, key) is True:
                 yield f"train.{key}: {train.backend} cuts no layer in parts; set train.backend=megatron, or remove it"
         return
     devices = recipe.placement.training(recipe.devices_per_controller)
@@ -191,10 +191,19 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
     if recipe.sampling.type != "text":
         yield f"train.backend: megatron trains language models, and this recipe makes pictures or clips; {fsdp}"
     if size == 1:
-        yield f"train.tensor_parallel: megatron needs at least 2 devices that share a model; set it, or {fsdp}"
+        yield (
+            "train.tensor_parallel: megatron needs at least 2 devices that share a model; set it or "
+            f"train.pipeline_parallel, or {fsdp}"
+        )
+    if train.pipeline_chunks > 1 and train.pipeline_parallel == 1:
+        yield "train.pipeline_chunks: one stage is not cut in turns; set train.pipeline_parallel, or remove it"
+    if train.sequence_parallel and train.tensor_parallel == 1:
+        yield "train.sequence_parallel: it divides what train.tensor_parallel devices keep; set that, or remove it"
+    if train.pipeline_parallel > 1 and algorithm.type == "dpo":
+        yield f"train.pipeline_parallel: pairs are compared with a reference in one pass; set it to 1, or {fsdp}"
     if devices % size:
         yield (
-            f"train.tensor_parallel: the {size} devices that share a model belong to one controller, and "
+            f"devices_per_controller: the {size} devices that share a model belong to one controller, and "
             f"{devices} train there; set devices_per_controller{_trainers(recipe)} to a multiple of {size}"
         )
     if recipe.model.lora is not None:

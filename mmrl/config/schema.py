@@ -143,10 +143,20 @@ class Train(Section):
     tensor_parallel: PositiveInt = 1
     sequence_parallel: bool = False
     """The devices of ``tensor_parallel`` also divide what layers keep between their parts, by tokens."""
+    pipeline_parallel: PositiveInt = 1
+    """Megatron-Core: stages of layers, each on ``tensor_parallel`` devices of the same controller, which slices of the
+    update go through one behind the other."""
+    pipeline_chunks: PositiveInt = 1
+    """Stages are cut in so many, which a device has in turn (interleaved): it waits less, and sends more."""
+
+    @property
+    def width(self) -> int:
+        """Devices that share a model."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     def parts(self, ranks: int) -> int:
         """In how many parts the trained weights lie on ``ranks`` ranks."""
-        return {"replicated": 1, "fsdp": ranks, "megatron": self.tensor_parallel}[self.backend]
+        return {"replicated": 1, "fsdp": ranks, "megatron": self.width}[self.backend]
 
     max_cpu_seconds: PositiveFloat | None = None
     """Stop after the step in which the CPU time spent in training steps (not in evaluation) passes this."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from mmrl.config.schema import Optim
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
 
+P = TypeVar("P")
+R = TypeVar("R")
 _KINDS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -140,6 +142,22 @@ class Policy:
             p.copy_(version.tensors[k])
         self.updates, self.active = version.tag
 
+    def each(self, pieces: Iterable[P], work: Callable[[P], R]) -> list[R]:
+        """What ``work`` makes of each piece, for which it calls the model once. Where the model is a pipeline of stages
+        only the last has an answer."""
+        if self.weights.stages is not None:
+            return self.weights.stages.through(list(pieces), work, graph=False)
+        return [work(piece) for piece in pieces]
+
+    def accumulate(self, pieces: Iterable[P], loss_of: Callable[[P], Tensor]) -> None:
+        """Add the gradients of the loss of each piece, whose graph is gone before the next is begun; or, of a pipeline,
+        as its stages have it. ``loss_of`` calls the model once there."""
+        if self.weights.stages is not None:
+            self.weights.stages.through(list(pieces), loss_of, graph=True)
+            return
+        for piece in pieces:
+            self.backward(loss_of(piece))
+
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
@@ -191,10 +209,10 @@ class Policy:
 
         Raises ``UserError`` where it is of another policy.
         """
-        whole = {name: self.weights.spread(name, p).shape for name, p in self.trainable.items()}
         theirs = {name: t.shape for name, t in saved.get("weights", {}).items()}
-        if theirs != whole:
-            different = sorted(set(theirs) ^ set(whole))[:3] or ["shapes differ"]
+        different = sorted(set(theirs) ^ set(self.weights.names))[:3]
+        if different or any(theirs[k] != self.weights.spread(k, p).shape for k, p in self.trainable.items()):
+            different = different or ["shapes differ"]
             raise UserError(
                 f"the checkpoint is of another policy ({', '.join(different)}, ...): resume with its own recipe "
                 "(resolved.json in the run directory), or start a new run with --out"
@@ -203,6 +221,7 @@ class Policy:
             part: {
                 k: torch.empty_like(t, device="cpu") if _counts(part, k) else torch.empty_like(self._of(part, k))
                 for k, t in of.items()
+                if _parameter(part, k) in self.trainable
             }
             for part, of in saved.items()
         }

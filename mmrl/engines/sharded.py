@@ -33,6 +33,7 @@ class Sharded:
 
     in_shards = lockstep = True
     width = 1
+    stages = None
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, sent: Counter[str]) -> None:
         self._group, self._sent = group, sent
@@ -54,6 +55,7 @@ class Sharded:
         self._whole = {name: p for name, p in module.named_parameters() if p.requires_grad}
         with torch.no_grad():
             self.mine = {name: _shard(p) for name, p in self._whole.items()}
+        self.names = self.mine.keys()
 
     @torch.no_grad()
     def gather_gradients(self) -> None:

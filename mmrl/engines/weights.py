@@ -6,17 +6,42 @@ A *rank* is a process that computes gradients of the one policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 
+class Passed(Exception):
+    """Raised out of a forward by a stage that has no log-probs: ``hidden`` goes to the next one."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("a stage of a pipeline has handed its part on; who calls the model goes through Stages")
+        self.hidden = hidden
+
+
+class Stages(Protocol):
+    """Ranks that have some of the layers each, one behind the other."""
+
+    multiple: int
+    """Slices go through them by so many."""
+
+    def through(self, pieces: Sequence[Any], work: Callable[[Any], Any], graph: bool) -> list[Any]:
+        """``work`` of each piece, which calls the model once. ``graph``: it returns a loss, whose gradients are left on
+        the parameters, and nothing is returned; else what it made, on the last stage, and nothing elsewhere."""
+        ...
+
+
 class Weights(Protocol):
     mine: dict[str, Tensor]
-    """By parameter's name, what this rank keeps of it and its optimizer steps on: all of it, or its rows of it."""
+    """By parameter's name, what this rank keeps of it and its optimizer steps on: all of it, or its rows of it; nothing
+    of parameters that only other ranks have."""
+    names: Collection[str]
+    """Of all parameters that are trained, on any rank."""
+    stages: Stages | None
+    """What slices go through; None where a call of the model is all of it."""
     in_shards: bool
     """Whether ranks hold parts, which they gather and save together."""
     lockstep: bool
@@ -55,9 +80,11 @@ class Replicated:
 
     in_shards = lockstep = False
     width = 1
+    stages = None
 
     def __init__(self, module: nn.Module, sum_over: Callable[[Tensor], Tensor] | None = None) -> None:
         self.mine: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.names: Collection[str] = self.mine
         self._sum_over = sum_over
 
     @torch.no_grad()

@@ -181,8 +181,8 @@ def _account(
     trainers = recipe.controllers * recipe.placement.training(recipe.devices_per_controller)
     shards = recipe.train.parts(trainers)
     if recipe.train.backend == "megatron":
-        made.problems += refusals_of_megatron(description.pipeline.policy, recipe.train.tensor_parallel)
-        made.notes.append("activations are counted whole, and train.tensor_parallel divides most of them")
+        made.problems += refusals_of_megatron(description.pipeline.policy, recipe.train)
+        made.notes.append("activations are counted whole, and devices that share a model divide most of them")
     sizes = sizes_of(description, shards, by_block=recipe.train.backend == "fsdp")
     media = _pair()[: 2 if objective.kind == "offline" else description.pictures]
     prompt, row_tokens = Prompt("plan", "plan", media=media), 0

@@ -153,7 +153,7 @@ class Several:
                 devices = range(n * width, (n + 1) * width)
                 tasks = [Task("train", name, (mine, *arguments), features, device) for device in devices]
                 answers += [self._board.put(task) for task in tasks]
-        return all_of(answers)[::width]  # those that share a model come to the same
+        return all_of(answers)[width - 1 :: width]  # of those that share a model the last has what it came to
 
     def everywhere(self, run: Run, name: str, *arguments: Any) -> Any:
         return all_of(self._put(self._trainers, name, arguments))[0]
@@ -368,8 +368,11 @@ def deal(pieces: Sequence[Piece], run: Run, devices: int) -> list[list[Piece]]:
     weight.
     """
     loads = [sum(run.pipeline.lengths(piece.rows)) for piece in pieces]
+    stages = run.policy.weights.stages
     if not (pieces and run.policy.weights.lockstep):
-        return [[pieces[n] for n in mine] for mine in greedy(loads, devices)]
+        found = [[pieces[n] for n in mine] for mine in greedy(loads, devices)]
+        by = 1 if stages is None else stages.multiple
+        return [mine + [without_weight(piece) for piece in mine[-1:] * (-len(mine) % by)] for mine in found]
     dealt = [[pieces[n] for n in mine] for mine in divide(loads, devices)]
     most = max(run.controller.gather(max(map(len, dealt))))
     return [mine + [without_weight((mine or pieces)[-1])] * (most - len(mine)) for mine in dealt]

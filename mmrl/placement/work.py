@@ -79,11 +79,17 @@ def prepare(
     run: Run, pieces: Iterable[Piece], wanted: frozenset[str]
 ) -> list[tuple[list[int], list[int], dict[str, Tensor]]]:
     """What is recomputed before the first update, with the rows of the batch and the entries that it is of."""
+    pieces = list(pieces)
+    calls = [wanted] if run.policy.weights.stages is None else [frozenset({name}) for name in sorted(wanted)]
     out = []
     with torch.no_grad():
-        for piece in pieces:
-            new = run.pipeline.replay(piece.rows, piece.entries, wanted, run.policy.using)
-            out.append((piece.index, piece.entries, {name: new[name].cpu() for name in wanted}))
+        for names in calls:
+
+            def made(piece: Piece, names: frozenset[str] = names) -> tuple[list[int], list[int], dict[str, Tensor]]:
+                new = run.pipeline.replay(piece.rows, piece.entries, names, run.policy.using)
+                return piece.index, piece.entries, {name: new[name].cpu() for name in names}
+
+            out += run.policy.each(pieces, made)
     return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -34,7 +34,7 @@ def curve_png(
     curves = [_curve(path, key) for path in paths]
     steps = sorted(set.intersection(*[set(curve) for curve in curves]))
     mean = {step: sum(curve[step] for curve in curves) / len(curves) for step in steps}
-    picture = _draw(curves, mean, title or f"held-out {key.removeprefix('reward/')} over training steps", size)
+    picture = panel(curves, mean, title or f"held-out {key.removeprefix('reward/')} over training steps", size)
     buffer = io.BytesIO()
     picture.save(buffer, "PNG", optimize=True)
     write_atomic(out, buffer.getvalue())
@@ -56,12 +56,20 @@ def _curve(path: Path, key: str) -> dict[int, float]:
     return found
 
 
-def _draw(curves: list[dict[int, float]], mean: dict[int, float], title: str, size: tuple[int, int]) -> Image.Image:
+def panel(
+    curves: Sequence[Mapping[int, float]],
+    mean: Mapping[int, float],
+    title: str,
+    size: tuple[int, int],
+    reach: tuple[float, float] | None = None,
+) -> Image.Image:
+    """A picture of ``curves`` (step to value), thin, and of their ``mean``, bold. ``reach``: lowest and highest value
+    of the scale, those of the curves where None."""
     k = _OVER
     width, height = size[0] * k, size[1] * k
     left, right, top, bottom = 52 * k, 22 * k, 40 * k, 34 * k
     every = [value for curve in curves for value in curve.values()]
-    y_ticks, last = ticks(min(every), max(every)), max(step for curve in curves for step in curve)
+    y_ticks, last = ticks(*(reach or (min(every), max(every)))), max(step for curve in curves for step in curve)
 
     def at(step: float, value: float) -> tuple[float, float]:
         across = step / (last or 1) * (width - left - right)

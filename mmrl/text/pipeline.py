@@ -304,11 +304,12 @@ class TextPipeline:
     def replay(
         self, trajectory: Trajectory, actions: Sequence[int], needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
-        logits = self._logits(trajectory)
-        temperature = self.settings.temperature
-        out = {"log_probs": self.token_log_probs(logits, trajectory.clean, temperature)}
-        if "entropy" in needs:
-            out["entropy"] = entropy(logits, temperature, self._vocabulary)
+        temperature, out = self.settings.temperature, {}
+        if needs != {"reference_log_probs"}:
+            logits = self._logits(trajectory)
+            out["log_probs"] = self.token_log_probs(logits, trajectory.clean, temperature)
+            if "entropy" in needs:
+                out["entropy"] = entropy(logits, temperature, self._vocabulary)
         if "values" in needs:
             out["values"] = self._values(trajectory)
         if "reference_log_probs" in needs:

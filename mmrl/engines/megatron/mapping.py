@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from mmrl.config.schema import Train
+
 Cut = Literal["rows", "columns", "heads", "halves", "same", "shared"]
 
 
@@ -90,8 +92,9 @@ def parts(place: Place, parameter: Tensor, heads: int, groups: int, rows: int) -
             return [parameter]
 
 
-def refusals(module: Any, size: int) -> Iterator[str]:
-    """Why ``module`` cannot be trained over ``size`` tensor-parallel ranks, with the edit that mends it."""
+def refusals(module: Any, train: Train) -> Iterator[str]:
+    """Why ``module`` cannot be trained by ranks that share it so, with the edit that mends it."""
+    size = train.tensor_parallel
     kind, config = type(module).__name__, module.config
     known = {name for place in places(module) for name in place.tensors}
     other = sorted(name for name, _ in module.named_parameters() if name not in known)
@@ -109,13 +112,22 @@ def refusals(module: Any, size: int) -> Iterator[str]:
     }
     for what, n in sizes.items():
         if n % size:
-            fits = gcd(*sizes.values())
-            good = [str(n) for n in range(1, fits + 1) if fits % n == 0]
-            yield (
-                f"train.tensor_parallel: {size} does not divide the model's {n} {what}; set it to "
-                f"{' or '.join([', '.join(good[:-1]), good[-1]] if len(good) > 1 else good)}"
-            )
-            return
+            fitting = _fitting(gcd(*sizes.values()))
+            yield f"train.tensor_parallel: {size} does not divide the model's {n} {what}; {fitting}"
+            break
+    layers, stages, chunks = config.num_hidden_layers, train.pipeline_parallel, train.pipeline_chunks
+    if layers % stages:
+        yield f"train.pipeline_parallel: {stages} does not divide the model's {layers} layers; {_fitting(layers)}"
+    elif layers % (stages * chunks):
+        yield (
+            f"train.pipeline_chunks: {stages} stages of {chunks} chunks do not divide the model's {layers} layers; "
+            f"{_fitting(layers // stages)}"
+        )
+
+
+def _fitting(n: int) -> str:
+    good = [str(m) for m in range(1, n + 1) if n % m == 0]
+    return f"set it to {' or '.join([', '.join(good[:-1]), good[-1]] if len(good) > 1 else good)}"
 
 
 def _unusual(config: Any) -> dict[str, bool]:

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,31 +20,51 @@ with warnings.catch_warnings():  # of each part of Apex and Transformer Engine t
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mmrl.config.schema import Train
 from mmrl.engines.megatron import cpu
 
 _PATIENCE = 24 * 60
 """Minutes that a rank may wait for another, as in ``mmrl.controller.peers``."""
 
 
-def arrange(tensor_parallel_size: int) -> tuple[Any, Any]:
-    """Divide the ranks of ``torch.distributed``, all together: neighbours share a model. Returns the group that shares
-    it with this rank, and that of the ranks which have the same part of it."""
+class Groups(NamedTuple):
+    """Of this rank: who computes its layers with it, who has the stages before and behind, all of them together, and
+    who has the same part of another copy of the model. ``ends``: the first and the last stage, of one of them; else
+    None."""
+
+    layers: Any
+    stages: Any
+    model: Any
+    copies: Any
+    ends: Any
+
+
+def arrange(train: Train) -> Groups:
+    """Divide the ranks of ``torch.distributed``, all together: neighbours share a model."""
     cpu.install()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # collectives and kernels in the order they were launched
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel_size,
+        tensor_model_parallel_size=train.tensor_parallel,
+        pipeline_model_parallel_size=train.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=train.pipeline_chunks if train.pipeline_chunks > 1 else None,
         order="tp-cp-ep-pp-dp",  # what shares a model lies side by side: in one controller
         distributed_timeout_minutes=_PATIENCE,
         create_gloo_process_groups=False,
     )
     with torch.random.fork_rng():  # its own generators, which nothing here draws from: there is no dropout
         tensor_parallel.model_parallel_cuda_manual_seed(0)
-    return parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
+    return Groups(
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_model_parallel_group(),
+        parallel_state.get_data_parallel_group(),
+        parallel_state.get_embedding_group() if parallel_state.is_rank_in_embedding_group() else None,
+    )
 
 
 class Norm(nn.RMSNorm):
@@ -69,31 +91,57 @@ class Attention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def built(module: Any, vocabulary: int, by_tokens: bool, recompute: bool) -> GPTModel:
-    """This rank's part of ``module``, in float32 with weights that nobody has set yet, on the CPU.
+def built(module: Any, vocabulary: int, train: Train, recompute: bool) -> list[GPTModel]:
+    """This rank's parts of ``module``, in float32 with weights that nobody has set yet, on the CPU: one, or one for
+    each of several stages that it has.
 
-    ``vocabulary``: its rows with padding, which all ranks divide. ``by_tokens``: they also divide what lies between the
-    parts of layers (sequence parallelism, Korthikanti et al. 2022, arXiv 2205.05198). ``recompute``: layers are
-    computed again in the backward pass.
+    ``vocabulary``: its rows with padding, which all ranks divide. ``train.sequence_parallel``: they also divide what
+    lies between the parts of layers (Korthikanti et al. 2022, arXiv 2205.05198). ``recompute``: layers are computed
+    again in the backward pass.
     """
     with warnings.catch_warnings():  # that torch's own norms are taken, and of settings that others made
         warnings.simplefilter("ignore")
-        transformer = configured(module, by_tokens, recompute)
-        layers: Any = _layers(transformer)
-    config = module.config
-    model = GPTModel(
+        transformer = configured(module, train, recompute)
+        return [_part(module, transformer, vocabulary, n) for n in range(train.pipeline_chunks)]
+
+
+class Part(GPTModel):
+    """Final class: some or all of the layers."""
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Nothing: tied weights are made equal, and their gradients added, by ``mmrl.engines.megatron.weights``."""
+
+
+def _part(module: Any, transformer: TransformerConfig, vocabulary: int, chunk: int) -> GPTModel:
+    """The ``chunk``-th stage that this rank has."""
+    config, several = module.config, transformer.virtual_pipeline_model_parallel_size is not None
+    of = chunk if several else None
+    model = Part(
         transformer,
-        layers,
+        _layers(transformer, of),
         vocab_size=vocabulary,
         max_sequence_length=config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=of),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=of),
         position_embedding_type="rope",
         rotary_base=(getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0),
         share_embeddings_and_output_weights=config.tie_word_embeddings,
+        vp_stage=of,
     )
-    head = model.output_layer  # is given all tokens
-    head.sequence_parallel, head.allreduce_dgrad = False, transformer.tensor_model_parallel_size > 1
+    if model.post_process:
+        head = model.output_layer  # is given all tokens
+        head.sequence_parallel, head.allreduce_dgrad = False, transformer.tensor_model_parallel_size > 1
     cpu.install()  # of modules that were loaded meanwhile
     return model
+
+
+def named(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of this rank's parts, with the numbers that their layers have in the whole model."""
+    for chunk in chunks:
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # type: ignore[union-attr]
+        for name, p in chunk.named_parameters():
+            of_layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+            yield (f"decoder.layers.{numbers[int(of_layer[1])]}.{of_layer[2]}" if of_layer else name), p
 
 
 def all_tokens(hidden: Tensor) -> Tensor:
@@ -101,7 +149,7 @@ def all_tokens(hidden: Tensor) -> Tensor:
     return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
 
 
-def configured(module: Any, by_tokens: bool, recompute: bool) -> TransformerConfig:
+def configured(module: Any, train: Train, recompute: bool) -> TransformerConfig:
     """Megatron-Core's settings for the decoder ``module``."""
     config, names = module.config, {name for name, _ in module.named_parameters()}
     first = "model.layers.0.self_attn."
@@ -127,8 +175,16 @@ def configured(module: Any, by_tokens: bool, recompute: bool) -> TransformerConf
         qk_layernorm=f"{first}q_norm.weight" in names,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        sequence_parallel=by_tokens,
+        tensor_model_parallel_size=train.tensor_parallel,
+        sequence_parallel=train.sequence_parallel,
+        pipeline_model_parallel_size=train.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=train.pipeline_chunks if train.pipeline_chunks > 1 else None,
+        pipeline_dtype=torch.float32,
+        variable_seq_lengths=train.pipeline_chunks == 1,  # of slices
+        moe_token_dispatcher_type="alltoall",  # checked with the former, experts or not
+        batch_p2p_comm=False,
+        batch_p2p_sync=False,
+        calculate_per_token_loss=True,  # a loss has its denominator
         params_dtype=torch.float32,
         use_cpu_initialization=True,
         perform_initialization=False,
@@ -143,7 +199,7 @@ def configured(module: Any, by_tokens: bool, recompute: bool) -> TransformerConf
     )
 
 
-def _layers(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _layers(config: TransformerConfig, chunk: int | None) -> Any:
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     parts: Any = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
@@ -152,4 +208,5 @@ def _layers(config: TransformerConfig) -> TransformerBlockSubmodules:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
     norm: Any = Norm
-    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=norm)
+    mine = get_num_layers_to_build(config, vp_stage=chunk)
+    return TransformerBlockSubmodules(layer_specs=[spec] * mine, layer_norm=norm)

@@ -1,4 +1,5 @@
-"""Trained weights over tensor-parallel ranks of Megatron-Core (Shoeybi et al. 2019, arXiv 1909.08053).
+"""Trained weights over the ranks of Megatron-Core that share a model: parts of layers (tensor parallelism, Shoeybi et
+al. 2019, arXiv 1909.08053), and layers in stages (``mmrl.engines.megatron.stages``).
 
 The Hugging Face model stays in its place and lends its name, its config and its ``generate``. Outside of ``alone`` it
 has no weights, and a call of it is a call of this rank's ``GPTModel``: of all ranks that share a model, together, with
@@ -23,8 +24,9 @@ from torch.nn.functional import pad
 
 from mmrl.config.schema import Train
 from mmrl.engines.megatron.mapping import parts, places, refusals
-from mmrl.engines.megatron.model import all_tokens, arrange, built
-from mmrl.engines.weights import exchange
+from mmrl.engines.megatron.model import all_tokens, arrange, built, named
+from mmrl.engines.megatron.stages import Pipeline
+from mmrl.engines.weights import Passed, exchange
 from mmrl.errors import UserError
 from mmrl.text.likelihood import Vocabulary, token_log_probs
 
@@ -48,26 +50,28 @@ class ModelParallel:
     lockstep = False
 
     def __init__(self, module: Any, settings: Train, recompute: bool, sent: Counter[str]) -> None:
-        size = settings.tensor_parallel
-        if problems := list(refusals(module, size)):
+        if problems := list(refusals(module, settings)):
             raise UserError("\n".join(problems))
-        self.width, self._sent, self._alone = size, sent, False
+        size = self._size = settings.tensor_parallel
+        self.width, self._sent, self._alone = settings.width, sent, False
         self._by_tokens = settings.sequence_parallel
-        self._group, self._others = arrange(size)
+        self._groups = arrange(settings)
+        self._group = self._groups.layers
         self._module, self._whole_forward = module, module.forward
         self._theirs = dict(module.named_parameters())
+        self.names = self._theirs.keys()
         self._shapes = {name: p.shape for name, p in self._theirs.items()}
         rows, each = module.config.vocab_size, -(-module.config.vocab_size // size)
         device = next(module.parameters()).device
-        self._model = built(module, each * size, self._by_tokens, recompute).to(device)
+        self._chunks = [chunk.to(device) for chunk in built(module, each * size, settings, recompute)]
+        self.stages = Pipeline(self._chunks) if settings.pipeline_parallel > 1 else None
         first = each * self._group.rank()
         self._rows = max(0, min(each, rows - first))
-        self._model.output_layer.register_forward_pre_hook(self._only_kept)
         self._kept: Tensor | None = None
+        if self._chunks[-1].post_process:
+            self._chunks[-1].output_layer.register_forward_pre_hook(self._only_kept)
         self._mesh = DeviceMesh.from_group(self._group, device.type)
-        self._ours = {place: self._model.get_parameter(place.name) for place in places(module)}
-        self._cuts = {name: place.cut for place in self._ours for name in place.tensors}
-        self.mine: dict[str, Tensor] = self._parts({place: p.data for place, p in self._ours.items()})
+        self._place_all(module)
         self._take_over()
         self._vocabulary = module.vocabulary = Vocabulary(first, self._group)
         self._check()
@@ -75,16 +79,40 @@ class ModelParallel:
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
+    def _place_all(self, module: Any) -> None:
+        """Find what lies on this rank, and which stage every tensor is on. Tied embeddings lie on the first, and for
+        the output a second time on the last."""
+        found, every = dict(named(self._chunks)), places(module)
+        self._twin = next(place for place in every if place.name.startswith("embedding"))
+        self._tied = module.config.tie_word_embeddings and self._groups.stages.size() > 1
+        if self._tied and self._twin.name not in found and "output_layer.weight" in found:
+            found[self._twin.name] = found["output_layer.weight"]
+        self._cuts = {name: place.cut for place in every for name in place.tensors}
+        self._ours = {place: found[place.name] for place in every if place.name in found}
+        self.mine: dict[str, Tensor] = self._parts({place: p.data for place, p in self._ours.items()})
+        lists: list[Any] = [None] * self._groups.stages.size()
+        dist.all_gather_object(lists, list(self.mine), group=self._groups.stages)
+        self._stage_of = {name: n for n in reversed(range(len(lists))) for name in lists[n]}
+
     def _forward(self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: Tensor, **_: Any) -> Logits:
         """Logits ``[B, T, this rank's part of the vocabulary]`` behind the columns ``logits_to_keep`` ``[T]`` of rows
-        that are padded on the left. Here they are padded on the right: then no token sees padding before it."""
+        that are padded on the left. Here they are padded on the right: then no token sees padding before it.
+
+        Raises ``Passed`` on a stage that is not the last."""
         left = (attention_mask.cumsum(1) == 0).sum(1, keepdim=True)
-        input_ids = pad(input_ids, (0, -input_ids.shape[1] % self.width if self._by_tokens else 0))
+        input_ids = pad(input_ids, (0, -input_ids.shape[1] % self._size if self._by_tokens else 0))
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
         rows = input_ids.gather(1, (columns + left) % len(columns))
         self._kept = logits_to_keep - left
-        logits = self._model(rows, columns.expand_as(rows), None)
-        return Logits(logits[..., : self._rows])
+        model = self._chunks[0] if self.stages is None else self.stages.now
+        if self.stages is not None and self.stages.shape is not None:
+            most = self.stages.shape
+            rows = pad(rows, (0, most[1] - rows.shape[1], 0, most[0] - rows.shape[0]))
+            columns = torch.arange(most[1], device=rows.device)
+        out = model(rows, columns.expand_as(rows), None)
+        if not model.post_process:
+            raise Passed(out)
+        return Logits(out[..., : self._rows])
 
     def _only_kept(self, layer: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """The hidden states ``[S, B, H]`` that logits are wanted of, ``[T, B, H]``."""
@@ -104,14 +132,14 @@ class ModelParallel:
         (placement,) = self._placements(name)
         if not isinstance(placement, Shard):
             return whole
-        pieces = whole.chunk(self.width, placement.dim)
+        pieces = whole.chunk(self._size, placement.dim)
         rank = self._group.rank()
         return pieces[rank] if rank < len(pieces) else whole.narrow(placement.dim, 0, 0)
 
     @torch.no_grad()
     def _check(self) -> None:
         """Compare with Hugging Face's own forward, on a row with padding: a config may say what nobody here reads."""
-        device, length = next(self._model.parameters()).device, 12
+        device, length = self._device, 12
         rows = torch.arange(2 * length, device=device).view(2, -1) % self._module.config.vocab_size
         mask = torch.ones_like(rows)
         mask[0, :3] = 0
@@ -120,9 +148,15 @@ class ModelParallel:
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         theirs = self._whole_forward(**given, position_ids=positions, use_cache=False).logits
         whole = token_log_probs(theirs, rows[:, 5:], 1.0)
-        mine = token_log_probs(self._forward(**given).logits, rows[:, 5:], 1.0, self._vocabulary)
-        gap = (whole - mine).abs().max().item()
-        if not gap <= _TOLERANCE:
+
+        def compare(_: int) -> Tensor:
+            mine = token_log_probs(self._forward(**given).logits, rows[:, 5:], 1.0, self._vocabulary)
+            return (whole - mine).abs().max().nan_to_num(torch.inf)
+
+        found = [compare(0)] if self.stages is None else self.stages.through([0] * self.width, compare, graph=False)
+        worst = torch.stack(found).max() if found else torch.zeros((), device=device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._groups.model)  # the last stage knows
+        if (gap := worst.item()) > _TOLERANCE:
             raise UserError(
                 f"train.backend: megatron comes to other log-probs than {type(self._module).__name__} (by {gap:.2g}): "
                 "its config.json has a setting that is not known here; set train.backend to fsdp"
@@ -147,6 +181,8 @@ class ModelParallel:
                 self._add(found[place])
                 if place.cut == "shared" or (place.cut == "same" and self._by_tokens):
                     dist.all_reduce(found[place], group=self._group)
+                if self._tied and place is self._twin:
+                    dist.all_reduce(found[place], group=self._groups.ends)
             p.grad = None
         for t in self.mine.values():
             t.grad = None
@@ -155,17 +191,18 @@ class ModelParallel:
 
     def _add(self, gradient: Tensor) -> None:
         """In place, over the ranks that have the same part of the model."""
-        n = self._others.size()
+        n = self._groups.copies.size()
         if n > 1:
-            dist.all_reduce(gradient, group=self._others)
+            dist.all_reduce(gradient, group=self._groups.copies)
             self._sent["gradients"] += 2 * (n - 1) * gradient.nbytes // n
 
     def norm(self) -> Tensor:
-        total = torch.zeros((), device=next(self._model.parameters()).device)
+        total = torch.zeros((), device=self._device)
         for name, t in self.mine.items():
-            if t.grad is not None and (self._divided(name) or self._group.rank() == 0):
+            counts = self._stage_of[name] == self._groups.stages.rank()  # of two stages that have it the first
+            if t.grad is not None and counts and (self._divided(name) or self._group.rank() == 0):
                 total += t.grad.square().sum()
-        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(total, group=self._groups.model)
         return total.sqrt()
 
     def swap(self, copy: dict[str, Tensor]) -> None:
@@ -178,7 +215,7 @@ class ModelParallel:
             return
         self._alone = True
         for name, p in self._theirs.items():
-            p.data = self.whole(name, self.mine[name])
+            p.data = self._from_stage(name)
         self._module.forward, self._module.vocabulary = self._whole_forward, None
         try:
             yield
@@ -202,12 +239,25 @@ class ModelParallel:
         assert isinstance(spread, DTensor)
         return spread.full_tensor().contiguous()
 
+    def _from_stage(self, name: str) -> Tensor:
+        """The whole tensor on every rank; all ask together."""
+        n, group = self._stage_of[name], self._groups.stages
+        here = n == group.rank()
+        whole = self.whole(name, self.mine[name]) if here else torch.empty(self._shapes[name], device=self._device)
+        if group.size() > 1:
+            dist.broadcast(whole, group=group, group_src=n)
+        return whole
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._chunks[0].parameters()).device
+
     # -- how tensors are divided ---------------------------------------------------------------------------------------
 
     def _parts(self, of: dict[Any, Tensor]) -> dict[str, Tensor]:
         """Tensors of Hugging Face in those of Megatron-Core, by name; in the order of the former."""
         config = self._module.config
-        heads, groups = config.num_attention_heads // self.width, config.num_key_value_heads // self.width
+        heads, groups = config.num_attention_heads // self._size, config.num_key_value_heads // self._size
         found = {
             name: tensor
             for place, parameter in of.items()
