@@ -114,7 +114,7 @@ def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Wei
     if recipe.train.backend == "megatron":
         from mmrl.engines.megatron.weights import ModelParallel
 
-        return ModelParallel(module, recipe.train, recipe.model.gradient_checkpointing, controller.peers.sent)
+        return ModelParallel(module, recipe.train, recipe.model, controller.peers.sent)
     from mmrl.engines.sharded import Sharded
 
     return Sharded(module, controller.peers.ranks, controller.peers.sent)

@@ -98,14 +98,16 @@ def test_two_controllers_of_two_devices_learn_as_one_process_and_others_go_on(re
 def test_megatron_learns_as_one_process_and_goes_on_in_any_layout(tmp_path):
     pytest.importorskip("megatron.core")
     parts = ["train.backend=megatron", "train.tensor_parallel=2", "devices_per_controller=2"]
+    stages = ["train.backend=megatron", "train.pipeline_parallel=2", "devices_per_controller=2"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     one = sampled("sums", whole, "train.steps=4")
     same_beginning(one, sampled("sums", cut, "train.steps=2", *parts))
     shutil.copytree(cut, tmp_path / "shards")
-    sampled("sums", tmp_path / "shards", "train.steps=4", *TWO, "--resume")
+    sampled("sums", tmp_path / "shards", "train.steps=3", *TWO, "--resume")
+    sampled("sums", tmp_path / "shards", "train.steps=4", *parts, "--resume")
     alike(whole, tmp_path / "shards")
-    sampled("sums", cut, "train.steps=3", "--resume")
-    sampled("sums", cut, "train.steps=4", *parts, "--resume")  # of a checkpoint that one process wrote
+    sampled("sums", cut, "train.steps=3", *stages, "--resume")
+    sampled("sums", cut, "train.steps=4", "--resume")
     alike(whole, cut)
 
 

@@ -210,8 +210,8 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
         yield f"model.lora: megatron trains whole weights; remove it, or {fsdp}"
     if recipe.model.freeze:
         yield f"model.freeze: megatron trains all weights; remove it, or {fsdp}"
-    if recipe.model.dtype != "float32":
-        yield f"model.dtype: megatron trains in float32 so far; set it to float32, or {fsdp}"
+    if recipe.model.dtype == "float16":
+        yield f"model.dtype: megatron scales no losses for float16; set it to bfloat16 or float32, or {fsdp}"
     if algorithm.type in ("ppo", "reward_model"):
         yield f"train.backend: {algorithm.type} trains a head for numbers, which megatron lacks; {fsdp}"
     yield from _sharded(recipe, "weights in parts (megatron)")

@@ -140,6 +140,7 @@ class Policy:
         """Have the weights of ``version``, and its tag. Where nothing is trained: the optimizer is left as it was."""
         for k, p in self.trainable.items():
             p.copy_(version.tensors[k])
+        self.weights.changed()
         self.updates, self.active = version.tag
 
     def each(self, pieces: Iterable[P], work: Callable[[P], R]) -> list[R]:
@@ -178,6 +179,7 @@ class Policy:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        self.weights.changed()
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
         if self.settings.ema_decay is not None and self.updates % self.settings.ema_every == 0:
@@ -243,6 +245,7 @@ class Policy:
                 self.optimizer.state[p] = {
                     k: v.to(p.device if k != "step" else "cpu", copy=True) for k, v in kinds.items() if v is not None
                 }
+        self.weights.changed()
         self.copies = {
             part.removeprefix("copy_"): {k: v.to(self.trainable[k].device, copy=True) for k, v in copy.items()}
             for part, copy in tensors.items()

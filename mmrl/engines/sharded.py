@@ -72,6 +72,9 @@ class Sharded:
     def swap(self, copy: dict[str, Tensor]) -> None:
         exchange(self.mine, copy, self._alone)
 
+    def changed(self) -> None:
+        pass
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         if self._alone:

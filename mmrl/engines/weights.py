@@ -61,6 +61,10 @@ class Weights(Protocol):
         """Exchange the weights and ``copy``, which has what ``mine`` has."""
         ...
 
+    def changed(self) -> None:
+        """Something was written into ``mine``: what the model computes with follows."""
+        ...
+
     def alone(self) -> AbstractContextManager[None]:
         """Inside, this rank computes without the others. All ranks enter and leave together."""
         ...
@@ -105,6 +109,9 @@ class Replicated:
     def swap(self, copy: dict[str, Tensor]) -> None:
         for k, p in self.mine.items():
             p.data, copy[k] = copy[k], p.data
+
+    def changed(self) -> None:
+        pass
 
     def alone(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.functional import pad
 
-from mmrl.config.schema import Train
-from mmrl.engines.megatron.mapping import parts, places, refusals
+from mmrl.config.schema import Model, Train
+from mmrl.engines.megatron.mapping import Place, parts, places, refusals
 from mmrl.engines.megatron.model import all_tokens, arrange, built, named
 from mmrl.engines.megatron.stages import Pipeline
 from mmrl.engines.weights import Passed, exchange
@@ -42,14 +42,15 @@ class ModelParallel:
     """Final class; see ``mmrl.engines.weights.Weights``. Changes ``module`` in place.
 
     All ranks must construct it together, from equal weights. ``settings``: how many share a model (neighbours do), and
-    how. ``recompute``: layers are computed again in the backward pass. ``sent`` counts the bytes given to the ranks of
+    how. In half precision (``model.dtype``) the model computes with rounded copies of weights that are float32, and
+    gradients are added in float32. ``sent`` counts the bytes given to the ranks of
     other models. Raises ``UserError`` where Megatron-Core cannot train ``module``, or comes to other log-probs.
     """
 
     in_shards = True
     lockstep = False
 
-    def __init__(self, module: Any, settings: Train, recompute: bool, sent: Counter[str]) -> None:
+    def __init__(self, module: Any, settings: Train, model: Model, sent: Counter[str]) -> None:
         if problems := list(refusals(module, settings)):
             raise UserError("\n".join(problems))
         size = self._size = settings.tensor_parallel
@@ -63,7 +64,9 @@ class ModelParallel:
         self._shapes = {name: p.shape for name, p in self._theirs.items()}
         rows, each = module.config.vocab_size, -(-module.config.vocab_size // size)
         device = next(module.parameters()).device
-        self._chunks = [chunk.to(device) for chunk in built(module, each * size, settings, recompute)]
+        self._chunks = [
+            chunk.to(device) for chunk in built(module, each * size, settings, model.gradient_checkpointing)
+        ]
         self.stages = Pipeline(self._chunks) if settings.pipeline_parallel > 1 else None
         first = each * self._group.rank()
         self._rows = max(0, min(each, rows - first))
@@ -75,6 +78,9 @@ class ModelParallel:
         self._take_over()
         self._vocabulary = module.vocabulary = Vocabulary(first, self._group)
         self._check()
+        self._sums: dict[Place, Tensor] | None = None
+        if model.dtype != "float32":
+            self._round(getattr(torch, model.dtype))
         self._empty()
 
     # -- the model -----------------------------------------------------------------------------------------------------
@@ -89,10 +95,27 @@ class ModelParallel:
             found[self._twin.name] = found["output_layer.weight"]
         self._cuts = {name: place.cut for place in every for name in place.tensors}
         self._ours = {place: found[place.name] for place in every if place.name in found}
-        self.mine: dict[str, Tensor] = self._parts({place: p.data for place, p in self._ours.items()})
+        self._exact = {place: p.data for place, p in self._ours.items()}
+        self.mine: dict[str, Tensor] = self._parts(self._exact)
         lists: list[Any] = [None] * self._groups.stages.size()
         dist.all_gather_object(lists, list(self.mine), group=self._groups.stages)
         self._stage_of = {name: n for n in reversed(range(len(lists))) for name in lists[n]}
+
+    def _round(self, dtype: torch.dtype) -> None:
+        """Compute with weights in ``dtype`` from now."""
+        self._sums = sums = {}
+        for chunk in self._chunks:
+            chunk.to(dtype)
+            chunk.config.pipeline_dtype = dtype  # of what stages send
+
+        for place, p in self._ours.items():
+
+            def add(p: Tensor, place: Place = place) -> None:
+                assert p.grad is not None
+                sums[place] = sums[place] + p.grad if place in sums else p.grad.float()
+                p.grad = None
+
+            p.register_post_accumulate_grad_hook(add)
 
     def _forward(self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: Tensor, **_: Any) -> Logits:
         """Logits ``[B, T, this rank's part of the vocabulary]`` behind the columns ``logits_to_keep`` ``[T]`` of rows
@@ -109,7 +132,8 @@ class ModelParallel:
             most = self.stages.shape
             rows = pad(rows, (0, most[1] - rows.shape[1], 0, most[0] - rows.shape[0]))
             columns = torch.arange(most[1], device=rows.device)
-        out = model(rows, columns.expand_as(rows), None)
+        with torch.autocast(rows.device.type, enabled=False):
+            out = model(rows, columns.expand_as(rows), None)
         if not model.post_process:
             raise Passed(out)
         return Logits(out[..., : self._rows])
@@ -171,13 +195,14 @@ class ModelParallel:
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        parameters = list(self._ours.values())
-        there = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+        if (sums := self._sums) is None:
+            sums = {place: p.grad for place, p in self._ours.items() if p.grad is not None}
+        there = torch.tensor([float(place in sums) for place in self._ours], device=self._device)
         self._add(there)
         found = {}
         for n, (place, p) in zip(there.tolist(), self._ours.items(), strict=True):
             if n:
-                found[place] = torch.zeros_like(p) if p.grad is None else p.grad
+                found[place] = sums.pop(place) if place in sums else torch.zeros_like(self._exact[place])
                 self._add(found[place])
                 if place.cut == "shared" or (place.cut == "same" and self._by_tokens):
                     dist.all_reduce(found[place], group=self._group)
@@ -207,6 +232,13 @@ class ModelParallel:
 
     def swap(self, copy: dict[str, Tensor]) -> None:
         exchange(self.mine, copy, self._alone)
+        self.changed()
+
+    @torch.no_grad()
+    def changed(self) -> None:
+        for place, exact in self._exact.items():
+            if self._ours[place].dtype != exact.dtype:
+                self._ours[place].copy_(exact)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
