@@ -76,7 +76,7 @@ class Ahead:
 
         Raises ``UserError``.
         """
-        self._versions[step] = run.devices.version(run, run.objective.samples_with)
+        self._versions[step] = run.devices.version(run, run.objective.samples_with(step))
         self._valid[step] = 1.0 if run.attempts is None else run.attempts.valid
         last = min(step + self.staleness, run.recipe.train.steps - 1)
         for n in range(step, last + 1):
@@ -115,7 +115,7 @@ class Ahead:
         self._versions = {
             int(n): Version(
                 of["updates"],
-                run.objective.samples_with,
+                run.objective.samples_with(int(n)),
                 {name: tensors[f"{n}.{name}"] for name in run.policy.trainable},
             )
             for n, of in known.items()

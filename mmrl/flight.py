@@ -110,7 +110,7 @@ class Flight:
                 return Landed(landed, micro_batches, scoring, unusable, rounds, self.groups, dict(self._taken))
             with clock("sample"):
                 inputs = run.rewards.inputs
-                how = Drawing([], run.objective.samples_with, run.recipe.seed, inputs, step=step, round=rounds)
+                how = Drawing([], run.objective.samples_with(step), run.recipe.seed, inputs, step=step, round=rounds)
                 self._draw(run, lacking, of, how, version)
             rounds += 1
 

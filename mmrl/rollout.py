@@ -32,7 +32,7 @@ MOST_REPLACED = 4
 
 def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) -> Batch:
     """Sample a group for every slot, score it, and turn rewards into advantages."""
-    with run.devices.alone(run, run.objective.samples_with):
+    with run.devices.alone(run, run.objective.samples_with(step)):
         if run.ahead is not None:
             rounds, groups = run.ahead.land(run, step, clock, tally)  # drawn while earlier steps trained
         elif run.flight is not None:
@@ -106,7 +106,8 @@ class Sampling:
         rows = samples_of(self._slots, self._size)
         actions = run.pipeline.noisy_steps(step) if "log_probs" in run.objective.needs else []
         inputs = run.rewards.inputs
-        how = Drawing(actions, run.objective.samples_with, run.recipe.seed, inputs, step=step, round=number)
+        weights = run.objective.samples_with(step) if version is None else version.name
+        how = Drawing(actions, weights, run.recipe.seed, inputs, step=step, round=number)
         self._most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
         asked = [([s for s, _ in chunk], [i for _, i in chunk]) for chunk in chunks(rows, self._most)]
         self._scoring = run.rewards.start(step, self._size, scale=run.attempts is None, round=number)

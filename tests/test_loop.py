@@ -119,6 +119,27 @@ def test_every_kind_of_objective_runs_in_the_one_loop(name, overrides):
     assert any(not torch.equal(before[k], v) for k, v in run.policy.copies["ema"].items())
 
 
+def test_dgpo_draws_with_the_average_once_it_has_gone_over():
+    run = make("algorithm={type: dgpo, noise_levels: 1, average_samples_after: 1, average_decay_rate: 0.3}", *FORWARD)
+    sample, drawn, after = run.pipeline.sample, [], []
+
+    def weights():
+        return torch.cat([p.detach().flatten() for p in run.policy.trainable.values()])
+
+    def watched(*given):
+        drawn.append((run.policy.active, weights()))
+        return sample(*given)
+
+    run.pipeline.sample = watched
+    for n in range(3):
+        step(run, n)
+        after.append(weights())
+    assert [name for name, _ in drawn] == ["current"] * 4 + ["average"] * 2
+    assert torch.equal(drawn[3][1], after[0])
+    torch.testing.assert_close(drawn[4][1], 0.3 * after[0] + 0.7 * after[1])
+    assert not torch.allclose(drawn[4][1], after[1], rtol=1e-5, atol=1e-6)
+
+
 def test_a_step_is_a_function_of_the_weights_and_its_number():
     a, b = make(), make()
     step(b, 5)  # what was sampled before must not matter, but for the weights

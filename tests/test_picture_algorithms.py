@@ -187,11 +187,12 @@ def test_awm_gradient_at_ratio_one_is_minus_advantage_times_that_of_the_log_prob
     ("objective", "advantages"),
     [
         (awm.Objective(AWM(clip_range=0.5)), [2.0, -1.0, 3.0, 1.0]),
-        (dgpo.Objective(DGPO(beta=20, kl_coef=0.1)), [1.2, -0.4, 0.3, -1.1]),
+        (dgpo.Objective(DGPO(beta=20, kl_coef=0.1, clip_range=None)), [1.2, -0.4, 0.3, -1.1]),
+        (dgpo.Objective(DGPO(beta=20, clip_range=None, reference="average")), [1.2, -0.4, 0.3, -1.1]),
         (diffusion_dpo.Objective(DiffusionDPO(beta=50)), [1.0, -1.0, -1.0, 1.0]),
         (rwr.Objective(RWR(kl_coef=0.1)), [0.5, 1.5, 1.9, 0.1]),
     ],
-    ids=["awm", "dgpo", "diffusion_dpo", "rwr"],
+    ids=["awm", "dgpo", "dgpo_average", "diffusion_dpo", "rwr"],
 )
 def test_gradients_are_the_losses_own(exact, objective, advantages):
     new, groups = noised(4), torch.tensor([0, 0, 1, 1])
@@ -230,7 +231,7 @@ def test_diffusion_dpo_takes_the_best_and_the_worst_of_a_group_that_differs():
 def test_dgpo_gradient_is_the_authors_detached_sigmoid_form(exact):
     new, groups = noised(5), torch.tensor([0, 0, 0, 1, 1])
     a, size = f64([1.5, -0.5, -1.0, 0.7, -0.7]), f64([3.0, 3, 3, 2, 2])
-    objective = dgpo.Objective(DGPO(beta=30))
+    objective = dgpo.Objective(DGPO(beta=30, clip_range=None))
     old = {"advantages": a, "weights": torch.ones(5).double(), "groups": groups}
     (gradient,) = torch.autograd.grad(objective.loss(new, old, 5.0).value, new["v"], retain_graph=True)
     dsm, reference = errors(new["v"], new["target"]), errors(new["v_reference"], new["target"])
@@ -239,6 +240,34 @@ def test_dgpo_gradient_is_the_authors_detached_sigmoid_form(exact):
     assert (s.sigmoid() - 0.5).abs().min() > 1e-3
     (expected,) = torch.autograd.grad((s.sigmoid() * a * dsm).mean(), new["v"])
     torch.testing.assert_close(gradient, expected)
+
+
+def test_dgpo_error_past_the_average_has_no_gradient_and_counts_as_before(exact):
+    new, old = noised(4), {"weights": torch.ones(4).double(), "groups": torch.tensor([0] * 4)}
+    error = errors(new["v"], new["target"]).detach()
+    past = error - f64([0.02, -0.02, -0.02, 0.02])  # errors of the average: rows 1 and 2 got better, 0 and 3 worse
+    new["v_average"] = new["target"] + past.sqrt().unsqueeze(1)
+    old["advantages"] = f64([1.0, 1.5, -2.0, -0.5])
+    made = {}
+    for clip in (None, 0.01, 0.03):
+        loss = dgpo.Objective(DGPO(beta=30, clip_range=clip)).loss(new, old, 4.0)
+        made[clip] = loss, torch.autograd.grad(loss.value, new["v"], retain_graph=True)[0]
+    assert {loss.value.item() for loss, _ in made.values()} == {made[None][0].value.item()}
+    assert made[0.01][0].sums["policy/clip_fraction"] == 2
+    assert made[None][1].abs().sum(1).min() > 1e-3
+    torch.testing.assert_close(made[0.01][1], made[None][1] * f64([[1.0], [0], [1], [0]]))
+    torch.testing.assert_close(made[0.03][1], made[None][1])
+
+
+def test_dgpo_keeps_an_average_where_something_asks_for_it():
+    plain = dgpo.Objective(DGPO(clip_range=None, average_samples_after=None))
+    assert (plain.copies, plain.needs) == ({}, {"v", "v_reference", "target"})
+    assert plain.samples_with(10**6) == "current"
+    late = dgpo.Objective(DGPO(clip_range=None, average_samples_after=3))
+    assert [late.samples_with(n) for n in (0, 3, 4)] == ["current", "current", "average"]
+    assert [late.copies["average"](n) for n in (0, 10, 1000)] == [0, 0.01, 0.3]
+    assert "v_average" not in late.needs
+    assert dgpo.Objective(DGPO(reference="average")).needs == {"v", "v_average", "target"}
 
 
 def test_dgpo_keeps_groups_whole_where_a_sample_was_dropped():

@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import Kind, Loss, Scored
+from mmrl.algorithms.objective import Kind, Loss, Scored, current
 from mmrl.config.picture_algorithms import StepAlgorithm
 from mmrl.config.section import Spread
 
@@ -40,7 +40,7 @@ class DenoisingObjective(ABC):
 
     kind: Kind = "policy_gradient"
     prepares: frozenset[str] = frozenset()
-    samples_with = "current"
+    samples_with = staticmethod(current)
     copies: ClassVar[dict[str, Callable[[int], float]]] = {}
 
     def __init__(self, settings: StepAlgorithm, needs: frozenset[str] = frozenset()) -> None:

@@ -5,8 +5,13 @@
 with ``l = mean (v - (eps - x0))^2``. Its gradient is ``sigmoid(S)`` times that of ``sum A l``: the weight falls as the
 policy comes to prefer what has an advantage. All of a group are noised alike.
 
-Departs: the reference is the policy as the run began, throughout; the authors' code goes over to a moving average after
-200 steps, and clips matching errors by it. A sample without a reward counts in K.
+A moving average of the policy is kept, as in the authors' code. An error ``l`` of a sample with ``A > 0`` (else) has no
+gradient where ``exp(l_average - l)`` is above ``1 + clip_range`` (below ``1 - clip_range``); it counts in S as before.
+After ``average_samples_after`` steps the average draws the samples; it may be the reference too (TDM-R1, arXiv
+2603.07700).
+
+Departs: the authors' average moves, and their 200 steps count, by updates, of which they do four on a batch, one for
+each noise level; here by training steps. A sample without a reward counts in K.
 """
 
 from __future__ import annotations
@@ -30,9 +35,18 @@ class Objective(ForwardObjective):
     shares_noise = True
 
     def __init__(self, settings: DGPO) -> None:
-        super().__init__(settings.noise_levels, settings.kl_coef, frozenset({"v", "v_reference", "target"}))
+        self.clip_range, self.samples_after = settings.clip_range, settings.average_samples_after
+        self.reference = "v_reference" if settings.reference == "start" else "v_average"
+        clips = set() if self.clip_range is None else {"v_average"}
+        needs = frozenset({"v", "target", self.reference} | clips)
+        super().__init__(settings.noise_levels, settings.kl_coef, needs)
         self.beta, self.advantage_clip = settings.beta, settings.advantage_clip
         self.advantage_std = settings.advantage_std
+        if "v_average" in needs or self.samples_after is not None:
+            self.copies = {"average": lambda n: min(settings.average_decay_rate * n, settings.average_decay_max)}
+
+    def samples_with(self, step: int) -> str:
+        return "current" if self.samples_after is None or step <= self.samples_after else "average"
 
     def advantages(self, scored: Scored) -> Advantages:
         """All rows stay, so that groups stay whole: a dropped one has advantage 0."""
@@ -45,7 +59,13 @@ class Objective(ForwardObjective):
         """A ``K``-th of a group's loss on each of its rows."""
         advantages = old["advantages"].clamp(-self.advantage_clip, self.advantage_clip)
         error = squared_distance(new["v"], new["target"])
-        gain = error - squared_distance(new["v_reference"], new["target"])
+        logged = {"policy/matching": error}
+        if self.clip_range is not None:
+            ratio = (squared_distance(new["v_average"], new["target"]) - error.detach()).exp()
+            past = torch.where(advantages > 0, ratio > 1 + self.clip_range, ratio < 1 - self.clip_range)
+            error = torch.where(past, error.detach(), error)
+            logged["policy/clip_fraction"] = past.float()
+        gain = error - squared_distance(new[self.reference], new["target"])
         size = in_group(torch.ones_like(gain), old["groups"])
         s = self.beta / size * in_group(advantages * gain, old["groups"])
-        return softplus(s) / self.beta, {"policy/group_weight": s.sigmoid(), "policy/matching": error}, {}
+        return softplus(s) / self.beta, {"policy/group_weight": s.sigmoid(), **logged}, {}

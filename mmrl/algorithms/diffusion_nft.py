@@ -32,13 +32,14 @@ from mmrl.config.picture_algorithms import DiffusionNFT
 class Objective(ForwardObjective):
     """Final class; see ``mmrl.algorithms.objective.Objective``."""
 
-    samples_with = "old"
-
     def __init__(self, settings: DiffusionNFT) -> None:
         super().__init__(settings.noise_levels, settings.kl_coef, frozenset({"v", "v_old"}))
         self.beta, self.advantage_clip = settings.beta, settings.advantage_clip
         self.advantage_std = settings.advantage_std
         self.copies = {"old": lambda n: min(settings.old_decay_rate * n, settings.old_decay_max)}
+
+    def samples_with(self, step: int) -> str:
+        return "old"
 
     def losses(
         self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]

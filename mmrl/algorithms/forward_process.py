@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import Kind, Loss, Scored
+from mmrl.algorithms.objective import Kind, Loss, Scored, current
 from mmrl.algorithms.sde import squared_distance
 from mmrl.config.section import Spread
 
@@ -26,7 +26,7 @@ class ForwardObjective(ABC):
 
     kind: Kind = "forward_process"
     prepares: frozenset[str] = frozenset()
-    samples_with = "current"
+    samples_with = staticmethod(current)
     copies: Mapping[str, Callable[[int], float]] = {}
     shares_noise: ClassVar[bool] = False
     advantage_std: Spread = "batch"

@@ -69,6 +69,11 @@ class GraphSteps:
     renoised: int = 0
 
 
+def current(step: int) -> str:
+    """``Objective.samples_with`` where the weights that train sample, at every step."""
+    return "current"
+
+
 class Objective(Protocol):
     """A pure function from recomputed tensors to a loss, with what the loop must know to feed it."""
 
@@ -78,14 +83,16 @@ class Objective(Protocol):
     prepares: frozenset[str]
     """Of ``log_probs``, ``reference_log_probs`` and ``values``: what ``advantages`` reads of the whole batch,
     recomputed before the updates."""
-    samples_with: str
-    """The copy of the weights that samples: ``"current"``, or one of ``copies``."""
     copies: Mapping[str, Callable[[int], float]]
     """Copies of the weights to keep, and the decay each is moved with after step ``n``."""
     entries: int | None
     """Entries of a sample (noise levels, actions) that an update uses; None takes all the pipeline has."""
     shares_noise: bool
     """The samples of a group are noised alike (forward-process objectives)."""
+
+    def samples_with(self, step: int) -> str:
+        """The copy of the weights that samples in training step ``step``: ``"current"``, or one of ``copies``."""
+        ...
 
     def advantages(self, scored: Scored) -> Advantages:
         """What each sample, or each of its tokens, is worth. Pathwise and offline objectives are not asked."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages
-from mmrl.algorithms.objective import Kind, Loss, Scored
+from mmrl.algorithms.objective import Kind, Loss, Scored, current
 
 
 class PairObjective(ABC):
@@ -18,7 +18,7 @@ class PairObjective(ABC):
     kind: Kind = "offline"
     needs: frozenset[str]
     prepares: frozenset[str] = frozenset()
-    samples_with = "current"
+    samples_with = staticmethod(current)
     copies: ClassVar[dict[str, Callable[[int], float]]] = {}
     entries = None
 

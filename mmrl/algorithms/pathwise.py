@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import GraphSteps, Kind, Loss, Scored
+from mmrl.algorithms.objective import GraphSteps, Kind, Loss, Scored, current
 
 
 class PathwiseObjective(ABC):
@@ -17,7 +17,7 @@ class PathwiseObjective(ABC):
 
     kind: Kind = "pathwise"
     prepares: frozenset[str] = frozenset()
-    samples_with = "current"
+    samples_with = staticmethod(current)
     copies: ClassVar[dict[str, Callable[[int], float]]] = {}
     entries = None
 

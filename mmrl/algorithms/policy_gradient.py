@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages
 from mmrl.algorithms.aggregation import Aggregation
-from mmrl.algorithms.objective import Kind, Loss, Scored
+from mmrl.algorithms.objective import Kind, Loss, Scored, current
 from mmrl.config.algorithms import AggregationMode, TokenAlgorithm, length_limit
 
 LOG_RATIO_BOUND = 20.0
@@ -44,7 +44,7 @@ class TokenObjective(ABC):
 
     kind: Kind = "policy_gradient"
     prepares: frozenset[str] = frozenset()
-    samples_with = "current"
+    samples_with = staticmethod(current)
     copies: ClassVar[dict[str, Callable[[int], float]]] = {}
     entries = None
 

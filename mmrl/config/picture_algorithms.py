@@ -145,6 +145,17 @@ class DGPO(ForwardAlgorithm, PictureAlgorithm):
     advantage_std: Spread = "group"
     kl_coef: NonNegative = 0.0
     """Weight of the squared distance to the reference's velocity."""
+    clip_range: PositiveFloat | None = 1e-2
+    """A sample whose error has moved further than this from the average policy's, the way its advantage asks, moves it
+    no more (0.001 to 0.01 with guidance in sampling, 1e-5 to 1e-4 without); None does not clip."""
+    reference: Literal["start", "average"] = "start"
+    """What the errors are compared with: the policy as the run began, or its moving average (with beta 2000 to
+    5000)."""
+    average_samples_after: Annotated[int, Field(ge=0)] | None = 200
+    """After so many steps the moving average draws the samples; None: the policy, always."""
+    average_decay_rate: NonNegative = 0.001
+    average_decay_max: Fraction = 0.3
+    """After step n the average becomes d * average + (1 - d) * policy, d = min(rate * n, max)."""
 
 
 class PathwiseAlgorithm(AlgorithmSection):

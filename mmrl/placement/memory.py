@@ -190,7 +190,7 @@ def measure(
 
     picture = sample = decode = 0
     if counts.micro_batches:
-        with policy.using(objective.samples_with):
+        with policy.using(objective.samples_with(0)):
             of = slots[: counts.batch], ids[: counts.batch]
             trajectory, sample, picture, decode = _micro_batch(pipeline, recipe, objective, *of)
     else:
