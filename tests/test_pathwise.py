@@ -141,6 +141,20 @@ def test_the_mean_that_was_sampled_from_is_known_from_its_noise(small):
         trajectory = pipeline.sample(slots, ids, [0, 1, 2], seed)
 
 
+def test_recorded_constants_are_of_the_window_and_of_all_steps_it_may_take():
+    pipeline = make("sampling.steps=6", "sampling.window={size: 2, first: 1, last: 4}").pipeline
+    slots, ids = rows(2)
+    pipeline.encode(slots)
+    seen = set()
+    for n in range(12):
+        window = pipeline.noisy_steps(n)
+        seen |= set(window)
+        found = pipeline.recorded(pipeline.sample(slots, ids, window, 0), [0, 1])
+        assert all(torch.equal(found[name], found[f"every_{name}"][[s - 1 for s in window]]) for name in ("std", "c_v"))
+        assert found["every_std"].shape == (3,)
+    assert seen == {1, 2, 3}
+
+
 def test_samples_of_a_group_are_noised_alike_where_asked(small):
     pipeline, policy, *_ = small
     slots, ids = rows(8)

@@ -49,6 +49,7 @@ def moved_step(rows=3, shift=0.05, seed=0):
 
     new = {"log_probs": log_prob(mean + delta), "old_distance": delta.square().flatten(1).mean(1, keepdim=True)}
     old = {"log_probs": log_prob(mean), "weights": torch.ones(rows), "std": std, "dt": dt, "c_v": c.c_v[:1].double()}
+    old |= {"every_std": std, "every_c_v": old["c_v"]}
     return new, old, delta, z
 
 
@@ -116,11 +117,23 @@ def test_dppo_leaves_out_what_moved_far_and_would_move_further():
     assert loss.sums["policy/old_kl"].item() == pytest.approx((5 * 0.1 + 1e-9) / 0.5)
 
 
-@pytest.mark.parametrize(("weight", "expected"), [("none", 1.0), ("tempflow", 2.25 * 0.626099), ("flash", 2.514454)])
+def flash(s, dt, d):
+    """A step's weight as the authors write it."""
+    return 1 / (math.sqrt(-dt) / d + d * math.sqrt(-dt) * (1 - s) / (2 * s))
+
+
+WEIGHTS = [flash(0.8, -0.2, 1.4), *(flash(s, -0.2, 0.7 * math.sqrt(s / (1 - s))) for s in (0.6, 0.4))]
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [("none", 1.0), ("tempflow", 2.25 * 0.626099), ("flash", WEIGHTS[0] / (sum(WEIGHTS) / 3))],
+)
 def test_weights_of_steps(weight, expected):
-    """Flash: 1 / (sqrt(-dt) / d + d sqrt(-dt) (1 - s) / (2 s)) at s = .8, dt = -.2, d = 1.4."""
-    assert 1 / (math.sqrt(0.2) / 1.4 + 1.4 * math.sqrt(0.2) * 0.2 / 1.6) == pytest.approx(2.514454, abs=1e-6)
+    assert WEIGHTS[0] == pytest.approx(2.514454, abs=1e-6)
     new, old, _, _ = moved_step(shift=0.0)
+    c = sde.coefficients(f64([0.8, 0.6, 0.4, 0.2, 0.0]), "flow", 0.7, [0, 1, 2])
+    old |= {"every_std": c.std[:3].double(), "every_c_v": c.c_v[:3].double()}
     objective = flow_grpo.Objective(FlowGRPO(kl_coef=0, step_weight=weight))
     loss = objective.loss(new, old | {"advantages": f64([1.0, 1.0, 1.0])}, 3.0)
     assert -loss.value.item() == pytest.approx(expected, rel=1e-5)

@@ -68,7 +68,8 @@ class DenoisingObjective(ABC):
         """``new``: log_probs ``[B, T]``, and what else is needed of reference_distance and old_distance ``[B, T]``.
 
         ``old``: log_probs ``[B, T]``, advantages ``[B]``, weights ``[B]`` (0 leaves a sample out), std, dt and c_v
-        ``[T]``, optionally importance ``[B, T]`` (of samples that another policy drew: ``mmrl.algorithms.mismatch``).
+        ``[T]``, every_std and every_c_v ``[S]`` of all steps that may be trained, optionally importance ``[B, T]`` (of
+        samples that another policy drew: ``mmrl.algorithms.mismatch``).
         """
         weights = old["weights"].unsqueeze(1)
         advantages = old["advantages"].clamp(-self.advantage_clip, self.advantage_clip).unsqueeze(1)

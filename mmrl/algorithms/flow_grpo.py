@@ -3,10 +3,13 @@
     L = w max(-A r, -A clip(r, 1 - clip_range, 1 + clip_range)),   r = exp(log p - log p_old)
 
 ``w`` is 1, or one of two weights of steps (``step_weight``): ``tempflow`` 2.25 std, the noise of the step, where there
-is most to choose; ``flash`` std / |c_v|, which takes out of a step's gradient how far its mean moves with the velocity.
+is most to choose; ``flash`` std / |c_v|, which takes out of a step's gradient how far its mean moves with the velocity,
+divided by its mean over all steps that may be trained.
 
-Departs: flash weights are not divided by their mean over the steps, which the learning rate makes up for. TempFlow's
-branches are not there: a window of one step gives a branch's credit, from a noise per sample.
+Departs: Flash-GRPO's authors draw a step for every prompt and divide by the mean over the steps of a batch. A training
+step has one window for all prompts here, of which that mean is the weight itself; that over all steps is what theirs
+comes to on average. Their noise is d = s_min + (s_max - s_min) s, here that of sampling.sde. TempFlow's branches are
+not there: a window of one step gives a branch's credit, from a noise per sample.
 """
 
 from __future__ import annotations
@@ -38,5 +41,6 @@ class Objective(DenoisingObjective):
         if self.step_weight == "tempflow":
             loss = loss * TEMPFLOW_SCALE * old["std"]
         elif self.step_weight == "flash":
-            loss = loss * old["std"] / old["c_v"].abs()
+            mean = (old["every_std"] / old["every_c_v"].abs()).mean()
+            loss = loss * old["std"] / old["c_v"].abs() / mean
         return StepLoss(loss, clipped.ratio, (clipped.ratio - 1).abs() > self.clip_range, {})

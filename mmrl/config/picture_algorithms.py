@@ -43,7 +43,7 @@ class FlowGRPO(StepAlgorithm):
     clip_range: PositiveFloat = 1e-4
     step_weight: Literal["none", "tempflow", "flash"] = "none"
     """A step's loss is multiplied by 2.25 std, its noise (TempFlow-GRPO, arXiv 2508.04324), or by std / |c_v|, which
-    makes all steps' gradients alike (Flash-GRPO, arXiv 2605.15980)."""
+    makes all steps' gradients alike, over its mean (Flash-GRPO, arXiv 2605.15980)."""
 
 
 class GRPOGuard(StepAlgorithm):

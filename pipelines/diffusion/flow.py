@@ -122,14 +122,20 @@ class FlowPipeline:
         window = self.recipe.denoising.window
         if window is None:
             return list(range(self._noisy))
-        last = self._noisy if window.last is None else window.last
-        places = last - window.size - window.first + 1
+        places = len(self._may_carry_noise()) - window.size + 1
         if window.strategy == "progressive":
             start = window.first + (step // window.every) % places
         else:
             drawn = torch.randint(places, (), generator=generator(self.recipe.seed, step, "window"))
             start = window.first + int(drawn)
         return list(range(start, start + window.size))
+
+    def _may_carry_noise(self) -> range:
+        """All that ``noisy_steps`` may be of."""
+        window = self.recipe.denoising.window
+        if window is None:
+            return range(self._noisy)
+        return range(window.first, self._noisy if window.last is None else window.last)
 
     @torch.no_grad()
     def sample(
@@ -236,13 +242,16 @@ class FlowPipeline:
     def recorded(self, trajectory: Trajectory, entries: Sequence[int]) -> dict[str, Tensor]:
         if trajectory.log_probs is None or trajectory.actions is None:
             return {}
-        c = self._coefficients(self.adapter.schedule(self.steps), trajectory.actions.tolist())
+        schedule, every = self.adapter.schedule(self.steps), list(self._may_carry_noise())
+        c = self._coefficients(schedule, every)
         steps = trajectory.actions[list(entries)]
         return {
             "log_probs": trajectory.log_probs[:, list(entries)],
             "std": c.std[steps].to(self.device),
             "dt": c.dt[steps].to(self.device),
             "c_v": c.c_v[steps].to(self.device),
+            "every_std": c.std[every].to(self.device),
+            "every_c_v": c.c_v[every].to(self.device),
         }
 
     def replay(
