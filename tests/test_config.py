@@ -112,8 +112,8 @@ IN_FILE = [
         "choice",
         "window: {size: 2}",
         "window: {size: 2, strategy: progresive}",
-        "recipe.yaml:7  sampling.window.strategy: expected one of random, progressive, got 'progresive'; "
-        "did you mean 'progressive'?",
+        "recipe.yaml:7  sampling.window.strategy: expected one of random, progressive, decay, exp_decay, "
+        "got 'progresive'; did you mean 'progressive'?",
     ),
     (
         "pair",
@@ -157,8 +157,8 @@ IN_FILE = [
         "key of another type",
         "  type: flow_grpo",
         "  type: draft",
-        "recipe.yaml:13  algorithm.clip_range: belongs to type flow_grpo and grpo_guard and awm, this section's type "
-        "is draft; remove it, "
+        "recipe.yaml:13  algorithm.clip_range: belongs to type flow_grpo and grpo_guard and awm and dgpo, this "
+        "section's type is draft; remove it, "
         "or replace the whole section with 'algorithm={type: draft}'  (keys: kl_coef, type, last_steps, renoise)",
     ),
     (

@@ -1,12 +1,15 @@
 """Golden numbers and properties of the step kernels (float64 references, the peers' published values)."""
 
 import math
+from itertools import groupby
 
 import pytest
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
 from mmrl.algorithms import sde
+from mmrl.algorithms.window import start as window_start
+from mmrl.config.sampling import Window
 
 
 def one_step(kind: str, a: float, s: float = 0.8, s2: float = 0.6):
@@ -15,6 +18,29 @@ def one_step(kind: str, a: float, s: float = 0.8, s2: float = 0.6):
     x, v, following = torch.ones(1, 1), torch.full((1, 1), 0.5), torch.full((1, 1), 0.9)
     mean = sde.step_mean(x, v, c, 1)
     return mean.item(), c.std[1].item(), sde.log_prob(following, mean, c, 1).item()
+
+
+def held(strategy, steps, size=4, **more):
+    """How many training steps the window stays at each start, over one round, walked step by step; and that the next
+    round is the same."""
+    window = Window(size=size, strategy=strategy, **more)
+    starts = [window_start(window, steps, n) for n in range(2000)]
+    runs = [(first, len(list(of))) for first, of in groupby(starts)]
+    again = runs.index(runs[0], 1)
+    assert runs[again : 2 * again] == runs[:again]
+    return dict(runs[:again])
+
+
+def test_windows_move_as_mixgrpo_says():
+    """Of 25 steps 24 carry noise, and windows of 4 begin at 0 to 20."""
+    assert held("progressive", range(24), every=7) == dict.fromkeys(range(21), 7)
+    kept = held("exp_decay", range(24), every=25)
+    assert kept == dict.fromkeys(range(14), 25) | {14: 23, 15: 21, 16: 19, 17: 17, 18: 16, 19: 14, 20: 13}
+    linear = held("decay", range(24), every=25)
+    assert (linear[0], linear[12], linear[20]) == (25, 15, 8)  # int(25 (1 - p) + 6 p), p = s / 23
+    assert list(linear.values()) == sorted(linear.values(), reverse=True)
+    assert held("exp_decay", range(2, 6), size=2, every=4, decay_from=3, decay_rate=10.0) == {2: 4, 3: 4, 4: 1}
+    assert held("decay", range(3), size=2, every=2) == {0: 2, 1: 1}
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,14 @@ class Window(Section):
     first: Annotated[int, Field(ge=0)] = 0
     last: PositiveInt | None = None
     """The window stays inside steps [first, last); None ends before the final step, which never carries noise."""
-    strategy: Literal["random", "progressive"] = "random"
-    """``random`` draws the start anew each step; ``progressive`` moves it by one every ``every`` steps (MixGRPO)."""
+    strategy: Literal["random", "progressive", "decay", "exp_decay"] = "random"
+    """``random`` draws the start anew each step; ``progressive`` moves it by one every ``every`` steps (MixGRPO);
+    ``decay`` and ``exp_decay`` move it faster the later it is."""
     every: PositiveInt = 25
+    decay_from: Annotated[int, Field(ge=0)] = 13
+    """``exp_decay`` moves a window that begins at most here every ``every`` steps."""
+    decay_rate: NonNegative = 0.1
+    """For every denoising step past that, ``exp_decay`` moves it after ``exp(-decay_rate)`` times as many."""
 
 
 class Sampling(Section):

@@ -49,6 +49,9 @@ SETTINGS = {
         "sampling.window: {size: 4, strategy: progressive, every: 25}",
         "algorithm.advantage_aggregation: each",
     ],
+    "MixGRPO, windows that move faster the later they are": [
+        "sampling.window: {size: 4, strategy: exp_decay, every: 25, decay_from: 13, decay_rate: 0.1}",
+    ],
     "Flow-GRPO-Fast": [
         "type: flow_grpo",
         "sampling.window: {size: 3, first: 0, last: 5}",

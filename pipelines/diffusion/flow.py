@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmrl.algorithms import sde
 from mmrl.algorithms.objective import GraphSteps, Kind
+from mmrl.algorithms.window import start as window_start
 from mmrl.config.schema import Recipe
 from mmrl.controller.feature_cache import FeatureCache
 from mmrl.controller.features import FeatureStore
@@ -122,12 +123,12 @@ class FlowPipeline:
         window = self.recipe.denoising.window
         if window is None:
             return list(range(self._noisy))
-        places = len(self._may_carry_noise()) - window.size + 1
-        if window.strategy == "progressive":
-            start = window.first + (step // window.every) % places
-        else:
+        if window.strategy == "random":
+            places = len(self._may_carry_noise()) - window.size + 1
             drawn = torch.randint(places, (), generator=generator(self.recipe.seed, step, "window"))
             start = window.first + int(drawn)
+        else:
+            start = window_start(window, self._may_carry_noise(), step)
         return list(range(start, start + window.size))
 
     def _may_carry_noise(self) -> range:
