@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -123,15 +124,18 @@ def compared(run: Run, old: dict[str, Tensor], new: dict[str, Tensor], tally: Ta
 
 def generated(run: Run, rows: Trajectory, step: int, tally: Tally) -> dict[str, Tensor]:
     """Sample ``rows`` with a graph and score them with differentiable rewards: ``rewards``, their weighted sum
-    ``[P, B]`` of each of ``P`` predictions, and what else the objective needs."""
+    ``[P, B]`` of each of ``P`` predictions (all of them again with each further phrase), and what else the objective
+    needs."""
     draw = torch.rand((), generator=generator(run.recipe.seed, step, "graph_steps")).item()
     path = run.objective.graph_steps(run.recipe.denoising.steps, draw)
     made = run.pipeline.generate(rows.slots, rows.ids, path, run.recipe.seed, run.objective.needs, run.policy.using)
     images = made.pop("images")
     times = len(images) // len(rows)  # a picture and what was predicted anew from it
-    shown = rows.rows(list(range(len(rows))) * times)
-    parts = run.rewards.gradient_parts(make_samples(shown, images, run.rewards.inputs), step=step)
+    shown = make_samples(rows.rows(list(range(len(rows))) * times), images, run.rewards.inputs)
+    phrases = run.objective.phrases(step) or [""]
+    asked = [replace(s, prompt=replace(s.prompt, text=phrase + s.prompt.text)) for phrase in phrases for s in shown]
+    parts = run.rewards.gradient_parts(asked, step=step)
     total = run.rewards.weighted(parts)
     for name, values in {**parts, "mean": total}.items():
         tally.extend(f"reward/{name}", values.detach())
-    return made | {"rewards": total.view(times, -1)}
+    return made | {"rewards": total.view(-1, len(rows))}

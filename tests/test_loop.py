@@ -84,6 +84,8 @@ TARGET = [
         ("sft", ["algorithm={type: rwr, weights: best, noise_levels: 2}", *FORWARD]),
         ("draft_lv", ["algorithm={type: draft, renoise: 2}", *TARGET]),
         ("refl", ["algorithm={type: refl}", *TARGET]),
+        ("srpo", ["algorithm={type: srpo, threshold: 5.0}", *TARGET]),
+        ("direct_align", ["algorithm={type: srpo, wanted: [], unwanted: [], threshold: 5.0}", *TARGET]),
         ("alignprop", ["algorithm={type: alignprop, target: 2.0}", *TARGET]),
         ("flow_grpo", ["algorithm.kl_coef=0.01", "train.updates_per_step=2"]),
         ("flow_grpo_full", ["model.lora=null", "algorithm.kl_coef=0.01", "sampling.guidance_scale=2.0"]),

@@ -128,6 +128,8 @@ def test_a_run_takes_an_advantage_of_each_reward():
         (["algorithm.trained_steps=3"], "set it to 2 or less"),
         (["algorithm={type: draft, last_steps: 2, renoise: 2}", "sampling.window=null"], "algorithm.renoise"),
         (["algorithm={type: alignprop, last_steps: 5}", "sampling.window=null"], "set it to 4 or less"),
+        (["algorithm={type: srpo, lowest: 0.9, highest: 0.8}", "sampling.window=null"], "algorithm.lowest: 0.9 is not"),
+        (["algorithm={type: srpo, wanted: []}", "sampling.window=null"], "give both"),
         (["algorithm={type: refl}", "sampling.window=null", "train.updates_per_step=2"], "refl samples inside"),
         (["algorithm={type: dpo}"], "use picture_dpo"),
         (
@@ -143,7 +145,7 @@ def test_what_cannot_work_is_refused_with_the_edit(overrides, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["grpo_guard", "flow_dppo", "awm", "dgpo", "diffusion_dpo", "rwr", "refl", "alignprop"]
+    "name", ["grpo_guard", "flow_dppo", "awm", "dgpo", "diffusion_dpo", "rwr", "refl", "alignprop", "srpo"]
 )
 def test_a_text_recipe_refuses_what_trains_denoising(name):
     with pytest.raises(UserError, match=f"{name} trains denoising steps, and this recipe samples text .* use grpo"):

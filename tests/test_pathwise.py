@@ -10,6 +10,8 @@ import mmrl
 from mmrl.algorithms.objective import GraphSteps
 from mmrl.batch import groups_of, of_group
 from mmrl.controller.randomness import noise
+from mmrl.loop import train_step
+from mmrl.report.clock import Clock
 from mmrl.trajectory import SampleId, Slot
 from tests.test_loop import make
 
@@ -119,6 +121,49 @@ def test_draft_lv_averages_the_gradients_of_predictions_from_fresh_noise(small):
         found.append(gradient(policy, picture(pipeline, x - s * pipeline._velocity(x, t, features)).mean()))
     agree(ours, {k: sum(one[k] for one in found) / 3 for k in found[0]})
     assert not torch.allclose(images[:2], images[2:4], atol=1e-4), "the noise is fresh"
+
+
+def test_a_jump_shows_the_picture_and_what_its_one_prediction_got_wrong(small):
+    """x0~ = x0 + (b - a) / (1 - b) (v - (eps - x0)): what SRPO's steps come to."""
+    pipeline, policy, slots, ids = small
+    jumps = (0.9, 0.8), (0.7, 0.8)
+    needs = frozenset({"reference_distance"})
+    made = pipeline.generate(slots, ids, GraphSteps(4, 3, jumps=jumps), 0, needs, policy.using)
+    assert made["from"].tolist() == pytest.approx([0.9, 0.7])
+    ours = gradient(policy, made["images"].mean())
+    x0, features = by_hand(pipeline, slots, ids, 3, range(4))
+    x0, eps, shown, distances = x0.detach(), noise(0, ids, "initial", pipeline.shape), [], []
+    for a, b in jumps:
+        at = (1 - a) * x0 + a * eps, torch.full((2,), 1000 * a), features
+        v = pipeline._velocity(*at)
+        shown.append(picture(pipeline, x0 + (b - a) / (1 - b) * (v - (eps - x0))))
+        with torch.no_grad(), policy.module.disable_adapter():
+            distances.append((v - pipeline._velocity(*at)).square().flatten(1).mean(1))
+    torch.testing.assert_close(made["images"], torch.cat(shown), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(made["reference_distance"], torch.stack(distances).mean(0), rtol=1e-3, atol=1e-5)
+    agree(ours, gradient(policy, torch.cat(shown).mean()))
+
+
+WORDS = """
+import mmrl, torch
+
+@mmrl.reward(inputs=("tensor",), differentiable=True)
+def score(samples, *, context):
+    said = ["up. ", "down. "]
+    assert all(any(s.prompt.text.startswith(word) for word in said) for s in samples)
+    return torch.stack([1e-3 * s.tensor.mean() + 2.0 * s.prompt.text.startswith("up. ") for s in samples])
+"""
+
+
+def test_a_relative_reward_is_asked_of_every_picture_with_both_words(tmp_path):
+    (tmp_path / "words.py").write_text(WORDS)
+    reward = f'rewards=[{{name: "{tmp_path}/words.py:score", label: words}}]'
+    algorithm = "algorithm={type: srpo, wanted: [up], unwanted: [down], threshold: 5.0, jump: 0.5}"
+    run = make("sampling.window=null", "sampling.same_initial_noise=false", reward, algorithm)
+    row, _ = train_step(run, 0, Clock(torch.device("cpu")))
+    assert row["reward/words"] == pytest.approx(1.0, abs=1e-3)
+    # b is in the middle: toward the picture (1 + .175) 2 - 0, away from it (1 + .3) 0 - 2
+    assert row["policy/loss"] == pytest.approx(((5 - 2.35) + (5 + 2)) / 2, abs=2e-3)
 
 
 def test_the_mean_that_was_sampled_from_is_known_from_its_noise(small):

@@ -6,13 +6,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.algorithms import alignprop, awm, dgpo, diffusion_dpo, draft, flow_dppo, flow_grpo, grpo_guard, refl, rwr, sde
+from mmrl.algorithms import (
+    alignprop,
+    awm,
+    dgpo,
+    diffusion_dpo,
+    draft,
+    flow_dppo,
+    flow_grpo,
+    grpo_guard,
+    refl,
+    rwr,
+    sde,
+    srpo,
+)
 from mmrl.algorithms.advantages import group_advantages
 from mmrl.algorithms.objective import GraphSteps, Scored
 from mmrl.config.picture_algorithms import (
     AWM,
     DGPO,
     RWR,
+    SRPO,
     AlignProp,
     DiffusionDPO,
     DRaFT,
@@ -331,8 +345,9 @@ def test_steps_with_a_graph():
         (alignprop.Objective(AlignProp(target=2.0, scale=0.1)), 0.1 * (1.0 + 1.0) / 2, [-0.05, 0.05]),
         (alignprop.Objective(AlignProp()), -2.0, [-0.5, -0.5]),
         (draft.Objective(DRaFT()), -2.0, [-0.5, -0.5]),
+        (srpo.Objective(SRPO(wanted=[], unwanted=[], threshold=2.5)), 1.5 / 2, [-0.5, 0.0]),
     ],
-    ids=["refl", "alignprop-target", "alignprop", "draft"],
+    ids=["refl", "alignprop-target", "alignprop", "draft", "direct-align"],
 )
 def test_losses_of_rewards(objective, value, gradient):
     rewards = f64([[1.0, 3.0]]).requires_grad_()
@@ -340,6 +355,39 @@ def test_losses_of_rewards(objective, value, gradient):
     loss.value.backward()
     assert loss.value.item() == pytest.approx(value)
     assert rewards.grad.flatten().tolist() == pytest.approx(gradient)
+
+
+def test_srpo_draws_levels_and_takes_words_in_turn():
+    objective = srpo.Objective(SRPO(lowest=0.5, highest=0.9))
+    for draw in (0.0, 0.3, 0.999):
+        path = objective.graph_steps(10, draw)
+        b = 0.54 + 0.32 * draw
+        assert (path.first, path.last) == (10, 9)
+        assert [x for jump in path.jumps for x in jump] == pytest.approx([b + 0.04, b, b - 0.04, b])
+    assert objective.phrases(6) == ["Detailed. ", "Painting. "]
+    alone = srpo.Objective(SRPO(wanted=[], unwanted=[]))
+    assert (len(alone.graph_steps(10, 0.5).jumps), alone.phrases(0)) == (1, [])
+
+
+def test_srpo_compares_words_one_way_and_the_other():
+    """Toward the picture (1 + k) r+ - r-, away from it (1 + k') r- - r+; k .1 to .25 and k' .3 to .01 by level."""
+    objective = srpo.Objective(SRPO(lowest=0.5, highest=0.9, threshold=0.7))
+    levels = torch.tensor([0.74, 0.66], dtype=torch.float64)  # b = .7, at half of the levels; b - d at .4 of them
+    rewards = f64([[0.1, 0.3], [0.2, -0.1], [0.15, 0.1], [0.05, 0.4]]).requires_grad_()
+    loss = objective.loss({"rewards": rewards, "from": levels}, {}, 2.0)
+    k, away = 0.1 + 0.5 * 0.15, 0.3 - 0.4 * 0.29
+    plus, minus = rewards.detach()[:2], rewards.detach()[2:]
+    expected = (0.7 - (1 + k) * plus[0] + minus[0]).clamp(min=0) + (0.7 - (1 + away) * minus[1] + plus[1]).clamp(min=0)
+    assert loss.value.item() == pytest.approx(expected.mean().item() / 2, rel=1e-6)
+    (gradient,) = torch.autograd.grad(loss.value, rewards)
+    assert gradient[:, 0].tolist() == pytest.approx([-(1 + k) / 4, 1 / 4, 1 / 4, -(1 + away) / 4], rel=1e-6)
+    for row in range(4):
+        values = []
+        for sign in (1, -1):
+            moved = rewards.detach().clone()
+            moved[row, 1] += sign * 1e-6
+            values.append(objective.loss({"rewards": moved, "from": levels}, {}, 2.0).value.item())
+        assert (values[0] - values[1]) / 2e-6 == pytest.approx(gradient[row, 1].item(), abs=1e-8)
 
 
 def test_several_predictions_of_a_picture_are_averaged():

@@ -62,11 +62,14 @@ class GraphSteps:
 
     At ``last`` the clean picture is predicted from the state, as the final step does anyhow; later steps are not taken.
     ``renoised``: that picture, detached, is noised to the level of ``last`` again so many times, and predicted anew.
+    ``jumps``: no step carries a graph; the picture is noised to the first level of each with the noise it was sampled
+    from, taken to the second by one prediction with a graph, and recovered from there by the known noise.
     """
 
     first: int
     last: int
     renoised: int = 0
+    jumps: tuple[tuple[float, float], ...] = ()
 
 
 def current(step: int) -> str:
@@ -101,6 +104,11 @@ class Objective(Protocol):
     def graph_steps(self, steps: int, draw: float) -> GraphSteps:
         """Which of ``steps`` sampling steps carry a graph in a training step whose uniform random number in [0, 1) is
         ``draw``; 0 is what takes most memory. Only pathwise objectives are asked."""
+        ...
+
+    def phrases(self, step: int) -> Sequence[str]:
+        """What is put before a picture's prompt for its reward, which is taken with each; nothing where there are none.
+        Only pathwise objectives are asked."""
         ...
 
     def amount(self, weights: Tensor, lengths: Tensor) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -32,6 +32,13 @@ class PathwiseObjective(ABC):
     def of_reward(self, rewards: Tensor) -> Tensor:
         """The loss of rewards with their graph, of any shape."""
 
+    def of_pictures(self, new: Mapping[str, Tensor]) -> Tensor:
+        """The loss ``[B]`` of what was generated and its rewards."""
+        return self.of_reward(new["rewards"]).mean(0)
+
+    def phrases(self, step: int) -> Sequence[str]:
+        return ()
+
     def advantages(self, scored: Scored) -> Advantages:
         return group_advantages(scored.rewards, scored.groups, "none")
 
@@ -42,7 +49,7 @@ class PathwiseObjective(ABC):
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
         """``new``: rewards ``[P, B]`` with their graph, of ``P`` predictions of each picture, over which the loss is
         averaged, and reference_distance ``[B]``, where ``kl_coef`` is not 0."""
-        value = self.of_reward(new["rewards"]).mean(0)
+        value = self.of_pictures(new)
         sums = {"policy/loss": value.detach().sum()}
         if self.kl_coef:
             sums["policy/kl"] = new["reference_distance"].detach().sum()

@@ -13,6 +13,7 @@ from mmrl.config.picture_algorithms import (
     AWM,
     DGPO,
     RWR,
+    SRPO,
     AlignProp,
     DiffusionDPO,
     DiffusionNFT,
@@ -224,6 +225,7 @@ Algorithm = Annotated[
     | DRaFT
     | ReFL
     | AlignProp
+    | SRPO
     | GRPO
     | DrGRPO
     | RLOO

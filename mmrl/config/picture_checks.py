@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mmrl.config.picture_algorithms import ForwardAlgorithm, StepAlgorithm
+from mmrl.config.picture_algorithms import SRPO, ForwardAlgorithm, StepAlgorithm
 
 if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
@@ -114,6 +114,11 @@ def _pathwise(recipe: Recipe) -> Iterator[str]:
             f"algorithm.renoise: a picture is predicted anew from the last step alone, and {last} steps carry a graph "
             "(algorithm.last_steps); set one of them to its default"
         )
+    if isinstance(algorithm, SRPO):
+        if algorithm.lowest >= algorithm.highest:
+            yield f"algorithm.lowest: {algorithm.lowest:g} is not below highest, {algorithm.highest:g}; lower it"
+        if bool(algorithm.wanted) != bool(algorithm.unwanted):
+            yield "algorithm.wanted: wanted and unwanted words are compared; give both, or set both to []"
     for i, reward in enumerate(recipe.rewards):
         if reward.name.partition(":")[0] == "http":
             yield (

@@ -144,9 +144,10 @@ class Pipeline(Protocol):
         weights: Weights,
     ) -> dict[str, Tensor]:
         """Sample with a graph through some steps and the decoder: ``images`` ``[(1 + path.renoised) * B, 3, H, W]`` in
-        [0, 1], those that were predicted anew after the others. ``reference_distance`` ``[B]``, where needed: the
-        squared distance to the velocity under ``weights("reference")``, mean over dimensions and over the steps with
-        a graph."""
+        [0, 1], those that were predicted anew after the others; of ``J`` jumps those recovered, ``[J * B, 3, H, W]``,
+        and ``from`` ``[J]``, the first level of each. ``reference_distance`` ``[B]``, where needed: the squared
+        distance to the velocity under ``weights("reference")``, mean over dimensions and over the steps with a
+        graph."""
         ...
 
     def write(self, out: Path, what: What) -> None:

@@ -332,6 +332,9 @@ class FlowPipeline:
             if i < path.first:
                 with torch.no_grad():
                     return self._velocity(x, timestep, features)
+            return with_graph(x, timestep)
+
+        def with_graph(x: Tensor, timestep: Tensor) -> Any:
             v = checkpoint(self._velocity, x, timestep, features, use_reentrant=False)
             if "reference_distance" in needs:
                 with torch.no_grad(), weights("reference"):
@@ -347,10 +350,16 @@ class FlowPipeline:
             eps = noise(seed, ids, f"renoise{n}", self.shape).to(self.device)
             x = (1 - s) * predicted[0].detach() + s * eps
             predicted.append(x - s * velocity(x, path.last))
-        x = torch.cat(predicted)
+        x0, eps = predicted[0], self._initial(ids, seed, schedule) / schedule.start
+        for a, b in path.jumps:
+            x = (1 - a) * x0 + a * eps
+            v = with_graph(x, self.adapter.timestep(torch.full((len(ids),), a, device=self.device)))
+            predicted.append((x + (b - a) * v - b * eps) / (1 - b))
+        x = torch.cat(predicted[1:] if path.jumps else predicted)
         if self.offloads:  # not only while it decodes: the backward comes after this returns
             self.adapter.vae.to(self.device)
         out = {"images": (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()}
+        out |= {"from": torch.tensor([a for a, _ in path.jumps])} if path.jumps else {}
         return out | ({"reference_distance": torch.stack(distances).mean(0)} if distances else {})
 
     # -- export ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,65 @@
+"""SRPO: the reward of a picture recovered from one prediction by its known noise (Shen et al. 2025, arXiv 2509.06942).
+
+    x_a = (1 - a) x0 + a eps,   x_b = x_a + (b - a) v(x_a),   x0~ = (x_b - b eps) / (1 - b)
+    L = max(threshold - (1 + k) r+(x0~) + r-(x0~), 0) / 2 of a = b + d, plus the same of a = b - d with r+, r- exchanged
+
+``x0`` is sampled without a graph, ``eps`` is the noise it was sampled from, ``v`` has a graph. Because the noise is
+known, a level of nearly pure noise shows a whole picture, and early steps train too. ``r+`` and ``r-`` are the reward
+with a wanted and an unwanted word before the prompt, so that what the reward says whatever the words counts ``k`` only.
+Without words (``wanted: []``, ``unwanted: []``): L = max(threshold - r(x0~), 0), a = b + d (Direct-Align alone).
+
+Departs: x0 comes from the ODE, the authors' from an SDE. ``b`` is drawn once for all samples of a training step, and so
+that ``a`` stays among the levels, where the authors shorten d. Words are put before the prompt for the reward alone, as
+theirs, but each text is scored apart: of rewards linear in the text's embedding (CLIP) that is their one score of
+(1 + k) text+ - text-. kl_coef (0) is not the paper's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mmrl.algorithms.objective import GraphSteps
+from mmrl.algorithms.pathwise import PathwiseObjective
+from mmrl.config.picture_algorithms import SRPO
+
+
+class Objective(PathwiseObjective):
+    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+
+    def __init__(self, settings: SRPO) -> None:
+        super().__init__(settings.kl_coef)
+        self.settings = settings
+
+    def graph_steps(self, steps: int, draw: float) -> GraphSteps:
+        low, range_ = self.settings.lowest, self.settings.highest - self.settings.lowest
+        d = self.settings.jump * range_
+        b = low + d + draw * (range_ - 2 * d)
+        return GraphSteps(steps, steps - 1, jumps=((b + d, b), (b - d, b)) if self.settings.wanted else ((b + d, b),))
+
+    def phrases(self, step: int) -> list[str]:
+        return [f"{words[step % len(words)]}. " for words in (self.settings.wanted, self.settings.unwanted) if words]
+
+    def of_reward(self, rewards: Tensor) -> Tensor:
+        return (self.settings.threshold - rewards).relu()
+
+    def of_pictures(self, new: Mapping[str, Tensor]) -> Tensor:
+        """``new``: rewards ``[W P, B]``, for each of the phrases those of all jumps, and from ``[P]``, the levels that
+        these start from."""
+        rewards = new["rewards"]
+        if not self.settings.wanted:
+            return self.of_reward(rewards).mean(0)
+        wanted, unwanted = rewards.view(2, 2, -1)
+        (a, below), of = new["from"].tolist(), self.settings
+        range_ = of.highest - of.lowest
+        forward = _between(of.discount, (a - of.lowest) / range_ - of.jump)
+        inverted = _between(of.discount_inverted, (below - of.lowest) / range_)
+        relative = (1 + forward) * wanted[0] - unwanted[0], (1 + inverted) * unwanted[1] - wanted[1]
+        return self.of_reward(torch.stack(relative)).mean(0)
+
+
+def _between(ends: tuple[float, float], place: float) -> float:
+    """From the first of ``ends`` at 0 to the second at 1."""
+    return ends[0] + place * (ends[1] - ends[0])
