@@ -14,13 +14,14 @@ import re
 import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mmrl.engines.rollout import Clip
 
+T = TypeVar("T")
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """The decoders of pictures that are let near a file, whatever its name says."""
 KINDS: dict[str, Literal["image", "video"]] = {
@@ -171,6 +172,13 @@ def open_clip(
     step = size[0] * size[1] * 3
     pictures = [Image.frombytes("RGB", size, pixels[i * step : (i + 1) * step]) for i in range(len(header["indices"]))]
     return Clip(pictures, header["fps"], tuple(header["indices"]), header["total"])
+
+
+def evenly(frames: Sequence[T], count: int) -> list[T]:
+    """``count`` of ``frames`` at even distances, first and last among them; all where there are no more."""
+    if len(frames) <= count:
+        return list(frames)
+    return [frames[round(i * (len(frames) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def probe_image(media: Media, limits: Limits = LIMITS, decode: bool = True) -> tuple[int, int]:

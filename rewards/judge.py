@@ -113,7 +113,7 @@ class Judge:
         backend = self.local or self.remote
         self.rubric.control = backend.control
         self.identity = [backend.identity, repr(self.kind), self.mode.name, temperature, max_tokens, reasks]
-        if "image" in self.rubric.inputs and not backend.sees:
+        if {"image", "video"} & {*self.rubric.inputs} and not backend.sees:
             self.close()
             raise UserError(
                 f"options.model: {model} reads text only, and the rubric shows pictures; use a model for both"

@@ -86,7 +86,7 @@ def test_a_rubric_shows_what_it_names_and_nothing_else():
         ("{{ reponse }}", "pointwise", "there is no 'reponse' in mode pointwise"),
         ("{{ prompt }}", "pointwise", "shows the judge nothing"),
         ("{{ response }}", "pairwise", "there is no 'response' in mode pairwise"),
-        ("{{ a }} {{ b }}", "pairwise", r"a\.response or a\.image"),
+        ("{{ a }} {{ b }}", "pairwise", r"a\.response, a\.image or a\.clip"),
         ("{{ response }} {{ meta.answer }}", "pointwise", r"meta\.answer, which options\.meta does not allow"),
         ("{{ response }} {{ meta['answer'] }}", "pointwise", r"meta\.answer, which options\.meta does not allow"),
         ("missing.txt", "pointwise", "missing.txt cannot be read"),
@@ -159,6 +159,24 @@ def test_the_samples_own_picture_and_the_candidates_pictures():
     assert shown[1] == "Does it show x?"
     shown = Rubric("{% for c in candidates %}{{ loop.index }}{{ c.image }}{% endfor %}", "ranking").render(made)
     assert [p if isinstance(p, str) else p.getpixel((0, 0)) for p in shown] == ["1", (255, 0, 0), "2", (0, 0, 255)]
+
+
+def test_the_samples_own_clip_is_shown_as_frames_at_even_distances():
+    def clip(k, count):
+        frames = tuple(Image.new("RGB", (4, 4), (i, k, 0)) for i in range(count))
+        return Sample(Prompt("p", "x"), SampleId(0, 0, 0, k), video=frames)
+
+    def seen(parts):
+        return [p if isinstance(p, str) else p.getpixel((0, 0))[:2] for p in parts]
+
+    rubric = Rubric("{{ clip }}Does it show {{ prompt }}?", "pointwise", frames=3)
+    assert rubric.inputs == ("video",)
+    assert seen(rubric.render([clip(0, 9)])) == [(0, 0), (4, 0), (8, 0), "Does it show x?"]
+    assert seen(rubric.render([clip(0, 2)]))[:2] == [(0, 0), (1, 0)]
+    assert seen(Rubric("{{ clip }}", "pointwise", frames=1).render([clip(0, 9)])) == [(0, 0)]
+    pair = Rubric("{{ a.clip }} or {{ b.clip }}?", "pairwise", frames=2)
+    assert pair.inputs == ("video",)
+    assert seen(pair.render([clip(0, 5), clip(1, 5)])) == [(0, 0), (4, 0), " or ", (0, 1), (4, 1), "?"]
 
 
 @pytest.mark.parametrize(
@@ -495,6 +513,7 @@ def test_a_judge_that_samples_draws_from_the_sample_and_not_from_the_process(byt
         ({"max_tokens": 0}, "options.max_tokens: 0"),
         ({"mode": "steps", "rubric": "{{ steps }}", "answer": NUMBER}, "has an answer of its own"),
         ({"rubric": "{{ image }}"}, "reads text only, and the rubric shows pictures"),
+        ({"rubric": "{{ clip }}"}, "reads text only, and the rubric shows pictures"),
         ({"model": "/nowhere/at/all"}, "cannot be loaded"),
         ({"model": {"path": "x", "size": 2}}, r"options\.model\.size: there is no such key"),
         ({"model": {"url": "http://127.0.0.1:9/v1"}}, "needs the name of its model"),

@@ -87,6 +87,31 @@ def test_a_picture_the_processor_refuses_costs_its_neighbours_nothing(seeing):
     assert second == pytest.approx(own_answer(seeing, made[1].image, "a red circle?"), abs=1e-4)
 
 
+def test_a_clip_that_a_pipeline_made_is_judged_by_its_frames(seeing):
+    """The small Wan's own clips, through the rewards of a run; and the model sees which frames."""
+    from mmrl.config.loader import load_recipe
+    from mmrl.run import build
+    from mmrl.trajectory import SampleId, Slot
+
+    options = f'{{model: "{seeing}", rubric: "{{{{ clip }}}}Does it show {{{{ prompt }}}}?", frames: 2}}'
+    loaded = load_recipe(
+        ["moving-shapes"],
+        [f"rewards=[{{name: judge, options: {options}}}]", "sampling.steps=2", "sampling.window=null"],
+    )
+    run = build(loaded.recipe, loaded.root)
+    ids = [SampleId(0, 0, 0, k) for k in range(2)]
+    slots = [Slot(0, 0, 0, run.prompts[0])] * 2
+    run.pipeline.encode(slots)
+    made = run.pipeline.samples(run.pipeline.sample(slots, ids, [], seed=0), run.rewards.inputs)
+    assert [(s.image, len(s.video)) for s in made] == [(None, 5)] * 2
+    answer = run.rewards.answer("judge", made, 0)
+    assert all(0 < v < 1 for v in answer.total)
+    turned = [Sample(s.prompt, s.id, video=s.video[::-1]) for s in made]
+    inner = [Sample(s.prompt, s.id, video=(s.video[0], *s.video[:3], s.video[-1])) for s in made]
+    assert run.rewards.answer("judge", inner, 0).total == pytest.approx(answer.total, abs=1e-5)
+    assert abs(run.rewards.answer("judge", turned, 0).total[0] - answer.total[0]) > 1e-5, "the order of frames counts"
+
+
 def test_candidates_are_compared_by_their_pictures(seeing):
     made = [shown(image, k) for k, image in enumerate(pictures("red", "blue", "green"))]
     rubric = "{{ a.image }}{{ b.image }}Which is more {{ prompt }}?"

@@ -505,6 +505,29 @@ def test_mmrl_score_prints_a_row_per_picture_and_names_what_it_skipped(tmp_path,
     assert re.search(r"ms per picture \(median; .*memory up by \d+ MiB", text)
 
 
+FRAMES = """
+import mmrl
+
+@mmrl.reward(inputs=("video",))
+def score(samples, *, context):
+    return [float(sum((i + 1) * frame.getpixel((0, 0))[0] for i, frame in enumerate(s.video))) for s in samples]
+"""
+
+
+def test_mmrl_score_gives_clips_to_a_reward_that_reads_them(tmp_path):
+    (tmp_path / "mine.py").write_text(FRAMES)
+    frames = [Image.new("RGB", (8, 8), (level, 0, 0)) for level in (10, 20, 90)]
+    frames[0].save(tmp_path / "a.webp", save_all=True, append_images=frames[1:], lossless=True)
+    frames[2].save(tmp_path / "b.png")
+    (tmp_path / "c.webp").write_bytes(b"no clip")
+    out = io.StringIO()
+    missing = score_folder(str(tmp_path / "mine.py"), tmp_path, console=Console(file=out, width=200))
+    lines = {line.split("\t")[0]: line.split("\t") for line in out.getvalue().splitlines()}
+    assert missing == 1
+    assert (float(lines["a.webp"][1]), float(lines["b.png"][1])) == (320.0, 90.0)
+    assert "skipped" in "".join(lines["c.webp"])
+
+
 def test_mmrl_score_shows_a_table_on_a_terminal_and_measures_memory(tmp_path, reward_file):
     Image.new("RGB", (4, 4)).save(tmp_path / "one.png")
     root = reward_file(

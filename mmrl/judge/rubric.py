@@ -7,7 +7,7 @@ a model's control tokens (``<|im_end|>``) or a picture's mark could otherwise en
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from PIL.Image import Image
 
 from mmrl.errors import UserError
-from mmrl.media import BadMediaError, Media, open_clip, open_image
+from mmrl.media import BadMediaError, Media, evenly, open_clip, open_image
 from mmrl.rewards.contract import Input
 from mmrl.trajectory import Prompt, Sample
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "pointwise": ("response", "image"),
+    "pointwise": ("response", "image", "clip"),
     "steps": ("steps", "response"),
     "pairwise": ("a", "b"),
     "ranking": ("candidates",),
@@ -92,6 +92,7 @@ class Candidate:
 
     response: str | None
     image: str | None
+    clip: str | None
 
 
 class Rubric:
@@ -150,15 +151,21 @@ class Rubric:
         if text is not None:
             found["response"] = self.clean(text)
             found["steps"] = Steps(self.clean(step.text) for step in split_steps(text))
-        image = samples[0].image
+        image, clip = samples[0].image, samples[0].video
         if image is not None and "image" in self.names:
             found["image"] = page.mark(image)
+        if clip is not None and "clip" in self.names:
+            found["clip"] = self._clip(clip, page)
         return found
 
     def _candidate(self, sample: Sample, page: _Page) -> Candidate:
         response = None if sample.text is None else self.clean(sample.text)
         shown = sample.image is not None and "image" in self.inputs
-        return Candidate(response, page.mark(sample.image) if shown and sample.image else None)
+        clip = self._clip(sample.video, page) if sample.video and "video" in self.inputs else None
+        return Candidate(response, page.mark(sample.image) if shown and sample.image else None, clip)
+
+    def _clip(self, clip: Sequence[Image], page: _Page) -> str:
+        return "".join(page.mark(frame) for frame in evenly(clip, self.frames))
 
     def _with_media(self, prompt: Prompt, marks: list[list[str]]) -> str:
         """The prompt's text with the pictures in place of its placeholders, before it where it has none."""
@@ -192,12 +199,14 @@ class Rubric:
     def _inputs(self, tree: nodes.Template) -> tuple[Input, ...]:
         if self.mode in ("pairwise", "ranking"):
             shown = {node.attr for node in tree.find_all(nodes.Getattr)}
-            if not shown & {"response", "image"}:
+            if not shown & {"response", "image", "clip"}:
                 name = "a" if self.mode == "pairwise" else "candidate"
-                raise UserError(f"options.rubric: say what of a candidate is shown: {name}.response or {name}.image")
+                raise UserError(
+                    f"options.rubric: say what of a candidate is shown: {name}.response, {name}.image or {name}.clip"
+                )
         else:
             shown = {"response" if name == "steps" else name for name in self.names}
-        fields: tuple[tuple[str, Input], ...] = (("response", "text"), ("image", "image"))
+        fields: tuple[tuple[str, Input], ...] = (("response", "text"), ("image", "image"), ("clip", "video"))
         return tuple(field for name, field in fields if name in shown)
 
     def _check(self, tree: nodes.Template) -> None:

@@ -1,6 +1,6 @@
-"""Run one reward on a folder of pictures (``mmrl score``): its author's bench.
+"""Run one reward on a folder of pictures, or of clips (``mmrl score``): its author's bench.
 
-A row per picture, then mean, spread, time per picture and memory. Pictures that cannot be read are skipped, counted and
+A row per file, then mean, spread, time per picture and memory. Pictures that cannot be read are skipped, counted and
 named. Off a terminal the rows are tab-separated. Imports no torch unless the reward does.
 """
 
@@ -23,13 +23,17 @@ from rich.progress import track
 from rich.table import Table
 
 from mmrl.errors import UserError
+from mmrl.media import KINDS
 from mmrl.rewards.calling import Caller
 from mmrl.rewards.contract import Context
-from mmrl.rewards.images import BadImageError, read_rgb, to_tensor
+from mmrl.rewards.images import BadImageError, read_clip, read_rgb, to_tensor
 from mmrl.rewards.loading import build, find
 from mmrl.trajectory import Prompt, Sample, SampleId
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif")
+SUFFIXES = (
+    *(".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif"),
+    *(f".{suffix}" for suffix, kind in KINDS.items() if kind == "video"),
+)
 _TIMEOUT_S = 600.0
 _SAMPLING_S = 0.005
 
@@ -86,7 +90,7 @@ def _rows(caller: Caller, files: list[Path], told: dict[str, Prompt], device: st
 def _score_together(
     caller: Caller, batch: list[tuple[int, Path]], told: dict[str, Prompt], device: str
 ) -> Iterator[Row]:
-    wants_tensor = "tensor" in caller.reward.declaration.inputs
+    inputs = caller.reward.declaration.inputs
     samples: list[Sample] = []
     notes: list[str | None] = []
     for i, file in batch:
@@ -95,12 +99,13 @@ def _score_together(
             yield Row(file.name, None, {}, "skipped: no prompt for it in the prompts file")
             continue
         try:
-            image, note = read_rgb(file)
+            clip = read_clip(file) if "video" in inputs else None
+            image, note = (None, None) if clip else read_rgb(file)
         except BadImageError as error:
             yield Row(file.name, None, {}, f"skipped: {error}")
             continue
-        tensor = to_tensor(image) if wants_tensor else None
-        samples.append(Sample(prompt, SampleId(-1, i, 0, 0), image=image, tensor=tensor))
+        tensor = to_tensor(image) if image is not None and "tensor" in inputs else None
+        samples.append(Sample(prompt, SampleId(-1, i, 0, 0), image=image, tensor=tensor, video=clip))
         notes.append(note)
     if not samples:
         return

@@ -109,7 +109,8 @@ class RewardSet:
             if makes == "video" and "image" in entry.loaded.declaration.inputs:
                 raise UserError(
                     f"the reward {entry.label} reads 'image', and this pipeline makes clips; use one that declares "
-                    "@mmrl.reward(inputs=('video',))"
+                    "@mmrl.reward(inputs=('video',)), name: frames with this one in its options, or {{ clip }} in a "
+                    "judge's rubric"
                 )
 
     @property
