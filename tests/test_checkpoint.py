@@ -186,7 +186,7 @@ def test_a_controller_that_cannot_write_what_it_alone_has_stops_the_save_everywh
 @pytest.mark.slow
 def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     generator = random.Random(0)
-    for n in range(6):
+    for n in range(3):
         folder = tmp_path / str(n)
         process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
