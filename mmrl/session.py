@@ -174,6 +174,7 @@ class Session:
         self.done = 0
         self.cpu_seconds = 0.0
         self.updates = 0
+        self._given: dict[str, float] = {}
         self.trackers: list[Tracker] = []
         settings = self.recipe.eval.early_stopping
         self.early = None if settings is None else EarlyStop(settings)
@@ -297,6 +298,9 @@ class Session:
         mine |= {f"sent/{kind}": n for kind, n in (self._sent() - sent).items()}
         mine |= {"features/bytes": features.bytes, "features/held": features.held}
         mine["features/spilled_bytes"] = features.written_bytes - written
+        given = self.run.pipeline.updates()  # evaluations before the step among them
+        mine |= {name: n - self._given.get(name, 0) for name, n in given.items()}
+        self._given = given
         row |= largest(self.controller.gather(mine)) | {"perf/cpu_seconds": self.cpu_seconds}
         metrics.write(self.done, row)
         self.directory.placed(self.run.devices.lines() if self.controller.leads else ())

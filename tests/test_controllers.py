@@ -185,7 +185,7 @@ def test_metrics_of_controllers_are_those_of_the_whole():
             "each uses its controller's",
         ),
         (
-            ["controllers=2", "train.backend=fsdp", "rollout={engine: vllm_server}"],
+            ["controllers=2", "train.backend=fsdp", "devices_per_controller=2", "rollout={engine: vllm_server}"],
             "train.backend: vllm_server takes whole weights after every update",
         ),
         (

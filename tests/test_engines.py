@@ -17,7 +17,16 @@ import torch
 from safetensors.torch import load_file
 
 from mmrl.engines import external
-from mmrl.engines.external import Allowance, Counted, allowances, completion, values_of, write_adapter, write_weights
+from mmrl.engines.external import (
+    Allowance,
+    Counted,
+    allowances,
+    completion,
+    in_buckets,
+    values_of,
+    write_adapter,
+    write_weights,
+)
 from mmrl.engines.rollout import Request, Settings
 from mmrl.engines.served import Client, Process, flags, free_port
 from mmrl.engines.standby import RESTARTS, Standby, unfailing
@@ -97,13 +106,14 @@ def test_an_update_must_bring_every_weight(tmp_path):
         counted.check(4050, "it")
 
 
-def test_weights_travel_in_shards_whoever_shares_their_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(external, "SHARD_BYTES", 1000)
+def test_weights_travel_in_buckets_whoever_shares_their_memory(tmp_path):
     base = torch.randn(16, 16)
     weights = {"a": base, "b": base, "c": base.T, "d": base[:2].to(torch.bfloat16).requires_grad_()}
-    write_weights(tmp_path / "w", weights.items())
+    write_weights(tmp_path / "w", weights.items(), 1100)
     files = sorted((tmp_path / "w").iterdir())
-    assert [f.name for f in files] == [f"model-0000{i}.safetensors" for i in range(4)]
+    assert [list(load_file(f)) for f in files] == [["a"], ["b"], ["c", "d"]]
+    several = [(str(i), torch.zeros(n)) for i, n in enumerate((1, 1, 9, 2, 1, 1))]  # floats; a bucket has room for four
+    assert [list(bucket) for bucket in in_buckets(several, 16)] == [["0", "1"], ["2"], ["3", "4", "5"]]
     read = {k: v for file in files for k, v in load_file(file).items()}
     assert {k: v.dtype for k, v in read.items()} == {k: v.dtype for k, v in weights.items()}
     assert all(torch.equal(read[k], weights[k]) for k in weights)

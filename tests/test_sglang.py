@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
+from mmrl.engines.external import values_of
+from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Clip, Request, Settings
 from mmrl.engines.sglang import SglangServer, _command
 from mmrl.engines.standby import Standby
@@ -343,18 +345,22 @@ def test_what_slept_gets_the_present_weights_again(folder, served):
         lambda: SglangServer(str(folder), max_model_len=64, url=served.url, key=KEY, options=options), True
     )
     recipe = load_recipe(["sums"]).recipe
-    pipeline = TextPipeline(None, language_model(1), recipe, torch.device("cpu"), engine)  # type: ignore[arg-type]
+    policy = Policy(language_model(1), recipe.optim, 1)
+    pipeline = TextPipeline(None, policy.module, recipe, torch.device("cpu"), engine)  # type: ignore[arg-type]
 
     def sent():
         return [path for path, _ in served.asked].count("/update_weights_from_disk")
 
     for _ in range(2):
-        pipeline.sync((0, "current"))
+        pipeline.sync(policy)
     assert sent() == 1
     pipeline.sleep()
     pipeline.wake()
-    pipeline.sync((0, "current"))
+    pipeline.sync(policy)
     assert sent() == 2
+    given = pipeline.updates()
+    assert (given["engine/updates"], given["engine/update_bytes"]) == (2, 2 * 4 * values_of(folder))
+    assert given["engine/update_seconds"] > 0
     pipeline.close()
 
 

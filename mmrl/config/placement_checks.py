@@ -166,10 +166,12 @@ def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
             f"train.backend: {algorithm.type} back-propagates through several denoising steps at once, which {what} "
             "cannot do; set train.backend to replicated"
         )
-    if recipe.rollout.engine != "transformers":
+    if recipe.rollout.engine != "transformers" and recipe.devices_per_controller > 1:
+        more = "take more controllers of one device each, " if recipe.train.backend == "fsdp" else ""
         yield (
             f"train.backend: {recipe.rollout.engine} takes whole weights after every update, which {what} "
-            "do not give it yet; set train.backend to replicated, or remove rollout"
+            f"do not give it yet where a controller has several devices; {more}set train.backend to replicated, or "
+            "remove rollout"
         )
     reference = algorithm.type == "dpo" and not algorithm.reference_free and recipe.model.lora is None
     if reference and recipe.eval.every is not None:

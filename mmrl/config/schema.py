@@ -121,6 +121,9 @@ class Rollout(Section):
     """Truncated importance sampling against the gap between engine and trainer; ``auto`` is ``token`` for an engine
     with weights of its own, and ``none`` in process."""
     importance_cap: PositiveFloat = 2.0
+    update_bucket_mib: PositiveInt = 512
+    """MiB of weights that are gathered before they go on to an engine with weights of its own: a tensor that is larger
+    goes alone."""
     partial: Partial | None = None
     """None waits for the longest response of every step."""
 

@@ -19,8 +19,8 @@ from mmrl.controller.randomness import seed_of
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.errors import UserError
 
-SHARD_BYTES = 2 * 2**30
-"""Weights travel in files of about this size, so that no more than one of them is held twice."""
+BUCKET_BYTES = 512 * 2**20
+"""Weights travel in files of at most this size, so that no more than that is held on their way."""
 _EXTRA = 1e-3
 """Share of its values a checkpoint may have more than an update brings (buffers that are saved and not trained)."""
 
@@ -178,29 +178,44 @@ def model_folder(path: str, engine: str) -> Path:
     return folder
 
 
-def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Write named weights to the new ``folder`` as safetensors, in shards. Raises ``UserError`` on a full disk."""
-    folder.mkdir(mode=0o700)
-    shard: dict[str, Tensor] = {}
-    size = count = 0
+def in_buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
+    """Copies of named weights in the host's memory, at most ``most`` bytes of them at a time; a larger tensor alone.
+
+    Each is copied as it comes, so that what was gathered for it can go before the next is.
+    """
+    bucket: dict[str, Tensor] = {}
+    size = 0
     for name, tensor in weights:
-        shard[name] = tensor
+        if bucket and size + tensor.nbytes > most:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = _copied(tensor)
         size += tensor.nbytes
-        if size >= SHARD_BYTES:
-            _save(shard, folder / f"model-{count:05}.safetensors")
-            shard, size, count = {}, 0, count + 1
-    if shard:
-        _save(shard, folder / f"model-{count:05}.safetensors")
+    if bucket:
+        yield bucket
+
+
+def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], most: int = BUCKET_BYTES) -> None:
+    """Write named weights to the new ``folder`` as safetensors, a file for each bucket of ``most`` bytes.
+
+    Raises ``UserError`` on a full disk.
+    """
+    folder.mkdir(mode=0o700)
+    for n, bucket in enumerate(in_buckets(weights, most)):
+        _save(bucket, folder / f"model-{n:05}.safetensors")
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """safetensors refuses two names for one memory, and views that show less than they hold."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    # copies: safetensors refuses two names for one memory, and views that show less than they hold
-    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(copies, file)
+        save_file(dict(tensors), file)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         raise UserError(
             f"weights for the rollout engine could not be written to {file.parent}: {error}. Free some of that disk, "
@@ -211,7 +226,7 @@ def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
     """Write a LoRA to the new ``folder`` as peft does. ``tensors`` by the names peft saves."""
     folder.mkdir(mode=0o700)
-    _save(tensors, folder / "adapter_model.safetensors")
+    _save({name: _copied(tensor) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

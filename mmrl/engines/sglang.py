@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 from torch import Tensor
 
 from mmrl.engines.external import (
+    BUCKET_BYTES,
     Allowance,
     Counted,
     allowances,
@@ -58,7 +59,8 @@ class SglangServer:
     ``model``: a Hugging Face directory. ``lora_rank``: the largest rank of ``update_lora``, None without adapters.
     ``options``: further server arguments by SGLang's names (``tp_size: 2``). ``environment``: variables of its
     processes beside ours. ``log``: where its output goes. ``key``: that of the server at ``url``, which must be
-    loopback or https; weights reach it as files, so it must see the same disk (``TMPDIR``). Raises ``UserError``.
+    loopback or https; weights reach it as files, so it must see the same disk (``TMPDIR``). ``bucket_bytes``: of
+    weights held at a time on their way there. Raises ``UserError``.
     """
 
     def __init__(
@@ -75,9 +77,11 @@ class SglangServer:
         key: str | None = None,
         start_timeout_s: float = 900.0,
         request_timeout_s: float = 1800.0,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._folder = model_folder(model, "SGLang")
         self.max_model_len = max_model_len
+        self._bucket_bytes = bucket_bytes
         self._lora_rank, self._versions, self._adapter = lora_rank, 0, ""
         self._values = values_of(self._folder)
         wanted = dict(options or {})
@@ -137,7 +141,7 @@ class SglangServer:
         folder = self._next("weights")
         try:
             counted = Counted(weights)
-            write_weights(folder, counted)
+            write_weights(folder, counted, self._bucket_bytes)
             counted.check(self._values, "SGLang")
             for file in self._folder.glob("*.json"):  # a whole model directory, without the old weights' index
                 if not file.name.endswith(".index.json"):

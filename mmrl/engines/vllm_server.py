@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from mmrl.engines.external import (
+    BUCKET_BYTES,
     Counted,
     allowances,
     check_prompt,
@@ -59,6 +60,7 @@ class VllmServer:
 
     ``environment``: variables of its processes beside ours (``CUDA_VISIBLE_DEVICES: "1"``). ``log``: where its output
     goes, None for a file that is removed with it. Starting takes 20 to 60 s; past ``start_timeout_s`` it is an error.
+    ``bucket_bytes``: of weights held at a time on their way to its files.
     Clips are not taken: vLLM's server would be told neither their rate nor which frames they are.
     """
 
@@ -75,11 +77,13 @@ class VllmServer:
         log: Path | None = None,
         start_timeout_s: float = 900.0,
         request_timeout_s: float = 1800.0,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         folder = model_folder(model, "the vLLM server")
         require_vllm()
         self.max_model_len = max_model_len
         self._model, self._tokenizer = model, None
+        self._bucket_bytes = bucket_bytes
         self._lora_rank, self._versions, self._adapter = lora_rank, 0, False
         self._values = values_of(folder)
         variables = {**_variables(new_key()), **(environment or {})}
@@ -120,7 +124,7 @@ class VllmServer:
         folder = self._next("weights")
         try:
             counted = Counted(weights)
-            write_weights(folder, counted)
+            write_weights(folder, counted, self._bucket_bytes)
             counted.check(self._values, "the vLLM server")
             rpc = {"method": REPLACE, "kwargs": {"weights_path": str(folder)}}
             self._client.post("/collective_rpc", rpc)

@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor, nn
 
 from mmrl.algorithms.objective import GraphSteps, Kind
 from mmrl.controller.features import FeatureStore
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
+
+if TYPE_CHECKING:
+    from mmrl.engines.policy import Policy
 
 Weights = Callable[[str], AbstractContextManager[None]]
 """``with weights("reference"):`` computes under that copy of the trained weights (``policy.using``)."""
@@ -54,8 +57,13 @@ class Pipeline(Protocol):
         """Indices of the denoising steps (actions) recorded in training step ``step``."""
         ...
 
-    def sync(self, tag: object) -> None:
-        """Have the weights that sample equal the policy's present ones, which ``tag`` names."""
+    def sync(self, policy: Policy) -> None:
+        """Have the weights that sample equal the policy's present ones. Where they lie in shards and an engine samples,
+        all ranks ask together (``work.apart``)."""
+        ...
+
+    def updates(self) -> dict[str, float]:
+        """What an engine of its own was given of weights since the run began, as metrics; nothing without one."""
         ...
 
     def wake(self) -> bool:

@@ -99,7 +99,7 @@ class Single:
     """Final class: the controller's own process is its one device."""
 
     def alone(self, run: Run, weights: str) -> AbstractContextManager[None]:
-        return run.policy.alone(weights)
+        return work.apart(run, weights)
 
     def sample(
         self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock, version: Version | None = None

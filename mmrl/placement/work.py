@@ -6,7 +6,8 @@ Samples and slices are computed by the same calls wherever they are computed; on
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ def sample(
     clock = clock or Clock(torch.device("cpu"))
     with run.policy.using(how.weights), torch.no_grad():
         with clock("sample"):
-            run.pipeline.sync(run.policy.tag)
+            run.pipeline.sync(run.policy)
             trajectory = run.pipeline.sample(slots, ids, how.actions, how.seed, how.evaluate)
         with clock("decode"):
             return trajectory, run.pipeline.samples(trajectory, how.inputs)
@@ -56,13 +57,27 @@ def sample(
 def go_on(run: Run, trajectory: Trajectory, most: int, how: Drawing) -> Trajectory:
     """Draw at most ``most`` further tokens for every row, all of them under way."""
     with run.policy.using(how.weights):
-        run.pipeline.sync(run.policy.tag)
+        run.pipeline.sync(run.policy)
         return run.pipeline.go_on(trajectory, most, how.seed)
 
 
 def enter(run: Run, weights: str) -> None:
     """Begin a phase in which this device computes without the others, under the copy ``weights`` of the policy."""
-    run.phase.enter_context(run.policy.alone(weights))
+    run.phase.enter_context(apart(run, weights))
+
+
+@contextmanager
+def apart(run: Run, weights: str) -> Iterator[None]:
+    """Such a phase. Shards are gathered for it; where an engine samples it is given them one by one, and nothing stays
+    gathered. All devices of all controllers enter and leave it together."""
+    policy = run.policy
+    if run.recipe.rollout.engine == "transformers" or not policy.weights.in_shards:
+        with policy.alone(weights):
+            yield
+    else:
+        with policy.using(weights):
+            run.pipeline.sync(policy)
+            yield
 
 
 def leave(run: Run) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from mmrl.config.schema import Recipe
 from mmrl.controller.randomness import seed_of
-from mmrl.engines.merging import merged_weights
+from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.engines.standby import Standby
 from mmrl.errors import UserError
@@ -40,6 +41,8 @@ def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> R
     for name in ("environment", "url", "key", "start_timeout_s", "request_timeout_s", "images", "clips"):
         if name in options:
             given[name] = options.pop(name)
+    if rollout.engine != "vllm":  # which takes tensor after tensor
+        given["bucket_bytes"] = rollout.update_bucket_mib * 2**20
     if sees and rollout.engine != "sglang":
         given.setdefault("images", 4)
     start = partial(_start, rollout.engine, path, options, given)
@@ -83,27 +86,58 @@ def _engine(name: str) -> Any:
     return SglangServer
 
 
-def push(engine: RolloutEngine, policy: Any) -> None:
-    """Give the engine the policy's present weights: the adapter alone where one trains, else all of them."""
-    if not hasattr(policy, "peft_config"):
-        engine.update(_plain(policy))
-        return
-    from peft.utils import get_peft_model_state_dict
+class Given:
+    """Final class. What an engine was given of weights so far: ``updates``, their bytes, and the seconds they took."""
 
-    config = policy.peft_config["default"]
-    tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
-    targets = config.target_modules
-    named = [targets] if isinstance(targets, str) else sorted(targets)
-    engine.update_lora(tensors, config.r, float(config.lora_alpha), named)
+    def __init__(self) -> None:
+        self.updates, self.update_bytes, self.update_seconds = 0, 0, 0.0
+
+    def push(self, engine: RolloutEngine, policy: Policy) -> None:
+        """Give the engine the policy's present weights: the adapter alone where one trains, else all of them.
+
+        Each tensor is gathered once, when its turn comes, by all ranks that hold parts of it together.
+        """
+        start = time.perf_counter()
+        module: Any = policy.module
+        if not hasattr(module, "peft_config"):
+            engine.update(self._counted(streamed(policy)))
+        else:
+            from peft.utils import get_peft_model_state_dict
+
+            config = module.peft_config["default"]
+            mine = {name: policy.weights.whole(name, p.detach()) for name, p in policy.trainable.items()}
+            tensors = get_peft_model_state_dict(module, state_dict=mine, save_embedding_layers=False)
+            targets = config.target_modules
+            named = [targets] if isinstance(targets, str) else sorted(targets)
+            engine.update_lora(dict(self._counted(tensors.items())), config.r, float(config.lora_alpha), named)
+        self.updates += 1
+        self.update_seconds += time.perf_counter() - start
+
+    def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self.update_bytes += tensor.nbytes
+            yield name, tensor
+
+    def row(self) -> dict[str, float]:
+        """``engine/<what>``, since the run began."""
+        return {f"engine/{name}": value for name, value in vars(self).items()} if self.updates else {}
 
 
-def _plain(policy: Any) -> Iterator[tuple[str, Tensor]]:
-    """All weights by their names in a checkpoint; what is tied to another is left out, as save_pretrained does."""
-    ties = policy.config.get_text_config().tie_word_embeddings
-    tied = set(policy._tied_weights_keys or ()) if ties else set()
-    for name, tensor in merged_weights(policy).items():
-        if name not in tied:
-            yield name, tensor.detach()
+@torch.no_grad()
+def streamed(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """All weights, whole, by their names in a checkpoint; what is tied to another is left out, as save_pretrained does.
+
+    Where ranks hold parts, all of them go through it together, outside of ``alone``; only one tensor is whole at a time
+    unless the caller keeps it.
+    """
+    module: Any = policy.module
+    ties = module.config.get_text_config().tie_word_embeddings
+    tied = set(module._tied_weights_keys or ()) if ties else set()
+    for name, tensor in module.state_dict().items():
+        if name in policy.trainable:
+            yield name, policy.weights.whole(name, policy.trainable[name].detach())
+        elif name not in tied:
+            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # frozen, and in shards
 
 
 def request(

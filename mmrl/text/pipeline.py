@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mmrl.algorithms.objective import Kind
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
+from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Clip, Completion, Request, RolloutEngine, Settings
 from mmrl.engines.standby import Standby, unfailing
 from mmrl.errors import UserError
@@ -78,7 +79,9 @@ class TextPipeline:
     ) -> None:
         self.conditioner, self.policy, self.recipe, self.device = conditioner, policy, recipe, device
         self.engine = engine
+        self.given = external.Given()
         self._synced: object = None
+        self._source: Policy | None = None
         self.critic: Critic | None = None
         self.settings = recipe.decoding
         self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
@@ -148,20 +151,34 @@ class TextPipeline:
     def noisy_steps(self, step: int) -> list[int]:
         return []  # every token is an action
 
-    def sync(self, tag: object) -> None:
-        if self.engine is not None and tag != self._synced:
-            unfailing(self.engine, lambda: None, self._push)
-            self._synced = tag
+    def sync(self, policy: Policy) -> None:
+        engine, self._source = self.engine, policy
+        if engine is None or policy.tag == self._synced:
+            return
+        if policy.weights.in_shards:  # gathered by all ranks together: none begins again alone
+            self.given.push(engine, policy)
+        else:
+            unfailing(engine, lambda: None, self._push)
+        self._synced = policy.tag
 
     def _push(self) -> None:
         assert self.engine is not None
-        external.push(self.engine, self.policy)
+        assert self._source is not None
+        if self._source.weights.in_shards:
+            raise UserError(
+                "the rollout engine was lost while it sampled, and its weights lie in shards, which all controllers "
+                "gather together; --resume goes on from the last checkpoint"
+            )
+        self.given.push(self.engine, self._source)
 
     def _ask(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
         """Sample with the engine, under the weights that it was last given, which the policy still has."""
         engine = self.engine
         assert engine is not None
         return unfailing(engine, self._push, lambda: engine.generate(requests, settings))
+
+    def updates(self) -> dict[str, float]:
+        return self.given.row()
 
     def wake(self) -> bool:
         return isinstance(self.engine, Standby) and self.engine.wake()

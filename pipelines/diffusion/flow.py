@@ -22,6 +22,7 @@ from mmrl.config.schema import Recipe
 from mmrl.controller.feature_cache import FeatureCache
 from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
+from mmrl.engines.policy import Policy
 from mmrl.pipelines.protocol import Usage, Weights, What
 from mmrl.report.card import public
 from mmrl.samples import make_samples
@@ -193,8 +194,11 @@ class FlowPipeline:
     def go_on(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
         raise TypeError("pictures are not drawn in parts; the recipe's checks refuse it")
 
-    def sync(self, tag: object) -> None:
+    def sync(self, policy: Policy) -> None:
         """Nothing to do: sampling reads the weights that train."""
+
+    def updates(self) -> dict[str, float]:
+        return {}
 
     def wake(self) -> bool:
         return False
