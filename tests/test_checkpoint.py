@@ -1,7 +1,7 @@
 """Checkpoints are whole or absent."""
 
-import json
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -14,6 +14,7 @@ import torch
 from mmrl import checkpoint, saving
 from mmrl.checkpoint import Checkpoint
 from mmrl.errors import UserError
+from tests import damage
 
 
 def make(step, value=1.0):
@@ -36,50 +37,24 @@ def test_only_the_newest_are_kept(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000003", "step_000010"]
 
 
-def damage_truncate(path):
-    data = (path / "weights.safetensors").read_bytes()
-    (path / "weights.safetensors").write_bytes(data[: len(data) // 2])
-
-
-def damage_flip(path):
-    data = bytearray((path / "weights.safetensors").read_bytes())
-    data[-5] ^= 1
-    (path / "weights.safetensors").write_bytes(data)
-
-
-def damage_delete(path):
-    (path / "weights.safetensors").unlink()
-
-
-def damage_manifest(path):
-    (path / "manifest.json").write_text('{"files": ')
-
-
-def damage_state(path):
-    (path / "state.json").write_text(json.dumps({"policy": {"updates": 99}}))
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (damage_truncate, "weights.safetensors has"),
-        (damage_flip, "weights.safetensors does not match its checksum"),
-        (damage_delete, "weights.safetensors is missing"),
-        (damage_manifest, "manifest.json cannot be read"),
-        (damage_state, "state.json"),
-    ],
-)
-def test_a_torn_checkpoint_is_passed_over_by_name(tmp_path, damage, says):
+@pytest.mark.parametrize("harm", damage.ALL, ids=lambda harm: harm.__name__)
+def test_a_torn_checkpoint_is_passed_over_by_name(tmp_path, harm):
     saving.save(tmp_path, make(1, 1.0), keep=3)
-    damage(saving.save(tmp_path, make(2, 2.0), keep=3))
-    found, skipped = checkpoint.load_latest(tmp_path)
-    assert found is not None
-    assert found.step == 1
-    assert len(skipped) == 1
-    assert "step_000002" in skipped[0]
-    assert says in skipped[0]
+    directory = saving.save(tmp_path, make(2, 2.0), keep=3)
+    says = harm(directory, directory / "weights.safetensors")
+    assert says in damage.passed_over(tmp_path, 1, 2)
     with pytest.raises(UserError, match="is not whole"):
         checkpoint.load(tmp_path, 2)
+
+
+def test_several_torn_ones_are_all_named_and_none_may_be_left(tmp_path):
+    for step, harm in enumerate(damage.ALL[:3], 1):
+        directory = saving.save(tmp_path, make(step), keep=9)
+        harm(directory, directory / "weights.safetensors")
+    found, skipped = checkpoint.load_latest(tmp_path)
+    assert found is None
+    named = [re.search(r"step_\d+", line) for line in skipped]
+    assert [n and n[0] for n in named] == ["step_000003", "step_000002", "step_000001"]
 
 
 def test_a_full_disk_leaves_the_last_one_alone(tmp_path):

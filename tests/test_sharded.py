@@ -3,6 +3,7 @@
 import faulthandler
 import hashlib
 import resource
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.saving import Saver
+from tests import damage
 from tests.ranks import launched
 
 LOAD = {"balance/load", "balance/load_predicted"}
@@ -247,8 +249,15 @@ def check_elastic(name, size, after, folder):
             assert (one - other).norm() <= 1e-5 * other.norm()
 
 
-def test_a_checkpoint_in_shards_goes_on_with_another_number(tmp_path):
+def test_a_checkpoint_in_shards_goes_on_with_another_number_and_a_torn_one_is_passed_over(tmp_path):
     check_elastic("lora", 2, [1], tmp_path)
+    folder = tmp_path / "checkpoints"
+    for harm in damage.ALL:  # of one rank's shard
+        newer = folder / "step_000003"
+        shutil.copytree(folder / "step_000002", newer)
+        says = harm(newer, newer / "shard-00002-model-00001-of-00001.safetensors")
+        assert says in damage.passed_over(folder, 2, 3)
+        shutil.rmtree(newer)
 
 
 @pytest.mark.slow

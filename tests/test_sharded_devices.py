@@ -12,6 +12,7 @@ from mmrl.errors import UserError
 from mmrl.placement.board import Board, Task
 from mmrl.placement.plan import plan
 from mmrl.placement.several import all_of
+from tests import damage
 from tests.ray_runs import JUDGED, alike, placed, rows, run
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -103,7 +104,10 @@ def test_megatron_learns_as_one_process_and_goes_on_in_any_layout(tmp_path):
     one = sampled("sums", whole, "train.steps=4")
     same_beginning(one, sampled("sums", cut, "train.steps=2", *parts))
     shutil.copytree(cut, tmp_path / "shards")
-    sampled("sums", tmp_path / "shards", "train.steps=3", *TWO, "--resume")
+    newest = tmp_path / "shards" / "checkpoints" / "step_000002"
+    says = damage.flipped(newest, newest / "shard-00002-model-00001-of-00001.safetensors")
+    assert says in damage.passed_over(newest.parent, 1, 2)
+    sampled("sums", tmp_path / "shards", "train.steps=3", *TWO, "--resume")  # after step 1
     sampled("sums", tmp_path / "shards", "train.steps=4", *parts, "--resume")
     alike(whole, tmp_path / "shards")
     sampled("sums", cut, "train.steps=3", *stages, "--resume")
