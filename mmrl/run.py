@@ -104,7 +104,17 @@ def keep_copies(policy: Policy, objective: Objective, staleness: int) -> None:
 
 
 def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Weights:
-    """How the trained weights of ``module`` lie on the controllers; one alone holds them whole."""
+    """How the trained weights of ``module`` lie on the controllers, and which of them share rows."""
+    weights, size = _lie(module, recipe, controller), recipe.train.context_parallel
+    if size == 1 or controller.peers.ranks is None:  # a run that is looked at, by one process
+        return weights
+    from mmrl.engines.context import InContext
+
+    return InContext(module, weights, size)
+
+
+def _lie(module: nn.Module, recipe: Recipe, controller: Controller) -> Weights:
+    """One controller alone holds them whole."""
     if controller.size * recipe.devices_per_controller == 1:
         return Replicated(module)
     if recipe.train.backend == "replicated":

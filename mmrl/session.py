@@ -97,7 +97,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     """
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
     free |= {"controllers", "devices_per_controller", "placement", "ray"}
-    free |= {f"train.{key}" for key in ("backend", "tensor_parallel", "sequence_parallel")}
+    free |= {f"train.{key}" for key in ("backend", "tensor_parallel", "sequence_parallel", "context_parallel")}
     free |= {"train.pipeline_parallel", "train.pipeline_chunks"}
     if loaded.recipe.optim.schedule == "linear":
         free.discard("train.steps")  # the learning rate of every step depends on it

@@ -124,6 +124,7 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
     if n * recipe.devices_per_controller > 1 and recipe.train.backend == "fsdp":
         yield from _sharded(recipe, "weights in shards (fsdp)")
     yield from _megatron(recipe)
+    yield from _context(recipe)
     if n == 1:
         return
     for key, most in (("train.prompts_per_step", recipe.train.prompts_per_step), ("eval.samples", recipe.eval.samples)):
@@ -182,7 +183,7 @@ def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
 
 
 def _megatron(recipe: Recipe) -> Iterator[str]:
-    train, algorithm, size = recipe.train, recipe.algorithm, recipe.train.width
+    train, algorithm, size = recipe.train, recipe.algorithm, recipe.train.sharing
     if train.backend != "megatron":
         for key in ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "pipeline_chunks"):
             if getattr(train, key) > 1 or getattr(train, key) is True:
@@ -217,6 +218,26 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
     if algorithm.type in ("ppo", "reward_model"):
         yield f"train.backend: {algorithm.type} trains a head for numbers, which megatron lacks; {fsdp}"
     yield from _sharded(recipe, "weights in parts (megatron)")
+
+
+def _context(recipe: Recipe) -> Iterator[str]:
+    """Of ranks that share rows."""
+    train, algorithm, size = recipe.train, recipe.algorithm, recipe.train.context_parallel
+    if size == 1:
+        return
+    devices = recipe.placement.training(recipe.devices_per_controller)
+    remove = "remove train.context_parallel"
+    if recipe.sampling.type != "text":
+        yield f"train.context_parallel: rows of tokens are cut, and this recipe makes pictures or clips; {remove}"
+    elif algorithm.type in ("ppo", "reward_model"):
+        yield f"train.context_parallel: {algorithm.type} trains a head for numbers, and its rows are not cut; {remove}"
+    if train.backend == "megatron":
+        yield f"train.context_parallel: megatron does not cut rows yet; set train.backend to fsdp, or {remove}"
+    elif devices % size:
+        yield (
+            f"train.context_parallel: the {size} devices that share a row belong to one controller, and {devices} "
+            f"train there; set devices_per_controller{_trainers(recipe)} to a multiple of {size}"
+        )
 
 
 def _trainers(recipe: Recipe) -> str:

@@ -151,15 +151,22 @@ class Train(Section):
     update go through one behind the other."""
     pipeline_chunks: PositiveInt = 1
     """Stages are cut in so many, which a device has in turn (interleaved): it waits less, and sends more."""
+    context_parallel: PositiveInt = 1
+    """Text: devices of a controller that share each row of an update, a part of its tokens on each."""
+
+    @property
+    def sharing(self) -> int:
+        """Devices that hold one model between them."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def width(self) -> int:
-        """Devices that share a model."""
-        return self.tensor_parallel * self.pipeline_parallel
+        """Devices that go through each slice of an update together."""
+        return self.sharing * self.context_parallel
 
     def parts(self, ranks: int) -> int:
         """In how many parts the trained weights lie on ``ranks`` ranks."""
-        return {"replicated": 1, "fsdp": ranks, "megatron": self.width}[self.backend]
+        return {"replicated": 1, "fsdp": ranks, "megatron": self.sharing}[self.backend]
 
     max_cpu_seconds: PositiveFloat | None = None
     """Stop after the step in which the CPU time spent in training steps (not in evaluation) passes this."""

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mmrl.algorithms.objective import Objective
 from mmrl.config.schema import Recipe
+from mmrl.engines.context import imagined
 from mmrl.engines.policy import Policy
 from mmrl.pipelines.protocol import Pipeline
 from mmrl.placement.arithmetic import Counts
@@ -116,6 +117,7 @@ class Measured:
 
     ``encode`` (one prompt), ``sample`` and ``decode`` (a micro-batch), ``train`` (a slice: forward and backward) and
     ``optimizer`` are what each phase works with beyond everything that stays. ``adam`` is the optimizer's state.
+    ``train_token``: by how much ``train`` grows with a token more in every row of the slice; 0 where that is not known.
     ``forwards`` and ``graph_forwards`` are calls of the policy in a slice, without and with a graph; ``guided``: each
     is of twice the rows, with the prompt and with the negative one.
     """
@@ -132,6 +134,7 @@ class Measured:
     forwards: int
     graph_forwards: int
     guided: bool
+    train_token: float = 0.0
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -199,6 +202,11 @@ def measure(
     kept = nbytes(t for t in vars(trajectory).values() if isinstance(t, Tensor)) // len(trajectory)
 
     train, forwards, graph_forwards = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
+    token = 0.0
+    if recipe.train.context_parallel > 1 and trajectory.mask is not None:
+        less = trajectory.clean.shape[1] // 2
+        short = replace(trajectory, **{name: getattr(trajectory, name)[:, less:] for name in _COLUMNS})
+        token = (train - _slice(pipeline, recipe, objective, trained, short, counts.slice_rows)[0]) / max(1, less)
     optimizer = state = 0
     for one in trained:
         with LiveBytes() as live:
@@ -219,7 +227,12 @@ def measure(
         forwards,
         graph_forwards,
         guided=len(keys) > 1,  # of one slot: the negative prompt has features too
+        train_token=token,
     )
+
+
+_COLUMNS = ("clean", "mask", "log_probs")
+"""Of a text's trajectory, what has an entry for each token of a response."""
 
 
 def kept_copies(objective: Objective) -> list[str]:
@@ -259,7 +272,8 @@ def _slice(
     for p in (p for one in trained for p in one.trainable.values()):
         p.grad = p.detach().clone()
     old = {"advantages": torch.zeros(n), "weights": torch.ones(n), "groups": torch.zeros(n, dtype=torch.long)}
-    with LiveBytes() as live, counted(pipeline.policy) as calls, known_masks(pipeline):
+    cut = imagined(pipeline.policy, recipe.train.context_parallel)
+    with LiveBytes() as live, counted(pipeline.policy) as calls, known_masks(pipeline), cut:
         rows = trajectory if n == len(trajectory) else trajectory.rows(list(range(n)))
         at_once = range(recipe.train.steps_per_forward)
         match objective.kind:

@@ -170,6 +170,7 @@ def _account(
     inputs: frozenset[str],
 ) -> None:
     """Fill in counts, measured sizes, roles and phases."""
+    from mmrl.engines.context import refusals as refusals_of_context
     from mmrl.engines.megatron.mapping import refusals as refusals_of_megatron
     from mmrl.placement.memory import measure
     from mmrl.trajectory import Prompt
@@ -183,6 +184,11 @@ def _account(
     if recipe.train.backend == "megatron":
         made.problems += refusals_of_megatron(description.pipeline.policy, recipe.train)
         made.notes.append("activations are counted whole, and devices that share a model divide most of them")
+    if recipe.train.context_parallel > 1:
+        refused = list(refusals_of_context(description.pipeline.policy, recipe.train.context_parallel))
+        made.problems += refused
+        if refused:
+            return
     sizes = sizes_of(description, shards, by_block=recipe.train.backend == "fsdp")
     media = _pair()[: 2 if objective.kind == "offline" else description.pictures]
     prompt, row_tokens = Prompt("plan", "plan", media=media), 0

@@ -95,6 +95,9 @@ def _edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     ranks = recipe.controllers * recipe.devices_per_controller
     if ranks > 1 and recipe.train.backend == "replicated" and peak.name in ("train", "optimizer"):
         yield "train.backend=fsdp"
+    shared = train.context_parallel * 2
+    if peak.name == "train" and text and ranks > 1 and rows == 1 and train.tensor_parallel == 1:
+        yield f"train.context_parallel={shared} (and devices_per_controller a multiple of it)"
     if recipe.model.lora is None:
         yield "model.lora={rank: 32} (its gradients and optimizer state take megabytes)"
     if recipe.model.dtype == "float32":

@@ -87,18 +87,19 @@ def idle(plan: Plan) -> Iterator[str]:
     if slices < trainers:
         edit = _fewer_rows("train.micro_batch_size", c.samples // c.optimizer_steps, -(-trainers // c.passes))
         of = f"an update's {slices} slice{'s' * (slices > 1)} of a controller"
-        what = f"models of {recipe.train.width} devices" if _shared(recipe) else "devices"
+        what = f"groups of {recipe.train.width} devices" if _shared(recipe) else "devices"
         yield f"{of} cannot keep {trainers} {what} busy; {edit}"
 
 
 def _models(recipe: Recipe) -> int:
-    """How many slices of an update a controller computes at once: devices that share a model compute each together."""
+    """How many slices of an update a controller computes at once: devices that share a model or rows are one."""
     return recipe.placement.training(recipe.devices_per_controller) // recipe.train.width
 
 
 def _shared(recipe: Recipe) -> str:
-    size = recipe.train.width
-    return f" x {size}, which share a model" if size > 1 else ""
+    train = recipe.train
+    shared = ["a model"] * (train.sharing > 1) + ["rows"] * (train.context_parallel > 1)
+    return f" x {train.width}, which share {' and '.join(shared)}" if shared else ""
 
 
 def _fewer_rows(key: str, samples: int, parts: int) -> str:

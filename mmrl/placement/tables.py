@@ -8,6 +8,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from mmrl.placement.longest import longest
 from mmrl.placement.sharing import rows, shares
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def render(plan: Plan, console: Console) -> None:
         console.print(_roles(plan))
         console.print(_phases(plan))
         say(_peak(plan))
+        if plan.recipe.train.context_parallel > 1:
+            say(_cut(plan))
         if plan.host:
             say(f"in host memory while off the device: {size(plan.host)}")
         _placed(plan, console)
@@ -178,6 +181,20 @@ def _peak(plan: Plan) -> str:
         )
     share = peak.total / plan.device_memory
     return f"peak: {size(peak.total)} in {peak.name}, {share:.0%} of {plan.device}'s {size(plan.device_memory)}"
+
+
+def _cut(plan: Plan) -> str:
+    """What devices that share rows have of them, and how long rows may be."""
+    c, m, n = plan.counts, plan.measured, plan.recipe.train.context_parallel
+    assert c is not None
+    assert m is not None
+    said = f"rows are cut: each of {n} devices has 1/{n} of the tokens in training ({size(m.train)} of activations)"
+    if (found := longest(plan)) is None:
+        return said
+    tokens, phase = found
+    whole = ", where a device has whole rows" if phase == "sample" else ""
+    most = f"; by {phase}{whole}, rows of up to {tokens:,} tokens fit"
+    return f"{said}{most} (now {c.row_tokens:,}), {c.slice_rows} to a slice"
 
 
 def _crossing(plan: Plan) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mmrl.algorithms.objective import Kind
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
+from mmrl.engines.context import Cut
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Clip, Completion, Request, RolloutEngine, Settings
 from mmrl.engines.standby import Standby, unfailing
@@ -326,7 +327,8 @@ class TextPipeline:
             logits = self._logits(trajectory)
             out["log_probs"] = self.token_log_probs(logits, trajectory.clean, temperature)
             if "entropy" in needs:
-                out["entropy"] = entropy(logits, temperature, self._vocabulary)
+                found = entropy(logits, temperature, self._vocabulary)
+                out["entropy"] = found if self._cut is None else self._cut.whole(found)
         if "values" in needs:
             out["values"] = self._values(trajectory)
         if "reference_log_probs" in needs:
@@ -336,8 +338,16 @@ class TextPipeline:
         return out
 
     def token_log_probs(self, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        """Log-probs ``[B, T]`` of ``tokens`` under logits that the policy gave: of all tokens, or of this rank's."""
-        return token_log_probs(logits, tokens, temperature, self._vocabulary)
+        """Log-probs ``[B, T]`` of ``tokens`` under the logits that the policy just gave, of all tokens and the whole
+        vocabulary or of this rank's parts of them."""
+        own = tokens if self._cut is None else self._cut.own(tokens)
+        found = token_log_probs(logits, own, temperature, self._vocabulary)
+        return found if self._cut is None else self._cut.whole(found)
+
+    @property
+    def _cut(self) -> Cut | None:
+        """How ranks share rows; None where they do not."""
+        return getattr(self.policy, "cut", None)
 
     @property
     def _vocabulary(self) -> Vocabulary | None:
@@ -360,7 +370,8 @@ class TextPipeline:
             return self.critic(**inputs)[:, -trajectory.clean.shape[1] - 1 : -1]
 
     def _logits(self, trajectory: Trajectory) -> Tensor:
-        """Logits ``[B, T, V]`` that each response token was, or would have been, drawn from."""
+        """Logits ``[B, T, V]`` that each response token was, or would have been, drawn from; this rank's where ranks
+        share rows or the vocabulary."""
         inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
         with self._autocast():
             end = inputs["input_ids"].shape[1] - 1  # the last token has nothing behind it

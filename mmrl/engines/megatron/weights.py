@@ -54,7 +54,7 @@ class ModelParallel:
         if problems := list(refusals(module, settings)):
             raise UserError("\n".join(problems))
         size = self._size = settings.tensor_parallel
-        self.width, self._sent, self._alone = settings.width, sent, False
+        self.width, self._sent, self._alone = settings.sharing, sent, False
         self._by_tokens = settings.sequence_parallel
         self._groups = arrange(settings)
         self._group = self._groups.layers

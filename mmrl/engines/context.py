@@ -1,0 +1,377 @@
+"""Context parallelism: ranks that share a row, each with a part of its tokens.
+
+A row is cut into ``2 N`` pieces of equal length, and rank ``r`` of ``N`` has the pieces ``r`` and ``2 N - 1 - r``: then
+causal attention is as much work for each (Llama 3, arXiv 2407.21783, section 3.3.2, as is the gathering of keys and
+values). Everything but attention is of single tokens. Attention has the queries of this rank's tokens and the keys and
+values of all, which are gathered for it, and again for its backward pass, so that what a layer keeps is this rank's.
+
+What is cut is the forward of a Hugging Face decoder, through the attention that the library lets one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from mmrl.engines.weights import Weights
+from mmrl.errors import UserError
+from mmrl.text.likelihood import token_log_probs
+
+_NAME = "mmrl_context"
+"""Of the attention, where the library looks it up."""
+_ROWS = 256
+"""Queries that are computed at once: their mask is all there is of ``[S, S]``."""
+_TOLERANCE, _IN_HALF = 1e-3, 0.3
+"""By how much log-probs may differ from those of whole rows; float32 parts by 1e-6."""
+_PATIENCE = timedelta(days=1)
+"""As in ``mmrl.controller.peers``."""
+
+
+class Ranks(Protocol):
+    """Those that share a row. All must call these together."""
+
+    size: int
+    rank: int
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """``[size, ...]`` of what each has, ``[...]``."""
+        ...
+
+    def add(self, parts: Tensor) -> Tensor:
+        """``[...]``: this rank's part of ``[size, ...]``, added over all."""
+        ...
+
+    def sum(self, values: Tensor) -> Tensor:
+        """``values``, added in place over all."""
+        ...
+
+
+class Group:
+    """Final class: neighbours, ``size`` of them, as a group of ``torch.distributed``. All ranks construct it together,
+    or name a ``group`` that there is."""
+
+    def __init__(self, size: int, group: Any = None) -> None:
+        self.size = size
+        self._group: Any = group or dist.new_subgroups(size, timeout=_PATIENCE)[0]
+        self.rank = dist.get_rank(self._group)
+
+    def gather(self, mine: Tensor) -> Tensor:
+        out = mine.new_empty(self.size, *mine.shape)
+        dist.all_gather(list(out), mine.contiguous(), group=self._group)
+        return out
+
+    def add(self, parts: Tensor) -> Tensor:
+        out = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter(out, list(parts.contiguous()), group=self._group)
+        return out
+
+    def sum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self._group)
+        return values
+
+
+class Imagined:
+    """Final class: the first of ``size`` ranks that are not there. What they have is as large as what it has, which is
+    enough to count memory."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def gather(self, mine: Tensor) -> Tensor:
+        return mine.unsqueeze(0).repeat(self.size, *[1] * mine.ndim)
+
+    def add(self, parts: Tensor) -> Tensor:
+        return parts.sum(0)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def columns(length: int, ranks: Ranks, device: torch.device) -> Tensor:
+    """``[2 * piece]``: the columns of a row of ``length`` (a multiple of ``2 N``) that this rank has."""
+    pieces = torch.arange(length, device=device).view(2 * ranks.size, -1)
+    return torch.cat([pieces[ranks.rank], pieces[-1 - ranks.rank]])
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, ranks: Ranks) -> Tensor:
+    """Causal attention ``[B, heads, s, D]`` of this rank's ``query``, of that shape, to the tokens of all: ``key`` and
+    ``value`` ``[B, groups, s, D]`` are those of this rank."""
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        query, key, value = (t.to(torch.get_autocast_dtype(kind)) for t in (query, key, value))
+    return _Attention.apply(query, key, value, scale, ranks)  # type: ignore[no-any-return]
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what this rank has. The backward pass gathers again and computes attention a second time, block by block,
+    with the graph that torch makes of its own kernel: so any device's will do. There is no second derivative."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None, ranks: Ranks
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.scale, ctx.ranks = scale, ranks
+        key, value = _in_order(torch.stack([key, value]), ranks)
+        blocks = _blocks(query.shape[2], ranks, query.device)
+        found = [_block(query[:, :, a:b], key, value, scale, own) for a, b, own in blocks]
+        return torch.cat(found, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value = ctx.saved_tensors
+        both = _in_order(torch.stack([key, value]), ctx.ranks)
+        of_query, of_both = torch.empty_like(query), torch.zeros_like(both)
+        for a, b, own in _blocks(query.shape[2], ctx.ranks, query.device):
+            q = query[:, :, a:b].detach().requires_grad_()
+            k, v = (t[:, :, : own[1]].detach().requires_grad_() for t in both)
+            with torch.enable_grad():
+                out = _block(q, k, v, ctx.scale, own)
+            of_query[:, :, a:b], of_k, of_v = torch.autograd.grad(out, (q, k, v), grad[:, :, a:b])
+            of_both[0, :, :, : own[1]] += of_k
+            of_both[1, :, :, : own[1]] += of_v
+        of_key, of_value = ctx.ranks.add(_by_rank(of_both, ctx.ranks))
+        return of_query, of_key, of_value, None, None
+
+
+def _in_order(mine: Tensor, ranks: Ranks) -> Tensor:
+    """``[2, B, groups, S, D]`` of all tokens, of ``[2, B, groups, s, D]`` that each rank has."""
+    first, second = ranks.gather(mine).movedim(0, 3).unflatten(4, (2, -1)).unbind(4)
+    return torch.cat([first, second.flip(3)], 3).flatten(3, 4)
+
+
+def _by_rank(whole: Tensor, ranks: Ranks) -> Tensor:
+    """The way back: ``[N, 2, B, groups, s, D]``."""
+    first, second = whole.unflatten(3, (2, ranks.size, -1)).unbind(3)
+    return torch.cat([first, second.flip(3)], 4).movedim(3, 0)
+
+
+def _blocks(length: int, ranks: Ranks, device: torch.device) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """Queries ``a`` to ``b`` of this rank's, and the columns that they are: from, and until."""
+    piece = length // 2
+    for start, column in ((0, ranks.rank * piece), (piece, (2 * ranks.size - 1 - ranks.rank) * piece)):
+        for a in range(0, piece, _ROWS):
+            b = min(a + _ROWS, piece)
+            yield start + a, start + b, (column + a, column + b)
+
+
+def _block(query: Tensor, key: Tensor, value: Tensor, scale: float | None, own: tuple[int, int]) -> Tensor:
+    """``[B, heads, n, D]`` of queries at the columns ``own``. Of those that share keys one at a time: their mask
+    is one, and keys are not repeated."""
+    first, until = own
+    at = torch.arange(until, device=query.device)
+    mask = at[first:, None] >= at
+    key, value = key[:, :, :until], value[:, :, :until]
+    shared = query.unflatten(1, (key.shape[1], -1)).unbind(2)
+    found = [scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scale) for q in shared]
+    return torch.stack(found, 2).flatten(1, 2)
+
+
+@contextmanager
+def imagined(module: Any, size: int) -> Iterator[None]:
+    """Inside, ``module`` computes what the first of ``size`` ranks would; of others that are not there."""
+    cut = Cut(module, Imagined(size)) if size > 1 else None
+    try:
+        yield
+    finally:
+        if cut is not None:
+            cut.turn(on=False)
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+class Cut:
+    """Final class: while it is on, a forward of the decoder ``module`` is of this rank's tokens, and of all ranks that
+    share a row together. On from the beginning."""
+
+    def __init__(self, module: Any, ranks: Ranks) -> None:
+        from transformers import AttentionInterface
+
+        self._module, self._ranks = module, ranks
+        self._whole_forward, self._attention = module.forward, _config(module)._attn_implementation
+        self._of_last: tuple[Tensor, Tensor, Tensor] | None = None
+        AttentionInterface.register(_NAME, self._attend)  # type: ignore[arg-type]
+        module.get_output_embeddings().register_forward_pre_hook(self._only_kept)
+        self.turn(on=True)
+
+    @property
+    def size(self) -> int:
+        return self._ranks.size
+
+    def turn(self, on: bool) -> None:
+        """Cut rows from now on, or no longer."""
+        self._module.forward = self._forward if on else self._whole_forward
+        self._module.cut = self if on else None
+        _config(self._module)._attn_implementation = _NAME if on else self._attention
+        self._of_last = None
+
+    def own(self, tokens: Tensor) -> Tensor:
+        """Of ``[B, T]``, those that this rank had logits of in the last forward, ``[B, m]``."""
+        assert self._of_last is not None
+        return tokens.gather(1, self._of_last[1])
+
+    def whole(self, values: Tensor) -> Tensor:
+        """``[B, T]`` of what each rank has of it, ``[B, m]``. All come to the same loss of it, so that each takes its
+        own part of the gradient."""
+        assert self._of_last is not None
+        _, index, there = self._of_last
+        return _Whole.apply(values, index, there, self._width, self._ranks)  # type: ignore[no-any-return]
+
+    def _forward(self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: Tensor, **_: Any) -> Any:
+        """Logits ``[B, m, V]`` behind those of the consecutive columns ``logits_to_keep`` ``[T]`` that this rank has.
+        Rows are padded on the left; here on the right, where no token sees padding."""
+        left = (attention_mask.cumsum(1) == 0).sum(1, keepdim=True)
+        tokens = pad(input_ids, (0, -input_ids.shape[1] % (2 * self._ranks.size)))
+        own = columns(tokens.shape[1], self._ranks, tokens.device)
+        rows = tokens.gather(1, (own + left) % tokens.shape[1])
+        self._width = len(logits_to_keep)
+        index = own + left - logits_to_keep[0]
+        there = (index >= 0) & (index < self._width)
+        order = there.byte().argsort(dim=1, descending=True, stable=True)[:, : self._width]
+        index, there = index.gather(1, order).clamp(0, self._width - 1), there.gather(1, order)
+        self._of_last = order, index, there
+        positions = own.expand_as(rows)
+        return self._whole_forward(input_ids=rows, attention_mask=None, position_ids=positions, use_cache=False)
+
+    def _only_kept(self, layer: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """The hidden states that logits are wanted of."""
+        if self._of_last is None:
+            return None
+        hidden, *rest = given
+        index = self._of_last[0].unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+        return (hidden.gather(1, index), *rest)
+
+    def _attend(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        scaling: float | None = None,
+        **given: Any,
+    ) -> tuple[Tensor, None]:
+        settings = ("sliding_window", "softcap", "s_aux", "position_bias")
+        unknown = [name for name in settings if given.get(name) is not None]
+        assert mask is None, "refusals has said so"
+        assert not unknown, unknown
+        return attend(query, key, value, scaling, self._ranks).transpose(1, 2), None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, values: Tensor, index: Tensor, there: Tensor, width: int, ranks: Ranks
+    ) -> Tensor:
+        ctx.save_for_backward(index, there)
+        out = values.new_zeros(len(values), width)
+        return ranks.sum(out.scatter_add_(1, index, torch.where(there, values, 0.0)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        index, there = ctx.saved_tensors
+        return grad.gather(1, index) * there, None, None, None, None
+
+
+def _config(module: Any) -> Any:
+    """The one that its layers read, with LoRA or not."""
+    return (module.get_base_model() if hasattr(module, "get_base_model") else module).config
+
+
+class InContext:
+    """Final class; see ``mmrl.engines.weights.Weights``. ``weights``, as they lie on all ranks, of a ``module`` of
+    which ``size`` neighbours share each row. All ranks construct it together.
+
+    Gradients of a rank are those of its tokens, so that their sum over all ranks is what it was. Raises ``UserError``
+    where ``module`` cannot be cut, or comes to other log-probs then.
+    """
+
+    def __init__(self, module: Any, weights: Weights, size: int) -> None:
+        if problems := list(refusals(module, size)):
+            raise UserError("\n".join(problems))
+        self._weights, self.width = weights, size * weights.width
+        self.mine, self.in_shards, self.lockstep = weights.mine, weights.in_shards, weights.lockstep
+        self.gather_gradients, self.norm, self.swap = weights.gather_gradients, weights.norm, weights.swap
+        self.spread, self.whole = weights.spread, weights.whole
+        self.names, self.stages, self.changed = weights.names, weights.stages, weights.changed
+        self._cut = Cut(module, Group(size))
+        self._alone = False
+        self._check(module)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        if self._alone:
+            yield
+            return
+        self._alone = True
+        with self._weights.alone():
+            self._cut.turn(on=False)
+            try:
+                yield
+            finally:
+                self._cut.turn(on=True)
+                self._alone = False
+
+    @torch.no_grad()
+    def _check(self, module: Any) -> None:
+        """Compare with the whole forward, on a row with padding: a config may say what nobody here reads."""
+        config, parameter = _config(module), next(module.parameters())
+        length = 8 * self._cut.size
+        rows = torch.arange(2 * length, device=parameter.device).view(2, -1) % config.vocab_size
+        mask = torch.ones_like(rows)
+        mask[0, :3] = 0
+        kept, picked = torch.arange(4, length - 1, device=rows.device), rows[:, 5:]
+        given = {"input_ids": rows, "attention_mask": mask, "logits_to_keep": kept, "use_cache": False}
+        given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        own = token_log_probs(module(**given).logits, self._cut.own(picked), 1.0)
+        mine = self._cut.whole(own)
+        self._cut.turn(on=False)
+        whole = token_log_probs(module(**given).logits, picked, 1.0)
+        self._cut.turn(on=True)
+        gap = (whole - mine).abs().max().item()
+        if not gap <= (_TOLERANCE if parameter.dtype == torch.float32 else _IN_HALF):
+            raise UserError(
+                f"train.context_parallel: a {type(module).__name__} whose rows are cut comes to other log-probs (by "
+                f"{gap:.2g}): its config.json has a setting that is not known here; remove train.context_parallel"
+            )
+
+
+def refusals(module: Any, size: int) -> Iterator[str]:
+    """Why the rows of ``module`` cannot be cut for ``size`` ranks, with the edit that mends it."""
+    base = module.get_base_model() if hasattr(module, "get_base_model") else module
+    config = base.config
+    if size == 1:
+        return
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    for what, is_it in {
+        "that sees": hasattr(config, "vision_config") or config.get_text_config() is not config,
+        "whose attention cannot be named": not getattr(base, "_supports_attention_backend", False),
+        f"with layers of {', '.join(sorted(kinds))}": bool(kinds),
+        "with a sliding window": bool(sliding) and not kinds,
+        "with soft-capped attention": getattr(config, "attn_logit_softcapping", None) is not None,
+        "with compressed keys": getattr(config, "kv_lora_rank", None) is not None,
+        f"with RoPE of type {rope.get('rope_type')}": rope.get("rope_type") in ("dynamic", "longrope"),
+    }.items():
+        if is_it:
+            yield (
+                f"train.context_parallel: no rows are cut of a {type(base).__name__}, {what}; remove "
+                "train.context_parallel, or take another model.path (Qwen2, Qwen3, Llama)"
+            )
