@@ -93,6 +93,19 @@ def test_ranks_that_share_rows_have_the_gradients_and_log_probs_of_one(family, l
             torch.testing.assert_close(rank[name], of, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.slow
+def test_a_run_that_shares_rows_learns_as_one_process_which_goes_on_from_it(tmp_path):
+    pytest.importorskip("ray")
+    from tests.ray_runs import alike
+    from tests.test_sharded_devices import same_beginning, sampled
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    one = sampled("sums", whole, "train.steps=3")
+    same_beginning(one, sampled("sums", cut, "train.steps=2", *SHARDS))
+    sampled("sums", cut, "train.steps=3", "--resume")
+    alike(whole, cut)
+
+
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [

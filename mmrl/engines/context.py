@@ -126,9 +126,10 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.scale, ctx.ranks = scale, ranks
         key, value = _in_order(torch.stack([key, value]), ranks)
-        blocks = _blocks(query.shape[2], ranks, query.device)
-        found = [_block(query[:, :, a:b], key, value, scale, own) for a, b, own in blocks]
-        return torch.cat(found, 2)
+        out = torch.empty_like(query)
+        for a, b, own in _blocks(query.shape[2], ranks):
+            out[:, :, a:b] = _block(query[:, :, a:b], key, value, scale, own)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -136,7 +137,7 @@ class _Attention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         both = _in_order(torch.stack([key, value]), ctx.ranks)
         of_query, of_both = torch.empty_like(query), torch.zeros_like(both)
-        for a, b, own in _blocks(query.shape[2], ctx.ranks, query.device):
+        for a, b, own in _blocks(query.shape[2], ctx.ranks):
             q = query[:, :, a:b].detach().requires_grad_()
             k, v = (t[:, :, : own[1]].detach().requires_grad_() for t in both)
             with torch.enable_grad():
@@ -160,11 +161,12 @@ def _by_rank(whole: Tensor, ranks: Ranks) -> Tensor:
     return torch.cat([first, second.flip(3)], 4).movedim(3, 0)
 
 
-def _blocks(length: int, ranks: Ranks, device: torch.device) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """Queries ``a`` to ``b`` of this rank's, and the columns that they are: from, and until."""
+def _blocks(length: int, ranks: Ranks) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """Queries ``a`` to ``b`` of this rank's, and the columns that they are: from, and until. What takes most memory
+    comes first, so that the rest finds room in what that gave back."""
     piece = length // 2
-    for start, column in ((0, ranks.rank * piece), (piece, (2 * ranks.size - 1 - ranks.rank) * piece)):
-        for a in range(0, piece, _ROWS):
+    for start, column in ((piece, (2 * ranks.size - 1 - ranks.rank) * piece), (0, ranks.rank * piece)):
+        for a in reversed(range(0, piece, _ROWS)):
             b = min(a + _ROWS, piece)
             yield start + a, start + b, (column + a, column + b)
 
