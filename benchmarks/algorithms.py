@@ -5,10 +5,10 @@
 Trains all weights of ``shapes-full``'s model with ``mmrl train``, 120 CPU-seconds a run, in processes of their own, and
 prints a table for each reward: ``verifier``, the strict verdict of the pixels' verifier, and ``colour``, which is
 differentiable, so that pathwise algorithms can follow it too. A figure is of held-out prompts, which RL never samples.
-What loses is shown as losing. ``--json`` gets each run's row as it ends, with its curve and the processor it ran on, and
-runs that stand there are not done again: a command that was stopped goes on, elsewhere too, also with more seeds or arms.
-Seeds are done one after another, each with every arm, so that what is compared ran on one machine. ``--png`` draws the
-curves.
+What loses is shown as losing. ``--json`` gets each run's row as it ends, with its curve and the processor it ran on,
+and runs that stand there are not done again: a command that was stopped goes on, elsewhere too, also with more seeds
+or arms. Seeds are done one after another, each with every arm, so that what is compared ran on one machine. ``--png``
+draws the curves.
 
 Settings are the ones listed here and no paper's: on a model this small nobody has published any. Learning rates are
 those of the recipes, one for each kind of objective; none was searched for. A step has 64 pictures, so that two minutes
