@@ -38,16 +38,22 @@ class Weights(Protocol):
     mine: dict[str, Tensor]
     """By parameter's name, what this rank keeps of it and its optimizer steps on: all of it, or its rows of it; nothing
     of parameters that only other ranks have."""
-    names: Collection[str]
-    """Of all parameters that are trained, on any rank."""
-    stages: Stages | None
-    """What slices go through; None where a call of the model is all of it."""
     in_shards: bool
     """Whether ranks hold parts, which they gather and save together."""
     lockstep: bool
     """Whether a forward or backward pass is of all ranks together, outside of ``alone``."""
     width: int
     """Ranks that go through each slice together; neighbours do."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all parameters that are trained, on any rank."""
+        ...
+
+    @property
+    def stages(self) -> Stages | None:
+        """What slices go through; None where a call of the model is all of it."""
+        ...
 
     def gather_gradients(self) -> None:
         """Give each of ``mine`` its gradient, summed over all ranks; what none has a gradient for stays without."""

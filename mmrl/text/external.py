@@ -113,6 +113,15 @@ class Given:
         self.updates += 1
         self.update_seconds += time.perf_counter() - start
 
+    def again(self, engine: RolloutEngine, policy: Policy) -> None:
+        """``push`` to an engine that was started again, by this rank alone. Raises ``UserError`` where it has parts."""
+        if policy.weights.in_shards:
+            raise UserError(
+                "the rollout engine was lost while it sampled, and its weights lie in shards, which all controllers "
+                "gather together; --resume goes on from the last checkpoint"
+            )
+        self.push(engine, policy)
+
     def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
             self.update_bytes += tensor.nbytes

@@ -165,12 +165,7 @@ class TextPipeline:
     def _push(self) -> None:
         assert self.engine is not None
         assert self._source is not None
-        if self._source.weights.in_shards:
-            raise UserError(
-                "the rollout engine was lost while it sampled, and its weights lie in shards, which all controllers "
-                "gather together; --resume goes on from the last checkpoint"
-            )
-        self.given.push(self.engine, self._source)
+        self.given.again(self.engine, self._source)
 
     def _ask(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
         """Sample with the engine, under the weights that it was last given, which the policy still has."""
