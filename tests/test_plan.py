@@ -258,6 +258,7 @@ def test_every_shipped_recipe_resolves(name, medium):
     if load_recipe([name]).recipe.pipeline.startswith("vlm/"):
         pytest.importorskip("torchvision")
     real = ["train.micro_batch_size=2", "sampling.batch_size=2"] if name.startswith("qwen") else []
+    real += ["sampling.max_new_tokens=2048"] if name.endswith("-long") else []
     made = medium if name == "sd35-medium" else planned(*real, name=name)
     assert made.problems == []
     assert made.peak is not None

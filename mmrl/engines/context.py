@@ -169,6 +169,8 @@ def _blocks(length: int, ranks: Ranks) -> Iterator[tuple[int, int, tuple[int, in
         for a in reversed(range(0, piece, _ROWS)):
             b = min(a + _ROWS, piece)
             yield start + a, start + b, (column + a, column + b)
+            if isinstance(ranks, Imagined):
+                return  # memory is counted: none that follows takes more
 
 
 def _block(query: Tensor, key: Tensor, value: Tensor, scale: float | None, own: tuple[int, int]) -> Tensor:
