@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -76,6 +77,7 @@ ARMS: dict[str, list[str]] = {
     "DRaFT-LV": ["algorithm={type: draft, renoise: 2}", *PATHWISE],
     "refl": ["algorithm={type: refl}", *PATHWISE],
     "alignprop": ["algorithm={type: alignprop}", *PATHWISE],
+    "srpo": ["algorithm={type: srpo}", *PATHWISE],
 }
 REWARDS = {
     "verifier": ("shapes/success", []),
@@ -204,16 +206,23 @@ def main() -> None:
 
     kept = Rows(given.json)
 
-    def one(job: tuple[str, str, int]) -> dict[str, Any]:
+    def one(job: tuple[str, str, int]) -> dict[str, Any] | None:
         words = overrides(*job[:2], given.seconds, given.overrides)
         if (row := kept.get(*job, words)) is None:
-            found = trained(*job, given.out, words)
+            try:
+                found = trained(*job, given.out, words)
+            except subprocess.CalledProcessError:  # the others go on
+                print(f"{', '.join(map(str, job))}: failed, see its log under {given.out}", file=sys.stderr, flush=True)
+                return None
             row = {"arm": job[0], "reward": job[1], "seed": job[2], "words": words, **found}
             kept.add(row)
         return row
 
     with ThreadPoolExecutor(given.jobs) as pool:
-        results = dict(zip(jobs, pool.map(one, jobs), strict=True))
+        found = dict(zip(jobs, pool.map(one, jobs), strict=True))
+    results = {job: row for job, row in found.items() if row is not None}
+    if len(results) < len(jobs):
+        raise SystemExit(f"{len(jobs) - len(results)} of {len(jobs)} runs failed; the same command tries them again")
     by_reward = {
         reward: {
             arm: [results[arm, reward, seed] for seed in given.seeds]
