@@ -138,6 +138,7 @@ def test_plan_counts_what_one_of_several_ranks_keeps_and_says_how_long_rows_may_
 
 
 def test_a_model_whose_rows_cannot_be_cut_is_refused(tmp_path):
+    pytest.importorskip("torchvision")
     (problem,) = plan(load_recipe(["scenes"], SHARDS)).problems
     assert problem.startswith("train.context_parallel: no rows are cut of a")
     assert "that sees; remove train.context_parallel" in problem

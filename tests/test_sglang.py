@@ -359,8 +359,8 @@ def test_what_slept_gets_the_present_weights_again(folder, served):
     pipeline.sync(policy)
     assert sent() == 2
     given = pipeline.updates()
-    assert (given["engine/updates"], given["engine/update_bytes"]) == (2, 2 * 4 * values_of(folder))
-    assert given["engine/update_seconds"] > 0
+    assert (given["perf/engine_updates"], given["perf/engine_update_bytes"]) == (2, 2 * 4 * values_of(folder))
+    assert given["perf/engine_update_seconds"] > 0
     pipeline.close()
 
 

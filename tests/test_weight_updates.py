@@ -113,8 +113,8 @@ def test_ranks_with_parts_give_each_tensor_whole_and_once(layout, tmp_path):
             assert read.keys() == expected.keys()
             assert all(torch.equal(t, factor * expected[name]) for name, t in read.items())
         size = sum(t.nbytes for t in expected.values())
-        assert (said["engine/updates"], said["engine/update_bytes"]) == (3, 3 * size)
-        assert said["engine/update_seconds"] > 0
+        assert (said["perf/engine_updates"], said["perf/engine_update_bytes"]) == (3, 3 * size)
+        assert said["perf/engine_update_seconds"] > 0
         assert said["most"] <= 1  # the one that is being gathered, and the one before it
         if layout != "megatron":  # which counts what goes to other models alone
             assert said["sent"] == said["mine"] > 0  # its part of each, once

@@ -128,8 +128,8 @@ class Given:
             yield name, tensor
 
     def row(self) -> dict[str, float]:
-        """``engine/<what>``, since the run began."""
-        return {f"engine/{name}": value for name, value in vars(self).items()} if self.updates else {}
+        """``perf/engine_<what>``, since the run began."""
+        return {f"perf/engine_{name}": value for name, value in vars(self).items()} if self.updates else {}
 
 
 @torch.no_grad()
