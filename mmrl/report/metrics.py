@@ -102,7 +102,7 @@ METRICS: dict[str, str] = {
     "sent/weights": "Weights in shards: bytes of weights, about, that a device gave the others to compute with.",
     "perf/engine_updates": "An engine with weights of its own: how often it was given them since the row before.",
     "perf/engine_update_bytes": "Bytes of those weights, of the controller's first device.",
-    "perf/engine_update_seconds": "Wall seconds of gathering, writing and loading them; within time/sample, shards apart.",
+    "perf/engine_update_seconds": "Wall seconds of gathering, writing and loading them; in time/sample, shards apart.",
     "placement/rollout_devices": "Several devices: of each controller, those that began the step by sampling.",
     "placement/judge_devices": "Several devices: of each controller, those that judged; 0 where all sampled first.",
     "placement/rollout_busy": "Several devices: device-seconds of sampling and decoding, of all controllers.",
