@@ -55,6 +55,7 @@ def test_one_compiled_module_samples_and_trains(monkeypatch):
     near(found, stepped())
 
 
+@pytest.mark.long  # in short: above, without kernels
 @pytest.mark.slow
 def test_compiled_kernels_keep_the_first_ratio(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -229,10 +229,9 @@ def test_real_checkpoints_have_their_published_size(name):
     assert (sizes["policy"], sizes["text encoders"], sizes["VAE"]) == PUBLISHED[name]
 
 
+@pytest.mark.long  # in short: of sd35-medium, in test_plan
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["flux-dev", *(pytest.param(n, marks=pytest.mark.long) for n in PUBLISHED if n != "flux-dev")]
-)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_real_step_at_true_width_takes_what_the_plan_says(name, tmp_path):
     """Two layers of each kind, random weights: tensors counted as they live, within 20 percent."""
     shipped = shipped_recipes()[name]
