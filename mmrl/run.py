@@ -106,7 +106,9 @@ def keep_copies(policy: Policy, objective: Objective, staleness: int) -> None:
 def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Weights:
     """How the trained weights of ``module`` lie on the controllers, and which of them share rows."""
     weights, size = _lie(module, recipe, controller), recipe.train.context_parallel
-    if size == 1 or controller.peers.ranks is None:  # a run that is looked at, by one process
+    if size == 1 or recipe.train.backend == "megatron":  # which shares rows itself
+        return weights
+    if controller.peers.ranks is None:  # a run that is looked at, by one process
         return weights
     from mmrl.engines.context import InContext
 

@@ -30,6 +30,8 @@ TP = ["train.backend=megatron", "train.tensor_parallel=2", "devices_per_controll
 PP = ["train.backend=megatron", "train.pipeline_parallel=2", "devices_per_controller=2"]
 TURNS = [*PP, "train.pipeline_chunks=2"]
 BOTH = [*PP, "train.tensor_parallel=2", "train.sequence_parallel=true", "devices_per_controller=4"]
+CP = ["train.backend=megatron", "train.context_parallel=2", "devices_per_controller=2"]
+LONG = [*CP, "train.tensor_parallel=2", "train.sequence_parallel=true", "devices_per_controller=4"]
 FOUR = [*TP, "controllers=2", "train.sequence_parallel=true", "model.gradient_checkpointing=true"]
 WIDE = ["train.backend=megatron", "train.tensor_parallel=4", "devices_per_controller=4"]
 SMALL = [
@@ -179,6 +181,8 @@ def test_a_divided_vocabulary_has_the_log_probs_entropy_and_gradients_of_the_who
         (None, TP),
         (None, PP),  # an embedding that is tied over the ends
         pytest.param(None, TURNS, marks=pytest.mark.slow),
+        pytest.param(None, CP, marks=pytest.mark.slow),
+        pytest.param("Qwen3", LONG, marks=pytest.mark.slow),
         pytest.param("Qwen2", BOTH, marks=pytest.mark.slow),
         pytest.param("Qwen2", WIDE, marks=pytest.mark.slow),  # biases, four parts, a vocabulary that they do not divide
         pytest.param("Llama", FOUR, marks=pytest.mark.slow),  # neither biases nor norms of heads; two models of two
@@ -255,6 +259,7 @@ def test_every_tensor_is_seen_once_where_it_lies(tmp_path):
         (["train.sequence_parallel=true"], "train.sequence_parallel: replicated cuts no layer"),
         (["train.pipeline_parallel=2"], "train.pipeline_parallel: replicated cuts no layer"),
         ([*PP, "train.sequence_parallel=true"], "train.sequence_parallel: it divides what train.tensor_parallel"),
+        ([*CP, *TURNS, "devices_per_controller=4"], "train.pipeline_chunks: stages in turns take whole rows"),
         ([*TP, "train.pipeline_chunks=2"], "train.pipeline_chunks: one stage is not cut in turns"),
         ([*TP, "train.pipeline_parallel=2"], "2 train there; set devices_per_controller to a multiple of 4"),
         ([*TP, "devices_per_controller=3"], "3 train there; set devices_per_controller to a multiple of 2"),

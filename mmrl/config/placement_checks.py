@@ -183,7 +183,7 @@ def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
 
 
 def _megatron(recipe: Recipe) -> Iterator[str]:
-    train, algorithm, size = recipe.train, recipe.algorithm, recipe.train.sharing
+    train, algorithm, size = recipe.train, recipe.algorithm, recipe.train.width
     if train.backend != "megatron":
         for key in ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "pipeline_chunks"):
             if getattr(train, key) > 1 or getattr(train, key) is True:
@@ -195,11 +195,13 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
         yield f"train.backend: megatron trains language models, and this recipe makes pictures or clips; {fsdp}"
     if size == 1:
         yield (
-            "train.tensor_parallel: megatron needs at least 2 devices that share a model; set it or "
-            f"train.pipeline_parallel, or {fsdp}"
+            "train.tensor_parallel: megatron needs at least 2 devices that share a model; set it, "
+            f"train.pipeline_parallel or train.context_parallel, or {fsdp}"
         )
     if train.pipeline_chunks > 1 and train.pipeline_parallel == 1:
         yield "train.pipeline_chunks: one stage is not cut in turns; set train.pipeline_parallel, or remove it"
+    if train.pipeline_chunks > 1 and train.context_parallel > 1:
+        yield "train.pipeline_chunks: stages in turns take whole rows; remove it, or train.context_parallel"
     if train.sequence_parallel and train.tensor_parallel == 1:
         yield "train.sequence_parallel: it divides what train.tensor_parallel devices keep; set that, or remove it"
     if train.pipeline_parallel > 1 and algorithm.type == "dpo":
@@ -231,9 +233,7 @@ def _context(recipe: Recipe) -> Iterator[str]:
         yield f"train.context_parallel: rows of tokens are cut, and this recipe makes pictures or clips; {remove}"
     elif algorithm.type in ("ppo", "reward_model"):
         yield f"train.context_parallel: {algorithm.type} trains a head for numbers, and its rows are not cut; {remove}"
-    if train.backend == "megatron":
-        yield f"train.context_parallel: megatron does not cut rows yet; set train.backend to fsdp, or {remove}"
-    elif devices % size:
+    if train.backend != "megatron" and devices % size:
         yield (
             f"train.context_parallel: the {size} devices that share a row belong to one controller, and {devices} "
             f"train there; set devices_per_controller{_trainers(recipe)} to a multiple of {size}"

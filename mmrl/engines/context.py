@@ -199,6 +199,41 @@ def imagined(module: Any, size: int) -> Iterator[None]:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
+class Rows:
+    """Final class: which tokens of the rows of the last forward this rank has, and which of the logits wanted."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.kept: Tensor | None = None
+        """Of this rank's tokens, those that logits are wanted of, ``[B, m]``; None before the first forward."""
+
+    def cut(
+        self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: Tensor, by: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's tokens ``[B, s]`` and the columns ``[s]`` that they are; ``s`` is a multiple of ``by``. Logits
+        are wanted behind the consecutive columns ``logits_to_keep`` ``[T]``. Rows are padded on the left; here on the
+        right, where no token sees padding."""
+        left = (attention_mask.cumsum(1) == 0).sum(1, keepdim=True)
+        tokens = pad(input_ids, (0, -input_ids.shape[1] % (2 * self.ranks.size * by)))
+        own = columns(tokens.shape[1], self.ranks, tokens.device)
+        self._width = len(logits_to_keep)
+        index = own + left - logits_to_keep[0]
+        there = (index >= 0) & (index < self._width)
+        order = there.byte().argsort(dim=1, descending=True, stable=True)[:, : self._width]
+        index, there = index.gather(1, order).clamp(0, self._width - 1), there.gather(1, order)
+        self.kept, self._index, self._there = order, index, there
+        return tokens.gather(1, (own + left) % tokens.shape[1]), own
+
+    def own(self, tokens: Tensor) -> Tensor:
+        """Of ``[B, T]``, those that this rank had logits of in the last forward, ``[B, m]``."""
+        return tokens.gather(1, self._index)
+
+    def whole(self, values: Tensor) -> Tensor:
+        """``[B, T]`` of what each rank has of it, ``[B, m]``. All come to the same loss of it, so that each takes its
+        own part of the gradient."""
+        return _Whole.apply(values, self._index, self._there, self._width, self.ranks)  # type: ignore[no-any-return]
+
+
 class Cut:
     """Final class: while it is on, a forward of the decoder ``module`` is of this rank's tokens, and of all ranks that
     share a row together. On from the beginning."""
@@ -206,58 +241,31 @@ class Cut:
     def __init__(self, module: Any, ranks: Ranks) -> None:
         from transformers import AttentionInterface
 
-        self._module, self._ranks = module, ranks
+        self._module, self.rows = module, Rows(ranks)
         self._whole_forward, self._attention = module.forward, _config(module)._attn_implementation
-        self._of_last: tuple[Tensor, Tensor, Tensor] | None = None
         AttentionInterface.register(_NAME, self._attend)  # type: ignore[arg-type]
         module.get_output_embeddings().register_forward_pre_hook(self._only_kept)
         self.turn(on=True)
 
-    @property
-    def size(self) -> int:
-        return self._ranks.size
-
     def turn(self, on: bool) -> None:
         """Cut rows from now on, or no longer."""
         self._module.forward = self._forward if on else self._whole_forward
-        self._module.cut = self if on else None
+        self._module.cut = self.rows if on else None
         _config(self._module)._attn_implementation = _NAME if on else self._attention
-        self._of_last = None
-
-    def own(self, tokens: Tensor) -> Tensor:
-        """Of ``[B, T]``, those that this rank had logits of in the last forward, ``[B, m]``."""
-        assert self._of_last is not None
-        return tokens.gather(1, self._of_last[1])
-
-    def whole(self, values: Tensor) -> Tensor:
-        """``[B, T]`` of what each rank has of it, ``[B, m]``. All come to the same loss of it, so that each takes its
-        own part of the gradient."""
-        assert self._of_last is not None
-        _, index, there = self._of_last
-        return _Whole.apply(values, index, there, self._width, self._ranks)  # type: ignore[no-any-return]
+        self.rows.kept = None
 
     def _forward(self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: Tensor, **_: Any) -> Any:
-        """Logits ``[B, m, V]`` behind those of the consecutive columns ``logits_to_keep`` ``[T]`` that this rank has.
-        Rows are padded on the left; here on the right, where no token sees padding."""
-        left = (attention_mask.cumsum(1) == 0).sum(1, keepdim=True)
-        tokens = pad(input_ids, (0, -input_ids.shape[1] % (2 * self._ranks.size)))
-        own = columns(tokens.shape[1], self._ranks, tokens.device)
-        rows = tokens.gather(1, (own + left) % tokens.shape[1])
-        self._width = len(logits_to_keep)
-        index = own + left - logits_to_keep[0]
-        there = (index >= 0) & (index < self._width)
-        order = there.byte().argsort(dim=1, descending=True, stable=True)[:, : self._width]
-        index, there = index.gather(1, order).clamp(0, self._width - 1), there.gather(1, order)
-        self._of_last = order, index, there
+        """Logits ``[B, m, V]`` behind those of the columns ``logits_to_keep`` that this rank has."""
+        rows, own = self.rows.cut(input_ids, attention_mask, logits_to_keep)
         positions = own.expand_as(rows)
         return self._whole_forward(input_ids=rows, attention_mask=None, position_ids=positions, use_cache=False)
 
     def _only_kept(self, layer: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The hidden states that logits are wanted of."""
-        if self._of_last is None:
+        if self.rows.kept is None:
             return None
         hidden, *rest = given
-        index = self._of_last[0].unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+        index = self.rows.kept.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
         return (hidden.gather(1, index), *rest)
 
     def _attend(
@@ -274,7 +282,7 @@ class Cut:
         unknown = [name for name in settings if given.get(name) is not None]
         assert mask is None, "refusals has said so"
         assert not unknown, unknown
-        return attend(query, key, value, scaling, self._ranks).transpose(1, 2), None
+        return attend(query, key, value, scaling, self.rows.ranks).transpose(1, 2), None
 
 
 class _Whole(torch.autograd.Function):
@@ -336,15 +344,15 @@ class InContext:
     def _check(self, module: Any) -> None:
         """Compare with the whole forward, on a row with padding: a config may say what nobody here reads."""
         config, parameter = _config(module), next(module.parameters())
-        length = 8 * self._cut.size
+        length = 8 * self._cut.rows.ranks.size
         rows = torch.arange(2 * length, device=parameter.device).view(2, -1) % config.vocab_size
         mask = torch.ones_like(rows)
         mask[0, :3] = 0
         kept, picked = torch.arange(4, length - 1, device=rows.device), rows[:, 5:]
         given = {"input_ids": rows, "attention_mask": mask, "logits_to_keep": kept, "use_cache": False}
         given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-        own = token_log_probs(module(**given).logits, self._cut.own(picked), 1.0)
-        mine = self._cut.whole(own)
+        own = token_log_probs(module(**given).logits, self._cut.rows.own(picked), 1.0)
+        mine = self._cut.rows.whole(own)
         self._cut.turn(on=False)
         whole = token_log_probs(module(**given).logits, picked, 1.0)
         self._cut.turn(on=True)

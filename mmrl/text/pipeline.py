@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmrl.algorithms.objective import Kind
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
-from mmrl.engines.context import Cut
+from mmrl.engines.context import Rows
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Clip, Completion, Request, RolloutEngine, Settings
 from mmrl.engines.standby import Standby, unfailing
@@ -340,7 +340,7 @@ class TextPipeline:
         return found if self._cut is None else self._cut.whole(found)
 
     @property
-    def _cut(self) -> Cut | None:
+    def _cut(self) -> Rows | None:
         """How ranks share rows; None where they do not."""
         return getattr(self.policy, "cut", None)
 

@@ -24,6 +24,7 @@ with warnings.catch_warnings():  # of each part of Apex and Transformer Engine t
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mmrl.config.schema import Train
+from mmrl.engines.context import Group, Ranks, attend, columns
 from mmrl.engines.megatron import cpu
 
 _PATIENCE = 24 * 60
@@ -31,14 +32,15 @@ _PATIENCE = 24 * 60
 
 
 class Groups(NamedTuple):
-    """Of this rank: who computes its layers with it, who has the stages before and behind, all of them together, and
-    who has the same part of another copy of the model. ``ends``: the first and the last stage, of one of them; else
-    None."""
+    """Of this rank: who computes its layers with it, who has the stages before and behind, both together, and who has
+    the same weights, for other rows or other parts of these. ``rows``: who has other parts of its rows; None where they
+    are whole. ``ends``: the first and the last stage, of one of them; else None."""
 
     layers: Any
     stages: Any
     model: Any
     copies: Any
+    rows: Ranks | None
     ends: Any
 
 
@@ -52,6 +54,7 @@ def arrange(train: Train) -> Groups:
         tensor_model_parallel_size=train.tensor_parallel,
         pipeline_model_parallel_size=train.pipeline_parallel,
         virtual_pipeline_model_parallel_size=train.pipeline_chunks if train.pipeline_chunks > 1 else None,
+        context_parallel_size=train.context_parallel,
         order="tp-cp-ep-pp-dp",  # what shares a model lies side by side: in one controller
         distributed_timeout_minutes=_PATIENCE,
         create_gloo_process_groups=False,
@@ -62,9 +65,15 @@ def arrange(train: Train) -> Groups:
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
         parallel_state.get_model_parallel_group(),
-        parallel_state.get_data_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        _rows(),
         parallel_state.get_embedding_group() if parallel_state.is_rank_in_embedding_group() else None,
     )
+
+
+def _rows() -> Ranks | None:
+    size = parallel_state.get_context_parallel_world_size()
+    return Group(size, parallel_state.get_context_parallel_group()) if size > 1 else None
 
 
 class Norm(nn.RMSNorm):
@@ -81,11 +90,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
-        self._scale = softmax_scale
+        self._scale, self._rows = softmax_scale, _rows()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """``query`` ``[S, B, heads, D]``, ``key`` and ``value`` ``[S, B, groups, D]``; ``[S, B, heads * D]``."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        if self._rows is not None:
+            return attend(q, k, v, self._scale, self._rows).permute(2, 0, 1, 3).flatten(2)
         grouped = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=grouped)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -128,6 +139,10 @@ def _part(module: Any, transformer: TransformerConfig, vocabulary: int, chunk: i
         share_embeddings_and_output_weights=config.tie_word_embeddings,
         vp_stage=of,
     )
+    if (ranks := _rows()) is not None:
+        rotary = model.rotary_pos_emb
+        rotary.cp_group = None  # all columns, of which these are taken:
+        rotary.register_forward_hook(lambda _, __, out: out[columns(len(out), ranks, out.device)])
     if model.post_process:
         head = model.output_layer  # is given all tokens
         head.sequence_parallel, head.allreduce_dgrad = False, transformer.tensor_model_parallel_size > 1
@@ -179,6 +194,7 @@ def configured(module: Any, train: Train, recompute: bool) -> TransformerConfig:
         sequence_parallel=train.sequence_parallel,
         pipeline_model_parallel_size=train.pipeline_parallel,
         virtual_pipeline_model_parallel_size=train.pipeline_chunks if train.pipeline_chunks > 1 else None,
+        context_parallel_size=train.context_parallel,
         pipeline_dtype=torch.float32,
         variable_seq_lengths=train.pipeline_chunks == 1,  # of slices
         moe_token_dispatcher_type="alltoall",  # checked with the former, experts or not

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.functional import pad
 
 from mmrl.config.schema import Model, Train
+from mmrl.engines.context import Rows
 from mmrl.engines.megatron.mapping import Place, parts, places, refusals
 from mmrl.engines.megatron.model import all_tokens, arrange, built, named
 from mmrl.engines.megatron.stages import Pipeline
@@ -42,9 +43,10 @@ class ModelParallel:
     """Final class; see ``mmrl.engines.weights.Weights``. Changes ``module`` in place.
 
     All ranks must construct it together, from equal weights. ``settings``: how many share a model (neighbours do), and
-    how. In half precision (``model.dtype``) the model computes with rounded copies of weights that are float32, and
-    gradients are added in float32. ``sent`` counts the bytes given to the ranks of
-    other models. Raises ``UserError`` where Megatron-Core cannot train ``module``, or comes to other log-probs.
+    how; those of ``context_parallel`` have the same weights, and other tokens of a row. In half precision
+    (``model.dtype``) the model computes with rounded copies of weights that are float32, and gradients are added in
+    float32. ``sent`` counts the bytes given to the ranks with the same weights. Raises ``UserError`` where
+    Megatron-Core cannot train ``module``, or comes to other log-probs.
     """
 
     in_shards = True
@@ -54,10 +56,11 @@ class ModelParallel:
         if problems := list(refusals(module, settings)):
             raise UserError("\n".join(problems))
         size = self._size = settings.tensor_parallel
-        self.width, self._sent, self._alone = settings.sharing, sent, False
+        self.width, self._sent, self._alone = settings.width, sent, False
         self._by_tokens = settings.sequence_parallel
         self._groups = arrange(settings)
         self._group = self._groups.layers
+        self._cut = None if self._groups.rows is None else Rows(self._groups.rows)
         self._module, self._whole_forward = module, module.forward
         self._theirs = dict(module.named_parameters())
         self.names = self._theirs.keys()
@@ -122,11 +125,16 @@ class ModelParallel:
         that are padded on the left. Here they are padded on the right: then no token sees padding before it.
 
         Raises ``Passed`` on a stage that is not the last."""
-        left = (attention_mask.cumsum(1) == 0).sum(1, keepdim=True)
-        input_ids = pad(input_ids, (0, -input_ids.shape[1] % self._size if self._by_tokens else 0))
-        columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-        rows = input_ids.gather(1, (columns + left) % len(columns))
-        self._kept = logits_to_keep - left
+        by = self._size if self._by_tokens else 1
+        if self._cut is None:
+            left = (attention_mask.cumsum(1) == 0).sum(1, keepdim=True)
+            input_ids = pad(input_ids, (0, -input_ids.shape[1] % by))
+            columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+            rows = input_ids.gather(1, (columns + left) % len(columns))
+            self._kept = logits_to_keep - left
+        else:
+            rows, columns = self._cut.cut(input_ids, attention_mask, logits_to_keep, by)
+            self._kept = self._cut.kept
         model = self._chunks[0] if self.stages is None else self.stages.now
         if self.stages is not None and self.stages.shape is not None:
             most = self.stages.shape
@@ -171,10 +179,13 @@ class ModelParallel:
         given = {"input_ids": rows, "attention_mask": mask, "logits_to_keep": kept}
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         theirs = self._whole_forward(**given, position_ids=positions, use_cache=False).logits
-        whole = token_log_probs(theirs, rows[:, 5:], 1.0)
+        picked = rows[:, 5:]
+        whole = token_log_probs(theirs, picked, 1.0)
 
         def compare(_: int) -> Tensor:
-            mine = token_log_probs(self._forward(**given).logits, rows[:, 5:], 1.0, self._vocabulary)
+            logits, cut = self._forward(**given).logits, self._cut
+            mine = token_log_probs(logits, picked if cut is None else cut.own(picked), 1.0, self._vocabulary)
+            mine = mine if cut is None else cut.whole(mine)
             return (whole - mine).abs().max().nan_to_num(torch.inf)
 
         found = [compare(0)] if self.stages is None else self.stages.through([0] * self.width, compare, graph=False)
@@ -189,7 +200,7 @@ class ModelParallel:
     def _empty(self) -> None:
         for p in self._theirs.values():
             p.data = p.new_empty(0)
-        self._module.forward = self._forward
+        self._module.forward, self._module.cut = self._forward, self._cut
 
     # -- as Weights ----------------------------------------------------------------------------------------------------
 
@@ -248,7 +259,7 @@ class ModelParallel:
         self._alone = True
         for name, p in self._theirs.items():
             p.data = self._from_stage(name)
-        self._module.forward, self._module.vocabulary = self._whole_forward, None
+        self._module.forward, self._module.vocabulary, self._module.cut = self._whole_forward, None, None
         try:
             yield
         finally:
