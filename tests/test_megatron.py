@@ -124,7 +124,7 @@ def of_all(run, name, part):
 def serve(out, rank, size, port, path, *overrides):
     """One rank of a layout: the script's work."""
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(180, exit=True)  # a rank that waits for another says where
+    faulthandler.dump_traceback_later(280, exit=True)  # a rank that waits for another says where
     recipe = load_recipe(["sums"], [*SMALL, *overrides]).recipe
     devices = recipe.devices_per_controller
     peers = Group(rank, size, "127.0.0.1", port, devices=devices)
@@ -181,7 +181,7 @@ def test_a_divided_vocabulary_has_the_log_probs_entropy_and_gradients_of_the_who
         (None, TP),
         (None, PP),  # an embedding that is tied over the ends
         pytest.param(None, TURNS, marks=pytest.mark.slow),
-        pytest.param(None, CP, marks=pytest.mark.slow),
+        pytest.param(None, CP, marks=pytest.mark.long),
         pytest.param("Qwen3", LONG, marks=pytest.mark.long),
         pytest.param("Qwen2", BOTH, marks=pytest.mark.slow),
         pytest.param("Qwen2", WIDE, marks=pytest.mark.slow),  # biases, four parts, a vocabulary that they do not divide
