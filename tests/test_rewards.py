@@ -120,6 +120,36 @@ def test_after_a_hang_the_next_batch_is_scored_by_a_fresh_thread(reward_file):
     assert torch.isnan(scores.total).tolist() == [True, False, False]
 
 
+def test_a_process_ends_well_where_a_thread_of_rewards_freed_the_last_of_a_model(reward_file):
+    """A thread that frees tensors while the interpreter shuts down aborts the process: close waits for it."""
+    root = reward_file(
+        "import torch\nclass Judge:\n    def __init__(self):\n"
+        "        self.layers = [torch.nn.Linear(64, 64) for _ in range(100)]\n"
+        "    def score(self, samples, *, context):\n        return [1.0] * len(samples)\n"
+    )
+    script = f"""
+import os, sys
+from PIL import Image
+from mmrl.config.schema import Reward
+from mmrl.rewards.scoring import RewardSet
+from mmrl.trajectory import Prompt, Sample, SampleId
+
+def judged():
+    rewards = RewardSet([Reward(name="mine.py:Judge")], {str(root)!r})
+    assert not rewards.score([Sample(Prompt("p", "p"), SampleId(0, 0, 0, 0), Image.new("RGB", (8, 8)))], [[0]], step=0).failures
+    rewards.close()
+
+for _ in range(3):
+    child = os.fork()
+    if not child:
+        judged()
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("form", ["def", "async def"])
 def test_a_reward_that_was_given_up_or_closed_leaves_no_thread_and_scoring_tracks_no_gradient(form, reward_file):
     root = reward_file(

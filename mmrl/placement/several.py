@@ -56,6 +56,7 @@ class Several:
         self._count = 1 + len(workers)
         self._trainers = range(settings.training(self._count))
         self._board = Board(self._count)
+        self._threads: list[Thread] = []
         self.state = starting(settings, self._count)
         self._lines: list[dict[str, Any]] = []
         self._cpu = self._step_began = 0.0
@@ -70,7 +71,9 @@ class Several:
             self.state = starting(self.settings, self._count, bool(run.rewards.on_device))
             self._board.apart(self.state.split)
         for device in range(self._count):
-            Thread(target=self._device, args=(run, device), name=f"mmrl-device-{device}", daemon=True).start()
+            thread = Thread(target=self._device, args=(run, device), name=f"mmrl-device-{device}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     @contextmanager
     def alone(self, run: Run, weights: str) -> Iterator[None]:
@@ -244,6 +247,8 @@ class Several:
         self._board.close()
         for worker in self._workers:
             worker.close()
+        for thread in self._threads:
+            thread.join(1.0)  # idle ones end; one that frees tensors while the interpreter shuts down aborts it
 
     def _decide(self, step: int, numbers: Mapping[str, float], devices: int) -> None:
         measured = adaptive.Measured(

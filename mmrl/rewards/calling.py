@@ -148,9 +148,18 @@ class Caller:
                 answer.cancel()
 
     def close(self) -> None:
-        """Let the threads end, and the reward close what it holds where it has a method ``close``."""
-        self._workers.stop()
-        self._give_up(self._lane)
+        """Let the threads end, and the reward close what it holds where it has a method ``close``.
+
+        Threads that are idle are waited for: one that frees a model's tensors while the interpreter shuts down aborts
+        the process. One that is busy is given up after a second.
+        """
+        lane, self._lane = self._lane, None
+        threads = self._workers.stop()
+        if lane is not None:
+            threads.append(lane.stop())
+        until = time.monotonic() + _GRACE_S
+        for thread in threads:
+            thread.join(max(until - time.monotonic(), 0.0))
         close = getattr(getattr(self.reward.call, "__self__", None), "close", None)
         if callable(close):
             close()
@@ -187,9 +196,9 @@ class Caller:
             f"look for what hangs in {self.reward.place}, raise timeout, or lower batch_size",
         )
 
-    def _give_up(self, lane: _Lane | None) -> None:
+    def _give_up(self, lane: _Lane) -> None:
         with self._swap:
-            if lane is not None and self._lane is lane:
+            if self._lane is lane:
                 self._lane = None
                 lane.stop()
 
@@ -205,28 +214,34 @@ class _Workers:
         self._most = most
         self._calls: _Line = queue.SimpleQueue()
         self._free = threading.Semaphore(0)
-        self._started = 0
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def submit(self, call: Callable[[], Answer]) -> Future[Answer]:
         future: Future[Answer] = Future()
         with self._lock:
-            if not self._free.acquire(blocking=False) and self._started < self._most:
-                self._started += 1
-                line = (self._calls, self._free)
-                threading.Thread(target=_work, args=line, name="mmrl-reward-batch", daemon=True).start()
+            if not self._free.acquire(blocking=False) and len(self._threads) < self._most:
+                self._threads.append(_started(_work, "mmrl-reward-batch", self._calls, self._free))
             self._calls.put((future, call))
         return future
 
-    def stop(self) -> None:
+    def stop(self) -> list[threading.Thread]:
         """Let every thread end after the calls that stand in the line; a later ``submit`` starts anew."""
         with self._lock:
-            for _ in range(self._started):
+            threads = self._threads
+            for _ in threads:
                 self._calls.put(None)
-            self._calls, self._free, self._started = queue.SimpleQueue(), threading.Semaphore(0), 0
+            self._calls, self._free, self._threads = queue.SimpleQueue(), threading.Semaphore(0), []
+        return threads
 
 
 _Line: TypeAlias = "queue.SimpleQueue[tuple[Future[Answer], Callable[[], Answer]] | None]"
+
+
+def _started(target: Callable[..., None], name: str, *args: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _work(calls: _Line, free: threading.Semaphore) -> None:
@@ -244,7 +259,9 @@ def _work(calls: _Line, free: threading.Semaphore) -> None:
 class _Lane(Protocol):
     def start(self, reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Future[Any]: ...
 
-    def stop(self) -> None: ...
+    def stop(self) -> threading.Thread:
+        """Let the thread end, and return it."""
+        ...
 
 
 class _DeadlineError(Exception):
@@ -256,15 +273,16 @@ class _ThreadLane:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Loaded, list[Sample], Context] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="mmrl-reward", daemon=True).start()
+        self._thread = _started(self._run, "mmrl-reward")
 
     def start(self, reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Future[Any]:
         future: Future[Any] = Future()
         self._calls.put((future, reward, samples, context))
         return future
 
-    def stop(self) -> None:
+    def stop(self) -> threading.Thread:
         self._calls.put(None)
+        return self._thread
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -274,6 +292,7 @@ class _ThreadLane:
                 future.set_result(reward.call(samples, context=context))
             except BaseException as error:  # also sys.exit() in a reward: the caller decides what a failure costs
                 future.set_exception(error)
+            del future, call, reward, samples, context
 
 
 class _LoopLane:
@@ -281,7 +300,7 @@ class _LoopLane:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name="mmrl-reward-loop", daemon=True).start()
+        self._thread = _started(self._run, "mmrl-reward-loop")
 
     def _run(self) -> None:
         self._loop.run_forever()
@@ -295,8 +314,9 @@ class _LoopLane:
     def start(self, reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(self._call(reward, samples, context, timeout), self._loop)
 
-    def stop(self) -> None:
+    def stop(self) -> threading.Thread:
         self._loop.call_soon_threadsafe(self._loop.stop)
+        return self._thread
 
     @staticmethod
     async def _call(reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Any:
