@@ -136,7 +136,8 @@ from mmrl.trajectory import Prompt, Sample, SampleId
 
 def judged():
     rewards = RewardSet([Reward(name="mine.py:Judge")], {str(root)!r})
-    assert not rewards.score([Sample(Prompt("p", "p"), SampleId(0, 0, 0, 0), Image.new("RGB", (8, 8)))], [[0]], step=0).failures
+    sample = Sample(Prompt("p", "p"), SampleId(0, 0, 0, 0), Image.new("RGB", (8, 8)))
+    assert not rewards.score([sample], [[0]], step=0).failures
     rewards.close()
 
 for _ in range(3):

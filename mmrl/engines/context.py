@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from mmrl.engines.weights import Weights
+from mmrl.engines.weights import Weights, outermost, probe
 from mmrl.errors import UserError
 from mmrl.text.likelihood import token_log_probs
 
@@ -326,31 +326,20 @@ class InContext:
         self._alone = False
         self._check(module)
 
-    @contextmanager
+    @outermost
     def alone(self) -> Iterator[None]:
-        if self._alone:
-            yield
-            return
-        self._alone = True
         with self._weights.alone():
             self._cut.turn(on=False)
             try:
                 yield
             finally:
                 self._cut.turn(on=True)
-                self._alone = False
 
     @torch.no_grad()
     def _check(self, module: Any) -> None:
         """Compare with the whole forward, on a row with padding: a config may say what nobody here reads."""
-        config, parameter = _config(module), next(module.parameters())
-        length = 8 * self._cut.rows.ranks.size
-        rows = torch.arange(2 * length, device=parameter.device).view(2, -1) % config.vocab_size
-        mask = torch.ones_like(rows)
-        mask[0, :3] = 0
-        kept, picked = torch.arange(4, length - 1, device=rows.device), rows[:, 5:]
-        given = {"input_ids": rows, "attention_mask": mask, "logits_to_keep": kept, "use_cache": False}
-        given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        parameter = next(module.parameters())
+        given, picked = probe(_config(module).vocab_size, 8 * self._cut.rows.ranks.size, parameter.device)
         own = token_log_probs(module(**given).logits, self._cut.rows.own(picked), 1.0)
         mine = self._cut.rows.whole(own)
         self._cut.turn(on=False)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from mmrl.engines.weights import exchange, gradients
+from mmrl.engines.weights import exchange, gradients, outermost
 
 
 class Sharded:
@@ -75,12 +74,8 @@ class Sharded:
     def changed(self) -> None:
         pass
 
-    @contextmanager
+    @outermost
     def alone(self) -> Iterator[None]:
-        if self._alone:
-            yield
-            return
-        self._alone = True
         self._sent["weights"] += self._kept
         for part in self._parts:
             part.set_reshard_after_forward(False, recurse=False)
@@ -91,7 +86,6 @@ class Sharded:
             for part in self._parts:
                 part.set_reshard_after_forward(True, recurse=False)
                 part.reshard()
-            self._alone = False
 
     def _count(self, part: nn.Module) -> None:
         """Count what each pass through ``part`` gives the others: its rows of the weights before the forward and again

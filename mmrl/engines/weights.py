@@ -6,12 +6,44 @@ A *rank* is a process that computes gradients of the one policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+def outermost(body: Callable[[Any], Iterator[None]]) -> Callable[[Any], AbstractContextManager[None]]:
+    """Make ``alone`` of ``body``: entered within itself it does nothing. ``_alone`` says whether one is inside."""
+    enter = contextmanager(body)
+
+    @wraps(body)
+    @contextmanager
+    def alone(self: Any) -> Iterator[None]:
+        if self._alone:
+            yield
+            return
+        self._alone = True
+        try:
+            with enter(self):
+                yield
+        finally:
+            self._alone = False
+
+    return alone
+
+
+def probe(vocabulary: int, length: int, device: torch.device) -> tuple[dict[str, Any], Tensor]:
+    """Two rows, the first with padding, as a causal language model takes them, and the tokens its logits are for."""
+    rows = torch.arange(2 * length, device=device).view(2, -1) % vocabulary
+    mask = torch.ones_like(rows)
+    mask[0, :3] = 0
+    kept = torch.arange(4, length - 1, device=device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    given = {"input_ids": rows, "attention_mask": mask, "logits_to_keep": kept}
+    return {**given, "position_ids": positions, "use_cache": False}, rows[:, 5:]
 
 
 class Passed(Exception):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -204,15 +204,9 @@ def measure(
     train, forwards, graph_forwards = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
     token = 0.0
     if recipe.train.context_parallel > 1 and trajectory.mask is not None:
-        less = trajectory.clean.shape[1] // 2
-        short = replace(trajectory, **{name: getattr(trajectory, name)[:, less:] for name in _COLUMNS})
+        short, less = _shorter(trajectory)
         token = (train - _slice(pipeline, recipe, objective, trained, short, counts.slice_rows)[0]) / max(1, less)
-    optimizer = state = 0
-    for one in trained:
-        with LiveBytes() as live:
-            one.optimizer.step()
-        its = nbytes(t for s in one.optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
-        optimizer, state = max(optimizer, live.peak - its), state + its
+    optimizer, state = _optimizers(trained)
     pipeline.features.budget_bytes = budget
     return Measured(
         features if pipeline.makes == "text" else features // len(pipeline.features),
@@ -229,6 +223,23 @@ def measure(
         guided=len(keys) > 1,  # of one slot: the negative prompt has features too
         train_token=token,
     )
+
+
+def _optimizers(trained: Sequence[Policy]) -> tuple[int, int]:
+    """Bytes that one step of their optimizers takes at most beside what it keeps, and what they keep."""
+    most = kept = 0
+    for one in trained:
+        with LiveBytes() as live:
+            one.optimizer.step()
+        its = nbytes(t for s in one.optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
+        most, kept = max(most, live.peak - its), kept + its
+    return most, kept
+
+
+def _shorter(trajectory: Trajectory) -> tuple[Trajectory, int]:
+    """A text's with half of each response, and how many tokens that is less."""
+    less = trajectory.clean.shape[1] // 2
+    return replace(trajectory, **{name: getattr(trajectory, name)[:, less:] for name in _COLUMNS}), less
 
 
 _COLUMNS = ("clean", "mask", "log_probs")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from mmrl.engines.context import Rows
 from mmrl.engines.megatron.mapping import Place, parts, places, refusals
 from mmrl.engines.megatron.model import all_tokens, arrange, built, named
 from mmrl.engines.megatron.stages import Pipeline
-from mmrl.engines.weights import Passed, exchange
+from mmrl.engines.weights import Passed, exchange, outermost, probe
 from mmrl.errors import UserError
 from mmrl.text.likelihood import Vocabulary, token_log_probs
 
@@ -171,16 +170,8 @@ class ModelParallel:
     @torch.no_grad()
     def _check(self) -> None:
         """Compare with Hugging Face's own forward, on a row with padding: a config may say what nobody here reads."""
-        device, length = self._device, 12
-        rows = torch.arange(2 * length, device=device).view(2, -1) % self._module.config.vocab_size
-        mask = torch.ones_like(rows)
-        mask[0, :3] = 0
-        kept = torch.arange(4, length - 1, device=device)
-        given = {"input_ids": rows, "attention_mask": mask, "logits_to_keep": kept}
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        theirs = self._whole_forward(**given, position_ids=positions, use_cache=False).logits
-        picked = rows[:, 5:]
-        whole = token_log_probs(theirs, picked, 1.0)
+        given, picked = probe(self._module.config.vocab_size, 12, self._device)
+        whole = token_log_probs(self._whole_forward(**given).logits, picked, 1.0)
 
         def compare(_: int) -> Tensor:
             logits, cut = self._forward(**given).logits, self._cut
@@ -189,7 +180,7 @@ class ModelParallel:
             return (whole - mine).abs().max().nan_to_num(torch.inf)
 
         found = [compare(0)] if self.stages is None else self.stages.through([0] * self.width, compare, graph=False)
-        worst = torch.stack(found).max() if found else torch.zeros((), device=device)
+        worst = torch.stack(found).max() if found else torch.zeros((), device=self._device)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._groups.model)  # the last stage knows
         if (gap := worst.item()) > _TOLERANCE:
             raise UserError(
@@ -251,19 +242,14 @@ class ModelParallel:
             if self._ours[place].dtype != exact.dtype:
                 self._ours[place].copy_(exact)
 
-    @contextmanager
+    @outermost
     def alone(self) -> Iterator[None]:
-        if self._alone:
-            yield
-            return
-        self._alone = True
         for name, p in self._theirs.items():
             p.data = self._from_stage(name)
         self._module.forward, self._module.vocabulary, self._module.cut = self._whole_forward, None, None
         try:
             yield
         finally:
-            self._alone = False
             self._empty()
             self._module.vocabulary = self._vocabulary
 
