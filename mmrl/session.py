@@ -98,7 +98,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
     free |= {"controllers", "devices_per_controller", "placement", "ray"}
     free |= {f"train.{key}" for key in ("backend", "tensor_parallel", "sequence_parallel", "context_parallel")}
-    free |= {"train.pipeline_parallel", "train.pipeline_chunks"}
+    free |= {"train.pipeline_parallel", "train.pipeline_chunks", "train.distributed_optimizer"}
     if loaded.recipe.optim.schedule == "linear":
         free.discard("train.steps")  # the learning rate of every step depends on it
     before, now = (flatten(d) for d in (json.loads(directory.resolved.read_text()), loaded.resolved()))

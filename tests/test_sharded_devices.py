@@ -110,7 +110,8 @@ def test_megatron_learns_as_one_process_and_goes_on_in_any_layout(tmp_path):
     sampled("sums", tmp_path / "shards", "train.steps=3", *TWO, "--resume")  # after step 1
     sampled("sums", tmp_path / "shards", "train.steps=4", *parts, "--resume")
     alike(whole, tmp_path / "shards")
-    sampled("sums", cut, "train.steps=3", *stages, "--resume")
+    several = [*stages, "controllers=2", "train.distributed_optimizer=true"]
+    sampled("sums", cut, "train.steps=3", *several, "--resume")
     sampled("sums", cut, "train.steps=4", "--resume")
     alike(whole, cut)
 

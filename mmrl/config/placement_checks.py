@@ -185,7 +185,8 @@ def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
 def _megatron(recipe: Recipe) -> Iterator[str]:
     train, algorithm, size = recipe.train, recipe.algorithm, recipe.train.width
     if train.backend != "megatron":
-        for key in ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "pipeline_chunks"):
+        keys = ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "pipeline_chunks", "distributed_optimizer")
+        for key in keys:
             if getattr(train, key) > 1 or getattr(train, key) is True:
                 yield f"train.{key}: {train.backend} cuts no layer in parts; set train.backend=megatron, or remove it"
         return
@@ -193,10 +194,10 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
     fsdp = "set train.backend to fsdp"
     if recipe.sampling.type != "text":
         yield f"train.backend: megatron trains language models, and this recipe makes pictures or clips; {fsdp}"
-    if size == 1:
+    if size == 1 and not train.distributed_optimizer:
         yield (
             "train.tensor_parallel: megatron needs at least 2 devices that share a model; set it, "
-            f"train.pipeline_parallel or train.context_parallel, or {fsdp}"
+            f"train.pipeline_parallel, train.context_parallel or train.distributed_optimizer, or {fsdp}"
         )
     if train.pipeline_chunks > 1 and train.pipeline_parallel == 1:
         yield "train.pipeline_chunks: one stage is not cut in turns; set train.pipeline_parallel, or remove it"

@@ -151,6 +151,8 @@ class Train(Section):
     update go through one behind the other."""
     pipeline_chunks: PositiveInt = 1
     """Stages are cut in so many, which a device has in turn (interleaved): it waits less, and sends more."""
+    distributed_optimizer: bool = False
+    """Megatron-Core: devices with the same weights divide Adam's moments and its step (ZeRO-1, arXiv 1910.02054)."""
     context_parallel: PositiveInt = 1
     """Text: devices of a controller that share each row of an update, a part of its tokens on each."""
 

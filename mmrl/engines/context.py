@@ -321,7 +321,8 @@ class InContext:
         self.mine, self.in_shards, self.lockstep = weights.mine, weights.in_shards, weights.lockstep
         self.gather_gradients, self.norm, self.swap = weights.gather_gradients, weights.norm, weights.swap
         self.spread, self.whole = weights.spread, weights.whole
-        self.names, self.stages, self.changed = weights.names, weights.stages, weights.changed
+        self.names, self.stepped, self.stages = weights.names, weights.stepped, weights.stages
+        self.changed, self.updated = weights.changed, weights.updated
         self._cut = Cut(module, Group(size))
         self._alone = False
         self._check(module)

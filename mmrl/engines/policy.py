@@ -53,7 +53,7 @@ class Policy:
         self.weights = weights or Replicated(module)
         self.trainable = self.weights.mine
         self.optimizer = torch.optim.AdamW(
-            self.trainable.values(),
+            [self.trainable[name] for name in self.weights.stepped],
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -179,6 +179,7 @@ class Policy:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        self.weights.updated()
         self.weights.changed()
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
@@ -223,7 +224,7 @@ class Policy:
             part: {
                 k: torch.empty_like(t, device="cpu") if _counts(part, k) else torch.empty_like(self._of(part, k))
                 for k, t in of.items()
-                if _parameter(part, k) in self.trainable
+                if _parameter(part, k) in (self.weights.stepped if part == "optimizer" else self.trainable)
             }
             for part, of in saved.items()
         }

@@ -54,7 +54,7 @@ class Sharded:
         self._whole = {name: p for name, p in module.named_parameters() if p.requires_grad}
         with torch.no_grad():
             self.mine = {name: _shard(p) for name, p in self._whole.items()}
-        self.names = self.mine.keys()
+        self.names = self.stepped = self.mine.keys()
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
@@ -72,6 +72,9 @@ class Sharded:
         exchange(self.mine, copy, self._alone)
 
     def changed(self) -> None:
+        pass
+
+    def updated(self) -> None:
         pass
 
     @outermost

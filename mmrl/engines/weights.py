@@ -78,6 +78,11 @@ class Weights(Protocol):
     """Ranks that go through each slice together; neighbours do."""
 
     @property
+    def stepped(self) -> Collection[str]:
+        """Of ``mine``, what this rank's optimizer steps on; ranks with the same weights step on the rest."""
+        ...
+
+    @property
     def names(self) -> Collection[str]:
         """Of all parameters that are trained, on any rank."""
         ...
@@ -101,6 +106,10 @@ class Weights(Protocol):
 
     def changed(self) -> None:
         """Something was written into ``mine``: what the model computes with follows."""
+        ...
+
+    def updated(self) -> None:
+        """The optimizer has stepped: ranks with the same weights have the same again. All call it together."""
         ...
 
     def alone(self) -> AbstractContextManager[None]:
@@ -127,6 +136,7 @@ class Replicated:
     def __init__(self, module: nn.Module, sum_over: Callable[[Tensor], Tensor] | None = None) -> None:
         self.mine: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.names: Collection[str] = self.mine
+        self.stepped = self.names
         self._sum_over = sum_over
 
     @torch.no_grad()
@@ -149,6 +159,9 @@ class Replicated:
             p.data, copy[k] = copy[k], p.data
 
     def changed(self) -> None:
+        pass
+
+    def updated(self) -> None:
         pass
 
     def alone(self) -> AbstractContextManager[None]:

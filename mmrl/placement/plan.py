@@ -205,8 +205,9 @@ def _account(
     except Exception as error:  # a pipeline that fake tensors cannot run may still train: an estimate must not stop it
         made.notes.append(f"memory is not known: the step cannot be run without data ({type(error).__name__}: {error})")
         return
+    of_optimizer = trainers if recipe.train.distributed_optimizer else shards
     made.measured = measured = replace(
-        measured, adam=-(-measured.adam // shards), optimizer=-(-measured.optimizer // shards)
+        measured, adam=-(-measured.adam // of_optimizer), optimizer=-(-measured.optimizer // of_optimizer)
     )
     different = _different(prompts, description)
     in_use = min(counts.prompts, max(counts.batch, counts.slice_rows)) + 1  # the others may lie on disk

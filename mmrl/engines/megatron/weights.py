@@ -44,7 +44,9 @@ class ModelParallel:
     All ranks must construct it together, from equal weights. ``settings``: how many share a model (neighbours do), and
     how; those of ``context_parallel`` have the same weights, and other tokens of a row. In half precision
     (``model.dtype``) the model computes with rounded copies of weights that are float32, and gradients are added in
-    float32. ``sent`` counts the bytes given to the ranks with the same weights. Raises ``UserError`` where
+    float32. With ``distributed_optimizer`` ranks with the same weights divide what their optimizers step on, tensor by
+    tensor, where Megatron-Core's own divides a buffer of all: moments keep their shapes, and go on in any layout.
+    ``sent`` counts the bytes given to the ranks with the same weights. Raises ``UserError`` where
     Megatron-Core cannot train ``module``, or comes to other log-probs.
     """
 
@@ -77,6 +79,7 @@ class ModelParallel:
             self._chunks[-1].output_layer.register_forward_pre_hook(self._only_kept)
         self._mesh = DeviceMesh.from_group(self._group, device.type)
         self._place_all(module)
+        self._divide(settings.distributed_optimizer)
         self._take_over()
         self._vocabulary = module.vocabulary = Vocabulary(first, self._group)
         self._check()
@@ -102,6 +105,19 @@ class ModelParallel:
         lists: list[Any] = [None] * self._groups.stages.size()
         dist.all_gather_object(lists, list(self.mine), group=self._groups.stages)
         self._stage_of = {name: n for n in reversed(range(len(lists))) for name in lists[n]}
+
+    def _divide(self, among_copies: bool) -> None:
+        """Say which of the ranks with the same weights steps on what: the next largest goes to who has the least."""
+        self._owners: dict[Place, int] = {}
+        loads = [0] * self._groups.copies.size()
+        if among_copies:
+            # what two stages have first: then both come to the same
+            for place in sorted(self._exact, key=lambda p: (p is not self._twin, -self._exact[p].numel(), p.name)):
+                owner = self._owners[place] = loads.index(min(loads))
+                loads[owner] += self._exact[place].numel()
+        rank = self._groups.copies.rank()
+        others = {name for place, owner in self._owners.items() if owner != rank for name in place.tensors}
+        self.stepped = [name for name in self.mine if name not in others]
 
     def _round(self, dtype: torch.dtype) -> None:
         """Compute with weights in ``dtype`` from now."""
@@ -204,24 +220,38 @@ class ModelParallel:
         found = {}
         for n, (place, p) in zip(there.tolist(), self._ours.items(), strict=True):
             if n:
-                found[place] = sums.pop(place) if place in sums else torch.zeros_like(self._exact[place])
-                self._add(found[place])
-                if place.cut == "shared" or (place.cut == "same" and self._by_tokens):
-                    dist.all_reduce(found[place], group=self._group)
-                if self._tied and place is self._twin:
-                    dist.all_reduce(found[place], group=self._groups.ends)
+                gradient = sums.pop(place) if place in sums else torch.zeros_like(self._exact[place])
+                self._add(gradient, self._owners.get(place))
+                if self._steps(place):
+                    found[place] = self._over_parts(place, gradient)
             p.grad = None
         for t in self.mine.values():
             t.grad = None
         for name, grad in self._parts(found).items():
             self.mine[name].grad = grad
 
-    def _add(self, gradient: Tensor) -> None:
-        """In place, over the ranks that have the same part of the model."""
-        n = self._groups.copies.size()
-        if n > 1:
-            dist.all_reduce(gradient, group=self._groups.copies)
+    def _over_parts(self, place: Place, gradient: Tensor) -> Tensor:
+        """With what other parts of the model add to it, in place."""
+        if place.cut == "shared" or (place.cut == "same" and self._by_tokens):
+            dist.all_reduce(gradient, group=self._group)
+        if self._tied and place is self._twin:
+            dist.all_reduce(gradient, group=self._groups.ends)
+        return gradient
+
+    def _add(self, gradient: Tensor, owner: int | None = None) -> None:
+        """In place, over the ranks that have the same part of the model: for the rank ``owner``, or for all."""
+        copies = self._groups.copies
+        if (n := copies.size()) == 1:
+            return
+        if owner is None:
+            dist.all_reduce(gradient, group=copies)
             self._sent["gradients"] += 2 * (n - 1) * gradient.nbytes // n
+        else:
+            dist.reduce(gradient, group=copies, group_dst=owner)
+            self._sent["gradients"] += gradient.nbytes * (owner != copies.rank())
+
+    def _steps(self, place: Place) -> bool:
+        return self._owners.get(place, self._groups.copies.rank()) == self._groups.copies.rank()
 
     def norm(self) -> Tensor:
         total = torch.zeros((), device=self._device)
@@ -230,11 +260,19 @@ class ModelParallel:
             if t.grad is not None and counts and (self._divided(name) or self._group.rank() == 0):
                 total += t.grad.square().sum()
         dist.all_reduce(total, group=self._groups.model)
+        if self._owners:
+            dist.all_reduce(total, group=self._groups.copies)
         return total.sqrt()
 
     def swap(self, copy: dict[str, Tensor]) -> None:
         exchange(self.mine, copy, self._alone)
         self.changed()
+
+    @torch.no_grad()
+    def updated(self) -> None:
+        for place, owner in self._owners.items():
+            dist.broadcast(self._exact[place], group=self._groups.copies, group_src=owner)
+            self._sent["weights"] += self._exact[place].nbytes * self._steps(place)
 
     @torch.no_grad()
     def changed(self) -> None:
