@@ -46,13 +46,13 @@ UPDATES = 10
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8}
 
 
-def tiny(folder, family):
+def tiny(folder, family, **more):
     """A random decoder of another family, with the shipped tokenizer; its vocabulary is divided by no layout."""
     import transformers
 
     shutil.copytree(SHIPPED, folder, ignore=shutil.ignore_patterns("model*", "config.json"))
     sizes = {**SIZES, "vocab_size": 335, "max_position_embeddings": 256, "num_key_value_heads": 4}
-    config = getattr(transformers, f"{family}Config")(**sizes, tie_word_embeddings=False, eos_token_id=331)
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **more}, tie_word_embeddings=False, eos_token_id=331)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for p in model.parameters():  # biases and norms too, so that none is right by being 0 or 1
@@ -199,6 +199,12 @@ def test_parts_of_layers_have_the_gradients_and_log_probs_of_the_whole(family, l
     train = load_recipe(["sums"], layout).recipe.train
     width, shares = train.width, (2 if "controllers=2" in layout else 1)
     found = together(tmp_path, width * shares, "serve", path, *layout)
+    equal(found, whole, width)
+
+
+def equal(found, whole, width):
+    """What ranks found, ``width`` to a share of the rows, is what one process found of all."""
+    shares = len(found) // width
     for rank in found:
         names = [name.removeprefix("start/") for name in rank if name.startswith("start/")]
         assert all(torch.equal(rank[f"start/{name}"], whole[f"start/{name}"]) for name in names)

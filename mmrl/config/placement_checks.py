@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -185,8 +186,8 @@ def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
 def _megatron(recipe: Recipe) -> Iterator[str]:
     train, algorithm, size = recipe.train, recipe.algorithm, recipe.train.width
     if train.backend != "megatron":
-        keys = ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "pipeline_chunks", "distributed_optimizer")
-        for key in keys:
+        keys = ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "pipeline_chunks", "expert_parallel")
+        for key in (*keys, "distributed_optimizer"):
             if getattr(train, key) > 1 or getattr(train, key) is True:
                 yield f"train.{key}: {train.backend} cuts no layer in parts; set train.backend=megatron, or remove it"
         return
@@ -194,10 +195,10 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
     fsdp = "set train.backend to fsdp"
     if recipe.sampling.type != "text":
         yield f"train.backend: megatron trains language models, and this recipe makes pictures or clips; {fsdp}"
-    if size == 1 and not train.distributed_optimizer:
+    if size == train.expert_parallel == 1 and not train.distributed_optimizer:
         yield (
-            "train.tensor_parallel: megatron needs at least 2 devices that share a model; set it, "
-            f"train.pipeline_parallel, train.context_parallel or train.distributed_optimizer, or {fsdp}"
+            "train.tensor_parallel: megatron needs at least 2 devices that share a model; set it, train.pipeline_parallel, "
+            f"train.context_parallel, train.expert_parallel or train.distributed_optimizer, or {fsdp}"
         )
     if train.pipeline_chunks > 1 and train.pipeline_parallel == 1:
         yield "train.pipeline_chunks: one stage is not cut in turns; set train.pipeline_parallel, or remove it"
@@ -211,6 +212,12 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
         yield (
             f"devices_per_controller: the {size} devices that share a model belong to one controller, and "
             f"{devices} train there; set devices_per_controller{_trainers(recipe)} to a multiple of {size}"
+        )
+    elif devices % train.expert_parallel:
+        yield (
+            f"devices_per_controller: the {train.expert_parallel} devices that share experts belong to one controller, "
+            f"and {devices} train there; set devices_per_controller{_trainers(recipe)} to a multiple of "
+            f"{lcm(size, train.expert_parallel)}"
         )
     if recipe.model.lora is not None:
         yield f"model.lora: megatron trains whole weights; remove it, or {fsdp}"

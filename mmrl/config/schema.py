@@ -155,6 +155,9 @@ class Train(Section):
     """Megatron-Core: devices with the same weights divide Adam's moments and its step (ZeRO-1, arXiv 1910.02054)."""
     context_parallel: PositiveInt = 1
     """Text: devices of a controller that share each row of an update, a part of its tokens on each."""
+    expert_parallel: PositiveInt = 1
+    """Megatron-Core, mixtures of experts: devices of a controller that have different experts of each layer, and send
+    one another the tokens that are for these."""
 
     @property
     def sharing(self) -> int:

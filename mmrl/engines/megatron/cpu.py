@@ -26,6 +26,7 @@ def install() -> None:
     if torch.cuda.is_available():
         return
     from megatron.core.tensor_parallel import random  # pyright: ignore[reportMissingImports]  # an extra
+    from megatron.core.transformer.moe import token_dispatcher  # pyright: ignore[reportMissingImports]
 
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
@@ -33,8 +34,14 @@ def install() -> None:
     own: Any = random
     own._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     own._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    token_dispatcher.maybe_move_tensor_to_cpu = _numbers
     # the generator that it keeps for the GPU is the CPU's own here, so what it warns of is meant
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """As Megatron-Core has it, which leaves tensors that are on the CPU; gloo takes no tensor for sizes."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _Nothing:

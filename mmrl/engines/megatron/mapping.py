@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmrl.config.schema import Train
 
-Cut = Literal["rows", "columns", "heads", "halves", "same", "shared"]
+Cut = Literal["rows", "columns", "heads", "halves", "experts", "same", "shared"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Place:
 
     ``cut``: how tensor-parallel ranks divide it. ``rows`` and ``columns`` of a matrix; ``halves``, by rows, one tensor
     above the other; ``heads``, by query groups, each with its queries, its key and its value; ``same``: each has all of
-    it and comes to the same gradient; ``shared``: each has all of it and the gradient of its own heads.
+    it and comes to the same gradient; ``shared``: each has all of it and the gradient of its own heads. ``experts``, by
+    its first dimension: over expert-parallel ranks, and whole experts on each.
     """
 
     name: str
@@ -46,6 +47,9 @@ LAYER = (
     Place("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), "same"),
     Place("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "halves"),
     Place("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), "columns"),
+    Place("mlp.router.weight", ("mlp.gate.weight",), "same"),
+    Place("mlp.experts.gate_up", ("mlp.experts.gate_up_proj",), "experts"),
+    Place("mlp.experts.down", ("mlp.experts.down_proj",), "experts"),
 )
 """Of a layer, behind ``decoder.layers.N.`` there and ``model.layers.N.`` at Hugging Face."""
 AROUND = (
@@ -70,6 +74,12 @@ def places(module: nn.Module) -> list[Place]:
         for place in LAYER
     ]
     return [place for place in (*AROUND, *every) if names.issuperset(place.tensors)]
+
+
+def sparse(module: nn.Module) -> list[int]:
+    """The layers of the decoder ``module`` that have experts."""
+    router = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.down_proj")
+    return [int(found[1]) for name, _ in module.named_parameters() if (found := router.fullmatch(name))]
 
 
 def parts(place: Place, parameter: Tensor, heads: int, groups: int, rows: int) -> list[Tensor]:
@@ -105,11 +115,14 @@ def refusals(module: Any, train: Train) -> Iterator[str]:
     for what, is_it in _unusual(config).items():
         if is_it:
             yield f"train.backend: megatron trains no {kind} with {what} yet; {mend}"
+    yield from _of_experts(module, train)
     sizes = {
         "attention heads": config.num_attention_heads,
         "key-value heads": config.num_key_value_heads,
         "intermediate units": config.intermediate_size,
     }
+    if len(sparse(module)) == config.num_hidden_layers:
+        del sizes["intermediate units"]
     for what, n in sizes.items():
         if n % size:
             fitting = _fitting(gcd(*sizes.values()))
@@ -122,6 +135,28 @@ def refusals(module: Any, train: Train) -> Iterator[str]:
         yield (
             f"train.pipeline_chunks: {stages} stages of {chunks} chunks do not divide the model's {layers} layers; "
             f"{_fitting(layers // stages)}"
+        )
+
+
+def _of_experts(module: Any, train: Train) -> Iterator[str]:
+    """A layer of experts is given each token once, and each expert is whole on one device."""
+    config, size, kind = module.config, train.expert_parallel, type(module).__name__
+    if not sparse(module):
+        if size > 1:
+            yield f"train.expert_parallel: {kind} has no experts to divide; remove it"
+        return
+    one_stage = train.tensor_parallel * train.context_parallel
+    if not hasattr(config, "norm_topk_prob") or (config.norm_topk_prob and config.num_experts_per_tok == 1):
+        yield f"train.backend: megatron does not know how {kind} weighs its experts; set train.backend to fsdp"
+    if config.num_experts % size:
+        fitting = _fitting(config.num_experts)
+        yield f"train.expert_parallel: {size} does not divide the model's {config.num_experts} experts; {fitting}"
+    if train.tensor_parallel > 1 and not train.sequence_parallel:
+        yield "train.sequence_parallel: devices that share a layer of experts divide its tokens; set it to true"
+    if train.pipeline_parallel > 1 and size != one_stage:
+        yield (
+            f"train.expert_parallel: the {one_stage} device{'s' * (one_stage > 1)} of a stage "
+            f"divide{'s' * (one_stage == 1)} its experts; set it to {one_stage}"
         )
 
 

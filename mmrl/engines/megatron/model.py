@@ -22,10 +22,11 @@ with warnings.catch_warnings():  # of each part of Apex and Transformer Engine t
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mmrl.config.schema import Train
 from mmrl.engines.context import Group, Ranks, attend, columns
-from mmrl.engines.megatron import cpu
+from mmrl.engines.megatron import cpu, experts
 
 _PATIENCE = 24 * 60
 """Minutes that a rank may wait for another, as in ``mmrl.controller.peers``."""
@@ -34,7 +35,8 @@ _PATIENCE = 24 * 60
 class Groups(NamedTuple):
     """Of this rank: who computes its layers with it, who has the stages before and behind, both together, and who has
     the same weights, for other rows or other parts of these. ``rows``: who has other parts of its rows; None where they
-    are whole. ``ends``: the first and the last stage, of one of them; else None."""
+    are whole. ``ends``: the first and the last stage, of one of them; else None. ``experts``: who has other experts, and
+    takes this rank's tokens for them; ``expert_copies``: who has the same."""
 
     layers: Any
     stages: Any
@@ -42,10 +44,12 @@ class Groups(NamedTuple):
     copies: Any
     rows: Ranks | None
     ends: Any
+    experts: Any
+    expert_copies: Any
 
 
-def arrange(train: Train) -> Groups:
-    """Divide the ranks of ``torch.distributed``, all together: neighbours share a model."""
+def arrange(train: Train, mixture: bool) -> Groups:
+    """Divide the ranks of ``torch.distributed``, all together: neighbours share a model. ``mixture``: it has experts."""
     cpu.install()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # collectives and kernels in the order they were launched
     if parallel_state.model_parallel_is_initialized():
@@ -55,6 +59,8 @@ def arrange(train: Train) -> Groups:
         pipeline_model_parallel_size=train.pipeline_parallel,
         virtual_pipeline_model_parallel_size=train.pipeline_chunks if train.pipeline_chunks > 1 else None,
         context_parallel_size=train.context_parallel,
+        expert_model_parallel_size=train.expert_parallel,
+        expert_tensor_parallel_size=1 if mixture else None,  # no expert is cut
         order="tp-cp-ep-pp-dp",  # what shares a model lies side by side: in one controller
         distributed_timeout_minutes=_PATIENCE,
         create_gloo_process_groups=False,
@@ -68,6 +74,8 @@ def arrange(train: Train) -> Groups:
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         _rows(),
         parallel_state.get_embedding_group() if parallel_state.is_rank_in_embedding_group() else None,
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_expert_data_parallel_group(),
     )
 
 
@@ -212,6 +220,7 @@ def configured(module: Any, train: Train, recompute: bool) -> TransformerConfig:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **(again if recompute else {}),
+        **experts.settings(module, train),
     )
 
 
@@ -224,5 +233,6 @@ def _layers(config: TransformerConfig, chunk: int | None) -> Any:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm
     norm: Any = Norm
-    mine = get_num_layers_to_build(config, vp_stage=chunk)
-    return TransformerBlockSubmodules(layer_specs=[spec] * mine, layer_norm=norm)
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    mine = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
+    return TransformerBlockSubmodules(layer_specs=[experts.layer(spec, config, n) for n in mine], layer_norm=norm)

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from mmrl.config.schema import Model, Train
 from mmrl.engines.context import Rows
-from mmrl.engines.megatron.mapping import Place, parts, places, refusals
+from mmrl.engines.megatron.mapping import Place, parts, places, refusals, sparse
 from mmrl.engines.megatron.model import all_tokens, arrange, built, named
 from mmrl.engines.megatron.stages import Pipeline
 from mmrl.engines.weights import Passed, exchange, outermost, probe
@@ -51,7 +51,6 @@ class ModelParallel:
     """
 
     in_shards = True
-    lockstep = False
 
     def __init__(self, module: Any, settings: Train, model: Model, sent: Counter[str]) -> None:
         if problems := list(refusals(module, settings)):
@@ -59,8 +58,10 @@ class ModelParallel:
         size = self._size = settings.tensor_parallel
         self.width, self._sent, self._alone = settings.width, sent, False
         self._by_tokens = settings.sequence_parallel
-        self._groups = arrange(settings)
+        self._groups = arrange(settings, bool(sparse(module)))
         self._group = self._groups.layers
+        # tokens go to experts of ranks that have other rows
+        self.lockstep = bool(settings.tensor_parallel * settings.context_parallel % settings.expert_parallel)
         self._cut = None if self._groups.rows is None else Rows(self._groups.rows)
         self._module, self._whole_forward = module, module.forward
         self._theirs = dict(module.named_parameters())
@@ -77,7 +78,8 @@ class ModelParallel:
         self._kept: Tensor | None = None
         if self._chunks[-1].post_process:
             self._chunks[-1].output_layer.register_forward_pre_hook(self._only_kept)
-        self._mesh = DeviceMesh.from_group(self._group, device.type)
+        both = (self._group, self._groups.experts)
+        self._mesh, self._expert_mesh = (DeviceMesh.from_group(group, device.type) for group in both)
         self._place_all(module)
         self._divide(settings.distributed_optimizer)
         self._take_over()
@@ -109,14 +111,14 @@ class ModelParallel:
     def _divide(self, among_copies: bool) -> None:
         """Say which of the ranks with the same weights steps on what: the next largest goes to who has the least."""
         self._owners: dict[Place, int] = {}
-        loads = [0] * self._groups.copies.size()
+        loads = {copies: [0] * copies.size() for copies in (self._groups.copies, self._groups.expert_copies)}
         if among_copies:
             # what two stages have first: then both come to the same
             for place in sorted(self._exact, key=lambda p: (p is not self._twin, -self._exact[p].numel(), p.name)):
-                owner = self._owners[place] = loads.index(min(loads))
-                loads[owner] += self._exact[place].numel()
-        rank = self._groups.copies.rank()
-        others = {name for place, owner in self._owners.items() if owner != rank for name in place.tensors}
+                load = loads[self._copies_of(place)]
+                owner = self._owners[place] = load.index(min(load))
+                load[owner] += self._exact[place].numel()
+        others = {name for place in self._exact if not self._steps(place) for name in place.tensors}
         self.stepped = [name for name in self.mine if name not in others]
 
     def _round(self, dtype: torch.dtype) -> None:
@@ -179,8 +181,8 @@ class ModelParallel:
         (placement,) = self._placements(name)
         if not isinstance(placement, Shard):
             return whole
-        pieces = whole.chunk(self._size, placement.dim)
-        rank = self._group.rank()
+        mesh = self._mesh_of(name)
+        pieces, rank = whole.chunk(mesh.size(), placement.dim), mesh.get_local_rank()
         return pieces[rank] if rank < len(pieces) else whole.narrow(placement.dim, 0, 0)
 
     @torch.no_grad()
@@ -216,12 +218,12 @@ class ModelParallel:
         if (sums := self._sums) is None:
             sums = {place: p.grad for place, p in self._ours.items() if p.grad is not None}
         there = torch.tensor([float(place in sums) for place in self._ours], device=self._device)
-        self._add(there)
+        self._add(there, self._groups.copies)
         found = {}
         for n, (place, p) in zip(there.tolist(), self._ours.items(), strict=True):
             if n:
                 gradient = sums.pop(place) if place in sums else torch.zeros_like(self._exact[place])
-                self._add(gradient, self._owners.get(place))
+                self._add(gradient, self._copies_of(place), self._owners.get(place))
                 if self._steps(place):
                     found[place] = self._over_parts(place, gradient)
             p.grad = None
@@ -238,9 +240,9 @@ class ModelParallel:
             dist.all_reduce(gradient, group=self._groups.ends)
         return gradient
 
-    def _add(self, gradient: Tensor, owner: int | None = None) -> None:
-        """In place, over the ranks that have the same part of the model: for the rank ``owner``, or for all."""
-        copies = self._groups.copies
+    def _add(self, gradient: Tensor, copies: Any, owner: int | None = None) -> None:
+        """In place, over the ranks ``copies`` that have the same part of the model: for the rank ``owner``, or for
+        all."""
         if (n := copies.size()) == 1:
             return
         if owner is None:
@@ -250,19 +252,28 @@ class ModelParallel:
             dist.reduce(gradient, group=copies, group_dst=owner)
             self._sent["gradients"] += gradient.nbytes * (owner != copies.rank())
 
+    def _copies_of(self, place: Place) -> Any:
+        return self._groups.expert_copies if place.cut == "experts" else self._groups.copies
+
     def _steps(self, place: Place) -> bool:
-        return self._owners.get(place, self._groups.copies.rank()) == self._groups.copies.rank()
+        return self._owners.get(place) in (None, self._copies_of(place).rank())
 
     def norm(self) -> Tensor:
-        total = torch.zeros((), device=self._device)
+        total, of_experts = torch.zeros(2, device=self._device)
         for name, t in self.mine.items():
             counts = self._stage_of[name] == self._groups.stages.rank()  # of two stages that have it the first
-            if t.grad is not None and counts and (self._divided(name) or self._group.rank() == 0):
+            if t.grad is not None and self._cuts[name] == "experts":
+                of_experts += t.grad.square().sum()
+            elif t.grad is not None and counts and (self._divided(name) or self._group.rank() == 0):
                 total += t.grad.square().sum()
         dist.all_reduce(total, group=self._groups.model)
+        groups = (self._groups.experts, self._groups.stages)
         if self._owners:
             dist.all_reduce(total, group=self._groups.copies)
-        return total.sqrt()
+            groups = (*groups, self._groups.expert_copies)
+        for group in groups:
+            dist.all_reduce(of_experts, group=group)
+        return (total + of_experts).sqrt()
 
     def swap(self, copy: dict[str, Tensor]) -> None:
         exchange(self.mine, copy, self._alone)
@@ -271,7 +282,7 @@ class ModelParallel:
     @torch.no_grad()
     def updated(self) -> None:
         for place, owner in self._owners.items():
-            dist.broadcast(self._exact[place], group=self._groups.copies, group_src=owner)
+            dist.broadcast(self._exact[place], group=self._copies_of(place), group_src=owner)
             self._sent["weights"] += self._exact[place].nbytes * self._steps(place)
 
     @torch.no_grad()
@@ -298,7 +309,7 @@ class ModelParallel:
             local = local.clone()
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            local, self._mesh, self._placements(name), run_check=False, shape=shape, stride=stride
+            local, self._mesh_of(name), self._placements(name), run_check=False, shape=shape, stride=stride
         )
 
     def whole(self, name: str, mine: Tensor) -> Tensor:
@@ -331,6 +342,10 @@ class ModelParallel:
             for name, tensor in zip(place.tensors, parts(place, parameter, heads, groups, self._rows), strict=True)
         }
         return {name: found[name] for name in self._shapes if name in found}
+
+    def _mesh_of(self, name: str) -> DeviceMesh:
+        """The ranks that divide it."""
+        return self._expert_mesh if self._cuts[name] == "experts" else self._mesh
 
     def _divided(self, name: str) -> bool:
         return isinstance(self._placements(name)[0], Shard)
