@@ -52,7 +52,9 @@ def tiny(folder, family, **more):
 
     shutil.copytree(SHIPPED, folder, ignore=shutil.ignore_patterns("model*", "config.json"))
     sizes = {**SIZES, "vocab_size": 335, "max_position_embeddings": 256, "num_key_value_heads": 4}
-    config = getattr(transformers, f"{family}Config")(**{**sizes, **more}, tie_word_embeddings=False, eos_token_id=331)
+    config = getattr(transformers, f"{family}Config")(
+        **{**sizes, "tie_word_embeddings": False, "eos_token_id": 331, **more}
+    )
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for p in model.parameters():  # biases and norms too, so that none is right by being 0 or 1
@@ -130,6 +132,9 @@ def serve(out, rank, size, port, path, *overrides):
     devices = recipe.devices_per_controller
     peers = Group(rank, size, "127.0.0.1", port, devices=devices)
     run = made(path, Controller(0, rank // devices, size // devices, peers), *overrides)
+    with run.policy.for_evaluation():  # all together
+        if rank == 0:
+            run.pipeline.write(out.with_suffix(""), "merged")
     share = size // run.policy.weights.width
     torch.save(updates(run, rows_of(run, rank // run.policy.weights.width, share)), out)
     peers.close()

@@ -1,13 +1,43 @@
 """Mixtures of experts on Megatron-Core come to what one process of Hugging Face does."""
 
+from fractions import Fraction
+
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from mmrl._torchvision import allow_cpu_only
-from tests.test_megatron import equal, made, rows_of, tiny, together, updates
+from mmrl.config.loader import load_recipe
+from mmrl.engines.megatron.mapping import shares
+from mmrl.errors import UserError
+from mmrl.placement.plan import plan
+from tests.ray_runs import alike, rows, run
+from tests.test_megatron import SHIPPED, equal, made, rows_of, tiny, together, updates
 
 allow_cpu_only()  # before transformers imports torchvision
 
 EP = ["train.backend=megatron", "train.expert_parallel=2", "devices_per_controller=2"]
+TP = [
+    "train.backend=megatron",
+    "train.tensor_parallel=2",
+    "train.sequence_parallel=true",
+    "devices_per_controller=2",
+]
+PP = ["train.backend=megatron", "train.pipeline_parallel=2", "devices_per_controller=2"]
+ODD = {"norm_topk_prob": False, "num_hidden_layers": 4, "mlp_only_layers": [1], "tie_word_embeddings": True}
+BOTH = ["train.expert_parallel=2"]
+FOUR = ["devices_per_controller=4", "model.gradient_checkpointing=true"]
+WIDE = ["train.expert_parallel=4", "devices_per_controller=4"]
+LONG = """
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    return [float(len(sample.text or "") % 5) for sample in samples]
+"""
+SMALL = ["train.group_size=4", "train.micro_batch_size=4", "sampling.batch_size=4", "model.dtype=float32"]
+SMALL += ["train.prompts_per_step=4", "optim.schedule=constant", "eval.every=null", "checkpoint.every=1"]
+SMALL += ["sampling.max_new_tokens=16", "algorithm.kl_coef=0.01"]
 SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -15,10 +45,101 @@ def mixture(folder, **more):
     return tiny(folder, "Qwen3Moe", **{**SIZES, "norm_topk_prob": True, **more})
 
 
-@pytest.mark.parametrize("layout", [EP])
-def test_divided_experts_have_the_gradients_and_log_probs_of_the_whole(layout, tmp_path):
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory):
+    """Models, and what one process of Hugging Face makes of them."""
+    found = {}
+
+    def of(**more):
+        key = str(more)
+        if key not in found:
+            path = mixture(tmp_path_factory.mktemp("experts") / "model", **more)
+            one = made(path)
+            found[key] = path, updates(one, rows_of(one, 0, 1))
+        return found[key]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "more"),
+    [
+        pytest.param(2, EP, {}, marks=pytest.mark.slow),
+        pytest.param(2, TP, {}, marks=pytest.mark.long),
+        pytest.param(2, [*TP, *BOTH], {}, marks=pytest.mark.slow),
+        pytest.param(2, PP, ODD, marks=pytest.mark.long),
+        pytest.param(4, [*TP, *WIDE], ODD, marks=pytest.mark.long),
+        pytest.param(4, [*TP, *PP, *BOTH, *FOUR], {}, marks=pytest.mark.long),
+        pytest.param(4, [*EP, "controllers=2"], {}, marks=pytest.mark.long),
+    ],
+)
+def test_divided_experts_have_the_gradients_and_log_probs_of_the_whole(ranks, layout, more, of_one, tmp_path):
     pytest.importorskip("megatron.core")
+    path, whole = of_one(**more)
+    equal(together(tmp_path, ranks, "serve", path, *layout), whole, load_recipe(["sums"], layout).recipe.train.width)
+    given, written = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / f"0-of-{ranks}"))
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in given
+    assert written.keys() == given.keys()
+    assert all(torch.equal(written[name], given[name]) for name in given), "written before the first update"
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_layout_and_exports_what_it_was_given(tmp_path):
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("ray")
+    path, reward = mixture(tmp_path / "model"), tmp_path / "long.py"
+    reward.write_text(LONG)
+    words = [f"model.path={path}", f'rewards=[{{name: "{reward}:score"}}]', *SMALL]
+    run("sums", tmp_path / "whole", "train.steps=3", *words)
+    run("sums", tmp_path / "cut", "train.steps=1", *words, *EP)
+    run("sums", tmp_path / "cut", "train.steps=2", *words, "train.backend=fsdp", "devices_per_controller=2", "--resume")
+    run("sums", tmp_path / "cut", "train.steps=3", *words, *TP, "train.expert_parallel=2", "--resume")
+    alike(tmp_path / "whole", tmp_path / "cut")
+    assert min(row["optim/grad_norm"] for row in rows(tmp_path / "cut")) > 1e-3, "nothing was learned, nor compared"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.expert_parallel=2"], "train.expert_parallel: replicated cuts no layer"),
+        ([*EP, "devices_per_controller=3"], "2 devices that share experts .* 3 train there; .* to a multiple of 2"),
+        ([*TP, "train.expert_parallel=4", "devices_per_controller=6"], "share experts .* to a multiple of 4"),
+    ],
+)
+def test_devices_that_do_not_divide_experts_are_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(["sums"], overrides)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], None),
+        (
+            ["train.expert_parallel=3", "devices_per_controller=3"],
+            "train.expert_parallel: 3 does not divide the model's 4 experts; set it to 1, 2 or 4",
+        ),
+        (
+            ["train.tensor_parallel=2"],
+            "train.sequence_parallel: devices that share a layer of experts divide its tokens; set it to true",
+        ),
+        (
+            ["train.pipeline_parallel=2"],
+            "train.expert_parallel: the 1 device of a stage divides its experts; set it to 1",
+        ),
+        ([f"model.path={SHIPPED}"], "train.expert_parallel: Qwen3ForCausalLM has no experts to divide; remove it"),
+    ],
+)
+def test_plan_names_the_edit_that_divides_experts(words, message, tmp_path):
     path = mixture(tmp_path / "model")
-    run = made(path)
-    whole = updates(run, rows_of(run, 0, 1))
-    equal(together(tmp_path, 2, "serve", path, *layout), whole, 1)
+    found = plan(load_recipe(["sums"], [f"model.path={path}", *EP, *words])).problems
+    assert found == ([] if message is None else [message])
+
+
+def test_a_plan_counts_the_experts_of_a_device(tmp_path):
+    path = mixture(tmp_path / "model")
+    module = made(path).pipeline.policy
+    experts = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
+    rest = sum(p.numel() for p in module.parameters()) - experts
+    for layout, share in ((EP, rest + experts / 2), (TP, rest / 2 + experts), (PP, (rest + experts) / 2)):
+        assert shares(module, load_recipe(["sums"], layout).recipe.train) == (rest + experts) / Fraction(share)

@@ -170,8 +170,8 @@ class Train(Section):
         return self.sharing * self.context_parallel
 
     def parts(self, ranks: int) -> int:
-        """In how many parts the trained weights lie on ``ranks`` ranks."""
-        return {"replicated": 1, "fsdp": ranks, "megatron": self.sharing}[self.backend]
+        """In how many parts the trained weights lie on ``ranks`` ranks, of which none share a model."""
+        return ranks if self.backend == "fsdp" else 1
 
     max_cpu_seconds: PositiveFloat | None = None
     """Stop after the step in which the CPU time spent in training steps (not in evaluation) passes this."""

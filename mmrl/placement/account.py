@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from mmrl.config.schema import Recipe
@@ -57,7 +58,7 @@ class Size:
     gathered_blocks: int = 0
 
 
-def sizes_of(description: Description, shards: int, by_block: bool) -> dict[int, Size]:
+def sizes_of(description: Description, shards: int | Fraction, by_block: bool) -> dict[int, Size]:
     """Of each component, by ``id``; what trains lies in so many ``shards``, and is gathered ``by_block`` to train."""
     from mmrl.placement.memory import nbytes
 
@@ -79,7 +80,7 @@ def sizes_of(description: Description, shards: int, by_block: bool) -> dict[int,
     return sizes
 
 
-def _in_shards(module: nn.Module, whole: Size, shards: int, by_block: bool) -> Size:
+def _in_shards(module: nn.Module, whole: Size, shards: int | Fraction, by_block: bool) -> Size:
     """By block: in a slice two of them are there at once, one computing and one on its way, with their gradients until
     each rank has its rows; what is in no block is there all the time."""
     from mmrl.engines.sharded import blocks

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -172,6 +173,7 @@ def _account(
     """Fill in counts, measured sizes, roles and phases."""
     from mmrl.engines.context import refusals as refusals_of_context
     from mmrl.engines.megatron.mapping import refusals as refusals_of_megatron
+    from mmrl.engines.megatron.mapping import shares
     from mmrl.placement.memory import measure
     from mmrl.trajectory import Prompt
 
@@ -180,9 +182,10 @@ def _account(
     entries = objective.entries or description.pipeline.entries(objective.kind)
     store = description.pipeline.features
     trainers = recipe.controllers * recipe.placement.training(recipe.devices_per_controller)
-    shards = recipe.train.parts(trainers)
+    shards: int | Fraction = recipe.train.parts(trainers)
     if recipe.train.backend == "megatron":
         made.problems += refusals_of_megatron(description.pipeline.policy, recipe.train)
+        shards = shares(description.pipeline.policy, recipe.train)
         made.notes.append("activations are counted whole, and devices that share a model divide most of them")
     if recipe.train.context_parallel > 1:
         refused = list(refusals_of_context(description.pipeline.policy, recipe.train.context_parallel))

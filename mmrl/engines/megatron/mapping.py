@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from math import gcd
 from typing import Any, Literal
 
@@ -80,6 +81,16 @@ def sparse(module: nn.Module) -> list[int]:
     """The layers of the decoder ``module`` that have experts."""
     router = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.down_proj")
     return [int(found[1]) for name, _ in module.named_parameters() if (found := router.fullmatch(name))]
+
+
+def shares(module: nn.Module, train: Train) -> Fraction:
+    """How many times as many weights ``module`` has as the device that holds its part of the experts, of the rest and
+    of the stages."""
+    experts = {name for place in places(module) if place.cut == "experts" for name in place.tensors}
+    divided = train.tensor_parallel, train.expert_parallel
+    sizes = [(p.numel(), divided[name in experts]) for name, p in module.named_parameters()]
+    here = sum((Fraction(n, by) for n, by in sizes), Fraction(0)) / train.pipeline_parallel
+    return sum(n for n, _ in sizes) / here
 
 
 def parts(place: Place, parameter: Tensor, heads: int, groups: int, rows: int) -> list[Tensor]:

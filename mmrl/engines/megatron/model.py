@@ -35,8 +35,8 @@ _PATIENCE = 24 * 60
 class Groups(NamedTuple):
     """Of this rank: who computes its layers with it, who has the stages before and behind, both together, and who has
     the same weights, for other rows or other parts of these. ``rows``: who has other parts of its rows; None where they
-    are whole. ``ends``: the first and the last stage, of one of them; else None. ``experts``: who has other experts, and
-    takes this rank's tokens for them; ``expert_copies``: who has the same."""
+    are whole. ``ends``: the first and the last stage, of one of them; else None. ``experts``: who has other experts and
+    takes tokens for them; ``expert_copies``: who has the same."""
 
     layers: Any
     stages: Any
@@ -49,7 +49,7 @@ class Groups(NamedTuple):
 
 
 def arrange(train: Train, mixture: bool) -> Groups:
-    """Divide the ranks of ``torch.distributed``, all together: neighbours share a model. ``mixture``: it has experts."""
+    """Divide the ranks of ``torch.distributed``, all together: neighbours share a model. ``mixture``: with experts."""
     cpu.install()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # collectives and kernels in the order they were launched
     if parallel_state.model_parallel_is_initialized():
