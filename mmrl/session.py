@@ -90,6 +90,13 @@ def stop_on_signal() -> Iterator[Stop]:
             signal.signal(s, handler)
 
 
+_LAYOUT = (
+    *("backend", "tensor_parallel", "sequence_parallel", "context_parallel", "pipeline_parallel", "pipeline_chunks"),
+    *("expert_parallel", "distributed_optimizer"),
+)
+"""Of ``train``, how weights and rows lie on devices."""
+
+
 def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     """Refuse to go on with another recipe than the run's, but for how long it runs, where, and what it shows.
 
@@ -97,8 +104,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     """
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
     free |= {"controllers", "devices_per_controller", "placement", "ray"}
-    free |= {f"train.{key}" for key in ("backend", "tensor_parallel", "sequence_parallel", "context_parallel")}
-    free |= {"train.pipeline_parallel", "train.pipeline_chunks", "train.distributed_optimizer"}
+    free |= {f"train.{key}" for key in _LAYOUT}
     if loaded.recipe.optim.schedule == "linear":
         free.discard("train.steps")  # the learning rate of every step depends on it
     before, now = (flatten(d) for d in (json.loads(directory.resolved.read_text()), loaded.resolved()))
