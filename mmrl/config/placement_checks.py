@@ -197,8 +197,9 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
         yield f"train.backend: megatron trains language models, and this recipe makes pictures or clips; {fsdp}"
     if size == train.expert_parallel == 1 and not train.distributed_optimizer:
         yield (
-            "train.tensor_parallel: megatron needs at least 2 devices that share a model; set it, train.pipeline_parallel, "
-            f"train.context_parallel, train.expert_parallel or train.distributed_optimizer, or {fsdp}"
+            "train.tensor_parallel: megatron needs at least 2 devices that share a model; set it, "
+            "train.pipeline_parallel, train.context_parallel, train.expert_parallel or train.distributed_optimizer, "
+            f"or {fsdp}"
         )
     if train.pipeline_chunks > 1 and train.pipeline_parallel == 1:
         yield "train.pipeline_chunks: one stage is not cut in turns; set train.pipeline_parallel, or remove it"
