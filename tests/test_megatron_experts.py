@@ -83,8 +83,8 @@ def test_divided_experts_have_the_gradients_and_log_probs_of_the_whole(ranks, la
     assert all(torch.equal(written[name], given[name]) for name in given), "written before the first update"
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_in_another_layout_and_exports_what_it_was_given(tmp_path):
+@pytest.mark.long
+def test_a_run_goes_on_in_shards_and_over_other_devices(tmp_path):
     pytest.importorskip("megatron.core")
     pytest.importorskip("ray")
     path, reward = mixture(tmp_path / "model"), tmp_path / "long.py"

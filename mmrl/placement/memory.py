@@ -83,15 +83,19 @@ def known_masks(pipeline: Pipeline) -> AbstractContextManager[Any]:
 
 
 class KnownMasks(TorchDispatchMode):
-    """Inside the block, a mask picks as many entries of a fake tensor as it would of a real one.
+    """Inside the block, a mask picks as many entries of a fake tensor as it would of a real one, and experts take
+    tokens in every precision.
 
     A model that sees puts its pictures where their placeholders stand. The placeholders are real, but on a fake tensor
-    torch counts no mask; so masks become the indices that they stand for.
+    torch counts no mask; so masks become the indices that they stand for. What multiplies the tokens of each expert
+    takes float32 too, and torch's rule for shapes has bfloat16 alone.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _INDEXED:
             args = (args[0], [i for given in args[1] for i in _counted(given)], *args[2:])
+        if func is _GROUPED and isinstance(args[0], FakeTensor):
+            return _product(*args[:3])
         return func(*args, **(kwargs or {}))
 
 
@@ -103,6 +107,15 @@ _INDEXED = frozenset(
         torch.ops.aten._index_put_impl_.default,
     }
 )
+
+
+_GROUPED = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
+
+
+def _product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """``[N, J]`` of the rows ``[N, I]`` of several groups, each times its own of ``[G, I, J]``; or ``[G, I, J]`` of
+    ``[I, N]`` times ``[N, J]``, group by group."""
+    return a.new_empty((len(a), b.shape[-1]) if b.ndim == 3 else (len(ends), len(a), b.shape[-1]))
 
 
 def _counted(index: Tensor | None) -> Iterable[Tensor | None]:
