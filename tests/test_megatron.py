@@ -63,8 +63,8 @@ def tiny(folder, family, **more):
     return folder
 
 
-def made(path, controller=None, *overrides):
-    loaded = load_recipe(["sums"], [*SMALL, f"model.path={path}", *overrides])
+def made(path, controller=None, *overrides, name="sums"):
+    loaded = load_recipe([name], [*SMALL, f"model.path={path}", *overrides])
     return build(loaded.recipe, loaded.root, controller)
 
 
@@ -124,14 +124,14 @@ def of_all(run, name, part):
     return run.policy.weights.whole(name, part).clone()
 
 
-def serve(out, rank, size, port, path, *overrides):
+def serve(out, rank, size, port, path, *overrides, name="sums"):
     """One rank of a layout: the script's work."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(280, exit=True)  # a rank that waits for another says where
-    recipe = load_recipe(["sums"], [*SMALL, *overrides]).recipe
+    recipe = load_recipe([name], [*SMALL, *overrides]).recipe
     devices = recipe.devices_per_controller
     peers = Group(rank, size, "127.0.0.1", port, devices=devices)
-    run = made(path, Controller(0, rank // devices, size // devices, peers), *overrides)
+    run = made(path, Controller(0, rank // devices, size // devices, peers), *overrides, name=name)
     with run.policy.for_evaluation():  # all together
         if rank == 0:
             run.pipeline.write(out.with_suffix(""), "merged")
@@ -160,10 +160,30 @@ def given():
     return logits, torch.tensor([[0, 10, 5], [3, 4, 9]])
 
 
-def together(folder, size, what, *rest):
+def together(folder, size, what, *rest, script=__file__):
     """What ``size`` ranks came to, each in a process of its own."""
     outs = [folder / f"{rank}-of-{size}.pt" for rank in range(size)]
-    return launched(__file__, outs, lambda rank, port, out: [what, out, rank, size, port, *rest])
+    return launched(script, outs, lambda rank, port, out: [what, out, rank, size, port, *rest])
+
+
+def equal(found, whole, width):
+    """What ranks found, ``width`` to a share of the rows, is what one process found of all."""
+    shares = len(found) // width
+    for rank in found:
+        names = [name.removeprefix("start/") for name in rank if name.startswith("start/")]
+        assert all(torch.equal(rank[f"start/{name}"], whole[f"start/{name}"]) for name in names)
+        for kind, tolerance in (("gradient/", 1e-5), ("weights/", 1e-5)):
+            of_kind = [f"{kind}{name}" for name in names if f"{kind}{name}" in rank]  # who steps on it has its gradient
+            one, all_ = (torch.cat([of[name].flatten() for name in of_kind]) for of in (rank, whole))
+            assert (one - all_).norm() <= tolerance * all_.norm(), kind
+    assert {name for rank in found for name in rank} == whole.keys()
+    for name, value in whole.items():
+        for n, rank in enumerate(found if "/" not in name else ()):
+            if name not in rank:  # of stages the last knows
+                assert n % width < width - 1
+                continue
+            of = value[n // width :: shares, : rank[name].shape[1]]  # without the columns that its rows do not fill
+            torch.testing.assert_close(rank[name], of, rtol=0, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -205,26 +225,6 @@ def test_parts_of_layers_have_the_gradients_and_log_probs_of_the_whole(family, l
     width, shares = train.width, (2 if "controllers=2" in layout else 1)
     found = together(tmp_path, width * shares, "serve", path, *layout)
     equal(found, whole, width)
-
-
-def equal(found, whole, width):
-    """What ranks found, ``width`` to a share of the rows, is what one process found of all."""
-    shares = len(found) // width
-    for rank in found:
-        names = [name.removeprefix("start/") for name in rank if name.startswith("start/")]
-        assert all(torch.equal(rank[f"start/{name}"], whole[f"start/{name}"]) for name in names)
-        for kind, tolerance in (("gradient/", 1e-5), ("weights/", 1e-5)):
-            of_kind = [f"{kind}{name}" for name in names if f"{kind}{name}" in rank]  # who steps on it has its gradient
-            one, all_ = (torch.cat([of[name].flatten() for name in of_kind]) for of in (rank, whole))
-            assert (one - all_).norm() <= tolerance * all_.norm(), kind
-    assert {name for rank in found for name in rank} == whole.keys()
-    for name, value in whole.items():
-        for n, rank in enumerate(found if "/" not in name else ()):
-            if name not in rank:  # of stages the last knows
-                assert n % width < width - 1
-                continue
-            of = value[n // width :: shares, : rank[name].shape[1]]  # without the columns that its rows do not fill
-            torch.testing.assert_close(rank[name], of, rtol=0, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_half_precision_computes_with_rounded_weights_and_learns_in_float32(tmp_path):
@@ -278,8 +278,7 @@ def test_every_tensor_is_seen_once_where_it_lies(tmp_path):
         ([*TP, "train.pipeline_parallel=2"], "2 train there; set devices_per_controller to a multiple of 4"),
         ([*TP, "devices_per_controller=3"], "3 train there; set devices_per_controller to a multiple of 2"),
         ([*TP, "model.lora={rank: 4}"], "model.lora: megatron trains whole weights"),
-        ([*TP, "model.freeze=[embed_tokens]"], "model.freeze: megatron trains all weights"),
-        ([*TP, "algorithm={type: ppo}"], "ppo trains a head for numbers"),
+        ([*PP, "algorithm={type: ppo}"], "train.pipeline_parallel: log-probs and values are computed in one pass"),
         ([*TP, "model.dtype=float16"], "model.dtype: megatron scales no losses for float16"),
         ([*TP, "rollout={engine: vllm_server}"], r"vllm_server takes whole weights .* \(megatron\) do not"),
     ],

@@ -209,6 +209,8 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
         yield "train.sequence_parallel: it divides what train.tensor_parallel devices keep; set that, or remove it"
     if train.pipeline_parallel > 1 and algorithm.type == "dpo":
         yield f"train.pipeline_parallel: pairs are compared with a reference in one pass; set it to 1, or {fsdp}"
+    if train.pipeline_parallel > 1 and algorithm.type == "ppo":
+        yield f"train.pipeline_parallel: log-probs and values are computed in one pass; set it to 1, or {fsdp}"
     if devices % size:
         yield (
             f"devices_per_controller: the {size} devices that share a model belong to one controller, and "
@@ -222,12 +224,10 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.model.lora is not None:
         yield f"model.lora: megatron trains whole weights; remove it, or {fsdp}"
-    if recipe.model.freeze:
-        yield f"model.freeze: megatron trains all weights; remove it, or {fsdp}"
     if recipe.model.dtype == "float16":
         yield f"model.dtype: megatron scales no losses for float16; set it to bfloat16 or float32, or {fsdp}"
-    if algorithm.type in ("ppo", "reward_model"):
-        yield f"train.backend: {algorithm.type} trains a head for numbers, which megatron lacks; {fsdp}"
+    if algorithm.type == "reward_model":
+        yield f"train.backend: {algorithm.type} trains a head for scores, which megatron lacks; {fsdp}"
     yield from _sharded(recipe, "weights in parts (megatron)")
 
 

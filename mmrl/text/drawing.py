@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmrl.controller.randomness import generator
+from mmrl.text.likelihood import Vocabulary
 from mmrl.trajectory import SampleId
 
 BLOCK = 128
@@ -63,11 +64,15 @@ class Draw:
         return scores.scatter_(-1, token, torch.inf)  # generate gives a copy of its own
 
 
-def without(logits: Tensor, forbidden: list[int]) -> Tensor:
-    """``logits`` ``[..., V]`` with the ``forbidden`` tokens made impossible."""
+def without(logits: Tensor, forbidden: list[int], vocabulary: Vocabulary | None = None) -> Tensor:
+    """``logits`` ``[..., V]`` with the ``forbidden`` tokens made impossible; ``vocabulary``: those of this rank's part
+    of it."""
+    first = 0 if vocabulary is None else vocabulary.first
+    if vocabulary is not None:
+        forbidden = [token for token in forbidden if first <= token < first + logits.shape[-1]]
     if not forbidden:
         return logits
-    return logits.index_fill(-1, torch.tensor(forbidden, device=logits.device), -torch.inf)
+    return logits.index_fill(-1, torch.tensor(forbidden, device=logits.device) - first, -torch.inf)
 
 
 def choose(log_probs: Tensor, u: Tensor, top_p: float = 1.0, top_k: int | None = None) -> Tensor:

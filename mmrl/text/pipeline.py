@@ -372,7 +372,7 @@ class TextPipeline:
             end = inputs["input_ids"].shape[1] - 1  # the last token has nothing behind it
             kept = torch.arange(end - trajectory.clean.shape[1], end, device=self.device)
             logits = self.policy(**inputs, logits_to_keep=kept, use_cache=False).logits
-        return without(logits, self.conditioner.forbidden)
+        return without(logits, self.conditioner.forbidden, self._vocabulary)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)

@@ -19,11 +19,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from mmrl.config.schema import Train
-from mmrl.engines.megatron.mapping import sparse
+from mmrl.engines.megatron.mapping import sparse, text_config
 
-vars(moe_utils).setdefault(
-    "te_general_gemm", None
-)  # 0.16 asks whether it is None, and without Transformer Engine has none
+# 0.16 asks whether it is None, and without Transformer Engine has none
+vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 class Experts(nn.Module):
@@ -48,7 +47,7 @@ class Experts(nn.Module):
 
 def settings(module: Any, train: Train) -> dict[str, Any]:
     """What Megatron-Core's settings for the decoder ``module`` say of its experts; nothing where it has none."""
-    layers, config = sparse(module), module.config
+    layers, config = sparse(module), text_config(module)
     if not layers:
         return {}
     return {

@@ -17,8 +17,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from mmrl.config.schema import Train
+from mmrl.text.critic import Critic
 
-Cut = Literal["rows", "columns", "heads", "halves", "experts", "same", "shared"]
+Cut = Literal["rows", "columns", "heads", "halves", "experts", "same", "shared", "apart"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Place:
 
     ``cut``: how tensor-parallel ranks divide it. ``rows`` and ``columns`` of a matrix; ``halves``, by rows, one tensor
     above the other; ``heads``, by query groups, each with its queries, its key and its value; ``same``: each has all of
-    it and comes to the same gradient; ``shared``: each has all of it and the gradient of its own heads. ``experts``, by
-    its first dimension: over expert-parallel ranks, and whole experts on each.
+    it and comes to the same gradient; ``shared``: each has all of it and the gradient of its own heads; ``apart``: no
+    tensor of Megatron-Core's, and each has all of it and all of its gradient. ``experts``, by its first dimension: over
+    expert-parallel ranks, and whole experts on each.
     """
 
     name: str
@@ -58,37 +60,74 @@ AROUND = (
     Place("decoder.final_layernorm.weight", ("model.norm.weight",), "same"),
     Place("output_layer.weight", ("lm_head.weight",), "rows"),
 )
-_LAYERS = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_TOWERS = {"qwen2_5_vl": "visual."}
+"""Of models that see, by their type: their vision tower's name in the body."""
+_MROPE = {"rope_type", "rope_theta", "mrope_section", "type"}
+"""What is known here of rotary positions in three directions."""
 
 
-def places(module: nn.Module) -> list[Place]:
+def before(module: nn.Module) -> str:
+    """What the names of the decoder's tensors begin with in ``module``: ``model.``, or longer in one that sees."""
+    names, last = (name for name, _ in module.named_parameters()), "embed_tokens.weight"
+    return next((name.removesuffix(last) for name in names if name.endswith(last)), "model.")
+
+
+def body(module: Any) -> Any:
+    """``module`` without what makes logits, or values, of its hidden states: Hugging Face's model."""
+    return module.body if isinstance(module, Critic) else module.base_model
+
+
+def text_config(module: Any) -> Any:
+    """Hugging Face's settings of the decoder in ``module``."""
+    return body(module).config.get_text_config()
+
+
+def tower(module: Any) -> str | None:
+    """What the names of its vision tower begin with; None where it does not see, or no such model is known here."""
+    name = _TOWERS.get(body(module).config.model_type)
+    return name and ("body." if isinstance(module, Critic) else "model.") + name
+
+
+def apart(module: Any) -> tuple[str, ...]:
+    """What the names of all else than the decoder begin with, which each rank has for itself."""
+    return tuple(filter(None, [tower(module), "head." if isinstance(module, Critic) else None]))
+
+
+def places(module: Any) -> list[Place]:
     """Of the decoder ``module``, under their whole names. Those that it lacks (biases, norms of heads) are left out."""
-    names = {name for name, _ in module.named_parameters()}
-    layers = sorted({int(found[1]) for name in names if (found := _LAYERS.fullmatch(name))})
+    names, first = {name for name, _ in module.named_parameters()}, before(module)
+    numbered = re.compile(re.escape(first) + r"layers\.(\d+)\.(.+)")
+    layers = sorted({int(found[1]) for name in names if (found := numbered.fullmatch(name))})
+    around = [
+        Place(place.name, tuple(tensor.replace("model.", first, 1) for tensor in place.tensors), place.cut)
+        for place in AROUND
+    ]
     every = [
         Place(
             f"decoder.layers.{n}.{place.name}",
-            tuple(f"model.layers.{n}.{tensor}" for tensor in place.tensors),
+            tuple(f"{first}layers.{n}.{tensor}" for tensor in place.tensors),
             place.cut,
         )
         for n in layers
         for place in LAYER
     ]
-    return [place for place in (*AROUND, *every) if names.issuperset(place.tensors)]
+    own = [Place(name, (name,), "apart") for name in sorted(names) if name.startswith(apart(module))]
+    return [place for place in (*around, *every, *own) if names.issuperset(place.tensors)]
 
 
 def sparse(module: nn.Module) -> list[int]:
     """The layers of the decoder ``module`` that have experts."""
-    router = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.down_proj")
+    router = re.compile(re.escape(before(module)) + r"layers\.(\d+)\.mlp\.experts\.down_proj")
     return [int(found[1]) for name, _ in module.named_parameters() if (found := router.fullmatch(name))]
 
 
 def shares(module: nn.Module, train: Train) -> Fraction:
     """How many times as many weights ``module`` has as the device that holds its part of the experts, of the rest and
     of the stages."""
-    experts = {name for place in places(module) if place.cut == "experts" for name in place.tensors}
-    divided = train.tensor_parallel, train.expert_parallel
-    sizes = [(p.numel(), divided[name in experts]) for name, p in module.named_parameters()]
+    cuts = {name: place.cut for place in places(module) for name in place.tensors}
+    divided = {"experts": train.expert_parallel, "apart": 1}
+    by = {name: divided.get(cut, train.tensor_parallel) for name, cut in cuts.items()}
+    sizes = [(p.numel(), by.get(name, 1)) for name, p in module.named_parameters()]
     here = sum((Fraction(n, by) for n, by in sizes), Fraction(0)) / train.pipeline_parallel
     return sum(n for n, _ in sizes) / here
 
@@ -116,13 +155,14 @@ def parts(place: Place, parameter: Tensor, heads: int, groups: int, rows: int) -
 def refusals(module: Any, train: Train) -> Iterator[str]:
     """Why ``module`` cannot be trained by ranks that share it so, with the edit that mends it."""
     size = train.tensor_parallel
-    kind, config = type(module).__name__, module.config
+    kind, config = type(module).__name__, text_config(module)
     known = {name for place in places(module) for name in place.tensors}
     other = sorted(name for name, _ in module.named_parameters() if name not in known)
     mend = "set train.backend to fsdp"
     if other or not known:
         yield f"train.backend: megatron has no place for {', '.join(other[:3]) or 'any tensor'} of {kind}; {mend}"
         return
+    yield from _trained_apart(module, train)
     for what, is_it in _unusual(config).items():
         if is_it:
             yield f"train.backend: megatron trains no {kind} with {what} yet; {mend}"
@@ -151,7 +191,7 @@ def refusals(module: Any, train: Train) -> Iterator[str]:
 
 def _of_experts(module: Any, train: Train) -> Iterator[str]:
     """A layer of experts is given each token once, and each expert is whole on one device."""
-    config, size, kind = module.config, train.expert_parallel, type(module).__name__
+    config, size, kind = text_config(module), train.expert_parallel, type(module).__name__
     if not sparse(module):
         if size > 1:
             yield f"train.expert_parallel: {kind} has no experts to divide; remove it"
@@ -171,6 +211,20 @@ def _of_experts(module: Any, train: Train) -> Iterator[str]:
         )
 
 
+def _trained_apart(module: Any, train: Train) -> Iterator[str]:
+    """Of weights that are frozen, and of models that see."""
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    sees = tower(module)
+    if others := [name for name in frozen if not sees or not name.startswith(sees)]:
+        but = f" but those of {sees.rstrip('.')}" if sees else ""
+        yield f"model.freeze: megatron trains all weights{but}, and {others[0]} is frozen; remove it, or " + (
+            "set train.backend to fsdp"
+        )
+    for key in ("pipeline_parallel", "context_parallel") if sees else ():
+        if getattr(train, key) > 1:
+            yield f"train.{key}: a model that sees is cut in parts of layers alone; set train.tensor_parallel instead"
+
+
 def _fitting(n: int) -> str:
     good = [str(m) for m in range(1, n + 1) if n % m == 0]
     return f"set it to {' or '.join([', '.join(good[:-1]), good[-1]] if len(good) > 1 else good)}"
@@ -178,10 +232,12 @@ def _fitting(n: int) -> str:
 
 def _unusual(config: Any) -> dict[str, bool]:
     rope = getattr(config, "rope_parameters", None) or {}
+    section = rope.get("mrope_section")
     return {
         f"the activation {config.hidden_act}": config.hidden_act != "silu",
         f"RoPE of type {rope.get('rope_type')}": rope.get("rope_type", "default") != "default",
         "RoPE on a part of each head": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        "RoPE in several directions of another kind": section is not None and not _MROPE.issuperset(rope),
         "a sliding window": bool(getattr(config, "sliding_window", None))
         and getattr(config, "use_sliding_window", True),
     }

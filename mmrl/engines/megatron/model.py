@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 with warnings.catch_warnings():  # of each part of Apex and Transformer Engine that is not installed
     warnings.simplefilter("ignore")
@@ -27,6 +28,8 @@ with warnings.catch_warnings():  # of each part of Apex and Transformer Engine t
 from mmrl.config.schema import Train
 from mmrl.engines.context import Group, Ranks, attend, columns
 from mmrl.engines.megatron import cpu, experts
+from mmrl.engines.megatron.mapping import before, text_config, tower
+from mmrl.text.critic import Critic
 
 _PATIENCE = 24 * 60
 """Minutes that a rank may wait for another, as in ``mmrl.controller.peers``."""
@@ -133,8 +136,8 @@ class Part(GPTModel):
 
 def _part(module: Any, transformer: TransformerConfig, vocabulary: int, chunk: int) -> GPTModel:
     """The ``chunk``-th stage that this rank has."""
-    config, several = module.config, transformer.virtual_pipeline_model_parallel_size is not None
-    of = chunk if several else None
+    config, several = text_config(module), transformer.virtual_pipeline_model_parallel_size is not None
+    of, valued = chunk if several else None, isinstance(module, Critic)
     model = Part(
         transformer,
         _layers(transformer, of),
@@ -142,15 +145,19 @@ def _part(module: Any, transformer: TransformerConfig, vocabulary: int, chunk: i
         max_sequence_length=config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=of),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=of),
-        position_embedding_type="rope",
+        position_embedding_type="rope" if transformer.mrope_section is None else "mrope",
         rotary_base=(getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10_000.0),
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
+        share_embeddings_and_output_weights=valued or module.config.tie_word_embeddings,
+        scatter_embedding_sequence_parallel=tower(module) is None,  # else once pictures are in it
         vp_stage=of,
     )
     if (ranks := _rows()) is not None:
         rotary = model.rotary_pos_emb
         rotary.cp_group = None  # all columns, of which these are taken:
         rotary.register_forward_hook(lambda _, __, out: out[columns(len(out), ranks, out.device)])
+    if valued:
+        model.post_process = False  # its hidden states are what a critic's head takes
+        del model.output_layer
     if model.post_process:
         head = model.output_layer  # is given all tokens
         head.sequence_parallel, head.allreduce_dgrad = False, transformer.tensor_model_parallel_size > 1
@@ -167,6 +174,19 @@ def named(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, nn.Parameter]]:
             yield (f"decoder.layers.{numbers[int(of_layer[1])]}.{of_layer[2]}" if of_layer else name), p
 
 
+def padding(attention_mask: Tensor) -> Tensor:
+    """``[B, 1]``: the tokens of it before each of the rows ``[B, L]``."""
+    return (attention_mask.cumsum(1) == 0).sum(1, keepdim=True)
+
+
+def on_the_right(input_ids: Tensor, attention_mask: Tensor, by: int) -> tuple[Tensor, Tensor]:
+    """Rows ``[B, S]`` with their padding behind them in place of before, where no token sees it, and the columns
+    ``[S]``; ``S`` is a multiple of ``by``."""
+    tokens = pad(input_ids, (0, -input_ids.shape[1] % by))
+    own = torch.arange(tokens.shape[1], device=tokens.device)
+    return tokens.gather(1, (own + padding(attention_mask)) % len(own)), own
+
+
 def all_tokens(hidden: Tensor) -> Tensor:
     """``[S, B, H]`` of the parts ``[S / ranks, B, H]`` that the ranks have."""
     return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
@@ -174,8 +194,8 @@ def all_tokens(hidden: Tensor) -> Tensor:
 
 def configured(module: Any, train: Train, recompute: bool) -> TransformerConfig:
     """Megatron-Core's settings for the decoder ``module``."""
-    config, names = module.config, {name for name, _ in module.named_parameters()}
-    first = "model.layers.0.self_attn."
+    config, names = text_config(module), {name for name, _ in module.named_parameters()}
+    first = f"{before(module)}layers.0.self_attn."
     heads = config.num_attention_heads
     again: dict[str, Any] = {
         "recompute_granularity": "full",
@@ -198,6 +218,7 @@ def configured(module: Any, train: Train, recompute: bool) -> TransformerConfig:
         qk_layernorm=f"{first}q_norm.weight" in names,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        mrope_section=(getattr(config, "rope_parameters", None) or {}).get("mrope_section"),
         tensor_model_parallel_size=train.tensor_parallel,
         sequence_parallel=train.sequence_parallel,
         pipeline_model_parallel_size=train.pipeline_parallel,

@@ -2,8 +2,9 @@
 al. 2019, arXiv 1909.08053), and layers in stages (``mmrl.engines.megatron.stages``).
 
 The Hugging Face model stays in its place and lends its name, its config and its ``generate``. Outside of ``alone`` it
-has no weights, and a call of it is a call of this rank's ``GPTModel``: of all ranks that share a model, together, with
-the same rows. Optimizer, copies and checkpoints work on parts of Hugging Face's own tensors (``mapping.parts``).
+has no weights but those of a vision tower (``mmrl.engines.megatron.seeing``) or of a critic's head, and a call of it is
+a call of this rank's ``GPTModel``: of all ranks that share a model, together, with the same rows. Optimizer, copies and
+checkpoints work on parts of Hugging Face's own tensors (``mapping.parts``).
 """
 
 # pyright: reportMissingImports=false
@@ -23,11 +24,13 @@ from torch.nn.functional import pad
 
 from mmrl.config.schema import Model, Train
 from mmrl.engines.context import Rows
-from mmrl.engines.megatron.mapping import Place, parts, places, refusals, sparse
-from mmrl.engines.megatron.model import all_tokens, arrange, built, named
+from mmrl.engines.megatron import seeing
+from mmrl.engines.megatron.mapping import Place, apart, body, parts, places, refusals, sparse, text_config, tower
+from mmrl.engines.megatron.model import all_tokens, arrange, built, named, on_the_right, padding
 from mmrl.engines.megatron.stages import Pipeline
 from mmrl.engines.weights import Passed, exchange, outermost, probe
 from mmrl.errors import UserError
+from mmrl.text.critic import Critic
 from mmrl.text.likelihood import Vocabulary, token_log_probs
 
 _TOLERANCE = 1e-3
@@ -64,14 +67,20 @@ class ModelParallel:
         self.lockstep = bool(settings.tensor_parallel * settings.context_parallel % settings.expert_parallel)
         self._cut = None if self._groups.rows is None else Rows(self._groups.rows)
         self._module, self._whole_forward = module, module.forward
-        self._theirs = dict(module.named_parameters())
-        self.names = self._theirs.keys()
-        self._shapes = {name: p.shape for name, p in self._theirs.items()}
-        rows, each = module.config.vocab_size, -(-module.config.vocab_size // size)
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.names = trained.keys()
+        self._shapes = {name: p.shape for name, p in trained.items()}
+        self._apart = {name: p for name, p in trained.items() if name.startswith(apart(module))}
+        self._theirs = {name: p for name, p in trained.items() if name not in self._apart}
+        rows = text_config(module).vocab_size
+        each = -(-rows // size)
         device = next(module.parameters()).device
         self._chunks = [
             chunk.to(device) for chunk in built(module, each * size, settings, model.gradient_checkpointing)
         ]
+        self._by = size if self._by_tokens else 1
+        self._sees = None if tower(module) is None else seeing.Seeing(body(module), self._chunks[0], self._by)
+        self._call = self._valued if isinstance(module, Critic) else self._forward
         self.stages = Pipeline(self._chunks) if settings.pipeline_parallel > 1 else None
         first = each * self._group.rank()
         self._rows = max(0, min(each, rows - first))
@@ -95,9 +104,9 @@ class ModelParallel:
     def _place_all(self, module: Any) -> None:
         """Find what lies on this rank, and which stage every tensor is on. Tied embeddings lie on the first, and for
         the output a second time on the last."""
-        found, every = dict(named(self._chunks)), places(module)
+        found, every = dict(named(self._chunks)) | self._apart, places(module)
         self._twin = next(place for place in every if place.name.startswith("embedding"))
-        self._tied = module.config.tie_word_embeddings and self._groups.stages.size() > 1
+        self._tied = body(module).config.tie_word_embeddings and self._groups.stages.size() > 1
         if self._tied and self._twin.name not in found and "output_layer.weight" in found:
             found[self._twin.name] = found["output_layer.weight"]
         self._cuts = {name: place.cut for place in every for name in place.tensors}
@@ -137,20 +146,19 @@ class ModelParallel:
 
             p.register_post_accumulate_grad_hook(add)
 
-    def _forward(self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: Tensor, **_: Any) -> Logits:
+    def _forward(self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: Tensor, **rest: Any) -> Logits:
         """Logits ``[B, T, this rank's part of the vocabulary]`` behind the columns ``logits_to_keep`` ``[T]`` of rows
         that are padded on the left. Here they are padded on the right: then no token sees padding before it.
 
         Raises ``Passed`` on a stage that is not the last."""
-        by = self._size if self._by_tokens else 1
+        if self._sees is not None:
+            self._kept = logits_to_keep - padding(attention_mask)
+            return Logits(self._sees(input_ids, attention_mask, **rest)[..., : self._rows])
         if self._cut is None:
-            left = (attention_mask.cumsum(1) == 0).sum(1, keepdim=True)
-            input_ids = pad(input_ids, (0, -input_ids.shape[1] % by))
-            columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-            rows = input_ids.gather(1, (columns + left) % len(columns))
-            self._kept = logits_to_keep - left
+            rows, columns = on_the_right(input_ids, attention_mask, self._by)
+            self._kept = logits_to_keep - padding(attention_mask)
         else:
-            rows, columns = self._cut.cut(input_ids, attention_mask, logits_to_keep, by)
+            rows, columns = self._cut.cut(input_ids, attention_mask, logits_to_keep, self._by)
             self._kept = self._cut.kept
         model = self._chunks[0] if self.stages is None else self.stages.now
         if self.stages is not None and self.stages.shape is not None:
@@ -163,6 +171,25 @@ class ModelParallel:
             raise Passed(out)
         return Logits(out[..., : self._rows])
 
+    def _hidden(self, input_ids: Tensor, attention_mask: Tensor, **rest: Any) -> Tensor:
+        """Of a critic, hidden states ``[B, L, H]`` float32, padded on the left as the rows ``[B, L]``."""
+        if self._sees is not None:
+            hidden = self._sees(input_ids, attention_mask, **rest)
+        else:
+            rows, columns = on_the_right(input_ids, attention_mask, self._by)
+            with torch.autocast(rows.device.type, enabled=False):
+                hidden = self._chunks[0](rows, columns.expand_as(rows), None)
+        hidden = (all_tokens(hidden) if self._by_tokens else hidden).transpose(0, 1).float()
+        length = input_ids.shape[1]
+        index = (torch.arange(length, device=hidden.device) - padding(attention_mask)) % length
+        return hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+
+    def _valued(self, **inputs: Any) -> Tensor:
+        """As ``Critic.forward``. Each rank has the head, and the gradient of all of it."""
+        hidden = self._hidden(**inputs)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self._module.head(hidden).squeeze(-1)
+
     def _only_kept(self, layer: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """The hidden states ``[S, B, H]`` that logits are wanted of, ``[T, B, H]``."""
         assert self._kept is not None
@@ -173,8 +200,9 @@ class ModelParallel:
 
     @torch.no_grad()
     def _take_over(self) -> None:
-        for name, mine in self.mine.items():
-            mine.copy_(self._share(name, self._theirs[name]).view_as(mine))
+        for name, whole in self._theirs.items():
+            if (mine := self.mine.get(name)) is not None:
+                mine.copy_(self._share(name, whole).view_as(mine))
 
     def _share(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor of Hugging Face."""
@@ -188,7 +216,13 @@ class ModelParallel:
     @torch.no_grad()
     def _check(self) -> None:
         """Compare with Hugging Face's own forward, on a row with padding: a config may say what nobody here reads."""
-        given, picked = probe(self._module.config.vocab_size, 12, self._device)
+        if self._sees is None:
+            given, picked = probe(text_config(self._module).vocab_size, 12, self._device)
+        else:
+            given, picked = seeing.probe(body(self._module).config, self._device)
+        if isinstance(self._module, Critic):
+            self._compare_hidden({k: given[k] for k in given.keys() - {"logits_to_keep"}})
+            return
         whole = token_log_probs(self._whole_forward(**given).logits, picked, 1.0)
 
         def compare(_: int) -> Tensor:
@@ -200,16 +234,26 @@ class ModelParallel:
         found = [compare(0)] if self.stages is None else self.stages.through([0] * self.width, compare, graph=False)
         worst = torch.stack(found).max() if found else torch.zeros((), device=self._device)
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._groups.model)  # the last stage knows
-        if (gap := worst.item()) > _TOLERANCE:
+        self._refuse_over(worst.item(), "log-probs")
+
+    def _compare_hidden(self, given: dict[str, Any]) -> None:
+        """The same of a critic, whose values are 0 as it begins."""
+        there = given["attention_mask"].unsqueeze(-1)
+        whole = body(self._module)(**given).last_hidden_state * there
+        gap = (whole - self._hidden(**given) * there).abs().max() / whole.abs().max()
+        self._refuse_over(gap.nan_to_num(torch.inf).item(), "hidden states")
+
+    def _refuse_over(self, gap: float, what: str) -> None:
+        if gap > _TOLERANCE:
             raise UserError(
-                f"train.backend: megatron comes to other log-probs than {type(self._module).__name__} (by {gap:.2g}): "
-                "its config.json has a setting that is not known here; set train.backend to fsdp"
+                f"train.backend: megatron comes to other {what} than {type(body(self._module)).__name__} (by "
+                f"{gap:.2g}): its config.json has a setting that is not known here; set train.backend to fsdp"
             )
 
     def _empty(self) -> None:
         for p in self._theirs.values():
             p.data = p.new_empty(0)
-        self._module.forward, self._module.cut = self._forward, self._cut
+        self._module.forward, self._module.cut = self._call, self._cut
 
     # -- as Weights ----------------------------------------------------------------------------------------------------
 
@@ -334,7 +378,7 @@ class ModelParallel:
 
     def _parts(self, of: dict[Any, Tensor]) -> dict[str, Tensor]:
         """Tensors of Hugging Face in those of Megatron-Core, by name; in the order of the former."""
-        config = self._module.config
+        config = text_config(self._module)
         heads, groups = config.num_attention_heads // self._size, config.num_key_value_heads // self._size
         found = {
             name: tensor
@@ -352,4 +396,4 @@ class ModelParallel:
 
     def _placements(self, name: str) -> list[Placement]:
         cut = self._cuts[name]
-        return [Replicate()] if cut in ("same", "shared") else [Shard(1 if cut == "columns" else 0)]
+        return [Replicate()] if cut in ("same", "shared", "apart") else [Shard(1 if cut == "columns" else 0)]

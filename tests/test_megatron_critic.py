@@ -1,0 +1,92 @@
+"""A critic whose body ranks of Megatron-Core share comes to what one process of Hugging Face does."""
+
+import faulthandler
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmrl.config.loader import load_recipe
+from mmrl.controller import Controller
+from mmrl.controller.peers import Group
+from tests import test_megatron as megatron
+
+PPO = ["algorithm={type: ppo, critic_lr: 3.0e-5}"]
+TOKENS = [*megatron.TP, "train.sequence_parallel=true", "model.gradient_checkpointing=true"]
+NEEDS = frozenset({"log_probs", "values"})
+
+
+def opened(path, controller, *overrides):
+    """A run whose critic's head is none that would hide its body."""
+    loaded = load_recipe(["sums"], [*megatron.SMALL[2:], f"model.path={path}", "model.dtype=float32", *PPO, *overrides])
+    run = megatron.build(loaded.recipe, loaded.root, controller)
+    drawn = torch.Generator().manual_seed(0)
+    for name in ("head.weight", "head.bias"):
+        part = run.critic.trainable[name]
+        with torch.no_grad():
+            part.copy_(0.3 * torch.randn(part.shape, generator=drawn))
+    run.critic.weights.changed()
+    return run
+
+
+def updates(run, rows):
+    """Values and both gradients of the first update, and values and weights after ten."""
+    both = {"policy": run, "critic": SimpleNamespace(policy=run.critic, pipeline=run.pipeline)}
+    found = megatron.replayed(run, rows, NEEDS)
+    kept = {name: {} for name in both}
+    for name, of in both.items():
+        of.policy.optimizer.register_step_pre_hook(lambda *_, of=of, name=name: megatron.keep(of, kept[name]))
+
+    def loss_of(rows):
+        weigh = torch.linspace(-1, 1.5, 8)[[s.index for s in rows.slots]].unsqueeze(1)
+        new = run.pipeline.replay(rows, [0], NEEDS, run.policy.using)
+        return ((weigh * new["log_probs"] + (new["values"] - weigh) ** 2) * rows.mask).sum() / 100
+
+    halves = [rows.rows(list(range(n, len(rows), 2))) for n in range(2)]
+    for _ in range(megatron.UPDATES):
+        run.policy.accumulate(halves, loss_of)
+        run.policy.apply(), run.critic.apply()
+    found |= {f"after/{name}": value for name, value in megatron.replayed(run, rows, NEEDS).items()}
+    for of, gradients in kept.items():
+        found |= {f"{of}/{name}": value for name, value in gradients.items()}
+    weights = {
+        k: megatron.of_all(run_of, k, p.detach())
+        for run_of in [both["critic"]]
+        for k, p in run_of.policy.trainable.items()
+    }
+    return found | {f"weights/{name}": value for name, value in weights.items()}
+
+
+def serve(out, rank, size, port, path, *overrides):
+    """One rank of a layout: the script's work."""
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(280, exit=True)
+    run = opened(path, Controller(0, 0, 1, Group(rank, size, "127.0.0.1", port, devices=size)), *overrides)
+    torch.save(updates(run, megatron.rows_of(run, 0, 1)), out)
+    run.controller.peers.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [(None, megatron.TP), pytest.param("Qwen2", TOKENS, marks=pytest.mark.long)]
+)
+def test_a_shared_body_has_the_values_and_gradients_of_the_whole(family, layout, tmp_path):
+    pytest.importorskip("megatron.core")
+    path = megatron.SHIPPED if family is None else megatron.tiny(tmp_path / "model", family)
+    run = opened(path, None)
+    whole = updates(run, megatron.rows_of(run, 0, 1))
+    assert whole["values"].abs().max() > 0.1
+    for rank in megatron.together(tmp_path, 2, "serve", path, *layout, script=__file__):
+        assert rank.keys() == whole.keys()
+        for kind in ("policy/gradient/", "critic/gradient/body.", "critic/gradient/head.", "weights/"):
+            names = [name for name in whole if name.startswith(kind)]
+            one, all_ = (torch.cat([of[name].flatten() for name in names]) for of in (rank, whole))
+            assert (one - all_).norm() <= 1e-5 * all_.norm(), kind
+        for name in ("values", "log_probs", "after/values", "after/log_probs"):
+            torch.testing.assert_close(rank[name], whole[name], rtol=0, atol=1e-4)
+
+
+if __name__ == "__main__":
+    what, out, rank, size, port, *rest = sys.argv[1:]
+    {"serve": serve}[what](Path(out), int(rank), int(size), int(port), *rest)

@@ -1,0 +1,60 @@
+"""A vision-language model whose language part ranks of Megatron-Core share comes to what one process of Hugging Face
+does."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl._torchvision import allow_cpu_only
+from tests import test_megatron as megatron
+from tests import tiny
+
+allow_cpu_only()  # before transformers imports torchvision
+pytest.importorskip("torchvision")
+
+OPEN = ["sampling.max_new_tokens=4", "model.freeze=[]"]
+FROZEN = ["sampling.max_new_tokens=4", "model.freeze=[visual]"]
+TOKENS = [*megatron.TP, "train.sequence_parallel=true", "model.gradient_checkpointing=true"]
+
+
+def serve(out, rank, size, port, path, *overrides):
+    """One rank of a layout: the script's work."""
+    megatron.serve(out, rank, size, port, path, *overrides, name="scenes")
+
+
+def tiny_model(folder, kind="qwen2_5_vl"):
+    """Random, biases and norms too, so that none is right by being 0 or 1."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(tiny.vision_model(folder, kind))
+    for p in model.parameters():
+        if p.ndim == 1:
+            p.data += 0.05 * torch.randn_like(p)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(OPEN, megatron.TP, marks=pytest.mark.slow),
+        pytest.param(OPEN, TOKENS, marks=pytest.mark.long),
+        pytest.param(FROZEN, megatron.TP, marks=pytest.mark.long),
+    ],
+)
+def test_a_shared_language_part_and_a_tower_on_each_rank_have_the_gradients_of_the_whole(model, layout, tmp_path):
+    pytest.importorskip("megatron.core")
+    path = tiny_model(tmp_path / "model")
+    run = megatron.made(path, None, *model, name="scenes")
+    whole = megatron.updates(run, megatron.rows_of(run, 0, 1))
+    seeing = [name for name in whole if name.startswith("gradient/model.visual.")]
+    assert bool(seeing) == (model is OPEN)
+    assert all(whole[name].norm() > 0 for name in seeing)
+    megatron.equal(megatron.together(tmp_path, 2, "serve", path, *model, *layout, script=__file__), whole, 2)
+
+
+if __name__ == "__main__":
+    what, out, rank, size, port, *rest = sys.argv[1:]
+    {"serve": serve}[what](Path(out), int(rank), int(size), int(port), *rest)
