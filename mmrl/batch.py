@@ -110,7 +110,7 @@ def slices(run: Run, batch: Batch, mine: list[int], in_step: Callable[[int], int
     for n, index in enumerate(own + own[-1:] * (in_step(len(own)) - len(own))):
         rows = gather(batch.micro_batches, [batch.places[n] for n in index])
         groups = groups_of(rows).to(device)
-        for entries in chunks(chosen(run, rows), train.steps_per_forward):
+        for entries in chunks(chosen(run, rows), train.at_once):
             columns = {"advantages": batch.advantages, "weights": batch.weights, **batch.prepared}
             of = entries if rows.mask is None else slice(rows.clean.shape[1])
             cut = {k: v[index] if v.ndim == 1 else v[index][:, of] for k, v in columns.items()}

@@ -26,6 +26,7 @@ from mmrl.errors import UserError
 from mmrl.evaluation import Heldout, measure
 from mmrl.loop import train_step
 from mmrl.placement.devices import Devices
+from mmrl.placement.stacking import settled
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import MetricsLog, read
 from mmrl.report.progress import Progress, status_line
@@ -37,6 +38,7 @@ from mmrl.saving import saver_of
 
 def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool = False) -> Path:
     """Run the recipe into the directory ``out`` (or go on where it stopped) and return it."""
+    loaded = settled(loaded)
     recipe = loaded.recipe
     check_trackers(recipe.log)
     with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:
@@ -92,9 +94,9 @@ def stop_on_signal() -> Iterator[Stop]:
 
 _LAYOUT = (
     *("backend", "tensor_parallel", "sequence_parallel", "context_parallel", "pipeline_parallel", "pipeline_chunks"),
-    *("expert_parallel", "distributed_optimizer"),
+    *("expert_parallel", "distributed_optimizer", "steps_per_forward"),
 )
-"""Of ``train``, how weights and rows lie on devices."""
+"""Of ``train``, how weights and rows lie on devices, and how many go through a model at once."""
 
 
 def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:

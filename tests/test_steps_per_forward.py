@@ -1,13 +1,21 @@
 """Several recorded steps of a micro-batch in one forward: the same gradient, the same ratios, fewer calls."""
 
+from dataclasses import replace
+from functools import cache
+
 import pytest
 import torch
 
+from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.loop import train_step
 from mmrl.placement.arithmetic import count
+from mmrl.placement.plan import plan
+from mmrl.placement.stacking import settle, settled, with_steps
 from mmrl.report.clock import Clock
 from mmrl.run import build
+
+allow_cpu_only()
 
 SMALL = [
     "train.prompts_per_step=2",
@@ -29,9 +37,10 @@ CASES = {
 }
 
 
+@cache
 def stepped(*overrides):
     """A step of training: its row, the gradient of the first update, and rows of every forward with a graph."""
-    loaded = load_recipe(["shapes-lora"], [*SMALL, *overrides])
+    loaded = settled(load_recipe(["shapes-lora"], [*SMALL, *overrides]))
     run = build(loaded.recipe, loaded.root)
     gradients, forwards = [], []
     apply = run.policy.apply
@@ -51,13 +60,16 @@ def stepped(*overrides):
     return row, gradients[0], forwards
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_gradient_is_that_of_single_steps(case):
+@pytest.mark.parametrize(
+    ("case", "setting", "at_once"),
+    [*((case, 2, 2) for case in CASES), ("clipped", "auto", 3)],
+)
+def test_the_gradient_is_that_of_single_steps(case, setting, at_once):
     one, expected, forwards = stepped(*CASES[case])
-    more, found, fewer = stepped(*CASES[case], "train.steps_per_forward=2")
+    more, found, fewer = stepped(*CASES[case], f"train.steps_per_forward={setting}")
     assert (found - expected).norm() < 1e-5 * expected.norm()
     assert sum(fewer) == sum(forwards)
-    assert max(fewer) == 2 * max(forwards)
+    assert max(fewer) == at_once * max(forwards)
     assert more["policy/first_ratio_max_dev"] < 1e-5
     for name in ("policy/loss", "policy/ratio", "policy/approx_kl"):
         assert more[name] == pytest.approx(one[name], rel=1e-2, abs=1e-6), name
@@ -69,8 +81,65 @@ def test_the_gradient_is_that_of_single_steps(case):
         ("shapes-lora", ["train.steps_per_forward=3"], "2 steps of a sample train; set it to 2 or less"),
         ("shapes-nft", ["train.steps_per_forward=2"], "diffusion_nft replays no recorded steps; remove it"),
         ("sums", ["train.steps_per_forward=2"], "text has no denoising steps"),
+        ("sums", ["train.steps_per_forward=auto"], "text has no denoising steps"),
+        ("shapes-nft", ["train.steps_per_forward=auto"], "diffusion_nft replays no recorded steps; remove it"),
     ],
 )
 def test_what_cannot_be_stacked_is_refused(recipe, overrides, said):
     with pytest.raises(RecipeError, match=f"train.steps_per_forward: {said}"):
         load_recipe([recipe], overrides)
+
+
+ELSEWHERE = [*SMALL, "device=cuda:7"]  # its memory is not known
+
+
+@pytest.fixture(scope="module")
+def left_open():
+    """A plan with one step in a forward (4 rows, 5 steps), and what each further one takes, before it settles."""
+    made = plan(load_recipe(["shapes-lora"], [*ELSEWHERE, "train.steps_per_forward=auto"]))
+    assert made.notes == [
+        "train.steps_per_forward: auto is 1, for 3 would take more memory than the other phases do, and that of the "
+        "device is not known"
+    ]
+    return replace(made, recipe=with_steps(made.recipe, "auto"), notes=[])
+
+
+def settled_with(made, memory=2**30, **sizes):
+    made = replace(made, counts=replace(made.counts, **sizes), device_memory=memory, notes=[], phases=[*made.phases])
+    settle(made)
+    return made
+
+
+def test_auto_is_planned_as_its_number_is(left_open):
+    made = settled_with(left_open)
+    explicit = plan(load_recipe(["shapes-lora"], [*ELSEWHERE, "train.steps_per_forward=3"]), 2**30)
+    assert made.recipe == explicit.recipe
+    assert made.counts == explicit.counts
+    assert made.peak.total == pytest.approx(explicit.peak.total, rel=0.01)
+    assert made.notes == ["train.steps_per_forward: auto is 3, 12 rows in a forward (4 of each step, 16 at most)"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changed", "at_once", "said"),
+    [
+        ({"slice_rows": 1}, {}, 5, "5 rows in a forward"),
+        ({"slice_rows": 9}, {}, 1, "for one has 9 rows in a forward, and more than 16 gain next to nothing"),
+        ({"entries": 1}, {}, 1, "one step of a sample trains"),
+        ({}, {"dtype": "bfloat16"}, 1, "with sampling.batch_size=12 it is 3"),
+        ({"batch": 12}, {"dtype": "bfloat16"}, 3, "12 rows"),
+    ],
+)
+def test_auto_takes_what_pays(left_open, sizes, changed, at_once, said):
+    model = left_open.recipe.model.model_copy(update=changed)
+    made = settled_with(replace(left_open, recipe=left_open.recipe.model_copy(update={"model": model})), **sizes)
+    assert made.recipe.train.steps_per_forward == at_once
+    assert said in made.notes[0]
+
+
+def test_auto_takes_what_there_is_room_for(left_open):
+    two = left_open.peak.total + left_open.measured.train_step
+    for memory, at_once in ((two / 0.8 + 9, 2), (two / 0.8 - 9, 1)):
+        made = settled_with(left_open, int(memory))
+        assert made.recipe.train.steps_per_forward == at_once
+        assert "for 3 would take more memory than 80% of the device's" in made.notes[0]
+        assert made.peak.total <= max(0.8 * memory, left_open.peak.total)

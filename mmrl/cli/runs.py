@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -49,7 +50,7 @@ def train(
         raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
     from mmrl.session import train as run
 
-    run(loaded, out or Path("runs") / loaded.recipe.name, resume, overwrite)
+    run(replace(loaded, recipe=planned.recipe), out or Path("runs") / loaded.recipe.name, resume, overwrite)
 
 
 def plan(recipe: RecipeArgument, changes: ChangesArgument = None) -> None:

@@ -68,7 +68,7 @@ def _text(recipe: Recipe) -> Iterator[str]:
             )
     if recipe.model.compile:
         yield "model.compile: what samples text has another shape for every token; remove it"
-    if recipe.train.steps_per_forward > 1:
+    if recipe.train.steps_per_forward != 1:
         yield "train.steps_per_forward: text has no denoising steps, all tokens of a row are one forward; remove it"
     if recipe.features.cache is not None:
         yield "features.cache: prompts of text are not encoded by a model of their own; remove it"

@@ -63,10 +63,10 @@ def _steps(recipe: Recipe) -> Iterator[str]:
     recorded = sampling.window.size if sampling.window else sampling.steps - 1
     if isinstance(algorithm, StepAlgorithm) and (algorithm.trained_steps or 0) > recorded:
         yield f"algorithm.trained_steps: {recorded} steps carry noise and can be trained; set it to {recorded} or less"
-    at_once, trained = recipe.train.steps_per_forward, getattr(algorithm, "trained_steps", None) or recorded
-    if at_once > 1 and algorithm.kind != "policy_gradient":
+    trained = getattr(algorithm, "trained_steps", None) or recorded
+    if recipe.train.steps_per_forward != 1 and algorithm.kind != "policy_gradient":
         yield f"train.steps_per_forward: {algorithm.type} replays no recorded steps; remove it"
-    elif at_once > trained:
+    elif recipe.train.at_once > trained:
         yield f"train.steps_per_forward: {trained} steps of a sample train; set it to {trained} or less"
     if algorithm.type == "grpo_guard" and sampling.sde.kind == "cps":
         yield (

@@ -136,9 +136,10 @@ class Train(Section):
     """Samples of a slice of the update; of text at most, where ``micro_batch_tokens`` bounds it too."""
     micro_batch_tokens: PositiveInt | None = None
     """Text: longest prompt and response of a slice times its rows, padding included, stay within this."""
-    steps_per_forward: PositiveInt = 1
+    steps_per_forward: PositiveInt | Literal["auto"] = 1
     """Pictures, policy gradients: recorded denoising steps of a micro-batch that go through the model in one forward,
-    whose batch and memory are as many times as large. The gradient is the same."""
+    whose batch and memory are as many times as large. The gradient is the same. ``auto``: as many as pay and as memory
+    has room for, which the plan settles (docs/speed.md)."""
     updates_per_step: PositiveInt = 1
     backend: Literal["replicated", "fsdp", "megatron"] = "replicated"
     """Of several devices, each holds all weights, gradients and optimizer state; its shard of them (FSDP2); or its part
@@ -158,6 +159,11 @@ class Train(Section):
     expert_parallel: PositiveInt = 1
     """Megatron-Core, mixtures of experts: devices of a controller that have different experts of each layer, and send
     one another the tokens that are for these."""
+
+    @property
+    def at_once(self) -> int:
+        """``steps_per_forward`` as a number; ``auto`` is 1 until a plan has settled it."""
+        return 1 if self.steps_per_forward == "auto" else self.steps_per_forward
 
     @property
     def sharing(self) -> int:

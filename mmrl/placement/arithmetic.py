@@ -62,11 +62,11 @@ def count(recipe: Recipe, entries: int, sampled: bool = True, row_tokens: int = 
         micro_batches=len(chunks) if sampled else 0,
         sampling_forwards=len(chunks) * forwards_of_a_sample(recipe) if sampled else 0,
         entries=entries,
-        slices=sum(-(-n // most) for n in rows) * -(-entries // train.steps_per_forward),
+        slices=sum(-(-n // most) for n in rows) * -(-entries // train.at_once),
         slice_rows=min(most, max(rows)),
         optimizer_steps=train.updates_per_step,
         row_tokens=row_tokens,
-        at_once=train.steps_per_forward,
+        at_once=train.at_once,
     )
 
 

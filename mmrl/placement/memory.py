@@ -32,6 +32,7 @@ from mmrl.engines.policy import Policy
 from mmrl.pipelines.protocol import Pipeline
 from mmrl.placement.arithmetic import Counts
 from mmrl.placement.description import Description
+from mmrl.placement.stacking import with_steps
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
 
@@ -130,7 +131,8 @@ class Measured:
 
     ``encode`` (one prompt), ``sample`` and ``decode`` (a micro-batch), ``train`` (a slice: forward and backward) and
     ``optimizer`` are what each phase works with beyond everything that stays. ``adam`` is the optimizer's state.
-    ``train_token``: by how much ``train`` grows with a token more in every row of the slice; 0 where that is not known.
+    ``train_token``: by how much ``train`` grows with a token more in every row of the slice, ``train_step`` with a step
+    more in its forward; 0 where that is not asked.
     ``forwards`` and ``graph_forwards`` are calls of the policy in a slice, without and with a graph; ``guided``: each
     is of twice the rows, with the prompt and with the negative one.
     """
@@ -148,6 +150,7 @@ class Measured:
     graph_forwards: int
     guided: bool
     train_token: float = 0.0
+    train_step: int = 0
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -219,6 +222,10 @@ def measure(
     if recipe.train.context_parallel > 1 and trajectory.mask is not None:
         short, less = _shorter(trajectory)
         token = (train - _slice(pipeline, recipe, objective, trained, short, counts.slice_rows)[0]) / max(1, less)
+    step = 0
+    if recipe.train.steps_per_forward == "auto" and counts.entries > 1:
+        two = with_steps(recipe, 2)
+        step = _slice(pipeline, two, objective, trained, trajectory, counts.slice_rows)[0] - train
     optimizer, state = _optimizers(trained)
     pipeline.features.budget_bytes = budget
     return Measured(
@@ -235,6 +242,7 @@ def measure(
         graph_forwards,
         guided=len(keys) > 1,  # of one slot: the negative prompt has features too
         train_token=token,
+        train_step=step,
     )
 
 
@@ -299,7 +307,7 @@ def _slice(
     cut = imagined(pipeline.policy, recipe.train.context_parallel)
     with LiveBytes() as live, counted(pipeline.policy) as calls, known_masks(pipeline), cut:
         rows = trajectory if n == len(trajectory) else trajectory.rows(list(range(n)))
-        at_once = range(recipe.train.steps_per_forward)
+        at_once = range(recipe.train.at_once)
         match objective.kind:
             case "policy_gradient":
                 new = pipeline.replay(rows, at_once, objective.needs, policy.using)

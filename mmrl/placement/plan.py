@@ -19,6 +19,7 @@ from mmrl.placement.account import PHASES, PhaseMemory, Role, offloads, phases_o
 from mmrl.placement.arithmetic import Counts, count
 from mmrl.placement.room import room
 from mmrl.placement.sharing import SAMPLED, idle, inside, refusals, sleeps
+from mmrl.placement.stacking import settle
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Plan:
-    """A resolved recipe. Bytes throughout; ``phases`` and ``roles`` are empty where a problem prevents them.
+    """A resolved recipe, what it leaves to the plan settled.
+
+    Bytes throughout; ``phases`` and ``roles`` are empty where a problem prevents them.
 
     ``problems`` are why it cannot run, each with the edit that mends it; ``device_memory`` is None where the device is
     not on this machine.
@@ -84,6 +87,7 @@ def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
         module = mmrl.load("pipelines", name)
         if not hasattr(module, "describe"):
             made.notes.append(f"{name} has no describe(recipe, path, architecture), so its memory is not known")
+            settle(made)
             return made
         prompts = _prompts(loaded, made)
         architecture = Path(loaded.resolve(recipe.architecture)) if recipe.architecture else None
@@ -92,6 +96,7 @@ def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
         made.problems.append(str(error))
         return made
     _account(made, description, objective, prompts, inputs)
+    settle(made)
     made.problems += room(made)
     made.notes += idle(made)
     return made
