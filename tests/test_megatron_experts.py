@@ -1,6 +1,7 @@
 """Mixtures of experts on Megatron-Core come to what one process of Hugging Face does."""
 
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,6 +84,28 @@ def test_divided_experts_have_the_gradients_and_log_probs_of_the_whole(ranks, la
     assert all(torch.equal(written[name], given[name]) for name in given), "written before the first update"
 
 
+def test_experts_compute_what_hugging_face_has_them_compute(tmp_path):
+    pytest.importorskip("megatron.core")
+    from mmrl.engines.megatron.model import experts
+
+    theirs = made(mixture(tmp_path / "model")).pipeline.policy.model.layers[0].mlp.experts
+    config = SimpleNamespace(hidden_size=64, moe_ffn_hidden_size=32, params_dtype=torch.float32)
+    ours = experts.Experts(4, config, None)
+    ours.gate_up.data, ours.down.data = theirs.gate_up_proj.data, theirs.down_proj.data
+    counts = torch.tensor([3, 0, 1, 2])  # one of them has nothing to do
+    tokens, weights = torch.randn(6, 64), torch.rand(6)
+    chosen = torch.arange(4).repeat_interleave(counts)
+    found, bias = ours(tokens, counts, weights)
+    expected = theirs(tokens, chosen.unsqueeze(1), weights.unsqueeze(1))
+    assert bias is None
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for mine, other in ((ours.gate_up, theirs.gate_up_proj), (ours.down, theirs.down_proj)):
+        assert mine.grad[1].eq(0).all()
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.long
 def test_a_run_goes_on_in_shards_and_over_other_devices(tmp_path):
     pytest.importorskip("megatron.core")
@@ -132,8 +155,9 @@ def test_devices_that_do_not_divide_experts_are_refused(overrides, message):
 )
 def test_plan_names_the_edit_that_divides_experts(words, message, tmp_path):
     path = mixture(tmp_path / "model")
-    found = plan(load_recipe(["sums"], [f"model.path={path}", *EP, *words])).problems
-    assert found == ([] if message is None else [message])
+    found = plan(load_recipe(["sums"], [f"model.path={path}", *EP, *words]))
+    assert found.problems == ([] if message is None else [message])
+    assert found.measured is not None, "float32 has no shapes of its own on fake tensors"
 
 
 def test_a_plan_counts_the_experts_of_a_device(tmp_path):
