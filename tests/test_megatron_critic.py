@@ -13,14 +13,21 @@ from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from tests import test_megatron as megatron
 
-PPO = ["algorithm={type: ppo, critic_lr: 3.0e-5}"]
+BASE = [
+    "algorithm={type: ppo, critic_lr: 3.0e-5}",
+    "model.dtype=float32",
+    "model.freeze=[]",
+    "optim.schedule=constant",
+    "optim.lr=3e-5",
+    "sampling.max_new_tokens=8",
+]
 TOKENS = [*megatron.TP, "train.sequence_parallel=true", "model.gradient_checkpointing=true"]
 NEEDS = frozenset({"log_probs", "values"})
 
 
-def opened(path, controller, *overrides):
-    """A run whose critic's head is none that would hide its body."""
-    loaded = load_recipe(["sums"], [*megatron.SMALL[2:], f"model.path={path}", "model.dtype=float32", *PPO, *overrides])
+def opened(name, path, controller, *overrides):
+    """A run of the recipe ``name`` whose critic's head is none that would hide its body."""
+    loaded = load_recipe([name], [f"model.path={path}", *BASE, *overrides])
     run = megatron.build(loaded.recipe, loaded.root, controller)
     drawn = torch.Generator().manual_seed(0)
     for name in ("head.weight", "head.bias"):
@@ -29,6 +36,12 @@ def opened(path, controller, *overrides):
             part.copy_(0.3 * torch.randn(part.shape, generator=drawn))
     run.critic.weights.changed()
     return run
+
+
+def sees(folder):
+    from tests.test_megatron_seeing import tiny_model  # skips where its processor's library is missing
+
+    return tiny_model(folder)
 
 
 def updates(run, rows):
@@ -47,37 +60,39 @@ def updates(run, rows):
     halves = [rows.rows(list(range(n, len(rows), 2))) for n in range(2)]
     for _ in range(megatron.UPDATES):
         run.policy.accumulate(halves, loss_of)
-        run.policy.apply(), run.critic.apply()
+        run.policy.apply()
+        run.critic.apply()
     found |= {f"after/{name}": value for name, value in megatron.replayed(run, rows, NEEDS).items()}
     for of, gradients in kept.items():
         found |= {f"{of}/{name}": value for name, value in gradients.items()}
-    weights = {
-        k: megatron.of_all(run_of, k, p.detach())
-        for run_of in [both["critic"]]
-        for k, p in run_of.policy.trainable.items()
-    }
-    return found | {f"weights/{name}": value for name, value in weights.items()}
+    trained = run.critic.trainable.items()
+    return found | {f"weights/{k}": megatron.of_all(both["critic"], k, p.detach()) for k, p in trained}
 
 
-def serve(out, rank, size, port, path, *overrides):
+def serve(out, rank, size, port, name, path, *overrides):
     """One rank of a layout: the script's work."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(280, exit=True)
-    run = opened(path, Controller(0, 0, 1, Group(rank, size, "127.0.0.1", port, devices=size)), *overrides)
+    run = opened(name, path, Controller(0, 0, 1, Group(rank, size, "127.0.0.1", port, devices=size)), *overrides)
     torch.save(updates(run, megatron.rows_of(run, 0, 1)), out)
     run.controller.peers.close()
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [(None, megatron.TP), pytest.param("Qwen2", TOKENS, marks=pytest.mark.long)]
+    ("name", "layout"),
+    [
+        pytest.param("sums", megatron.TP, marks=pytest.mark.slow),
+        pytest.param("sums", TOKENS, marks=pytest.mark.long),
+        pytest.param("scenes", megatron.TP, marks=pytest.mark.long),  # with a vision tower of its own
+    ],
 )
-def test_a_shared_body_has_the_values_and_gradients_of_the_whole(family, layout, tmp_path):
+def test_a_shared_body_has_the_values_and_gradients_of_the_whole(name, layout, tmp_path):
     pytest.importorskip("megatron.core")
-    path = megatron.SHIPPED if family is None else megatron.tiny(tmp_path / "model", family)
-    run = opened(path, None)
+    path = megatron.tiny(tmp_path / "model", "Qwen2") if name == "sums" else sees(tmp_path / "model")
+    run = opened(name, path, None)
     whole = updates(run, megatron.rows_of(run, 0, 1))
     assert whole["values"].abs().max() > 0.1
-    for rank in megatron.together(tmp_path, 2, "serve", path, *layout, script=__file__):
+    for rank in megatron.together(tmp_path, 2, "serve", name, path, *layout, script=__file__):
         assert rank.keys() == whole.keys()
         for kind in ("policy/gradient/", "critic/gradient/body.", "critic/gradient/head.", "weights/"):
             names = [name for name in whole if name.startswith(kind)]

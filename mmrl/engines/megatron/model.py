@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ with warnings.catch_warnings():  # of each part of Apex and Transformer Engine t
 from mmrl.config.schema import Train
 from mmrl.engines.context import Group, Ranks, attend, columns
 from mmrl.engines.megatron import cpu, experts
-from mmrl.engines.megatron.mapping import before, text_config, tower
+from mmrl.engines.megatron.mapping import before, body, text_config, tower
 from mmrl.text.critic import Critic
 
 _PATIENCE = 24 * 60
@@ -155,6 +156,8 @@ def _part(module: Any, transformer: TransformerConfig, vocabulary: int, chunk: i
         rotary = model.rotary_pos_emb
         rotary.cp_group = None  # all columns, of which these are taken:
         rotary.register_forward_hook(lambda _, __, out: out[columns(len(out), ranks, out.device)])
+    if model.pre_process and (token := body(module).get_input_embeddings().padding_idx) is not None:
+        model.embedding.word_embeddings.register_forward_hook(partial(_unlearned, token))
     if valued:
         model.post_process = False  # its hidden states are what a critic's head takes
         del model.output_layer
@@ -163,6 +166,15 @@ def _part(module: Any, transformer: TransformerConfig, vocabulary: int, chunk: i
         head.sequence_parallel, head.allreduce_dgrad = False, transformer.tensor_model_parallel_size > 1
     cpu.install()  # of modules that were loaded meanwhile
     return model
+
+
+def _unlearned(token: int, layer: Any, given: tuple[Tensor], out: Tensor) -> Tensor:
+    """``out`` without the gradient of ``token``, where it was drawn: Hugging Face's ``nn.Embedding`` gives its padding
+    none. ``out`` is ``[B, S, H]``, or this rank's ``[S / ranks, B, H]``."""
+    there = given[0] == token
+    if layer.reduce_scatter_embeddings:
+        there = there.T.chunk(layer.tp_group.size())[layer.tp_group.rank()]
+    return torch.where(there.unsqueeze(-1), out.detach(), out)
 
 
 def named(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, nn.Parameter]]:
