@@ -309,6 +309,9 @@ def test_plan_names_the_sizes_that_fit_and_halves_what_trains():
 
 def test_what_megatron_would_compute_otherwise_is_refused(tmp_path):
     path = tiny(tmp_path / "model", "Llama")
+    frozen = made(path, None, "model.freeze=[embed_tokens]").pipeline.policy
+    (problem,) = refusals(frozen, load_recipe(["sums"], TP).recipe.train)
+    assert problem.startswith("model.freeze: megatron trains all weights, and model.embed_tokens.weight is frozen")
     config = json.loads((path / "config.json").read_text())
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     (path / "config.json").write_text(json.dumps(config | {"rope_parameters": scaled}))

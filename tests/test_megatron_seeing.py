@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import mmrl
 from mmrl._torchvision import allow_cpu_only
+from mmrl.config.loader import load_recipe
+from mmrl.engines.megatron.mapping import refusals
 from tests import test_megatron as megatron
 from tests import tiny
 
@@ -53,6 +56,42 @@ def test_a_shared_language_part_and_a_tower_on_each_rank_have_the_gradients_of_t
     assert bool(seeing) == (model is OPEN)
     assert all(whole[name].norm() > 0 for name in seeing)
     megatron.equal(megatron.together(tmp_path, 2, "serve", path, *model, *layout, script=__file__), whole, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (megatron.TP, None),
+        (["model.freeze=[]", *megatron.TP], None),
+        (megatron.PP, "train.pipeline_parallel: a model that sees is cut in parts of layers alone; set train.tensor"),
+        (megatron.CP, "train.context_parallel: a model that sees is cut in parts of layers alone; set train.tensor"),
+        (
+            ["model.freeze=[layers]", *megatron.TP],
+            "model.freeze: megatron trains all weights but those of model.visual, and model.language_model.layers.0.",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(overrides, message):
+    loaded = load_recipe(["scenes"], overrides)
+    policy = pipeline(loaded, loaded.recipe.model.path).policy
+    found = list(refusals(policy, loaded.recipe.train))
+    assert len(found) == (message is not None)
+    assert not found or found[0].startswith(message)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "smolvlm"])
+def test_another_family_that_sees_is_refused(kind, tmp_path):
+    if kind == "smolvlm":
+        pytest.importorskip("num2words")
+    loaded = load_recipe(["scenes"], [*megatron.TP, "model.freeze=[]"])
+    policy = pipeline(loaded, str(tiny.vision_model(tmp_path, kind))).policy
+    (problem,) = refusals(policy, loaded.recipe.train)
+    assert problem.startswith("train.backend: megatron has no place for model.")
+
+
+def pipeline(loaded, path):
+    """On the meta device, as ``mmrl plan`` has it."""
+    return mmrl.load("pipelines", "vlm/chat").describe(loaded.recipe, loaded.resolve(path), None).pipeline
 
 
 if __name__ == "__main__":
