@@ -21,7 +21,7 @@ from mmrl.text.pipeline import TextPipeline
 from mmrl.trajectory import Prompt
 
 OTHERWISE = "Set pipeline: vlm/chat for a model that sees pictures."
-TESTED = ("qwen3", "qwen2", "llama")
+TESTED = ("qwen3", "qwen2", "llama", "qwen3_moe")
 
 
 class Chat:
