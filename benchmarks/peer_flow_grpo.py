@@ -251,7 +251,11 @@ def parity(peer: Peer, run: Run) -> dict[str, float]:
 
     Raises ``ValueError`` for one above ``TOLERANCE``.
     """
-    found = kernels(peer, run) | trajectories(Theirs(peer, run), run)
+    return checked(kernels(peer, run) | trajectories(Theirs(peer, run), run))
+
+
+def checked(found: dict[str, float]) -> dict[str, float]:
+    """``found``, where nothing in it is above ``TOLERANCE``; else raises ``ValueError``."""
     wrong = {name: value for name, value in found.items() if not value <= TOLERANCE}
     if wrong:
         raise ValueError(f"the peer and mmrl do not compute the same (tolerance {TOLERANCE:g}): {wrong}")
@@ -309,7 +313,7 @@ def trajectories(theirs: Theirs, run: Run) -> dict[str, float]:
 
 
 @contextmanager
-def given_noise(peer: Peer, draws):
+def given_noise(peer: Any, draws):
     """Let the peer's steps take their noise, one draw a step, from ``draws``."""
     plain = peer.step_module.randn_tensor
     peer.step_module.randn_tensor = lambda *args, **kwargs: next(draws)

@@ -62,7 +62,7 @@ def test_output_is_whole(modules, tmp_path, capsys):
 def test_bare_repeats_the_calls_of_our_iteration(modules, run):
     step, arms, _ = modules
     before = {name: p.detach().clone() for name, p in run.policy.trainable.items()}
-    _, work, calls = step.warm_up(["bare", "mmrl"], run, None)
+    _, work, calls = step.warm_up(["bare", "mmrl"], run, {})
     # 2 prompts x 2 samples in 2 micro-batches, 4 steps of which 2 train
     assert work["mmrl"]["sample transformer"] == {"calls": 8, "rows": 16}
     assert work["mmrl"]["train transformer"] == {"calls": 4, "rows": 8}
@@ -81,7 +81,7 @@ def test_every_family_has_its_bare_arm(modules, tmp_path, name, target):
     size = dataclasses.replace(arms.SIZES[name], **less, frames=5 if name == "wan" else None)
     arms.write_model(size, tmp_path / name)
     run = arms.make_run(size, tmp_path / name, lora=4)
-    made, work, _ = step.warm_up(["bare", "mmrl"], run, None)
+    made, work, _ = step.warm_up(["bare", "mmrl"], run, {})
     assert work["mmrl"][f"sample {target}"] == {"calls": 3, "rows": 6}
     assert work["mmrl"][f"train {target}"] == {"calls": 1, "rows": 2}
     assert work["mmrl"]["decode vae"]["rows"] == 2
@@ -108,7 +108,7 @@ def test_bare_computes_the_gradients_of_every_trained_weight(modules, run, monke
 
 def test_per_sample_arm_encodes_every_sample(modules, run):
     step, _, _ = modules
-    _, work, _ = step.warm_up(["mmrl", "mmrl-per-sample"], run, None)
+    _, work, _ = step.warm_up(["mmrl", "mmrl-per-sample"], run, {})
     assert work["mmrl"]["encode text_encoder_2"]["rows"] == 2
     assert work["mmrl-per-sample"]["encode text_encoder_2"]["rows"] == 4
 
@@ -135,6 +135,13 @@ def test_a_peer_without_its_fast_scripts_is_refused_with_their_names(modules, tm
     (tmp_path / "flow_grpo" / peer.FILES[0]).touch()
     assert peer.find(tmp_path) == tmp_path / "flow_grpo"  # carried by another project
     assert peer.find(tmp_path / "flow_grpo") == tmp_path / "flow_grpo"
+    for word, said in (
+        (f"flow_factory={tmp_path}", "src/flow_factory/trainers/grpo.py"),
+        (f"trl={tmp_path}", "give flow_grpo=PATH or flow_factory=PATH"),
+    ):
+        with pytest.raises(SystemExit):
+            step.main(["--peer", word])
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -154,8 +161,24 @@ def test_memory_is_measured_in_a_process_of_its_own(modules, run, model, tmp_pat
 def test_the_peer_computes_what_we_compute(modules, run):
     step, _, peer = modules
     root = peer.find(Path(os.environ["FLOW_GRPO"]))
-    step.warm_up(["bare", "mmrl", "mmrl-per-sample", "flow_grpo"], run, root)
+    step.warm_up(["bare", "mmrl", "mmrl-per-sample", "flow_grpo"], run, {"flow_grpo": root})
     assert max(peer.parity(peer.load(root), run).values()) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("FLOW_FACTORY" not in os.environ, reason="set FLOW_FACTORY to a checkout of Flow-Factory")
+def test_flow_factory_computes_what_we_compute(modules, run):
+    step, _, _ = modules
+    peer, root = step.PEERS["flow_factory"], Path(os.environ["FLOW_FACTORY"])
+    _, work, _ = step.warm_up(["bare", "mmrl", "flow_factory"], run, {"flow_factory": root})
+    for call, found in work["mmrl"].items():  # a prompt is encoded once by both
+        assert work["flow_factory"][call]["rows"] == found["rows"], call
+    assert max(peer.parity(peer.load(root), run).values()) < 1e-5
+    theirs = peer.Theirs(peer.load(root), run)
+    before = {name: p.detach().clone() for name, p in run.policy.trainable.items()}
+    theirs.iterate(1, step.Clock(step.CPU))
+    assert theirs.trainer.step == 1, "one optimizer step an iteration"
+    assert any((p != before[name]).any() for name, p in run.policy.trainable.items())
 
 
 @pytest.fixture(scope="module")
