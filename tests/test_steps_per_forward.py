@@ -125,8 +125,10 @@ def test_auto_is_planned_as_its_number_is(left_open):
         ({"slice_rows": 1}, {}, 5, "5 rows in a forward"),
         ({"slice_rows": 9}, {}, 1, "for one has 9 rows in a forward, and more than 16 gain next to nothing"),
         ({"entries": 1}, {}, 1, "one step of a sample trains"),
-        ({}, {"dtype": "bfloat16"}, 1, "with sampling.batch_size=12 it is 3"),
-        ({"batch": 12}, {"dtype": "bfloat16"}, 3, "12 rows"),
+        ({}, {"dtype": "bfloat16"}, 1, "rounds otherwise in another batch than sampling's (of 4)"),
+        ({"batch": 12, "entries": 3}, {"dtype": "bfloat16"}, 3, "12 rows"),
+        ({"batch": 12}, {"dtype": "bfloat16"}, 1, "another batch"),  # 5 steps: the last forward would have 8 rows
+        ({"batch": 20}, {"dtype": "bfloat16"}, 1, "another batch"),  # more than pay
     ],
 )
 def test_auto_takes_what_pays(left_open, sizes, changed, at_once, said):

@@ -61,17 +61,19 @@ def _chosen(made: Plan) -> tuple[int, str]:
     if c.entries == 1:
         return 1, "for one step of a sample trains"
     rows = c.slice_rows * (2 if m.guided else 1)
-    n = _even(c.entries, max(1, ROWS // rows))
-    if n == 1:
+    pays, fit = max(1, ROWS // rows), 1 + max(0, _room(made)) // max(1, m.train_step)
+    n = _even(c.entries, min(pays, fit))
+    if pays == 1:
         return 1, f"for one has {rows} rows in a forward, and more than {ROWS} gain next to nothing"
-    if recipe.model.dtype != "float32" and c.slice_rows * n != c.batch:
-        return 1, (
-            f"for {recipe.model.dtype} rounds otherwise in a batch that is not sampling's, and first ratios might "
-            f"not be 1; with sampling.batch_size={c.slice_rows * n} it is {n}"
-        )
-    fit = _even(c.entries, 1 + max(0, _room(made)) // max(1, m.train_step))
-    if fit < n:
-        return fit, f"for {n} would take more memory than {_limit(made)}"
+    if recipe.model.dtype != "float32":
+        n = c.batch // c.slice_rows
+        if n < 2 or n * c.slice_rows != c.batch or c.entries % n or n > min(pays, fit):
+            return 1, (
+                f"for {recipe.model.dtype} rounds otherwise in another batch than sampling's (of {c.batch}), and first "
+                "ratios might not be 1"
+            )
+    elif n < _even(c.entries, pays):
+        return n, f"for {_even(c.entries, pays)} would take more memory than {_limit(made)}"
     return n, f"{n * rows} rows in a forward ({rows} of each step, {ROWS} at most)"
 
 
