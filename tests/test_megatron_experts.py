@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.engines.megatron.mapping import shares
+from mmrl.engines.megatron.mapping import refusals, shares
 from mmrl.errors import UserError
 from mmrl.placement.plan import plan
 from tests.ray_runs import alike, rows, run
@@ -84,11 +84,15 @@ def test_divided_experts_have_the_gradients_and_log_probs_of_the_whole(ranks, la
     assert all(torch.equal(written[name], given[name]) for name in given), "written before the first update"
 
 
-def test_experts_compute_what_hugging_face_has_them_compute(tmp_path):
+def test_experts_compute_what_hugging_face_has_them_compute():
     pytest.importorskip("megatron.core")
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
+
     from mmrl.engines.megatron.model import experts
 
-    theirs = made(mixture(tmp_path / "model")).pipeline.policy.model.layers[0].mlp.experts
+    theirs = Qwen3MoeExperts(Qwen3MoeConfig(**SIZES, hidden_size=64, experts_implementation="eager"))
+    for p in theirs.parameters():
+        torch.nn.init.normal_(p, 0.0, 0.05)
     config = SimpleNamespace(hidden_size=64, moe_ffn_hidden_size=32, params_dtype=torch.float32)
     ours = experts.Experts(4, config, None)
     ours.gate_up.data, ours.down.data = theirs.gate_up_proj.data, theirs.down_proj.data
@@ -134,30 +138,35 @@ def test_devices_that_do_not_divide_experts_are_refused(overrides, message):
         load_recipe(["sums"], overrides)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], None),
+def test_a_plan_names_the_edit_that_divides_experts(tmp_path):
+    path = mixture(tmp_path / "model")
+    found = plan(load_recipe(["sums"], [f"model.path={path}", *EP]))
+    assert not found.problems
+    assert found.measured is not None, "experts have shapes in float32 too"
+    module, dense = made(path).pipeline.policy, made(SHIPPED).pipeline.policy
+    for policy, words, message in (
         (
+            module,
             ["train.expert_parallel=3", "devices_per_controller=3"],
             "train.expert_parallel: 3 does not divide the model's 4 experts; set it to 1, 2 or 4",
         ),
         (
+            module,
             ["train.tensor_parallel=2"],
             "train.sequence_parallel: devices that share a layer of experts divide its tokens; set it to true",
         ),
         (
+            module,
             ["train.pipeline_parallel=2"],
             "train.expert_parallel: the 1 device of a stage divides its experts; set it to 1",
         ),
-        ([f"model.path={SHIPPED}"], "train.expert_parallel: Qwen3ForCausalLM has no experts to divide; remove it"),
-    ],
-)
-def test_plan_names_the_edit_that_divides_experts(words, message, tmp_path):
-    path = mixture(tmp_path / "model")
-    found = plan(load_recipe(["sums"], [f"model.path={path}", *EP, *words]))
-    assert found.problems == ([] if message is None else [message])
-    assert found.measured is not None, "float32 has no shapes of its own on fake tensors"
+        (dense, [], "train.expert_parallel: Qwen3ForCausalLM has no experts to divide; remove it"),
+    ):
+        assert list(refusals(policy, load_recipe(["sums"], [*EP, *words]).recipe.train)) == [message]
+    for tokens, normed, problems in ((1, True, 1), (1, False, 0)):
+        module.config.num_experts_per_tok, module.config.norm_topk_prob = tokens, normed
+        found = list(refusals(module, load_recipe(["sums"], EP).recipe.train))
+        assert [problem.rpartition("; ")[2] for problem in found] == ["set train.backend to fsdp"] * problems
 
 
 def test_a_plan_counts_the_experts_of_a_device(tmp_path):

@@ -311,7 +311,7 @@ class ModelParallel:
             elif t.grad is not None and counts and (self._divided(name) or self._group.rank() == 0):
                 total += t.grad.square().sum()
         dist.all_reduce(total, group=self._groups.model)
-        groups = (self._groups.experts, self._groups.stages)
+        groups = (self._groups.experts, self._groups.stages) if "experts" in self._cuts.values() else ()
         if self._owners:
             dist.all_reduce(total, group=self._groups.copies)
             groups = (*groups, self._groups.expert_copies)
