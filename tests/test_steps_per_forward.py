@@ -80,6 +80,8 @@ def test_the_gradient_is_that_of_single_steps(case, setting, at_once):
     [
         ("shapes-lora", ["train.steps_per_forward=3"], "2 steps of a sample train; set it to 2 or less"),
         ("shapes-nft", ["train.steps_per_forward=2"], "diffusion_nft replays no recorded steps; remove it"),
+        ("shapes-lora", ["train.steps_per_forward=0"], "expected a whole number from 1 on or 'auto', got 0"),
+        ("shapes-lora", ["train.steps_per_forward=aut"], "expected a whole number from 1 on or 'auto', got 'aut'"),
         ("sums", ["train.steps_per_forward=2"], "text has no denoising steps"),
         ("sums", ["train.steps_per_forward=auto"], "text has no denoising steps"),
         ("shapes-nft", ["train.steps_per_forward=auto"], "diffusion_nft replays no recorded steps; remove it"),

@@ -128,6 +128,12 @@ class Rollout(Section):
     """None waits for the longest response of every step."""
 
 
+def _number_or_auto(value: Any) -> Any:
+    if value != "auto" and not (isinstance(value, int) and value >= 1):  # said once, not for each part of the union
+        raise ValueError(f"train.steps_per_forward: expected a whole number from 1 on or 'auto', got {value!r}")
+    return value
+
+
 class Train(Section):
     steps: PositiveInt
     prompts_per_step: PositiveInt
@@ -136,7 +142,7 @@ class Train(Section):
     """Samples of a slice of the update; of text at most, where ``micro_batch_tokens`` bounds it too."""
     micro_batch_tokens: PositiveInt | None = None
     """Text: longest prompt and response of a slice times its rows, padding included, stay within this."""
-    steps_per_forward: PositiveInt | Literal["auto"] = 1
+    steps_per_forward: Annotated[PositiveInt | Literal["auto"], BeforeValidator(_number_or_auto)] = 1
     """Pictures, policy gradients: recorded denoising steps of a micro-batch that go through the model in one forward,
     whose batch and memory are as many times as large. The gradient is the same. ``auto``: as many as pay and as memory
     has room for, which the plan settles (docs/speed.md)."""
