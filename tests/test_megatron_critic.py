@@ -29,6 +29,7 @@ def opened(name, path, controller, *overrides):
     """A run of the recipe ``name`` whose critic's head is none that would hide its body."""
     loaded = load_recipe([name], [f"model.path={path}", *BASE, *overrides])
     run = megatron.build(loaded.recipe, loaded.root, controller)
+    assert run.critic is not None
     drawn = torch.Generator().manual_seed(0)
     for name in ("head.weight", "head.bias"):
         part = run.critic.trainable[name]
@@ -73,9 +74,10 @@ def serve(out, rank, size, port, name, path, *overrides):
     """One rank of a layout: the script's work."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(280, exit=True)
-    run = opened(name, path, Controller(0, 0, 1, Group(rank, size, "127.0.0.1", port, devices=size)), *overrides)
+    peers = Group(rank, size, "127.0.0.1", port, devices=size)
+    run = opened(name, path, Controller(0, 0, 1, peers), *overrides)
     torch.save(updates(run, megatron.rows_of(run, 0, 1)), out)
-    run.controller.peers.close()
+    peers.close()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ pytest.importorskip("torchvision")
 
 OPEN = ["sampling.max_new_tokens=4", "model.freeze=[]"]
 FROZEN = ["sampling.max_new_tokens=4", "model.freeze=[visual]"]
-TOKENS = [*megatron.TP, "train.sequence_parallel=true", "model.gradient_checkpointing=true"]
 
 
 def serve(out, rank, size, port, path, *overrides):
@@ -43,7 +42,7 @@ def tiny_model(folder, kind="qwen2_5_vl"):
     ("model", "layout"),
     [
         pytest.param(OPEN, megatron.TP, marks=pytest.mark.slow),
-        pytest.param(OPEN, TOKENS, marks=pytest.mark.long),
+        pytest.param(OPEN, megatron.FOUR, marks=pytest.mark.long),  # two models of two, which also divide tokens
         pytest.param(FROZEN, megatron.TP, marks=pytest.mark.long),
     ],
 )
@@ -55,7 +54,9 @@ def test_a_shared_language_part_and_a_tower_on_each_rank_have_the_gradients_of_t
     seeing = [name for name in whole if name.startswith("gradient/model.visual.")]
     assert bool(seeing) == (model is OPEN)
     assert all(whole[name].norm() > 0 for name in seeing)
-    megatron.equal(megatron.together(tmp_path, 2, "serve", path, *model, *layout, script=__file__), whole, 2)
+    shares = 2 if layout is megatron.FOUR else 1
+    ranks = megatron.together(tmp_path, 2 * shares, "serve", path, *model, *layout, script=__file__)
+    megatron.equal(ranks, whole, 2, shares)
 
 
 @pytest.mark.parametrize(

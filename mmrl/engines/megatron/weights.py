@@ -92,7 +92,7 @@ class ModelParallel:
         self._place_all(module)
         self._divide(settings.distributed_optimizer)
         self._take_over()
-        self._vocabulary = module.vocabulary = Vocabulary(first, self._group)
+        self._vocabulary = self._module.vocabulary = Vocabulary(first, self._group)
         self._check()
         self._sums: dict[Place, Tensor] | None = None
         if model.dtype != "float32":
