@@ -43,6 +43,7 @@ def tiny_model(folder, kind="qwen2_5_vl"):
     [
         pytest.param(OPEN, megatron.TP, marks=pytest.mark.slow),
         pytest.param(OPEN, megatron.FOUR, marks=pytest.mark.long),  # two models of two, which also divide tokens
+        pytest.param(OPEN, megatron.ZERO, marks=pytest.mark.long),  # the tower's moments divided too
         pytest.param(FROZEN, megatron.TP, marks=pytest.mark.long),
     ],
 )
@@ -54,9 +55,10 @@ def test_a_shared_language_part_and_a_tower_on_each_rank_have_the_gradients_of_t
     seeing = [name for name in whole if name.startswith("gradient/model.visual.")]
     assert bool(seeing) == (model is OPEN)
     assert all(whole[name].norm() > 0 for name in seeing)
-    shares = 2 if layout is megatron.FOUR else 1
-    ranks = megatron.together(tmp_path, 2 * shares, "serve", path, *model, *layout, script=__file__)
-    megatron.equal(ranks, whole, 2)
+    train = load_recipe(["scenes"], layout).recipe.train
+    size = 4 if layout is megatron.FOUR else 2
+    ranks = megatron.together(tmp_path, size, "serve", path, *model, *layout, script=__file__)
+    megatron.equal(ranks, whole, train.width)
 
 
 @pytest.mark.parametrize(
