@@ -2,6 +2,7 @@
 does."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,17 @@ import torch
 import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
+from mmrl.controller import Controller
+from mmrl.controller.peers import Group
 from mmrl.engines.megatron.mapping import refusals
+from mmrl.trajectory import Prompt, SampleId, Slot
 from tests import test_megatron as megatron
 from tests import tiny
 
 allow_cpu_only()  # before transformers imports torchvision
 pytest.importorskip("torchvision")
 
+vlm = pytest.importorskip("tests.test_vlm", reason="needs torchvision")
 OPEN = ["sampling.max_new_tokens=4", "model.freeze=[]"]
 FROZEN = ["sampling.max_new_tokens=4", "model.freeze=[visual]"]
 
@@ -24,6 +29,32 @@ FROZEN = ["sampling.max_new_tokens=4", "model.freeze=[visual]"]
 def serve(out, rank, size, port, path, *overrides):
     """One rank of a layout: the script's work."""
     megatron.serve(out, rank, size, port, path, *overrides, name="scenes")
+
+
+def compare(out, rank, size, port, path, *overrides):
+    """One rank of a layout: by how much its log-probs part from Hugging Face's, of several sorts of rows."""
+    peers = Group(rank, size, "127.0.0.1", port, devices=size)
+    run = megatron.made(path, Controller(0, 0, 1, peers), *overrides, name="scenes")
+    text, picture = Prompt("text", "What colour is grass?"), Prompt("picture", "<image>?", media=(vlm.picture(),))
+    sorts = [[text], [picture, text]]
+    if find_spec("av"):
+        clip = Prompt("clip", "Which way? <video>", media=(vlm.clip(),))
+        sorts += [[clip, picture], [picture, text, clip]]
+    gaps = {}
+    for some in sorts:
+        slots = [Slot(0, n, 0, prompt) for n, prompt in enumerate(some)]
+        run.pipeline.encode(slots)
+
+        def found(rows):
+            return run.pipeline.replay(rows, [0], frozenset(), run.policy.using)["log_probs"] * rows.mask
+
+        with torch.no_grad():
+            with run.policy.alone("current"):
+                rows = run.pipeline.sample(slots, [SampleId(0, slot.index, 0, 0) for slot in slots], [], 3)
+                whole = found(rows)
+            gaps[" ".join(p.id for p in some)] = (found(rows) - whole).abs().max()
+    torch.save(gaps, out)
+    peers.close()
 
 
 def tiny_model(folder, kind="qwen2_5_vl"):
@@ -59,6 +90,15 @@ def test_a_shared_language_part_and_a_tower_on_each_rank_have_the_gradients_of_t
     size = 4 if layout is megatron.FOUR else 2
     ranks = megatron.together(tmp_path, size, "serve", path, *model, *layout, script=__file__)
     megatron.equal(ranks, whole, train.width)
+
+
+@pytest.mark.slow
+def test_rows_of_text_of_clips_and_of_both_have_the_log_probs_of_the_whole(tmp_path):
+    pytest.importorskip("megatron.core")
+    path = tiny_model(tmp_path / "model")
+    for gaps in megatron.together(tmp_path, 2, "compare", path, *OPEN, *megatron.TP, script=__file__):
+        assert len(gaps) >= 2
+        assert max(gaps.values()) < 1e-4, gaps
 
 
 @pytest.mark.parametrize(
@@ -99,4 +139,4 @@ def pipeline(loaded, path):
 
 if __name__ == "__main__":
     what, out, rank, size, port, *rest = sys.argv[1:]
-    {"serve": serve}[what](Path(out), int(rank), int(size), int(port), *rest)
+    {"serve": serve, "compare": compare}[what](Path(out), int(rank), int(size), int(port), *rest)
