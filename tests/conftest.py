@@ -17,9 +17,13 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what passed in another environment, where ``MMRL_TESTS_PASSED`` names the report of ``pytest -rp``.
-    Tests of torchvision's own effects run in both."""
+    """What is long is slow. Leave out what passed in another environment, where ``MMRL_TESTS_PASSED`` names the report
+    of ``pytest -rp``. Tests of torchvision's own effects run in both."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.slow)
     if report := os.environ.get("MMRL_TESTS_PASSED"):
         lines = Path(report).read_text(encoding="utf-8", errors="replace").splitlines()
         passed = {line.removeprefix("PASSED ").strip() for line in lines if line.startswith("PASSED ")}

@@ -18,6 +18,8 @@ import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.batch import Batch, rows_of_update, slices
 from mmrl.config.loader import load_recipe, shipped_recipes
+from mmrl.errors import UserError
+from mmrl.placement import memory
 from mmrl.placement.arithmetic import count
 from mmrl.placement.memory import LiveBytes
 from mmrl.placement.plan import plan
@@ -251,8 +253,35 @@ def test_the_output_says_where_the_sizes_come_from(medium):
         assert "peak: " in rendered(medium, width=width)
 
 
+LARGE = ("qwen-image", "sdxl", "flux-dev", "sana15-1.6b", "z-image", "flux2-klein-base-4b-edit", "sd15", "wan21-1.3b")
+"""Recipes whose step takes half a minute and more to imagine."""
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_every_large_recipe_has_its_sizes_and_counts(name, monkeypatch):
+    """In short, without the step: what is read, built and counted before."""
+
+    given = []
+
+    def stopped(*arguments):
+        given.extend(arguments)
+        raise UserError("the step is left out")
+
+    monkeypatch.setattr(memory, "measure", stopped)
+    made = planned(*(["train.micro_batch_size=2", "sampling.batch_size=2"] if name == "qwen-image" else []), name=name)
+    assert made.problems == ["the step is left out"]
+    assert made.counts.samples == made.recipe.train.prompts_per_step * made.recipe.train.group_size
+    description = given[0]
+    assert {"policy", "VAE", "text encoders"} <= {component.role for component in description.components}
+    assert sum(p.numel() for p in description.pipeline.policy.parameters()) > 5e8
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "qwen25-vl-3b" else n for n in shipped_recipes()]
+    "name",
+    [
+        pytest.param(n, marks={"qwen25-vl-3b": [pytest.mark.slow]}.get(n, [pytest.mark.long] if n in LARGE else []))
+        for n in shipped_recipes()
+    ],
 )
 def test_every_shipped_recipe_resolves(name, medium):
     if load_recipe([name]).recipe.pipeline.startswith("vlm/"):
