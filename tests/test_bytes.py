@@ -115,7 +115,9 @@ def test_pictures_stay_and_their_size_changes_nothing_on_the_wire(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size", "group"), [("text", 3, 256), ("vision", 2, 4)])
+@pytest.mark.parametrize(
+    ("name", "size", "group"), [pytest.param("text", 3, 256, marks=pytest.mark.long), ("vision", 2, 4)]
+)
 def test_tokens_and_processor_outputs_stay(name, size, group, tmp_path):
     if name == "vision" and importlib.util.find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")

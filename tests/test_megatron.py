@@ -211,7 +211,7 @@ def test_a_divided_vocabulary_has_the_log_probs_entropy_and_gradients_of_the_who
         pytest.param(None, CP, marks=pytest.mark.long),
         pytest.param("Qwen3", LONG, marks=pytest.mark.long),
         pytest.param("Qwen2", BOTH, marks=pytest.mark.slow),
-        pytest.param("Qwen2", WIDE, marks=pytest.mark.slow),  # biases, four parts, a vocabulary that they do not divide
+        pytest.param("Qwen2", WIDE, marks=pytest.mark.long),  # biases, four parts, a vocabulary that they do not divide
         pytest.param("Llama", FOUR, marks=pytest.mark.slow),  # neither biases nor norms of heads; two models of two
         pytest.param("Qwen3", FOUR, marks=pytest.mark.long),
     ],

@@ -468,7 +468,7 @@ def wide(tmp_path_factory):
     shutil.rmtree(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # in short: the small models' steps, above
 def test_a_real_step_at_true_width_takes_what_the_plan_says_within_20_percent(wide):
     """In a process of its own: tensors counted as they live, and its resident memory beyond that of the imports."""
     loaded = load_recipe([wide / "sd35-medium.yaml"], WIDE)

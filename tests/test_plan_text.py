@@ -141,7 +141,7 @@ def test_a_real_step_of_a_model_that_sees_takes_what_the_plan_says(folder, tmp_p
     assert 0.9 < ratio(tmp_path, *SEES, *changes) < 1.15
 
 
-@pytest.mark.slow
+@pytest.mark.long  # in short: the cases within a tenth, above
 def test_the_shipped_recipe_takes_what_the_plan_says(tmp_path):
     """Tensors within a tenth; resident memory beyond that of the imports within two fifths."""
     loaded = load_recipe(["sums"], [])
