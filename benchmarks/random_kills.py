@@ -13,8 +13,7 @@ for and killed some milliseconds into it. A kill *was in a save* where it left a
 more than are kept. With several controllers it takes one of them (the launcher starts all again), the launcher with all
 it started, or the launcher alone, whose processes must then end by themselves.
 
-Runs of one controller are forked from this process, which has imported the libraries: that takes longer than the steps.
-``--fresh`` starts Python anew for each, as runs of several always do.
+Runs of one controller are forked from this process, which has imported the libraries; ``--fresh`` starts Python anew.
 """
 
 from __future__ import annotations
@@ -388,8 +387,7 @@ def tensors_of(directory: Path) -> dict[str, str]:
 
 def marked(folder: Path) -> list[psutil.Process]:
     """Processes that were started for ``folder``, by this process or one before it."""
-    ours = set(psutil.Process().children(recursive=True))
-    found = []
+    ours, found = set(psutil.Process().children(recursive=True)), []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             for_it = process in ours or process.environ().get(MARK) == str(folder)

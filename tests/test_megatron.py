@@ -132,9 +132,10 @@ def serve(out, rank, size, port, path, *overrides, name="sums"):
     devices = recipe.devices_per_controller
     peers = Group(rank, size, "127.0.0.1", port, devices=devices)
     run = made(path, Controller(0, rank // devices, size // devices, peers), *overrides, name=name)
-    with run.policy.for_evaluation():  # all together
-        if rank == 0:
-            run.pipeline.write(out.with_suffix(""), "merged")
+    if recipe.train.backend == "megatron":  # a module of FSDP2 has its weights in shards again once it is written
+        with run.policy.for_evaluation():  # all together
+            if rank == 0:
+                run.pipeline.write(out.with_suffix(""), "merged")
     share = size // run.policy.weights.width
     torch.save(updates(run, rows_of(run, rank // run.policy.weights.width, share)), out)
     peers.close()

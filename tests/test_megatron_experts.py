@@ -12,6 +12,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.engines.megatron.mapping import refusals, shares
 from mmrl.errors import UserError
 from mmrl.placement.plan import plan
+from mmrl.text.external import streamed
 from tests.ray_runs import alike, rows, run
 from tests.test_megatron import SHIPPED, equal, made, rows_of, tiny, together, updates
 
@@ -108,6 +109,13 @@ def test_experts_compute_what_hugging_face_has_them_compute():
     for mine, other in ((ours.gate_up, theirs.gate_up_proj), (ours.down, theirs.down_proj)):
         assert mine.grad[1].eq(0).all()
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_an_engine_is_given_each_expert_by_its_name_in_a_checkpoint(tmp_path):
+    path = mixture(tmp_path / "model")
+    sent, saved = dict(streamed(made(path).policy)), load_file(path / "model.safetensors")
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(sent[name], saved[name]) for name in saved)
 
 
 @pytest.mark.long

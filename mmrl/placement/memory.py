@@ -218,14 +218,7 @@ def measure(
     kept = nbytes(t for t in vars(trajectory).values() if isinstance(t, Tensor)) // len(trajectory)
 
     train, forwards, graph_forwards = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
-    token = 0.0
-    if recipe.train.context_parallel > 1 and trajectory.mask is not None:
-        short, less = _shorter(trajectory)
-        token = (train - _slice(pipeline, recipe, objective, trained, short, counts.slice_rows)[0]) / max(1, less)
-    step = 0
-    if recipe.train.steps_per_forward == "auto" and counts.entries > 1:
-        two = with_steps(recipe, 2)
-        step = _slice(pipeline, two, objective, trained, trajectory, counts.slice_rows)[0] - train
+    token, step = _growth(pipeline, recipe, objective, trained, trajectory, counts, train)
     optimizer, state = _optimizers(trained)
     pipeline.features.budget_bytes = budget
     return Measured(
@@ -257,10 +250,26 @@ def _optimizers(trained: Sequence[Policy]) -> tuple[int, int]:
     return most, kept
 
 
-def _shorter(trajectory: Trajectory) -> tuple[Trajectory, int]:
-    """A text's with half of each response, and how many tokens that is less."""
-    less = trajectory.clean.shape[1] // 2
-    return replace(trajectory, **{name: getattr(trajectory, name)[:, less:] for name in _COLUMNS}), less
+def _growth(
+    pipeline: Pipeline,
+    recipe: Recipe,
+    objective: Objective,
+    trained: Sequence[Policy],
+    trajectory: Trajectory,
+    counts: Counts,
+    train: int,
+) -> tuple[float, int]:
+    """By how much the ``train`` bytes of a slice grow with a token more in every row, and with a step more in its
+    forward; 0 where that is not asked."""
+    token, step = 0.0, 0
+    if recipe.train.context_parallel > 1 and trajectory.mask is not None:
+        less = trajectory.clean.shape[1] // 2
+        short = replace(trajectory, **{name: getattr(trajectory, name)[:, less:] for name in _COLUMNS})
+        token = (train - _slice(pipeline, recipe, objective, trained, short, counts.slice_rows)[0]) / max(1, less)
+    if recipe.train.steps_per_forward == "auto" and counts.entries > 1:
+        two = with_steps(recipe, 2)
+        step = _slice(pipeline, two, objective, trained, trajectory, counts.slice_rows)[0] - train
+    return token, step
 
 
 _COLUMNS = ("clean", "mask", "log_probs")

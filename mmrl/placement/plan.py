@@ -176,9 +176,6 @@ def _account(
     inputs: frozenset[str],
 ) -> None:
     """Fill in counts, measured sizes, roles and phases."""
-    from mmrl.engines.context import refusals as refusals_of_context
-    from mmrl.engines.megatron.mapping import refusals as refusals_of_megatron
-    from mmrl.engines.megatron.mapping import shares
     from mmrl.placement.memory import measure
     from mmrl.trajectory import Prompt
 
@@ -187,16 +184,9 @@ def _account(
     entries = objective.entries or description.pipeline.entries(objective.kind)
     store = description.pipeline.features
     trainers = recipe.controllers * recipe.placement.training(recipe.devices_per_controller)
-    shards: int | Fraction = recipe.train.parts(trainers)
-    if recipe.train.backend == "megatron":
-        made.problems += refusals_of_megatron(description.pipeline.policy, recipe.train)
-        shards = shares(description.pipeline.policy, recipe.train)
-        made.notes.append("activations are counted whole, and devices that share a model divide most of them")
-    if recipe.train.context_parallel > 1:
-        refused = list(refusals_of_context(description.pipeline.policy, recipe.train.context_parallel))
-        made.problems += refused
-        if refused:
-            return
+    shards = _shards(made, description, trainers)
+    if shards is None:
+        return
     sizes = sizes_of(description, shards, by_block=recipe.train.backend == "fsdp")
     media = _pair()[: 2 if objective.kind == "offline" else description.pictures]
     prompt, row_tokens = Prompt("plan", "plan", media=media), 0
@@ -230,6 +220,22 @@ def _account(
         made.host += sum(one.weights for one in made.asked if one.trained_on)
     shown = measured.picture if "tensor" in inputs else measured.picture // 4 if inputs & {"image", "video"} else 0
     made.inside = inside(made, objective, shown)
+
+
+def _shards(made: Plan, description: Description, trainers: int) -> int | Fraction | None:
+    """In how many parts what trains lies, after what refuses that; None where rows cannot be cut."""
+    from mmrl.engines import context
+    from mmrl.engines.megatron import mapping
+
+    train, policy = made.recipe.train, description.pipeline.policy
+    shards: int | Fraction = train.parts(trainers)
+    if train.backend == "megatron":
+        made.problems += mapping.refusals(policy, train)
+        shards = mapping.shares(policy, train)
+        made.notes.append("activations are counted whole, and devices that share a model divide most of them")
+    refused = list(context.refusals(policy, train.context_parallel)) if train.context_parallel > 1 else []
+    made.problems += refused
+    return None if refused else shards
 
 
 def _pair() -> tuple[Media, ...]:

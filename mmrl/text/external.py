@@ -144,9 +144,18 @@ def streamed(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     tied = set(module._tied_weights_keys or ()) if ties else set()
     for name, tensor in module.state_dict().items():
         if name in policy.trainable:
-            yield name, policy.weights.whole(name, policy.trainable[name].detach())
+            yield from _as_saved(module, name, policy.weights.whole(name, policy.trainable[name].detach()))
         elif name not in tied:
-            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # frozen, and in shards
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # frozen, and in shards
+            yield from _as_saved(module, name, whole)
+
+
+def _as_saved(module: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint has apart and transformers in one tensor, such as the experts of a layer; else the tensor."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    saved = revert_weight_conversion(module, {name: tensor})
+    yield from saved.items() if len(saved) > 1 else [(name, tensor)]
 
 
 def request(
