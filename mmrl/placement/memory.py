@@ -254,7 +254,7 @@ def _growth(
     pipeline: Pipeline,
     recipe: Recipe,
     objective: Objective,
-    trained: Sequence[Policy],
+    trained: list[Policy],
     trajectory: Trajectory,
     counts: Counts,
     train: int,
