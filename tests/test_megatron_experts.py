@@ -66,7 +66,7 @@ def of_one(tmp_path_factory):
 @pytest.mark.parametrize(
     ("ranks", "layout", "more"),
     [
-        pytest.param(2, EP, {}, marks=pytest.mark.slow),
+        pytest.param(2, EP, {}, marks=pytest.mark.long),
         pytest.param(2, TP, {}, marks=pytest.mark.long),
         pytest.param(2, [*TP, *BOTH], {}, marks=pytest.mark.slow),
         pytest.param(2, PP, ODD, marks=pytest.mark.long),

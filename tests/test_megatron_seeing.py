@@ -92,7 +92,7 @@ def test_a_shared_language_part_and_a_tower_on_each_rank_have_the_gradients_of_t
     megatron.equal(ranks, whole, train.width)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_of_text_of_clips_and_of_both_have_the_log_probs_of_the_whole(tmp_path):
     pytest.importorskip("megatron.core")
     path = tiny_model(tmp_path / "model")
