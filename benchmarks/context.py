@@ -34,7 +34,7 @@ from mmrl.batch import Run
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Alone, Group
-from mmrl.placement.memory import LiveBytes
+from mmrl.placement.fakes import LiveBytes
 from mmrl.report.environment import environment
 from mmrl.run import build
 from mmrl.trajectory import SampleId, Slot, Trajectory

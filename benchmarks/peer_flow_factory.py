@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 from diffusion_arms import micro_batches
-from peer_flow_grpo import checked, difference, given_noise, timed_decoding
+from peer_flow_grpo import checked, compared, difference, given_noise, timed_decoding
 from stepping import Arm
 from torch import Tensor
 
 import mmrl
-from mmrl.algorithms import sde
 from mmrl.batch import Run
 from mmrl.controller.randomness import noise
 from mmrl.report.clock import Clock
@@ -259,24 +258,14 @@ def parity(peer: Peer, run: Run) -> dict[str, float]:
 
 def kernels(theirs: Theirs, run: Run) -> dict[str, float]:
     """Log-probs and means of single steps, Flow-SDE and CPS."""
-    pipeline: Any = run.pipeline
-    steps, level, scheduler = pipeline.steps, run.recipe.denoising.sde.noise_level, theirs.adapter.scheduler
-    scheduler.set_timesteps(steps)
-    generator = torch.Generator().manual_seed(0)
-    x, v, following = (torch.randn(4, *pipeline.shape, generator=generator) for _ in range(3))
-    found = {}
-    for name, mine in (("Flow-SDE", "flow"), ("CPS", "cps")):
-        c = sde.coefficients(scheduler.sigmas, mine, level, range(steps - 1))  # type: ignore[arg-type]
-        log_probs, means = [], []
-        for i in sorted({0, 1, steps // 2, steps - 2}):
-            mean = sde.step_mean(x, v, c, i)
-            near = mean + max(c.std[i].item(), 1e-3) * following
-            t = scheduler.timesteps[i].expand(len(x))
-            out = scheduler.step(v, t, x, next_latents=near, noise_level=level, dynamics_type=name)
-            log_probs.append(difference(out.log_prob, sde.log_prob(near, mean, c, i)))
-            means.append(difference(out.next_latents_mean, mean))
-        found |= {f"kernel {mine} log-prob": max(log_probs), f"kernel {mine} mean": max(means)}
-    return found
+    scheduler = theirs.adapter.scheduler
+
+    def step(kind: str, v: Tensor, t: Tensor, x: Tensor, near: Tensor, level: float) -> tuple[Tensor, Tensor]:
+        kind = {"flow": "Flow-SDE", "cps": "CPS"}[kind]
+        out = scheduler.step(v, t, x, next_latents=near, noise_level=level, dynamics_type=kind)
+        return out.log_prob, out.next_latents_mean
+
+    return compared(run, scheduler, step)
 
 
 def trajectories(theirs: Theirs, run: Run) -> dict[str, float]:

@@ -265,22 +265,34 @@ def checked(found: dict[str, float]) -> dict[str, float]:
 def kernels(peer: Peer, run: Run) -> dict[str, float]:
     """Log-probs and means of single steps, Flow-SDE and CPS."""
     pipeline: Any = run.pipeline
-    steps, level = pipeline.steps, run.recipe.sampling.sde.noise_level
     scheduler = type(pipeline.adapter.pipe.scheduler).from_config(pipeline.adapter.pipe.scheduler.config)
+
+    def step(kind: str, v: Tensor, t: Tensor, x: Tensor, near: Tensor, level: float) -> tuple[Tensor, Tensor]:
+        kind = {"flow": "sde"}.get(kind, kind)
+        of = {"noise_level": level, "prev_sample": near, "sde_type": kind}
+        _, log_prob, mean, _ = peer.sde_step_with_logprob(scheduler, v, t, x, **of)
+        return log_prob, mean
+
+    return compared(run, scheduler, step)
+
+
+def compared(run: Run, scheduler: Any, step: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Differences between our single steps on random tensors and the log-prob and mean of
+    ``step(kind, velocity, times, x, following, noise level)``, Flow-SDE (``flow``) and CPS (``cps``)."""
+    pipeline: Any = run.pipeline
+    steps, level = pipeline.steps, run.recipe.denoising.sde.noise_level
     scheduler.set_timesteps(steps)
     generator = torch.Generator().manual_seed(0)
     x, v, following = (torch.randn(4, *pipeline.shape, generator=generator) for _ in range(3))
     found = {}
-    for theirs, mine in (("sde", "flow"), ("cps", "cps")):
+    for mine in ("flow", "cps"):
         c = sde.coefficients(scheduler.sigmas, mine, level, range(steps - 1))  # type: ignore[arg-type]
         log_probs, means = [], []
         for i in sorted({0, 1, steps // 2, steps - 2}):
             mean = sde.step_mean(x, v, c, i)
             near = mean + max(c.std[i].item(), 1e-3) * following
             t = scheduler.timesteps[i].expand(len(x))
-            _, log_prob, peer_mean, _ = peer.sde_step_with_logprob(
-                scheduler, v, t, x, noise_level=level, prev_sample=near, sde_type=theirs
-            )
+            log_prob, peer_mean = step(mine, v, t, x, near, level)
             log_probs.append(difference(log_prob, sde.log_prob(near, mean, c, i)))
             means.append(difference(peer_mean, mean))
         found |= {f"kernel {mine} log-prob": max(log_probs), f"kernel {mine} mean": max(means)}

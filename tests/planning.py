@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from mmrl.loop import train_step
-from mmrl.placement.memory import LiveBytes, nbytes
+from mmrl.placement.fakes import LiveBytes, nbytes
 from mmrl.report.clock import Clock
 from mmrl.run import build
 

@@ -21,7 +21,7 @@ from mmrl.config.loader import load_recipe, shipped_recipes
 from mmrl.errors import UserError
 from mmrl.placement import memory
 from mmrl.placement.arithmetic import count
-from mmrl.placement.memory import LiveBytes
+from mmrl.placement.fakes import LiveBytes
 from mmrl.placement.plan import plan
 from mmrl.run import load_objective
 from mmrl.trajectory import SampleId, Trajectory

@@ -18,7 +18,7 @@ from mmrl.batch import packed
 from mmrl.config.loader import load_recipe
 from mmrl.loop import train_step
 from mmrl.placement.arithmetic import count
-from mmrl.placement.memory import LiveBytes, nbytes
+from mmrl.placement.fakes import LiveBytes, nbytes
 from mmrl.placement.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.run import build

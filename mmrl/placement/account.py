@@ -60,7 +60,7 @@ class Size:
 
 def sizes_of(description: Description, shards: int | Fraction, by_block: bool) -> dict[int, Size]:
     """Of each component, by ``id``; what trains lies in so many ``shards``, and is gathered ``by_block`` to train."""
-    from mmrl.placement.memory import nbytes
+    from mmrl.placement.fakes import nbytes
 
     sizes = {}
     for component in description.components:
@@ -84,7 +84,7 @@ def _in_shards(module: nn.Module, whole: Size, shards: int | Fraction, by_block:
     """By block: in a slice two of them are there at once, one computing and one on its way, with their gradients until
     each rank has its rows; what is in no block is there all the time."""
     from mmrl.engines.sharded import blocks
-    from mmrl.placement.memory import nbytes
+    from mmrl.placement.fakes import nbytes
 
     groups = [list(block.parameters()) for block in blocks(module)]
     inside = {id(p) for group in groups for p in group}
