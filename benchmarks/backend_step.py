@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/backend_step.py --json out.json     # two CPU cores
     python benchmarks/backend_step.py --model /models/Qwen2.5-1.5B --rows 32 --new-tokens 512   # two GPUs
 
-The same model, rows (random tokens, one length), micro-batches and loss. With ``fsdp`` each rank takes every second
-micro-batch; with ``megatron`` both compute all of them together. Both arms live in processes of their own and take
-turns, one step each, so that ratios are taken within a repeat. A step is
+The same model, rows (random tokens; of one length, or from ``--shortest`` of it on), micro-batches and loss. With
+``fsdp`` each rank takes every second micro-batch, padded; with ``megatron`` both compute all of them together, without
+padding. Both arms live in processes of their own and take turns, one step each, so that ratios are taken within a
+repeat. A step is
 
 - forward_backward   log-probs of the responses and the backward pass, of all micro-batches
 - gradients          bringing the gradient together, and its norm
@@ -80,7 +81,7 @@ class Rank:
             setattr(owner, name, self._timed(phase, getattr(owner, name)))
         self.count = chosen.rows * chosen.new_tokens
         n = chosen.micro_batch
-        whole = rows_of(self.run, chosen.rows, chosen.new_tokens)
+        whole = rows_of(self.run, chosen.rows, chosen.new_tokens, chosen.shortest)
         mine = range(chosen.rank if weights.lockstep else 0, chosen.rows // n, 2 if weights.lockstep else 1)
         self.slices = [whole.rows(list(range(i * n, (i + 1) * n))) for i in mine]
 
@@ -91,7 +92,7 @@ class Rank:
         with self._phase("forward_backward"):
             for rows in self.slices:
                 new = self.run.pipeline.replay(rows, [0], frozenset({"log_probs"}), policy.using)
-                part = -new["log_probs"].sum() / self.count
+                part = -(new["log_probs"] * rows.mask).sum() / self.count
                 policy.backward(part)
                 loss += part.item()
         norm = policy.apply()["optim/grad_norm"]
@@ -133,15 +134,17 @@ class Rank:
         return time.perf_counter()
 
 
-def rows_of(run: Any, count: int, new_tokens: int) -> Trajectory:
-    """The same on every rank: digits as prompts, and random tokens as responses."""
+def rows_of(run: Any, count: int, new_tokens: int, shortest: float) -> Trajectory:
+    """The same on every rank: digits as prompts, and random tokens as responses, whose lengths are evenly spread from
+    the fraction ``shortest`` of ``new_tokens`` on, in random order."""
     prompts = arms.prompts("train", count=count)
     slots = [Slot(0, n, 0, Prompt(p.id, p.text)) for n, p in enumerate(prompts)]
     keys = run.pipeline.encode(slots)
     random = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 100, (count, new_tokens), generator=random).to(run.device)
     ids = [SampleId(0, n, 0, 0) for n in range(count)]
-    mask = torch.ones(count, new_tokens, device=run.device)
+    lengths = torch.linspace(shortest, 1, count).mul(new_tokens).long()[torch.randperm(count, generator=random)]
+    mask = (torch.arange(new_tokens) < lengths.unsqueeze(1)).float().to(run.device)
     return Trajectory(slots, ids, tokens, keys, log_probs=torch.zeros_like(mask), mask=mask)
 
 
@@ -247,6 +250,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--shortest", type=float, default=1.0, help="length of the shortest response, of the longest")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write every figure there")
     for hidden in ("--backend", "--rank", "--port"):

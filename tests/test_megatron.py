@@ -202,19 +202,48 @@ def test_a_divided_vocabulary_has_the_log_probs_entropy_and_gradients_of_the_who
     torch.testing.assert_close(gradient.double(), logits.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("multiple", "least"), [(1, 0), (4, 0), (2, 31)])
+def test_packed_rows_attend_to_their_own_tokens_alone(multiple, least):
+    pytest.importorskip("megatron.core")
+    from mmrl.engines.megatron.rows import packed
+
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 1, 0]])  # before and behind
+    made = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(3, 6, heads, 4, generator=made, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    )
+    them = packed(mask, multiple, least)
+    assert them.total == max(12 if multiple == 4 else 10, least)
+    out = them.unpack(them.attend(*(them.pack(t)[0] for t in (query, key, value)), 0.3))
+    weight = torch.randn(out.shape, generator=made, dtype=torch.float64) * mask.unsqueeze(-1)
+    gradients = torch.autograd.grad((out * weight).sum(), (query, key, value))
+
+    q, k, v = (t.repeat_interleave(4 // t.shape[2], 2) for t in (query, key, value))
+    scores = 0.3 * torch.einsum("bqhd,bkhd->bhqk", q, k)
+    seen = torch.ones(6, 6).tril().bool() & mask.bool()[:, None, None, :]
+    probabilities = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+    by_hand = torch.einsum("bhqk,bkhd->bqhd", probabilities, v).flatten(2) * mask.unsqueeze(-1)
+    torch.testing.assert_close(out, by_hand, rtol=1e-12, atol=1e-12)
+    theirs = torch.autograd.grad((by_hand * weight).sum(), (query, key, value))
+    torch.testing.assert_close(gradients, theirs, rtol=1e-12, atol=1e-12)
+    ends = them.ends[mask.bool()]  # of every token its own place
+    assert ends.tolist() == list(range(10))
+    assert them.ends[2].tolist() == [9] * 6
+
+
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
         (None, TP),
         (None, PP),  # an embedding that is tied over the ends
         ("Qwen2", ZERO),
-        pytest.param(None, TURNS, marks=pytest.mark.slow),
-        pytest.param(None, CP, marks=pytest.mark.long),
-        pytest.param("Qwen3", LONG, marks=pytest.mark.long),
-        pytest.param("Qwen2", BOTH, marks=pytest.mark.slow),
-        pytest.param("Qwen2", WIDE, marks=pytest.mark.long),  # biases, four parts, a vocabulary that they do not divide
-        pytest.param("Llama", FOUR, marks=pytest.mark.slow),  # neither biases nor norms of heads; two models of two
-        pytest.param("Qwen3", FOUR, marks=pytest.mark.long),
+        (None, TURNS),
+        (None, CP),
+        ("Qwen3", LONG),
+        ("Qwen2", BOTH),
+        ("Qwen2", WIDE),  # biases, four parts, a vocabulary that they do not divide
+        ("Llama", FOUR),  # neither biases nor norms of heads; two models of two
+        ("Qwen3", FOUR),
     ],
 )
 def test_parts_of_layers_have_the_gradients_and_log_probs_of_the_whole(family, layout, tmp_path):
@@ -281,7 +310,10 @@ def test_every_tensor_is_seen_once_where_it_lies(tmp_path):
         ([*TP, "model.lora={rank: 4}"], "model.lora: megatron trains whole weights"),
         ([*PP, "algorithm={type: ppo}"], "train.pipeline_parallel: log-probs and values are computed in one pass"),
         ([*TP, "model.dtype=float16"], "model.dtype: megatron scales no losses for float16"),
-        ([*TP, "rollout={engine: vllm_server}"], r"vllm_server takes whole weights .* \(megatron\) do not"),
+        (
+            [*TP, "rollout={engine: vllm_server}", "placement={type: colocate, sleep: true}"],
+            r"placement.sleep: vllm_server would wake without weights, which weights in parts \(megatron\) give",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(overrides, message):

@@ -1,1 +1,6 @@
 """Megatron-Core as a training engine: weights in tensor-parallel shards under the names of Hugging Face."""
+
+import warnings
+
+# the library says so of each part of both that it replaces by its own or torch's
+warnings.filterwarnings("ignore", "Transformer Engine and Apex are not installed|Apex is not installed", UserWarning)

@@ -14,22 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
-from torch.nn.functional import pad
-
-with warnings.catch_warnings():  # of each part of Apex and Transformer Engine that is not installed
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mmrl.config.schema import Train
 from mmrl.engines.context import Group, Ranks, attend, columns
 from mmrl.engines.megatron import cpu, experts
 from mmrl.engines.megatron.mapping import before, body, text_config, tower
+from mmrl.engines.megatron.rows import Packed
 from mmrl.text.critic import Critic
 
 _PATIENCE = 24 * 60
@@ -98,20 +95,22 @@ class Norm(nn.RMSNorm):
 
 class Attention(nn.Module):
     """Final class: causal attention by torch's own kernel; Megatron-Core's for want of Transformer Engine holds
-    ``[B, heads, S, S]``."""
+    ``[B, heads, S, S]``, and takes no rows that lie behind one another."""
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
         self._scale, self._rows = softmax_scale, _rows()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """``query`` ``[S, B, heads, D]``, ``key`` and ``value`` ``[S, B, groups, D]``; ``[S, B, heads * D]``."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Packed | None = None, **__: Any
+    ) -> Tensor:
+        """As ``Packed.attend``; or of rows that ranks share, ``query`` ``[S, B, heads, D]``, ``key`` and ``value``
+        ``[S, B, groups, D]``: ``[S, B, heads * D]``."""
+        if packed_seq_params is not None:
+            return packed_seq_params.attend(query, key, value, self._scale)
+        assert self._rows is not None
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        if self._rows is not None:
-            return attend(q, k, v, self._scale, self._rows).permute(2, 0, 1, 3).flatten(2)
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=grouped)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return attend(q, k, v, self._scale, self._rows).permute(2, 0, 1, 3).flatten(2)
 
 
 def built(module: Any, vocabulary: int, train: Train, recompute: bool) -> list[GPTModel]:
@@ -184,19 +183,6 @@ def named(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, nn.Parameter]]:
         for name, p in chunk.named_parameters():
             of_layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
             yield (f"decoder.layers.{numbers[int(of_layer[1])]}.{of_layer[2]}" if of_layer else name), p
-
-
-def padding(attention_mask: Tensor) -> Tensor:
-    """``[B, 1]``: the tokens of it before each of the rows ``[B, L]``."""
-    return (attention_mask.cumsum(1) == 0).sum(1, keepdim=True)
-
-
-def on_the_right(input_ids: Tensor, attention_mask: Tensor, by: int) -> tuple[Tensor, Tensor]:
-    """Rows ``[B, S]`` with their padding behind them in place of before, where no token sees it, and the columns
-    ``[S]``; ``S`` is a multiple of ``by``."""
-    tokens = pad(input_ids, (0, -input_ids.shape[1] % by))
-    own = torch.arange(tokens.shape[1], device=tokens.device)
-    return tokens.gather(1, (own + padding(attention_mask)) % len(own)), own
 
 
 def all_tokens(hidden: Tensor) -> Tensor:

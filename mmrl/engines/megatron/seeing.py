@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor
-from torch.nn.functional import pad
 
-from mmrl.engines.megatron.model import padding
+from mmrl.engines.megatron.rows import Packed
 
 
 class Decoded(NamedTuple):
@@ -33,20 +32,20 @@ class Decoded(NamedTuple):
 
 class Seeing:
     """Final class: Hugging Face's ``body`` with ``model``, this rank's part of its language part, in place of its own.
-    ``by``: what the length of rows is made a multiple of, for ranks that divide it."""
+    ``divided``: ranks divide the tokens of what lies between the parts of its layers."""
 
-    def __init__(self, body: Any, model: Any, by: int) -> None:
-        self._body, self._model, self._by = body, model, by
+    def __init__(self, body: Any, model: Any, divided: bool) -> None:
+        self._body, self._model, self._divided = body, model, divided
         self._decoder = body.language_model
         self._embeddings = self._decoder.embed_tokens
 
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor, **media: Any) -> Tensor:
-        """What ``model`` makes of rows that are padded on the left, and of their ``media``, as the body takes them."""
-        self._left = padding(attention_mask)
+    def __call__(self, packed: Packed, **inputs: Any) -> Tensor:
+        """What ``model`` makes of rows and their media, ``inputs`` as the body takes them; they are ``packed`` so."""
+        self._packed = packed
         whole = self._embeddings.forward, self._decoder.forward
         self._embeddings.forward, self._decoder.forward = self._embedded, self._decoded
         try:
-            return self._body(input_ids=input_ids, attention_mask=attention_mask, **media).last_hidden_state
+            return self._body(**inputs).last_hidden_state
         finally:
             self._embeddings.forward, self._decoder.forward = whole
 
@@ -55,19 +54,16 @@ class Seeing:
         return self._model.embedding(tokens, None).transpose(0, 1)
 
     def _decoded(self, inputs_embeds: Tensor, position_ids: Tensor | None, **_: Any) -> Decoded:
-        """Of rows that are padded on the left, which are computed padded on the right."""
-        columns = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
-        own = (columns + self._left) % len(columns)
+        packed = self._packed
         if position_ids is None:  # no picture is in any row
-            position_ids = columns.expand(own.shape)
-        hidden = inputs_embeds.gather(1, own.unsqueeze(-1).expand_as(inputs_embeds))
-        places = position_ids.expand(3, *own.shape).gather(2, own.expand(3, *own.shape))
-        more = -len(columns) % self._by
-        hidden, places = pad(hidden, (0, 0, 0, more)).transpose(0, 1), pad(places, (0, more))
-        if self._by > 1:  # its backward pass gathers: each rank has the gradient of all tokens again
+            position_ids = packed.ends - packed.ends[:, :1]
+        places = position_ids.expand(3, *inputs_embeds.shape[:2]).permute(1, 2, 0)
+        hidden = packed.pack(inputs_embeds).transpose(0, 1)
+        if self._divided:  # its backward pass gathers: each rank has the gradient of all tokens again
             hidden = scatter_to_sequence_parallel_region(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
-            out = self._model(None, places, None, decoder_input=hidden.contiguous())
+            there = packed.pack(places).permute(2, 0, 1)
+            out = self._model(None, there, None, decoder_input=hidden.contiguous(), packed_seq_params=packed)
         return Decoded(out)
 
 

@@ -73,7 +73,7 @@ class Pipeline:
         """Rows and columns that have room for what ``work`` gives the model of any piece."""
         found = []
 
-        def look(rows: Tensor, *_: Any) -> None:
+        def look(rows: Tensor, *_: Any, **__: Any) -> None:
             found.append(tuple(rows.shape))
             raise Passed(rows)
 

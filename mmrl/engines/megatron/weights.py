@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.nn.functional import pad
 
 from mmrl.config.schema import Model, Train
 from mmrl.engines.context import Rows
 from mmrl.engines.megatron import seeing
-from mmrl.engines.megatron.mapping import Place, apart, body, parts, places, refusals, sparse, text_config, tower
-from mmrl.engines.megatron.model import all_tokens, arrange, built, named, on_the_right, padding
+from mmrl.engines.megatron.gradients import Gradients, Twin
+from mmrl.engines.megatron.mapping import apart, body, parts, places, refusals, sparse, text_config, tower
+from mmrl.engines.megatron.model import all_tokens, arrange, built, named
+from mmrl.engines.megatron.rows import Packed, packed
 from mmrl.engines.megatron.stages import Pipeline
 from mmrl.engines.weights import Passed, exchange, outermost, probe
 from mmrl.errors import UserError
@@ -59,7 +60,7 @@ class ModelParallel:
         if problems := list(refusals(module, settings)):
             raise UserError("\n".join(problems))
         size = self._size = settings.tensor_parallel
-        self.width, self._sent, self._alone = settings.width, sent, False
+        self.width, self._alone = settings.width, False
         self._by_tokens = settings.sequence_parallel
         self._groups = arrange(settings, bool(sparse(module)))
         self._group = self._groups.layers
@@ -79,7 +80,7 @@ class ModelParallel:
             chunk.to(device) for chunk in built(module, each * size, settings, model.gradient_checkpointing)
         ]
         self._by = size if self._by_tokens else 1
-        self._sees = None if tower(module) is None else seeing.Seeing(body(module), self._chunks[0], self._by)
+        self._sees = None if tower(module) is None else seeing.Seeing(body(module), self._chunks[0], self._by_tokens)
         self._call = self._valued if isinstance(module, Critic) else self._forward
         self.stages = Pipeline(self._chunks) if settings.pipeline_parallel > 1 else None
         first = each * self._group.rank()
@@ -89,26 +90,32 @@ class ModelParallel:
             self._chunks[-1].output_layer.register_forward_pre_hook(self._only_kept)
         both = (self._group, self._groups.experts)
         self._mesh, self._expert_mesh = (DeviceMesh.from_group(group, device.type) for group in both)
-        self._place_all(module)
-        self._divide(settings.distributed_optimizer)
+        twin = self._place_all(module)
+        self._gradients = Gradients(
+            self._ours, self._exact, self._groups, twin, self._by_tokens, settings.distributed_optimizer, sent
+        )
+        others = {name for place in self._ours if not self._gradients.steps(place) for name in place.tensors}
+        self.stepped = [name for name in self.mine if name not in others]
         self._take_over()
         self._vocabulary = self._module.vocabulary = Vocabulary(first, self._group)
         self._check()
-        self._sums: dict[Place, Tensor] | None = None
-        if model.dtype != "float32":
-            self._round(getattr(torch, model.dtype))
+        if model.dtype != "float32":  # weights to compute with
+            for chunk in self._chunks:
+                chunk.to(getattr(torch, model.dtype))
+                chunk.config.pipeline_dtype = getattr(torch, model.dtype)  # of what stages send
+            self._gradients.add_in_float32()
         self._empty()
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
-    def _place_all(self, module: Any) -> None:
+    def _place_all(self, module: Any) -> Twin:
         """Find what lies on this rank, and which stage every tensor is on. Tied embeddings lie on the first, and for
         the output a second time on the last."""
         found, every = dict(named(self._chunks)) | self._apart, places(module)
-        self._twin = next(place for place in every if place.name.startswith("embedding"))
-        self._tied = body(module).config.tie_word_embeddings and self._groups.stages.size() > 1
-        if self._tied and self._twin.name not in found and "output_layer.weight" in found:
-            found[self._twin.name] = found["output_layer.weight"]
+        embedding = next(place for place in every if place.name.startswith("embedding"))
+        tied = body(module).config.tie_word_embeddings and self._groups.stages.size() > 1
+        if tied and embedding.name not in found and "output_layer.weight" in found:
+            found[embedding.name] = found["output_layer.weight"]
         self._cuts = {name: place.cut for place in every for name in place.tensors}
         self._ours = {place: found[place.name] for place in every if place.name in found}
         self._exact = {place: p.data for place, p in self._ours.items()}
@@ -116,73 +123,44 @@ class ModelParallel:
         lists: list[Any] = [None] * self._groups.stages.size()
         dist.all_gather_object(lists, list(self.mine), group=self._groups.stages)
         self._stage_of = {name: n for n in reversed(range(len(lists))) for name in lists[n]}
-
-    def _divide(self, among_copies: bool) -> None:
-        """Say which of the ranks with the same weights steps on what: the next largest goes to who has the least."""
-        self._owners: dict[Place, int] = {}
-        loads = {copies: [0] * copies.size() for copies in (self._groups.copies, self._groups.expert_copies)}
-        if among_copies:
-            # what two stages have first: then both come to the same
-            for place in sorted(self._exact, key=lambda p: (p is not self._twin, -self._exact[p].numel(), p.name)):
-                load = loads[self._copies_of(place)]
-                owner = self._owners[place] = load.index(min(load))
-                load[owner] += self._exact[place].numel()
-        others = {name for place in self._exact if not self._steps(place) for name in place.tensors}
-        self.stepped = [name for name in self.mine if name not in others]
-
-    def _round(self, dtype: torch.dtype) -> None:
-        """Compute with weights in ``dtype`` from now."""
-        self._sums = sums = {}
-        for chunk in self._chunks:
-            chunk.to(dtype)
-            chunk.config.pipeline_dtype = dtype  # of what stages send
-
-        for place, p in self._ours.items():
-
-            def add(p: Tensor, place: Place = place) -> None:
-                assert p.grad is not None
-                sums[place] = sums[place] + p.grad if place in sums else p.grad.float()
-                p.grad = None
-
-            p.register_post_accumulate_grad_hook(add)
+        return Twin(embedding, tied)
 
     def _forward(self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: Tensor, **rest: Any) -> Logits:
         """Logits ``[B, T, this rank's part of the vocabulary]`` behind the columns ``logits_to_keep`` ``[T]`` of rows
-        that are padded on the left. Here they are padded on the right: then no token sees padding before it.
+        that are padded on the left. Here they are packed, or cut for the ranks that share them.
 
         Raises ``Passed`` on a stage that is not the last."""
-        if self._sees is not None:
-            self._kept = logits_to_keep - padding(attention_mask)
-            return Logits(self._sees(input_ids, attention_mask, **rest)[..., : self._rows])
-        if self._cut is None:
-            rows, columns = on_the_right(input_ids, attention_mask, self._by)
-            self._kept = logits_to_keep - padding(attention_mask)
-        else:
-            rows, columns = self._cut.cut(input_ids, attention_mask, logits_to_keep, self._by)
-            self._kept = self._cut.kept
         model = self._chunks[0] if self.stages is None else self.stages.now
-        if self.stages is not None and self.stages.shape is not None:
-            most = self.stages.shape
-            rows = pad(rows, (0, most[1] - rows.shape[1], 0, most[0] - rows.shape[0]))
-            columns = torch.arange(most[1], device=rows.device)
-        with torch.autocast(rows.device.type, enabled=False):
-            out = model(rows, columns.expand_as(rows), None)
+        if self._cut is not None:
+            rows, _ = self._cut.cut(input_ids, attention_mask, logits_to_keep, self._by)
+            columns = self._cut.kept
+            assert columns is not None
+            self._kept = columns * len(rows) + torch.arange(len(rows), device=rows.device).unsqueeze(1)
+            with torch.autocast(rows.device.type, enabled=False):
+                out = model(rows, None, None)
+        else:
+            shape = None if self.stages is None else self.stages.shape
+            them = packed(attention_mask, self._by, 0 if shape is None else shape[1])
+            self._kept = them.ends[:, logits_to_keep]
+            out = self._packed(model, them, input_ids=input_ids, attention_mask=attention_mask, **rest)
         if not model.post_process:
             raise Passed(out)
         return Logits(out[..., : self._rows])
 
-    def _hidden(self, input_ids: Tensor, attention_mask: Tensor, **rest: Any) -> Tensor:
-        """Of a critic, hidden states ``[B, L, H]`` float32, padded on the left as the rows ``[B, L]``."""
+    def _packed(self, model: Any, them: Packed, **inputs: Any) -> Tensor:
+        """What ``model`` makes of the rows ``inputs``, packed so."""
         if self._sees is not None:
-            hidden = self._sees(input_ids, attention_mask, **rest)
-        else:
-            rows, columns = on_the_right(input_ids, attention_mask, self._by)
-            with torch.autocast(rows.device.type, enabled=False):
-                hidden = self._chunks[0](rows, columns.expand_as(rows), None)
-        hidden = (all_tokens(hidden) if self._by_tokens else hidden).transpose(0, 1).float()
-        length = input_ids.shape[1]
-        index = (torch.arange(length, device=hidden.device) - padding(attention_mask)) % length
-        return hidden.gather(1, index.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+            return self._sees(them, **inputs)
+        tokens = them.pack(inputs["input_ids"])
+        with torch.autocast(tokens.device.type, enabled=False):
+            return model(tokens, None, None, packed_seq_params=them)
+
+    def _hidden(self, attention_mask: Tensor, **rest: Any) -> Tensor:
+        """Of a critic, hidden states ``[B, L, H]`` float32 of rows ``[B, L]``, and 0 of their padding."""
+        them = packed(attention_mask, self._by)
+        hidden = self._packed(self._chunks[0], them, attention_mask=attention_mask, **rest)
+        hidden = all_tokens(hidden) if self._by_tokens else hidden
+        return them.unpack(hidden.squeeze(1).float())
 
     def _valued(self, **inputs: Any) -> Tensor:
         """As ``Critic.forward``. Each rank has the head, and the gradient of all of it."""
@@ -191,12 +169,12 @@ class ModelParallel:
             return self._module.head(hidden).squeeze(-1)
 
     def _only_kept(self, layer: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The hidden states ``[S, B, H]`` that logits are wanted of, ``[T, B, H]``."""
+        """The hidden states ``[S, B, H]`` that logits are wanted of, ``[T, rows, H]``."""
         assert self._kept is not None
         hidden, *rest = given
-        hidden = all_tokens(hidden) if self._by_tokens else hidden
-        index = self._kept.T.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
-        return (hidden.gather(0, index), *rest)
+        hidden = (all_tokens(hidden) if self._by_tokens else hidden).flatten(0, 1)
+        index = self._kept.T
+        return (hidden.index_select(0, index.flatten()).unflatten(0, index.shape), *rest)
 
     @torch.no_grad()
     def _take_over(self) -> None:
@@ -259,48 +237,11 @@ class ModelParallel:
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        if (sums := self._sums) is None:
-            sums = {place: p.grad for place, p in self._ours.items() if p.grad is not None}
-        there = torch.tensor([float(place in sums) for place in self._ours], device=self._device)
-        self._add(there, self._groups.copies)
-        found = {}
-        for n, (place, p) in zip(there.tolist(), self._ours.items(), strict=True):
-            if n:
-                gradient = sums.pop(place) if place in sums else torch.zeros_like(self._exact[place])
-                self._add(gradient, self._copies_of(place), self._owners.get(place))
-                if self._steps(place):
-                    found[place] = self._over_parts(place, gradient)
-            p.grad = None
+        found = self._gradients.gathered()
         for t in self.mine.values():
             t.grad = None
         for name, grad in self._parts(found).items():
             self.mine[name].grad = grad
-
-    def _over_parts(self, place: Place, gradient: Tensor) -> Tensor:
-        """With what other parts of the model add to it, in place."""
-        if place.cut == "shared" or (place.cut == "same" and self._by_tokens):
-            dist.all_reduce(gradient, group=self._group)
-        if self._tied and place is self._twin:
-            dist.all_reduce(gradient, group=self._groups.ends)
-        return gradient
-
-    def _add(self, gradient: Tensor, copies: Any, owner: int | None = None) -> None:
-        """In place, over the ranks ``copies`` that have the same part of the model: for the rank ``owner``, or for
-        all."""
-        if (n := copies.size()) == 1:
-            return
-        if owner is None:
-            dist.all_reduce(gradient, group=copies)
-            self._sent["gradients"] += 2 * (n - 1) * gradient.nbytes // n
-        else:
-            dist.reduce(gradient, group=copies, group_dst=owner)
-            self._sent["gradients"] += gradient.nbytes * (owner != copies.rank())
-
-    def _copies_of(self, place: Place) -> Any:
-        return self._groups.expert_copies if place.cut == "experts" else self._groups.copies
-
-    def _steps(self, place: Place) -> bool:
-        return self._owners.get(place) in (None, self._copies_of(place).rank())
 
     def norm(self) -> Tensor:
         total, of_experts = torch.zeros(2, device=self._device)
@@ -312,7 +253,7 @@ class ModelParallel:
                 total += t.grad.square().sum()
         dist.all_reduce(total, group=self._groups.model)
         groups = (self._groups.experts, self._groups.stages) if "experts" in self._cuts.values() else ()
-        if self._owners:
+        if self._gradients.divided:
             dist.all_reduce(total, group=self._groups.copies)
             groups = (*groups, self._groups.expert_copies)
         for group in groups:
@@ -325,9 +266,7 @@ class ModelParallel:
 
     @torch.no_grad()
     def updated(self) -> None:
-        for place, owner in self._owners.items():
-            dist.broadcast(self._exact[place], group=self._copies_of(place), group_src=owner)
-            self._sent["weights"] += self._exact[place].nbytes * self._steps(place)
+        self._gradients.updated()
 
     @torch.no_grad()
     def changed(self) -> None:
