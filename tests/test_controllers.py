@@ -185,8 +185,11 @@ def test_metrics_of_controllers_are_those_of_the_whole():
             "each uses its controller's",
         ),
         (
-            ["controllers=2", "train.backend=fsdp", "devices_per_controller=2", "rollout={engine: vllm_server}"],
-            "train.backend: vllm_server takes whole weights after every update",
+            [
+                *("train.backend=fsdp", "devices_per_controller=2", "rollout={engine: vllm_server}"),
+                "placement={type: colocate, sleep: true}",
+            ],
+            "placement.sleep: vllm_server would wake without weights",
         ),
         (
             ["controllers=2", "train.backend=fsdp", "algorithm={type: dpo}", "train.group_size=1", "rewards=[]"],

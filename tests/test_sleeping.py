@@ -223,6 +223,33 @@ def test_every_device_that_samples_has_an_engine_of_its_own(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["train.backend=megatron", "train.tensor_parallel=2", "devices_per_controller=2"],
+        ["train.backend=fsdp", "devices_per_controller=2"],
+        [
+            *("train.backend=megatron", "train.tensor_parallel=2", "devices_per_controller=3"),
+            "placement={type: disaggregated, trainers: 2, staleness: 1}",
+        ],
+    ],
+)
+def test_engines_beside_devices_with_parts_of_a_model_have_its_present_weights(tmp_path, parts):
+    pytest.importorskip("megatron.core")
+    rollout = json.dumps({"engine": "vllm_server", "options": SMALL_CACHE})
+    more = [f"rollout={rollout}", "eval.every=2", "sampling.batch_size=4", "train.steps=3", "model.dtype=float32"]
+    code, said = ended(train("sums", tmp_path / "parts", *SMALL, *more, *parts), 900)
+    assert code == 0, said
+    if "disaggregated" not in parts[-1]:
+        code, said = ended(train("sums", tmp_path / "one", *SMALL, *more), 900)
+        assert code == 0, said
+        alike(tmp_path / "one", tmp_path / "parts")
+    for row in rows(tmp_path / "parts"):
+        assert row["mismatch/log_prob_gap_max"] < 1e-3 or row["sampling/stale_steps"] > 0
+        assert row["optim/grad_norm"] > 0
+
+
+@pytest.mark.long
 def test_an_engine_and_a_judge_take_turns_with_training_and_nothing_changes(tmp_path, judge_model):
     judge = {"model": {"vllm": judge_model, "args": {"dtype": "float32", **SMALL_CACHE}}, "rubric": "{{ response }}"}
     rewards = [{"name": "judge", "batch_size": 4, "options": judge}]

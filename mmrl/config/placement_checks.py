@@ -168,12 +168,10 @@ def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
             f"train.backend: {algorithm.type} back-propagates through several denoising steps at once, which {what} "
             "cannot do; set train.backend to replicated"
         )
-    if recipe.rollout.engine != "transformers" and recipe.devices_per_controller > 1:
-        more = "take more controllers of one device each, " if recipe.train.backend == "fsdp" else ""
+    if recipe.rollout.engine != "transformers" and recipe.devices_per_controller > 1 and recipe.placement.sleep:
         yield (
-            f"train.backend: {recipe.rollout.engine} takes whole weights after every update, which {what} "
-            f"do not give it yet where a controller has several devices; {more}set train.backend to replicated, or "
-            "remove rollout"
+            f"placement.sleep: {recipe.rollout.engine} would wake without weights, which {what} give to the engines of "
+            "all devices together; remove it, or set train.backend to replicated"
         )
     reference = algorithm.type == "dpo" and not algorithm.reference_free and recipe.model.lora is None
     if reference and recipe.eval.every is not None:

@@ -23,7 +23,8 @@ def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> R
     """The engine of ``rollout.engine`` on the model at ``path``; None where the training process samples.
 
     ``context``: positions the model has. ``sees``: it takes pictures. Raises ``UserError`` where it cannot start. Where
-    a controller has several devices it starts when this one first samples.
+    a controller has several devices it starts when this one first samples; but at once where these devices have parts
+    of the weights, which they give to all engines together.
     """
     rollout = recipe.rollout
     if rollout.engine == "transformers":
@@ -53,7 +54,10 @@ def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> R
         engine.ready()
         return engine
     _beside_a_device(recipe, given, options)
-    return Standby(start, recipe.placement.sleep)
+    engine = Standby(start, recipe.placement.sleep)
+    if recipe.train.backend != "replicated" and not recipe.placement.apart:
+        engine.ready()
+    return engine
 
 
 def _beside_a_device(recipe: Recipe, given: dict[str, Any], options: dict[str, Any]) -> None:
