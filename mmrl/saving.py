@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from torch import Tensor
 from mmrl import checkpoint, early_stopping
 from mmrl.batch import Run
 from mmrl.checkpoint import MANIFEST, STATE, Checkpoint, sha256
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.staging import AsyncStager
 
 Manifest = Mapping[str, Mapping[str, Any]]
 Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
@@ -47,6 +50,7 @@ class Saver:
         self.failed: str | None = None
         """Why the newest one is not on the disk."""
         self._copies: dict[str, Tensor] = {}
+        self._stager = None if ranks is None else stager()
         self._thread: Thread | None = None
         self._error: BaseException | None = None
         self._step = 0
@@ -70,7 +74,7 @@ class Saver:
             if self.ranks is None:
                 work = self._copied(taken, others)
             else:
-                work = begin_shards(self.folder, taken, self.keep, self.ranks)
+                work = begin_shards(self.folder, taken, self.keep, self.ranks, self._stager)
         except OSError as error:
             self._error = error
             self.finish()
@@ -190,8 +194,19 @@ def save(folder: Path, whole: Checkpoint, keep: int, others: Sequence[str] = ())
         raise
 
 
-def begin_shards(folder: Path, taken: Checkpoint, keep: int, ranks: dist.ProcessGroup) -> Callable[[], object]:
+def stager() -> AsyncStager:
+    """What copies shards, each time into the memory of the last copy."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    cuda = torch.cuda.is_available()
+    return DefaultStager(StagingOptions(cuda, False, False, cuda))
+
+
+def begin_shards(
+    folder: Path, taken: Checkpoint, keep: int, ranks: dist.ProcessGroup, stager: AsyncStager | None
+) -> Callable[[], object]:
     """Copy this rank's shards of ``taken`` and begin to write them; all ranks together. The rest is what is returned.
+    ``stager``: see there; None takes new memory.
 
     Raises ``OSError`` on every rank where the leader cannot write; so does the rest, where any cannot.
     """
@@ -201,7 +216,7 @@ def begin_shards(folder: Path, taken: Checkpoint, keep: int, ranks: dist.Process
     aside = folder / f".tmp-step_{taken.step:06d}"
     _all_well(ranks, lambda: _aside(folder, taken.step) if rank == 0 else None)
     writer = dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True)
-    writing: Any = dcp.async_save(taken.flat, storage_writer=writer, process_group=ranks)
+    writing: Any = dcp.async_save(taken.flat, storage_writer=writer, process_group=ranks, async_stager=stager)
 
     def finish() -> None:
         try:
