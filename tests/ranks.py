@@ -54,6 +54,8 @@ def launched(script, outs, words_of):
         port = free.getsockname()[1]
     at_work = [idle.pop() if idle else Server() for _ in outs]
     ends = [out.with_suffix(".done") for out in outs]
+    for end in ends:
+        end.unlink(missing_ok=True)  # of an earlier call with these files
     try:
         for rank, (server, out) in enumerate(zip(at_work, outs, strict=True)):
             server.begin(script, words_of(rank, port, out), ends[rank])
