@@ -45,14 +45,15 @@ class Server:
         print(self.said.read()[-4000:])
 
 
-idle = []
+idle = {}
+"""By rank: a process is always the same one, since torch keeps where a mesh's ranks have their parts of a tensor."""
 
 
 def launched(script, outs, words_of):
     """What each rank saved into its file of ``outs``; ``words_of(rank, port, out)`` are the script's arguments."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    at_work = [idle.pop() if idle else Server() for _ in outs]
+    at_work = [idle.pop(rank) if rank in idle else Server() for rank in range(len(outs))]
     ends = [out.with_suffix(".done") for out in outs]
     for end in ends:
         end.unlink(missing_ok=True)  # of an earlier call with these files
@@ -63,7 +64,7 @@ def launched(script, outs, words_of):
             # one that failed leaves the others waiting for it
             assert all(server.process.poll() is None for server in at_work), "a rank has failed"
             time.sleep(0.02)
-        idle.extend(at_work)
+        idle.update(enumerate(at_work))
         at_work = []
     finally:
         for server in at_work:
