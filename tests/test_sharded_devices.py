@@ -152,7 +152,7 @@ def test_every_placement_of_a_judge_learns_alike_in_shards(judged, tmp_path, pla
     ("recipe", "overrides", "message"),
     [
         ("shapes-draft", [], "draft back-propagates"),
-        ("sums", ["rollout={engine: vllm_server}"], "train.backend: vllm_server takes whole weights"),
+        ("sums", ["rollout={engine: vllm_server}", "placement.sleep=true"], "placement.sleep: vllm_server would wake"),
         ("sums-dpo", ["model.lora=null"], "set eval.every to null"),
     ],
 )
