@@ -1,30 +1,43 @@
-"""Ranks of one process group, each the work of a test's own script in a process of its own."""
+"""Ranks of one process group, each the work of a test's own script in a process of its own.
 
-import os
+They are forked from a process that has imported the libraries (``tests/warm.py``) and does nothing else: a rank that
+imports them takes longer over it than over its test.
+"""
+
+import multiprocessing
+import runpy
 import socket
-import subprocess
 import sys
-import time
-from pathlib import Path
+from multiprocessing.connection import wait
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+warm = multiprocessing.get_context("forkserver")
+warm.set_forkserver_preload(["tests.warm"])
 
 
 def launched(script, outs, words_of):
     """What each rank saved into its file of ``outs``; ``words_of(rank, port, out)`` are the script's arguments."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    each = [map(str, words_of(rank, port, out)) for rank, out in enumerate(outs)]
-    found = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # tests, of a script in it
-    env = {**os.environ, "PYTHONPATH": found}
-    started = [subprocess.Popen([sys.executable, script, *words], cwd=ROOT, env=env) for words in each]
+    each = [[str(word) for word in words_of(rank, port, out)] for rank, out in enumerate(outs)]
+    ranks = [warm.Process(target=run, args=(str(script), words), daemon=True) for words in each]
+    for rank in ranks:
+        rank.start()
+    at_work = {rank.sentinel: rank for rank in ranks}
     try:
-        while any(one.poll() is None for one in started) and not any(one.poll() for one in started):
-            time.sleep(0.05)  # one that failed leaves the others waiting for it
-        assert [one.poll() for one in started] == [0] * len(outs)
+        while at_work:
+            ended = [at_work.pop(sentinel) for sentinel in wait(list(at_work))]
+            for rank in ended:
+                rank.join()
+            assert all(rank.exitcode == 0 for rank in ended), [rank.exitcode for rank in ranks]
     finally:
-        for one in started:
-            one.kill()
+        for rank in at_work.values():  # one that failed leaves the others waiting for it
+            rank.kill()
+            rank.join()
     return [torch.load(out, weights_only=True) for out in outs]
+
+
+def run(script, words):
+    sys.argv = [script, *words]
+    runpy.run_path(script, run_name="__main__")

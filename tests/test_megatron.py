@@ -237,13 +237,13 @@ def test_packed_rows_attend_to_their_own_tokens_alone(multiple, least):
         (None, TP),
         (None, PP),  # an embedding that is tied over the ends
         ("Qwen2", ZERO),
-        pytest.param(None, TURNS, marks=pytest.mark.slow),
-        pytest.param(None, CP, marks=pytest.mark.long),
-        pytest.param("Qwen3", LONG, marks=pytest.mark.long),
-        pytest.param("Qwen2", BOTH, marks=pytest.mark.slow),
-        pytest.param("Qwen2", WIDE, marks=pytest.mark.long),  # biases, four parts, a vocabulary that they do not divide
-        pytest.param("Llama", FOUR, marks=pytest.mark.slow),  # neither biases nor norms of heads; two models of two
-        pytest.param("Qwen3", FOUR, marks=pytest.mark.long),
+        (None, TURNS),
+        (None, CP),
+        ("Qwen3", LONG),
+        ("Qwen2", BOTH),
+        ("Qwen2", WIDE),  # biases, four parts, a vocabulary that they do not divide
+        ("Llama", FOUR),  # neither biases nor norms of heads; two models of two
+        ("Qwen3", FOUR),
     ],
 )
 def test_parts_of_layers_have_the_gradients_and_log_probs_of_the_whole(family, layout, tmp_path):

@@ -83,9 +83,9 @@ def serve(out, rank, size, port, name, path, *overrides):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param("sums", megatron.TP, marks=pytest.mark.slow),
-        pytest.param("sums", TOKENS, marks=pytest.mark.long),
-        pytest.param("scenes", megatron.TP, marks=pytest.mark.long),  # with a vision tower of its own
+        ("sums", megatron.TP),
+        ("sums", TOKENS),
+        ("scenes", megatron.TP),  # with a vision tower of its own
     ],
 )
 def test_a_shared_body_has_the_values_and_gradients_of_the_whole(name, layout, tmp_path):

@@ -66,13 +66,13 @@ def of_one(tmp_path_factory):
 @pytest.mark.parametrize(
     ("ranks", "layout", "more"),
     [
-        pytest.param(2, EP, {}, marks=pytest.mark.long),
-        pytest.param(2, TP, {}, marks=pytest.mark.long),
-        pytest.param(2, [*TP, *BOTH], {}, marks=pytest.mark.slow),
-        pytest.param(2, PP, ODD, marks=pytest.mark.long),
-        pytest.param(4, [*TP, *WIDE], ODD, marks=pytest.mark.long),
-        pytest.param(4, [*TP, *PP, *BOTH, *FOUR], {}, marks=pytest.mark.long),
-        pytest.param(4, [*EP, "controllers=2"], {}, marks=pytest.mark.long),
+        (2, EP, {}),
+        (2, TP, {}),
+        (2, [*TP, *BOTH], {}),
+        (2, PP, ODD),
+        (4, [*TP, *WIDE], ODD),
+        (4, [*TP, *PP, *BOTH, *FOUR], {}),
+        (4, [*EP, "controllers=2"], {}),
     ],
 )
 def test_divided_experts_have_the_gradients_and_log_probs_of_the_whole(ranks, layout, more, of_one, tmp_path):

@@ -72,10 +72,10 @@ def tiny_model(folder, kind="qwen2_5_vl"):
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        pytest.param(OPEN, megatron.TP, marks=pytest.mark.slow),
-        pytest.param(OPEN, megatron.FOUR, marks=pytest.mark.long),  # two models of two, which also divide tokens
-        pytest.param(OPEN, megatron.ZERO, marks=pytest.mark.long),  # the tower's moments divided too
-        pytest.param(FROZEN, megatron.TP, marks=pytest.mark.long),
+        (OPEN, megatron.TP),
+        (OPEN, megatron.FOUR),  # two models of two, which also divide tokens
+        (OPEN, megatron.ZERO),  # the tower's moments divided too
+        (FROZEN, megatron.TP),
     ],
 )
 def test_a_shared_language_part_and_a_tower_on_each_rank_have_the_gradients_of_the_whole(model, layout, tmp_path):
@@ -92,7 +92,6 @@ def test_a_shared_language_part_and_a_tower_on_each_rank_have_the_gradients_of_t
     megatron.equal(ranks, whole, train.width)
 
 
-@pytest.mark.long
 def test_rows_of_text_of_clips_and_of_both_have_the_log_probs_of_the_whole(tmp_path):
     pytest.importorskip("megatron.core")
     path = tiny_model(tmp_path / "model")

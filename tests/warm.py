@@ -1,0 +1,26 @@
+"""What the ranks of tests import, for processes that are forked from one that has it all: nothing here may start a
+thread, a group or a seed of its own."""
+
+# ruff: noqa: E402, F401
+import importlib.util
+
+import torch
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
+from mmrl._torchvision import allow_cpu_only
+
+allow_cpu_only()  # before transformers imports torchvision
+
+import transformers.models.llama.modeling_llama
+import transformers.models.qwen2.modeling_qwen2
+import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
+import transformers.models.qwen3.modeling_qwen3
+import transformers.models.qwen3_moe.modeling_qwen3_moe
+
+import mmrl.run
+import mmrl.text.pipeline
+
+if importlib.util.find_spec("megatron") is not None:
+    import mmrl.engines.megatron.weights
