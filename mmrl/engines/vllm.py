@@ -119,7 +119,7 @@ class VllmEngine:
         try:
             with _as_it_was(), self._aside():
                 self._llm: Any = _part("vllm").LLM(**arguments)
-        except (ValueError, RuntimeError, OSError, TypeError) as error:
+        except (ValueError, RuntimeError, OSError, TypeError, AssertionError) as error:
             raise UserError(f"vLLM could not load {model}: {error}") from error
 
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
@@ -210,11 +210,21 @@ class WorkerExtension:
     """Final class. vLLM adds it to its worker's classes, so that its method can be called there by name."""
 
     def replace_weights(self, weights_iterator: Any = None, weights_path: str | None = None) -> None:
-        """vLLM's ``reload_weights``, to its end: on a CPU an output layer that is tied to the embedding multiplies with
-        a packed copy of its own, which ``reload_weights`` leaves as it was (0.32.0)."""
+        """vLLM's ``reload_weights``, to its end. On a CPU (0.32.0) it leaves as it was a packed copy that an output
+        layer tied to the embedding multiplies with, and unpacked what experts do, unless their kernel is made anew."""
         worker: Any = self
+        layers = list(worker.get_model().modules())
+        if _part("vllm.platforms").current_platform.is_cpu():
+            methods = [layer.quant_method for layer in layers if hasattr(layer, "quant_method")]
+            kernels = {method: method.moe_kernel for method in methods if getattr(method, "moe_kernel", None)}
+        else:
+            kernels = {}
+        for method in kernels:
+            method.moe_kernel = None
         worker.reload_weights(weights_iterator=weights_iterator, weights_path=weights_path)
-        for layer in worker.get_model().modules():
+        for method, kernel in kernels.items():
+            method.moe_kernel = method.moe_kernel or kernel  # of experts that were not brought
+        for layer in layers:
             if hasattr(layer, "cpu_linear") and layer.weight.numel():  # where it is empty, packing was part of loading
                 _part("vllm.model_executor.layers.utils").dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
