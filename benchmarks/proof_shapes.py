@@ -32,7 +32,7 @@ def train(recipe: str, seed: int, out: Path, overrides: list[str]) -> None:
     command = [sys.executable, "-m", "mmrl.cli", "train", recipe, f"seed={seed}", *overrides, "--out", str(out)]
     if (out / "resolved.json").exists():
         command.append("--resume")
-    with out.with_suffix(".log").open("a") as log:
+    with (out.parent / f"{out.name}.log").open("a") as log:  # a name may have a dot: kl-0.02
         subprocess.run(command, check=True, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
