@@ -125,6 +125,7 @@ def planned(size, tokens, memory=None):
     return plan(load_recipe(["sums"], [*words, "train.backend=fsdp", "device=cuda", "ray=auto"]), memory)
 
 
+@pytest.mark.slow
 def test_plan_counts_what_one_of_several_ranks_keeps_and_says_how_long_rows_may_be():
     whole, half, quarter = (planned(size, 120).measured.train for size in (1, 2, 4))
     assert half == pytest.approx(whole / 2, rel=0.1)

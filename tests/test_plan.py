@@ -507,3 +507,19 @@ def step_in_own_process(recipe, *overrides):
 
 if __name__ == "__main__":
     step_in_own_process(*sys.argv[1:])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "flags", "told"),
+    [
+        ("bfloat16", {}, True),
+        ("bfloat16", {"avx512_bf16": True}, False),
+        ("bfloat16", {"architecture": "aarch64"}, False),
+        ("float32", {}, False),
+    ],
+)
+def test_a_cpu_without_instructions_for_bfloat16_is_told(dtype, flags, told, monkeypatch):
+    has = {"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False, **flags}
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: has)
+    notes = plan(load_recipe(["shapes-full"], ["device=cpu", f"model.dtype={dtype}"])).notes
+    assert any("set model.dtype=float32" in note for note in notes) == told

@@ -301,7 +301,7 @@ def test_a_plan_says_all_of_it_at_once():
     changes = ["rewards.0.options.model=/not/there", "train.micro_batch_size=48", "rewards.0.batch_size=48"]
     made = planned("devices_per_controller=4", "placement=partial", *changes)
     assert made.problems == ["rewards (judge): there is no model /not/there; correct its options"]
-    assert made.notes == [
+    assert [note for note in made.notes if "bfloat16" not in note] == [  # not what depends on this machine's CPU
         "a controller's 1 sampling micro-batch cannot keep 2 devices busy; set sampling.batch_size=24 or less",
         "an update's 2 slices of a controller cannot keep 4 devices busy; set train.micro_batch_size=24 or less",
     ]

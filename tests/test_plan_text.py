@@ -88,7 +88,7 @@ def ratio(folder, *changes):
 def ratio_of(loaded):
     made = plan(loaded)
     assert made.problems == []
-    assert made.notes == []
+    assert not [note for note in made.notes if "bfloat16" not in note]  # what does not depend on this CPU
     found = real(loaded)
     said = made.peak.total - made.peak.parts["prompt features"] + found["features"]
     is_so = found["held"] + found["peak"]

@@ -5,7 +5,7 @@ Everything of a controller is in its device's memory at some phase of the step; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -98,7 +98,7 @@ def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
     _account(made, description, objective, prompts, inputs)
     settle(made)
     made.problems += room(made)
-    made.notes += idle(made)
+    made.notes += [*idle(made), *_emulated(made)]
     return made
 
 
@@ -111,6 +111,16 @@ def _device(name: str) -> tuple[str, int | None]:
     if name.startswith("cuda") and torch.cuda.is_available():
         return name, torch.cuda.get_device_properties(torch.device(name)).total_memory
     return name, _main_memory() if name == "cpu" else None
+
+
+def _emulated(made: Plan) -> Iterator[str]:
+    """A note where this machine's CPU has no instructions for the products of the recipe's dtype."""
+    import torch
+
+    has = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch cannot tell
+    knows = has.get("architecture") != "x86_64" or has["avx512_bf16"] or has["amx_bf16"]
+    if made.device == "cpu" and made.recipe.model.dtype == "bfloat16" and not knows:
+        yield "this CPU has no instructions for bfloat16 and computes faster in float32; set model.dtype=float32"
 
 
 def _main_memory() -> int:
