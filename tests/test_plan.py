@@ -505,10 +505,6 @@ def step_in_own_process(recipe, *overrides):
     print(json.dumps(run_steps(load_recipe([recipe], overrides)) | {"baseline": baseline}))
 
 
-if __name__ == "__main__":
-    step_in_own_process(*sys.argv[1:])
-
-
 @pytest.mark.parametrize(
     ("dtype", "flags", "told"),
     [
@@ -523,3 +519,7 @@ def test_a_cpu_without_instructions_for_bfloat16_is_told(dtype, flags, told, mon
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: has)
     notes = plan(load_recipe(["shapes-full"], ["device=cpu", f"model.dtype={dtype}"])).notes
     assert any("set model.dtype=float32" in note for note in notes) == told
+
+
+if __name__ == "__main__":
+    step_in_own_process(*sys.argv[1:])

@@ -214,11 +214,9 @@ class WorkerExtension:
         layer tied to the embedding multiplies with, and unpacked what experts do, unless their kernel is made anew."""
         worker: Any = self
         layers = list(worker.get_model().modules())
-        if _part("vllm.platforms").current_platform.is_cpu():
-            methods = [layer.quant_method for layer in layers if hasattr(layer, "quant_method")]
-            kernels = {method: method.moe_kernel for method in methods if getattr(method, "moe_kernel", None)}
-        else:
-            kernels = {}
+        on_cpu = _part("vllm.platforms").current_platform.is_cpu()
+        methods = [layer.quant_method for layer in layers if on_cpu and hasattr(layer, "quant_method")]
+        kernels = {method: method.moe_kernel for method in methods if getattr(method, "moe_kernel", None)}
         for method in kernels:
             method.moe_kernel = None
         worker.reload_weights(weights_iterator=weights_iterator, weights_path=weights_path)

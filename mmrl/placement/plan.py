@@ -118,7 +118,7 @@ def _emulated(made: Plan) -> Iterator[str]:
     import torch
 
     has = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch cannot tell
-    knows = has.get("architecture") != "x86_64" or has["avx512_bf16"] or has["amx_bf16"]
+    knows = has.get("architecture") != "x86_64" or has.get("avx512_bf16") or has.get("amx_bf16")
     if made.device == "cpu" and made.recipe.model.dtype == "bfloat16" and not knows:
         yield "this CPU has no instructions for bfloat16 and computes faster in float32; set model.dtype=float32"
 
