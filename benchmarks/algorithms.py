@@ -60,6 +60,11 @@ ARMS: dict[str, list[str]] = {
         *("sampling.window=null", "sampling.sde={kind: dance, noise_level: 0.6}"),
         *("algorithm.trained_steps=4", "algorithm.clip_range=1e-3"),
     ),
+    "DDPO, 4 of its steps": stepwise(
+        "flow_grpo",
+        *("sampling.window=null", "sampling.sde={kind: ddim, noise_level: 1.0}", "sampling.same_initial_noise=false"),
+        *("algorithm.trained_steps=4", "algorithm.clip_range=1e-3", "algorithm.advantage_std=group"),
+    ),
     "MixGRPO": stepwise(
         "flow_grpo", "sampling.window={size: 2, strategy: progressive, every: 4}", "algorithm.clip_range=1e-3"
     ),

@@ -144,6 +144,20 @@ def test_a_peer_without_its_fast_scripts_is_refused_with_their_names(modules, tm
         assert said in capsys.readouterr().err
 
 
+def test_settings_are_compared_by_whole_steps(modules, monkeypatch, capsys):
+    settings = importlib.import_module("settings_step")
+    tiny = ["train.prompts_per_step=1", "train.group_size=2", "train.micro_batch_size=2", "sampling.steps=3"]
+    monkeypatch.setattr(sys, "argv", ["settings_step.py", "shapes-lora", *tiny, "--repeats", "2", "--arm", "the same"])
+    settings.main()
+    found = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert found["the same, gradient norms"] == found["as given, gradient norms"]
+    assert set(found) == {
+        f"{arm}, {what}"
+        for arm in ("as given", "the same")
+        for what in ("sample", "train", "total", "cpu", "gradient norms", "first ratios")
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
 def test_memory_is_measured_in_a_process_of_its_own(modules, run, model, tmp_path):
