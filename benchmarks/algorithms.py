@@ -29,7 +29,8 @@ from statistics import mean, stdev
 from threading import Lock
 from typing import Any
 
-from PIL import Image
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 from proof_shapes import train
 
 from mmrl.report.curve import panel
@@ -62,8 +63,9 @@ ARMS: dict[str, list[str]] = {
     ),
     "DDPO, 4 of its steps": stepwise(
         "flow_grpo",
-        *("sampling.window=null", "sampling.sde={kind: ddim, noise_level: 1.0}", "sampling.same_initial_noise=false"),
-        *("algorithm.trained_steps=4", "algorithm.clip_range=1e-3", "algorithm.advantage_std=group"),
+        *("sampling.window={size: 6, last: 6}", "sampling.sde={kind: ddim, noise_level: 1.0}"),
+        *("sampling.same_initial_noise=false", "algorithm.trained_steps=4"),
+        *("algorithm.clip_range=1e-3", "algorithm.advantage_std=group"),
     ),
     "MixGRPO": stepwise(
         "flow_grpo", "sampling.window={size: 2, strategy: progressive, every: 4}", "algorithm.clip_range=1e-3"
@@ -165,24 +167,33 @@ def table(reward: str, found: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+def mean_curve(curves: list[dict[float, float]]) -> dict[float, float]:
+    """The mean at equal shares of each curve's seconds, so that it ends with the mean of their ends."""
+    ends, made = [max(curve) for curve in curves], {}
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        at = [float(np.interp(share * end, list(c), list(c.values()))) for c, end in zip(curves, ends, strict=True)]
+        made[share * mean(ends)] = mean(at)
+    return made
+
+
 def grid_png(by_reward: dict[str, dict[str, list[dict[str, Any]]]], out: Path) -> None:
-    """A panel for each arm under each reward, its seeds thin and their mean bold; one scale for each reward."""
-    size, across, panels = (300, 190), 4, []
+    """A panel for each arm under each reward over CPU-seconds, its seeds thin and their mean bold; one scale for each
+    reward, those that rose most first."""
+    (width, height), across, head, parts = (300, 190), 4, 44, []
     for reward, found in by_reward.items():
-        curves = {
-            arm: [{step: value for step, _, value, _ in run["curve"]} for run in runs] for arm, runs in found.items()
-        }
+        curves = {arm: [{spent: value for _, spent, value, _ in run["curve"]} for run in r] for arm, r in found.items()}
         values = [value for runs in curves.values() for curve in runs for value in curve.values()]
         rises = {arm: mean(run["after"] - run["before"] for run in runs) for arm, runs in found.items()}
-        for arm in sorted(curves, key=lambda arm: -rises[arm]):
-            shared = sorted(set.intersection(*[set(curve) for curve in curves[arm]]))
-            middle = {step: mean(curve[step] for curve in curves[arm]) for step in shared}
-            panels.append(panel(curves[arm], middle, f"{reward}: {arm}", size, (min(values), max(values))))
-        panels += [None] * (-len(panels) % across)
-    sheet = Image.new("RGB", (size[0] * across, size[1] * len(panels) // across), "#fafaf8")
-    for n, drawn in enumerate(panels):
-        if drawn is not None:
-            sheet.paste(drawn, (n % across * size[0], n // across * size[1]))
+        part = Image.new("RGB", (width * across, head + height * -(-len(curves) // across)), "#fafaf8")
+        title = f"{reward}: held-out {REWARDS[reward][0]} over CPU-seconds of training"
+        ImageDraw.Draw(part).text((16, 16), title, fill="#1c1c1e", font=ImageFont.load_default(size=18))
+        for n, arm in enumerate(sorted(curves, key=lambda arm: -rises[arm])):
+            drawn = panel(curves[arm], mean_curve(curves[arm]), arm, (width, height), (min(values), max(values)))
+            part.paste(drawn, (n % across * width, head + n // across * height))
+        parts.append(part)
+    sheet = Image.new("RGB", (width * across, sum(part.height for part in parts)))
+    for n, part in enumerate(parts):
+        sheet.paste(part, (0, sum(above.height for above in parts[:n])))
     sheet.save(out, optimize=True)
 
 

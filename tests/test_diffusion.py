@@ -11,9 +11,12 @@ from diffusers import StableDiffusion3Pipeline
 import mmrl
 from mmrl.algorithms.objective import GraphSteps
 from mmrl.config import Recipe
+from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.randomness import noise
 from mmrl.engines.policy import Policy
+from mmrl.errors import UserError
+from mmrl.run import build
 from mmrl.trajectory import SampleId, Slot
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -223,6 +226,17 @@ def test_window_stays_inside_and_moves():
     assert pipeline.noisy_steps(7) == pipeline.noisy_steps(7)
     pipeline, _ = make(window={"size": 2, "strategy": "progressive", "every": 3})
     assert [pipeline.noisy_steps(s)[0] for s in range(12)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_ddim_is_refused_where_a_step_has_no_noise_left():
+    ddim = "sampling.sde={kind: ddim, noise_level: 1.0}"
+    edit = r"step 8 of 10 ends at sigma 0.001.*set sampling.window to \{size: 8, last: 8\}"
+    for window in ("null", "{size: 2}"):
+        loaded = load_recipe(["shapes-lora"], [ddim, f"sampling.window={window}"])
+        with pytest.raises(UserError, match=edit):
+            build(loaded.recipe, loaded.root)
+    loaded = load_recipe(["shapes-lora"], [ddim, "sampling.window={size: 8, last: 8}"])
+    assert build(loaded.recipe, loaded.root).pipeline.noisy_steps(0) == list(range(8))
 
 
 def test_groups_may_start_from_one_noise():

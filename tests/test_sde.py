@@ -72,6 +72,16 @@ def test_golden_ddim():
     assert (std, mean.item(), log_prob.item()) == pytest.approx((0.365148, 1.017985, 0.036311), abs=2e-6)
 
 
+def test_a_step_of_ddim_that_ends_in_no_noise_would_drown_the_others():
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(8)
+    c = sde.coefficients(scheduler.sigmas, "ddim", 1.0, range(7))
+    moved = (c.c_v / c.std).abs()  # a log-prob's gradient goes with it
+    assert sde.noiseless(scheduler.sigmas, "ddim", range(7)) == [6]
+    assert moved[6] > 50 * moved[:6].max()
+    assert sde.noiseless(scheduler.sigmas, "flow", range(7)) == []
+
+
 SIGMAS = torch.linspace(1, 0, 11, dtype=torch.float64)
 
 

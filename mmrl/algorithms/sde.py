@@ -83,6 +83,15 @@ def _ddim_std(s: Tensor, s2: Tensor) -> Tensor:
     return n2 * (b2 / b * (1 - (a / a2) ** 2).clamp(min=0).sqrt())
 
 
+def noiseless(sigmas: Tensor, kind: Kind, steps: Sequence[int]) -> list[int]:
+    """Those of ``steps`` that ``ddim`` leaves next to no noise: they end below sigma 0.01.
+
+    Schedules of flow models come to 0.001 before 0. A log-prob's gradient goes with 1 / std, so that such a step's
+    would drown all others'.
+    """
+    return [i for i in steps if kind == "ddim" and sigmas[i + 1] < 0.01]
+
+
 def step_mean(x: Tensor, v: Tensor, c: Coefficients, step: int) -> Tensor:
     """Mean of the next state, float32, the shape of ``x`` ``[B, ...]``."""
     return c.c_x[step].item() * x.float() + c.c_v[step].item() * v.float()

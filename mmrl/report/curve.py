@@ -57,14 +57,16 @@ def _curve(path: Path, key: str) -> dict[int, float]:
 
 
 def panel(
-    curves: Sequence[Mapping[int, float]],
-    mean: Mapping[int, float],
+    curves: Sequence[Mapping[int, float]] | Sequence[Mapping[float, float]],
+    mean: Mapping[int, float] | Mapping[float, float],
     title: str,
     size: tuple[int, int],
     reach: tuple[float, float] | None = None,
 ) -> Image.Image:
-    """A picture of ``curves`` (step to value), thin, and of their ``mean``, bold. ``reach``: lowest and highest value
-    of the scale, those of the curves where None."""
+    """A picture of ``curves`` (step or seconds to value), thin, and of their ``mean``, bold.
+
+    ``reach``: lowest and highest value of the scale, those of the curves where None.
+    """
     k = _OVER
     width, height = size[0] * k, size[1] * k
     left, right, top, bottom = 52 * k, 22 * k, 40 * k, 34 * k

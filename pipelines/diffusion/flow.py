@@ -23,6 +23,7 @@ from mmrl.controller.feature_cache import FeatureCache
 from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
 from mmrl.engines.policy import Policy
+from mmrl.errors import UserError
 from mmrl.pipelines.protocol import Usage, Weights, What
 from mmrl.report.card import public
 from mmrl.samples import make_samples
@@ -48,8 +49,19 @@ class FlowPipeline:
         self.steps = recipe.denoising.steps
         ends_noisy = bool(adapter.schedule(self.steps).sigmas[-1] > 0)  # then the last step can carry noise too
         self._noisy = self.steps if ends_noisy else self.steps - 1
+        if recipe.algorithm.kind == "policy_gradient":
+            self._refuse_noiseless_steps()
         self.offloads = recipe.model.offload and device.type != "cpu"
         self.pairs = PicturePairs(self) if recipe.algorithm.trains_on == "picture_pairs" else None
+
+    def _refuse_noiseless_steps(self) -> None:
+        sigmas = self.adapter.schedule(self.steps).sigmas
+        if bad := sde.noiseless(sigmas, self.recipe.denoising.sde.kind, self._may_carry_noise()):
+            n = bad[0]
+            raise UserError(
+                f"sampling.sde: step {n} of {self.steps} ends at sigma {sigmas[n + 1].item():.3f}, where DDIM leaves "
+                f"no noise to learn from; set sampling.window to {{size: {n}, last: {n}}}, or to less"
+            )
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 
