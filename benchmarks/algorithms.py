@@ -10,9 +10,9 @@ and runs that stand there are not done again: a command that was stopped goes on
 or arms. Seeds are done one after another, each with every arm, so that what is compared ran on one machine. ``--png``
 draws the curves.
 
-Settings are the ones listed here and no paper's: on a model this small nobody has published any. Learning rates are
-those of the recipes, one for each kind of objective; none was searched for. A step has the recipe's 144 pictures, for a
-gradient of fewer is mostly noise, in float32, which any processor multiplies about equally well.
+Settings are the ones listed here and no paper's: on a model this small nobody has published any. The learning
+rate is the recipe's for all; none was searched for. A step has the recipe's 144 pictures (pathwise: 16), for a gradient
+of fewer is mostly noise, in float32, which any processor multiplies about equally well.
 """
 
 from __future__ import annotations
