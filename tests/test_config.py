@@ -154,6 +154,13 @@ IN_FILE = [
         f"recipe.yaml:12  algorithm.type: unknown type 'flow_grop'; did you mean 'flow_grpo'?  (types: {TYPES})",
     ),
     (
+        "type that is settings of another",
+        "type: flow_grpo",
+        "type: ddpo",
+        "recipe.yaml:12  algorithm.type: unknown type 'ddpo'; DDPO is type: flow_grpo, sampling.sde: {kind: ddim, "
+        "noise_level: 1.0}, algorithm: {kl_coef: 0, advantage_std: group}  (types: " + TYPES + ")",
+    ),
+    (
         "key of another type",
         "  type: flow_grpo",
         "  type: draft",

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from mmrl.config.errors import Finding, KeyPath
+from mmrl.config.known_as import known_as
 from mmrl.config.layers import Tree, kind_of, parse_key
 from mmrl.config.sampling import TextSampling
 from mmrl.config.sampling import kind_of as sampling_kind
@@ -65,7 +66,9 @@ def _message(detail: ErrorDetails, path: KeyPath, values: dict[str, Any]) -> str
         case "union_tag_invalid":
             known = _variants(path[:-1], values)
             written = kind_of(found.get("type") if isinstance(found, dict) else found)
-            return f"unknown type {written}{did_you_mean(written.strip(chr(39)), known)}  (types: {', '.join(known)})"
+            word = written.strip("'")
+            hint = (known_as(word) if path[0] == "algorithm" else "") or did_you_mean(word, known)
+            return f"unknown type {written}{hint}  (types: {', '.join(known)})"
     return _expected(path, values, found)
 
 

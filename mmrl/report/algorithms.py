@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from mmrl.config.algorithms import Algorithm
+from mmrl.config.known_as import SETTINGS
 from mmrl.config.section import AlgorithmSection
 
 KINDS = {
@@ -32,43 +33,6 @@ Settings rather than algorithms:
 |---|---|
 """
 TAIL = "The page is made by `python -m mmrl.report.algorithms`; a test compares the two.\n"
-SETTINGS = {
-    "DDPO (arXiv 2305.13301), on UNets": [
-        "type: flow_grpo",
-        "sampling.sde: {kind: ddim, noise_level: 1.0}",
-        "algorithm: {kl_coef: 0, advantage_std: group}",
-    ],
-    "DanceGRPO (arXiv 2505.07818)": [
-        "type: flow_grpo",
-        "sampling.sde: {kind: dance, noise_level: 0.3}",
-        "sampling.same_initial_noise: true",
-        "algorithm.trained_steps: 9",
-    ],
-    "MixGRPO (arXiv 2507.21802)": [
-        "type: flow_grpo",
-        "sampling.window: {size: 4, strategy: progressive, every: 25}",
-        "algorithm.advantage_aggregation: each",
-    ],
-    "MixGRPO, windows that move faster the later they are": [
-        "sampling.window: {size: 4, strategy: exp_decay, every: 25, decay_from: 13, decay_rate: 0.1}",
-    ],
-    "Flow-GRPO-Fast": [
-        "type: flow_grpo",
-        "sampling.window: {size: 3, first: 0, last: 5}",
-        "sampling.sde: {kind: cps, noise_level: 0.8}",
-        "algorithm: {clip_range: 1e-5, kl_coef: 0}",
-    ],
-    "Flow-CPS (arXiv 2509.05952)": ["sampling.sde: {kind: cps, noise_level: 0.8}"],
-    "TempFlow-GRPO (arXiv 2508.04324)": ["algorithm.step_weight: tempflow", "sampling.window: {size: 1}"],
-    "Flash-GRPO (arXiv 2605.15980)": [
-        "algorithm: {step_weight: flash, clip_range: 1e-3}",
-        "sampling.window: {size: 1}",
-    ],
-    "GDPO (arXiv 2601.05242)": ["algorithm.advantage_aggregation: gdpo"],
-    "DRaFT-LV": ["type: draft", "algorithm.renoise: 2"],
-    "SFT on the best samples": ["type: rwr", "algorithm.weights: best"],
-}
-"""Of 16 sampling steps DanceGRPO trains 60 %."""
 
 
 def page() -> str:
