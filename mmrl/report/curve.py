@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -13,6 +14,8 @@ from mmrl.report.charts import short, ticks
 from mmrl.report.metrics import read
 from mmrl.report.rundir import RunDir, write_atomic
 
+At = TypeVar("At", bound=float)
+"""Steps or seconds."""
 _BACK, _INK, _DIM, _RULE, _LINE, _FAINT = "#fafaf8", "#1c1c1e", "#696c72", "#e2e2de", "#2f6fb3", "#a9c6e2"
 _OVER = 2
 """Drawn this much larger and shrunk, for smooth lines."""
@@ -57,8 +60,8 @@ def _curve(path: Path, key: str) -> dict[int, float]:
 
 
 def panel(
-    curves: Sequence[Mapping[int, float]] | Sequence[Mapping[float, float]],
-    mean: Mapping[int, float] | Mapping[float, float],
+    curves: Sequence[Mapping[At, float]],
+    mean: Mapping[At, float],
     title: str,
     size: tuple[int, int],
     reach: tuple[float, float] | None = None,
