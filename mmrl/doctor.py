@@ -87,6 +87,8 @@ def _machine(found: Examination) -> None:
     except Exception as error:  # a broken native library can raise anything; saying so is what this command is for
         found.problems.append(f"torch cannot be used: {type(error).__name__}: {error}")
         return
+    build = torch.__version__  # its metadata may leave out for what it was built: 2.13.0 is 2.13.0+cu130
+    found.rows = [(name, build if name == "torch" else value) for name, value in found.rows]
     cpu, limit = known["cpu"], _cpu_limit()
     limited = "" if limit is None else f", limited to {limit:g} by the container"
     found.rows.append(("cpu", f"{cpu['name']}: {cpu['usable']} of {cpu['count']} usable{limited}"))
