@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -58,13 +57,16 @@ def mmrl(*arguments: str) -> int:
 
 
 def test_help_answers_in_half_a_second() -> None:
-    def seconds() -> float:
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "mmrl.cli", "--help"], capture_output=True, text=True, check=True)
-        assert all(f"  {name} " in done.stdout for name in COMMANDS)
-        return time.perf_counter() - start
+    """Of processor time: what else the machine does would count otherwise."""
 
-    assert min(seconds() for _ in range(5)) < 0.5
+    def seconds() -> float:
+        before = os.times()
+        done = subprocess.run([sys.executable, "-m", "mmrl.cli", "--help"], capture_output=True, text=True, check=True)
+        after = os.times()
+        assert all(f"  {name} " in done.stdout for name in COMMANDS)
+        return sum(after[2:4]) - sum(before[2:4])  # the children's, of the user and of the system
+
+    assert 0 < min(seconds() for _ in range(5)) < 0.5
 
 
 @pytest.mark.parametrize("command", COMMANDS)
