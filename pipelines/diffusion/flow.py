@@ -58,9 +58,10 @@ class FlowPipeline:
         sigmas = self.adapter.schedule(self.steps).sigmas
         if bad := sde.noiseless(sigmas, self.recipe.denoising.sde.kind, self._may_carry_noise()):
             n = bad[0]
+            edit = f"set sampling.window to {{size: {n}, last: {n}}}, or to less" if n else "raise sampling.steps"
             raise UserError(
                 f"sampling.sde: step {n} of {self.steps} ends at sigma {sigmas[n + 1].item():.3f}, where DDIM leaves "
-                f"no noise to learn from; set sampling.window to {{size: {n}, last: {n}}}, or to less"
+                f"no noise to learn from; {edit}"
             )
 
     # -- conditioning ------------------------------------------------------------------------------------------------
