@@ -14,7 +14,7 @@ import argparse
 import time
 from collections.abc import Mapping, Sequence
 
-from stepping import CPU, Arm, Row, measure, say, spread
+from stepping import CPU, JPEG, Arm, Row, measure, say, spread
 
 from mmrl.config.loader import load_recipe
 from mmrl.loop import train_step
@@ -22,7 +22,6 @@ from mmrl.report.clock import Clock
 from mmrl.run import build
 
 GIVEN = "as given"
-JPEG = 'rewards=[{name: "jpeg:compressibility"}]'
 
 
 def steps_of(recipe: str, overrides: Sequence[str], metrics: list[dict[str, float]]) -> Arm:

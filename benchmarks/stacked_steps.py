@@ -11,7 +11,7 @@ import argparse
 
 import stepping
 import torch
-from stepping import CPU, Arm
+from stepping import CPU, JPEG, Arm
 
 from mmrl.batch import Batch, Run, rows_of_update, slices
 from mmrl.config.loader import load_recipe
@@ -48,8 +48,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
-    jpeg = 'rewards=[{name: "jpeg:compressibility"}]'
-    loaded = load_recipe([arguments.recipe], [jpeg, *arguments.overrides])
+    loaded = load_recipe([arguments.recipe], [JPEG, *arguments.overrides])
     run = build(loaded.recipe, loaded.root)
     slots = run.controller.slots(0, run.prompts, loaded.recipe.train.prompts_per_step)
     batch = rollout(run, slots, 0, Clock(CPU), Tally(len(slots)))

@@ -30,6 +30,8 @@ Arm = Callable[[int, Clock], None]
 Ratios = Mapping[tuple[str, str], str]
 """What the time of one arm over another's means."""
 CPU = torch.device("cpu")
+JPEG = 'rewards=[{name: "jpeg:compressibility"}]'
+"""The override of a reward that takes no time."""
 
 
 def say(line: str) -> None:
