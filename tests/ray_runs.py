@@ -3,13 +3,13 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.ranks import Command
 
 ROOT = Path(__file__).resolve().parents[1]
 UNHURRIED = """
@@ -49,10 +49,7 @@ def start(out, *overrides):
 
 
 def train(recipe, out, *words):
-    words = ["-m", "mmrl.cli", "train", recipe, *words, "--out", str(out)]
-    return subprocess.Popen(
-        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    )
+    return Command("mmrl.cli", ["train", recipe, *words, "--out", out], ROOT)
 
 
 def ended(process, timeout=300):

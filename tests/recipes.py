@@ -1,10 +1,10 @@
 """Small runs of the shipped model for tests: the command line, in a process of its own."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.ranks import Command
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = [
@@ -20,20 +20,16 @@ SMALL = [
 ]
 
 
-def command(out, *overrides):
-    return [sys.executable, "-m", "mmrl.cli", "train", "shapes-lora", *SMALL, *overrides, "--out", str(out)]
+def start(out, *overrides, apart=False):
+    """Start ``mmrl train`` and return the running process; ``apart``: with a ``stderr`` of its own."""
+    return Command("mmrl.cli", ["train", "shapes-lora", *SMALL, *overrides, "--out", out], ROOT, apart=apart)
 
 
-def train(out, *overrides, timeout=240, **more):
+def train(out, *overrides, timeout=240):
     """Run ``mmrl train`` and return the finished process."""
-    return subprocess.run(command(out, *overrides), capture_output=True, text=True, timeout=timeout, cwd=ROOT, **more)
-
-
-def start(out, *overrides):
-    """Start ``mmrl train`` and return the running process."""
-    return subprocess.Popen(
-        command(out, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=os.environ
-    )
+    process = start(out, *overrides, apart=True)
+    said = process.communicate(timeout)
+    return subprocess.CompletedProcess(["mmrl", "train", *overrides], process.returncode, *said)
 
 
 def metrics(out):

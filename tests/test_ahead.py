@@ -226,7 +226,7 @@ def test_clean_samples_are_compared_with_the_old_policy_that_drew_them(staleness
 
 @pytest.mark.parametrize(
     ("recipe", "staleness"),
-    [(TEXT, 1), (TEXT, 2), *(pytest.param(r, 2, marks=pytest.mark.slow) for r in (REPLACED, FORWARD))],
+    [(TEXT, 2), *(pytest.param(*r, marks=pytest.mark.slow) for r in ((TEXT, 1), (REPLACED, 2), (FORWARD, 2)))],
 )
 def test_a_resumed_run_draws_again_what_was_under_way(recipe, staleness, tmp_path):
     whole = steps(opened(recipe, staleness), 0, 6)

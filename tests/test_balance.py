@@ -4,8 +4,6 @@ import copy
 import itertools
 import json
 import random
-import socket
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -50,6 +48,7 @@ from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.trajectory import Prompt
 from tests import tiny
+from tests.ranks import launched
 
 COSTS = st.lists(st.floats(0, 100, allow_nan=False), min_size=1, max_size=8)
 BINS = st.integers(1, 4)
@@ -332,24 +331,14 @@ def serve(folder, rank, size, port, out):
     torch.set_num_threads(1)
     peers = Group(rank, size, "127.0.0.1", port)
     found = steps(make(Path(folder), Controller(0, rank, size, peers)))
-    Path(out).write_text(json.dumps(found))
+    torch.save(found, out)
     peers.close()
 
 
 def together(folder, size, into):
     """What ``size`` controllers did, each in a process of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    outs = [into / f"{rank}.json" for rank in range(size)]
-    words = [[str(folder), str(rank), str(size), str(port), str(out)] for rank, out in enumerate(outs)]
-    root = Path(__file__).resolve().parents[1]
-    started = [subprocess.Popen([sys.executable, "-m", "tests.test_balance", *w], cwd=root) for w in words]
-    try:
-        assert [one.wait(timeout=300) for one in started] == [0] * size
-    finally:
-        for one in started:
-            one.kill()
-    return [json.loads(out.read_text()) for out in outs]
+    outs = [into / f"{rank}.pt" for rank in range(size)]
+    return launched(__file__, outs, lambda rank, port, out: [folder, rank, size, port, out])
 
 
 @pytest.mark.slow

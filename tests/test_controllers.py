@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,8 +17,8 @@ from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.tally import Tally
 from mmrl.trajectory import Prompt
+from tests.ranks import launched
 
-ROOT = Path(__file__).resolve().parents[1]
 EQUAL_SHAPES = ["train.prompts_per_step=5", "train.group_size=4", "train.micro_batch_size=4", "model.dtype=float32"]
 PICTURES = [*EQUAL_SHAPES, "sampling.steps=4", "sampling.window={size: 2}", "algorithm.kl_coef=0.01"]
 RESAMPLED = [*EQUAL_SHAPES, "algorithm={type: dapo}"]  # at a low temperature many groups are flat
@@ -84,19 +82,8 @@ def serve(name, rank, size, port, out):
 
 def together(name, size, folder):
     """What ``size`` controllers did, each in a process of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     outs = [folder / f"{name}-{size}-{rank}.pt" for rank in range(size)]
-    started = [
-        subprocess.Popen([sys.executable, __file__, name, str(rank), str(size), str(port), str(out)], cwd=ROOT)
-        for rank, out in enumerate(outs)
-    ]
-    try:
-        assert [one.wait(timeout=300) for one in started] == [0] * size
-    finally:
-        for one in started:
-            one.kill()
-    return [torch.load(out, weights_only=True) for out in outs]
+    return launched(__file__, outs, lambda rank, port, out: [name, rank, size, port, out])
 
 
 def check(name, sizes, folder):

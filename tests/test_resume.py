@@ -1,19 +1,13 @@
 """A run that was killed goes on as if it had not been."""
 
-import importlib.util
 import random
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location("recipes", Path(__file__).with_name("recipes.py"))
-assert _spec is not None
-assert _spec.loader is not None
-recipes = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(recipes)
+from tests import recipes
 
 
 @pytest.fixture(scope="module")

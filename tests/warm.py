@@ -1,5 +1,5 @@
-"""What the ranks of tests import, for processes that are forked from one that has it all: nothing here may start a
-thread, a group or a seed of its own."""
+"""What forked processes of tests (``tests/ranks.py``) have imported: nothing here may start a thread, a group or a seed
+of its own."""
 
 # ruff: noqa: E402, F401
 import importlib.util
@@ -13,13 +13,17 @@ from mmrl._torchvision import allow_cpu_only
 
 allow_cpu_only()  # before transformers imports torchvision
 
+import peft
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2
 import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
 import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe
+from diffusers import StableDiffusion3Pipeline
 
+import mmrl.cli
 import mmrl.run
+import mmrl.session
 import mmrl.text.pipeline
 
 if importlib.util.find_spec("megatron") is not None:
