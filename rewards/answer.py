@@ -115,12 +115,13 @@ class Boxed:
         return found is not None and same(found, _held(truth))
 
 
-@mmrl.reward(inputs=("text",))
+@mmrl.reward(inputs=("text",), own_deadline=True)
 class Math:
     r"""The answer equals the truth as mathematics: by ``answer:boxed``'s rules, else by math-verify's algebra.
 
-    The answer is in the last ``\boxed{...}``, else behind ``the answer is`` at the end, else the last number. Needs
-    ``pip install 'mmrl[math]'``. ``deadline``: seconds for one answer, past which only our rules decide.
+    The answer is in the last ``\boxed{...}``, else behind ``the answer is`` at the end, else the last number.
+    ``deadline``: seconds of processor time for one answer, past which ``answer:boxed``'s rules decide alone. Needs
+    ``pip install 'mmrl[math]'``.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Math:
         key: str = "answer",
         pattern: str | None = None,
         pattern_weight: float = 0.0,
-        deadline: float = 5.0,
+        deadline: float = 2.0,
     ) -> None:
         if not 0 < deadline <= 600:
             raise UserError(f"options.deadline is {deadline}; give seconds for one answer, from above 0 up to 600")

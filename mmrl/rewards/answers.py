@@ -10,7 +10,7 @@ _CONNECTED = re.compile(r"[\s$]*(?:,|;|/|&|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|
 _STATED = re.compile(r"(?i:\b(?:answer|result|solution)\b[^.\n:=]{0,40}?(?:\bis\b|:|=))\s*(\S[^\n]*?)[\s.*]*\Z")
 _NAMED = re.compile(
     r"((?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([A-Za-z0-9,\s]*\))?"
-    r"|(?:\\angle\s*)?[A-Za-z]{2,}(?:\s[A-Za-z]+){0,3})\s*(?:=|\\in(?![a-z]))\s*([^=]+)"
+    r"|\([A-Za-z](?:,\s*[A-Za-z])+\)|(?:\\angle\s*)?[A-Za-z]{2,}(?:\s[A-Za-z]+){0,3})\s*(?:=|\\in(?![a-z]))\s*([^=]+)"
 )
 _LISTED = re.compile(r",?\s+(?:and|or)\s+|[,;]")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}

@@ -19,13 +19,16 @@ from mmrl.errors import UserError
 
 START_S = 120.0
 """Seconds for the process to import what it needs."""
-_GRACE_S = 1.0
+_SLOWER = 20.0
+"""How many times its processor time a question may take where the machine is busy, before it is given up."""
 _LARGEST = 1 << 16
 _SCRIPT = Path(__file__).with_name("mathverify_child.py")
 
 
 class MathVerify:
-    """Asks one process, which is started when first needed, ended past ``deadline`` seconds, and then started anew.
+    """Asks one process, which is started when first needed, ended past ``deadline``, and then started anew.
+
+    ``deadline``: seconds of processor time for one question, so that a busy machine changes no answer.
 
     Thread-safe: questions are answered one after another. ``late`` counts the questions that were given up.
     """
@@ -50,7 +53,7 @@ class MathVerify:
             pipe = self._open()
             try:
                 pipe.send_bytes(json.dumps(question).encode())
-                if not pipe.poll(self.deadline + _GRACE_S):
+                if not pipe.poll(self.deadline * _SLOWER):
                     raise EOFError
                 answer = json.loads(pipe.recv_bytes(_LARGEST)).get("same")
             except (EOFError, OSError):  # it ended past its deadline, or for want of memory

@@ -2,8 +2,8 @@
 
 ``python -P mathverify_child.py FD``: after ``{"ready": true}``, or ``{"error": "why"}``, one answer for each question
 ``{"found": ..., "wanted": ..., "seconds": ...}``: ``{"same": true}``, false or null where either cannot be parsed. JSON
-in both directions. The kernel ends this process by SIGALRM where one question takes longer than its ``seconds``: that
-needs no help of Python, nor of the parent, which may be gone.
+in both directions. The kernel ends this process by SIGPROF where one question takes more than its ``seconds`` of
+processor time: that needs no help of Python, nor of the parent, which may be gone.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def main() -> None:
             question = json.loads(pipe.recv_bytes())
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_REAL, question["seconds"])
+        signal.setitimer(signal.ITIMER_PROF, question["seconds"])
         try:
             found = same(question["found"], question["wanted"])
         except (Exception, RecursionError):
             found = None
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         pipe.send_bytes(json.dumps({"same": found}).encode())
 
 

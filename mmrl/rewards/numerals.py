@@ -215,8 +215,8 @@ _OPENERS = re.compile(r"(?:\\f?box(?:ed)?\s*\{|[\s({\[])*\Z")
 _JOINS = re.compile(
     r"""(?: [\^_/\u20ac\u00a3] | [0-9]\.
       | \\(?!therefore|Rightarrow|rightarrow|implies|approx|item|to\b)[A-Za-z]+
-      | [0-9]\s*[)}\]]*\s*(?:[,;:&|]|\\+|\bor\b|\band\b|\bto\b|\bout\x20of\b|\bof\b)
-      | [(\[][^()\[\]]*[,;] | (?<![A-Za-z])[A-Za-z]\s*=[^,;=]+[,;]\s*[A-Za-z]\s*=
+      | [0-9]\s*[)}\]]*\s*(?:\\*[,;:&|]|\\+|\bor\b|\band\b|\bto\b|\bout\x20of\b|\bof\b)
+      | [(\[][^()\[\]]*[,;] | (?<![A-Za-z])[A-Za-z]\s*=[^,;=]+?(?:[,;]|\bor\b|\band\b)\s*[A-Za-z]\s*=
       | [0-9A-Za-z)}\]]\s*[-+*<>] | (?<![A-Za-z'\\])[b-zB-HJ-Z]
       | \b(?:base|mod|modulo|than|least|most|not|except|sqrt|root|log|sin|cos|tan|plus|minus|negative|times|over)
       | [0-9]\s*(?:mm|cm|m|km|ft|foot|feet|yd|yards?|h|hours?|min|minutes?|lbs?|pounds?|weeks?|days?|years?)(?:\sand)?
@@ -250,6 +250,8 @@ def last_quantity(text: str) -> Quantity | None:
     before, after = text[max(found.start() - _NEAR, 0) : found.start()], text[found.end() : found.end() + _NEAR]
     if _goes_on_before(found, before):
         return None
+    if re.match(r"\s*[,;]", after) and re.search(r"[(\[]\s*\Z", before):
+        return None  # [0, \infty)
     unit = _unit_beside(after, bare=not before.strip())
     variable = _VARIABLE.search(before)
     return None if unit is None else Quantity(_value(found), unit, variable[1] if variable else "")
@@ -266,11 +268,13 @@ def _goes_on_before(found: re.Match[str], before: str) -> bool:
         return True  # f(2), \sqrt{2}
     if "box" in between and re.search(r"[0-9]\s*\}[\s$]*\Z", outer):
         return True  # \boxed{1} \boxed{2}
-    if "\n" in between:
+    if "\n" in between and BOX not in before:
         return False
     line = outer.rpartition("\n")[2]
-    if line[-1:].isdigit() or _JOINS.search(line) or (found["sign"] and re.search(r"[A-Za-z)}\]]\Z", before)):
-        return True  # 1 2; 1 or 2; the sign in (1)-2
+    if (line[-1:] == "-" and line != "-") or (found["sign"] and re.search(r"[A-Za-z)}\]]\Z", before)):
+        return True  # -(2); the sign in (1)-2
+    if line[-1:].isdigit() or _JOINS.search(line):
+        return True  # 1 2; 1 or 2
     left, equals, right = line.rpartition("=")
     if not equals or right.strip():
         return False
