@@ -120,8 +120,10 @@ def test_where_an_answer_is_stated():
         ("x^2=4", "4"),
         ("(1,2)", "\\{1,2\\}"),
         ("X", "x"),
-    ]
-    + [("1,2,\\ldots,10", "1,2,10"), ("1e3", "3e"), ("x" * 1000, "x")],
+        ("1,2,\\ldots,10", "1,2,10"),
+        ("1e3", "3e"),
+        ("x" * 1000, "x"),
+    ],
 )
 def test_what_a_parser_of_latex_would_misread_is_not_asked(found, wanted):
     assert comparable(found, wanted) is None

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from mmrl.errors import UserError
 
-START_S = 120.0
+START_S = 300.0
 """Seconds for the process to import what it needs."""
-_SLOWER = 20.0
-"""How many times its processor time a question may take where the machine is busy, before it is given up."""
+_WALL_S = 60.0
+"""Seconds on the clock that a question has beyond its processor time: a busy machine may give it none for a while."""
 _LARGEST = 1 << 16
 _SCRIPT = Path(__file__).with_name("mathverify_child.py")
 
@@ -53,7 +53,7 @@ class MathVerify:
             pipe = self._open()
             try:
                 pipe.send_bytes(json.dumps(question).encode())
-                if not pipe.poll(self.deadline * _SLOWER):
+                if not pipe.poll(self.deadline + _WALL_S):
                     raise EOFError
                 answer = json.loads(pipe.recv_bytes(_LARGEST)).get("same")
             except (EOFError, OSError):  # it ended past its deadline, or for want of memory
