@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -82,27 +82,27 @@ def test_no_wrong_answer_of_the_table_is_paid(reward):
     assert counts["falsely refused"] <= 5
 
 
+@pytest.mark.slow
 def test_hostile_answers_end_the_process_and_not_the_reward(reward):
     assert correct(reward, "\\boxed{x+1}", "1+x") == 1.0
     before, started = reward._verify.late, time.process_time()
     texts = [
-        HOSTILE[0],
+        *HOSTILE,
         "\\boxed{" + "(" * 190 + "x" + ")" * 190 + "}",
         "\\boxed{" + "x+" * 100_000 + "1}",
         "\\boxed{41}",
     ]
-    assert reward.score(samples(texts), context=Context())["correct"] == [0.0, 0.0, 0.0, 1.0]
+    assert reward.score(samples(texts), context=Context())["correct"] == [0.0, 0.0, 0.0, 0.0, 1.0]
     assert reward._verify.late > before
     assert time.process_time() - started < 2  # ours: the time is the other process's
     assert correct(reward, "\\boxed{x+1}", "1+x") == 1.0
 
 
-def test_a_killed_process_is_started_anew_and_close_ends_it(reward):
+def test_a_hostile_answer_ends_the_process_the_next_starts_one_and_close_ends_that(reward):
     assert correct(reward, "\\boxed{x+1}", "1+x") == 1.0
     first = reward._verify._process
-    os.kill(first.pid, 9)
-    first.wait()
-    assert correct(reward, "\\boxed{x+1}", "2+x") == 0.0  # this one is lost with the process
+    assert correct(reward, HOSTILE[0], "1") == 0.0
+    assert first.poll() == -signal.SIGPROF
     caller = Caller(loading.Loaded("math", reward.score, reward.__mmrl_reward__, False, None, "here"), timeout=1)
     (found,) = caller.many([samples(["\\boxed{x+1}"], "1+x")], Context())  # in a thread of its own
     assert found.total == [1.0]
@@ -114,7 +114,7 @@ def test_a_killed_process_is_started_anew_and_close_ends_it(reward):
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch):
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name != "math_verify" and found(name, *rest))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "math_verify" else found(name))
     with pytest.raises(UserError, match=r"pip install 'mmrl\[math\]'"):
         answer.math()
 

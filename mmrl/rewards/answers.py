@@ -7,7 +7,7 @@ import re
 from mmrl.rewards.numerals import BOX, LONGEST, clean, closing, quantity
 
 _CONNECTED = re.compile(r"[\s$]*(?:,|;|/|&|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|,?\s*(?:and|or)\b)?[\s$]*")
-_STATED = re.compile(r"(?i:\b(?:answer|result|solution)\b[^.\n:=]{0,40}?(?:\bis\b|:|=))\s*(\S[^\n]*?)[\s.*]*\Z")
+_STATED = re.compile(r"(?i:\b(?:answer|result|solution)\b[^.\n:=]{0,40}?(?:\bis\b:?|:|=))\s*([^\s:][^\n]*?)[\s.*]*\Z")
 _NAMED = re.compile(
     r"((?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([A-Za-z0-9,\s]*\))?"
     r"|\([A-Za-z](?:,\s*[A-Za-z])+\)|(?:\\angle\s*)?[A-Za-z]{2,}(?:\s[A-Za-z]+){0,3})\s*(?:=|\\in(?![a-z]))\s*([^=]+)"
@@ -77,8 +77,10 @@ def comparable(found: str, wanted: str) -> tuple[str, str] | None:
         wanted = other[2].strip()
     if any(found.count(sign) != wanted.count(sign) for sign in "=%'"):
         return None
-    kinds = [_parts(text)[0] if _parts(text) else "" for text in (found, wanted)]
-    return None if kinds[0] != kinds[1] else (_degrees(found), _degrees(wanted))
+    one_list, other_list = _parts(found), _parts(wanted)
+    if (one_list[0] if one_list else "") != (other_list[0] if other_list else ""):
+        return None
+    return _degrees(found), _degrees(wanted)
 
 
 _MISREAD = re.compile(

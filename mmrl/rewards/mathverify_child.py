@@ -55,8 +55,8 @@ def _comparison() -> Any:
     import logging
 
     import sympy
-    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse, verify
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig  # pyright: ignore[reportMissingImports]
+    from math_verify import LatexExtractionConfig, parse, verify  # pyright: ignore[reportMissingImports]
 
     logging.disable(logging.CRITICAL)
     # Its rules for units drop letters behind a number (3m is 3), and its rules for boxes join them: ours did both.
