@@ -1,6 +1,6 @@
 """Is the final answer of a response right? For any text task whose prompts carry the truth in ``meta["answer"]``.
 
-    - name: answer:number          # the last number; or answer:exact, answer:boxed
+    - name: answer:number          # the last number; or answer:exact, answer:boxed, answer:math
       options: {after: "answer:", pattern: '(.+\\n\\n)+answer: \\d+', pattern_weight: 0.1}
 
 The truth may be a list: any of its entries is right. Every reward here returns the parts ``correct`` (0 or 1), with a
@@ -21,18 +21,12 @@ from typing import Any
 
 import mmrl
 from mmrl.errors import UserError
+from mmrl.rewards.answers import boxed as last_boxed
+from mmrl.rewards.answers import comparable, same, stated
 from mmrl.rewards.contract import Context, Failed, Value
+from mmrl.rewards.mathverify import MathVerify
+from mmrl.rewards.numerals import Quantity, last_quantity, unfinished
 from mmrl.trajectory import Sample
-
-_NUMBER = re.compile(
-    r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?(?:\s?/\s?[1-9][0-9]*)?(?:\s?\\?%)?"
-    r"|[-+]?\.[0-9]+"
-)
-_LONGEST = 400
-"""Characters of a number that is read as one: beyond it, arithmetic on what a model wrote could take for ever."""
-_FRACTION = re.compile(r"\\frac\{?([0-9]+)\}?\{?([0-9]+)\}?")
-_LATEX = re.compile(r"\\(?:text|mathrm|mathbf|mbox)\{([^{}]*)\}")
-_NOISE = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|\s+|\$")
 
 Rows = dict[str, Sequence[Value]]
 
@@ -66,10 +60,12 @@ class Exact:
 
 @mmrl.reward(inputs=("text",))
 class Number:
-    """The last number of the response (of what follows the last ``after``) equals the truth.
+    r"""The last number of the response (of what follows the last ``after``) equals the truth.
 
-    ``1,234``, ``-2``, ``.5``, ``6e3``, ``3/4`` and ``12%`` are numbers. Equal means exactly, as fractions; or with
-    ``tolerance`` set, within that relative distance of the truth.
+    ``1,234``, ``-2``, ``.5``, ``6e3``, ``3/4``, ``3 1/2``, ``1\frac{1}{2}``, ``6 \times 10^3`` and ``12%`` are numbers.
+    One that is a part of something larger (``x^2``, ``3i``, ``1 or 2``, ``50-8``) is not the answer, and a unit that is
+    not the truth's makes another answer of it. Equal means exactly, as fractions; or with ``tolerance`` set, within
+    that relative distance of the truth.
     """
 
     def __init__(
@@ -90,17 +86,16 @@ class Number:
         return self._verifier.rows(samples, self._right)
 
     def _right(self, response: str, truth: str) -> bool:
-        wanted = last_number(truth)
-        if wanted is None:
-            raise ValueError(f"the truth {truth[:40]!r} has no number")
-        found = last_number(response)
-        return found is not None and abs(found - wanted) <= self._tolerance * abs(wanted)
+        return _same_number(response, _number(truth), self._tolerance)
 
 
 @mmrl.reward(inputs=("text",))
 class Boxed:
-    r"""The last ``\boxed{...}`` of the response holds the truth, as mathematics: as text without LaTeX's spacing and
-    text commands, or as a number where both are one (``\frac{1}{2}``, ``0.5`` and ``1/2`` are equal). No algebra."""
+    r"""The last ``\boxed{...}`` of the response holds the truth: the same text, number, or list of such. No algebra.
+
+    Numbers are read as by ``answer:number``; a name before an equals sign, LaTeX's spacing and a unit that only one of
+    the two has do not count. Boxes joined by ``and``, ``or`` or a comma are one answer, a list.
+    """
 
     def __init__(
         self,
@@ -117,19 +112,66 @@ class Boxed:
 
     def _right(self, response: str, truth: str) -> bool:
         found = last_boxed(response)
-        if found is None:
+        return found is not None and same(found, _held(truth))
+
+
+@mmrl.reward(inputs=("text",), own_deadline=True)
+class Math:
+    r"""The answer equals the truth as mathematics: by ``answer:boxed``'s rules, else by math-verify's algebra.
+
+    The answer is in the last ``\boxed{...}``, else behind ``the answer is`` at the end, else the last number.
+    ``deadline``: seconds of processor time for one answer, past which ``answer:boxed``'s rules decide alone. Needs
+    ``pip install 'mmrl[math]'``.
+    """
+
+    def __init__(
+        self,
+        after: str | None = None,
+        key: str = "answer",
+        pattern: str | None = None,
+        pattern_weight: float = 0.0,
+        deadline: float = 2.0,
+    ) -> None:
+        if not 0 < deadline <= 600:
+            raise UserError(f"options.deadline is {deadline}; give seconds for one answer, from above 0 up to 600")
+        self._verifier = _Verifier(after, key, pattern, pattern_weight)
+        self._verify = MathVerify(deadline)
+        self._known: dict[tuple[str, str], bool] = {}
+
+    def score(self, samples: Sequence[Sample], *, context: Context) -> Rows:
+        """``correct``, ``format`` where there is a pattern, and ``score``: one number per sample, in [0, 1]."""
+        self._known = {}  # a group often says the same
+        return self._verifier.rows(samples, self._right)
+
+    def close(self) -> None:
+        """End math-verify's process."""
+        self._verify.close()
+
+    def _right(self, response: str, truth: str) -> bool:
+        if unfinished(response):
             return False
-        wanted = last_boxed(truth)
-        found, wanted = _without_latex(found), _without_latex(truth if wanted is None else wanted)
-        if found == wanted:
+        found, wanted = stated(response), _held(truth)
+        if same(found, wanted):
             return True
-        numbers = whole_number(found), whole_number(wanted)
-        return numbers[0] is not None and numbers[0] == numbers[1]
+        if last_boxed(response) is None:
+            number = last_quantity(wanted)
+            if number is not None and _same_number(response, number):
+                return True
+        return self._equal(found, wanted)
+
+    def _equal(self, found: str, wanted: str) -> bool:
+        pair = comparable(found, wanted)
+        if pair is None:
+            return False
+        if pair not in self._known:
+            self._known[pair] = self._verify.same(*pair) is True
+        return self._known[pair]
 
 
 exact = Exact
 number = Number
 boxed = Boxed
+math = Math
 score = Exact
 
 
@@ -187,47 +229,23 @@ def plain(text: str, ignore_case: bool = True) -> str:
     return text.casefold() if ignore_case else text
 
 
-def last_number(text: str) -> Fraction | None:
-    """The last number in ``text``, None where there is none (or one too long to be meant as such)."""
-    found = None
-    for match in _NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")):
-        found = match
+def _number(truth: str) -> Quantity:
+    found = last_quantity(truth)
     if found is None:
-        return None
-    written = found[0]
-    before = found.string[: found.start()][-1:]
-    if written[0] in "-+" and (before.isalnum() or before in (")", "]")):
-        written = written[1:]  # the sign in "50-8" is an operation
-    return whole_number(written)
+        raise ValueError(f"the truth {truth[:40]!r} has no number, or one that is a part of something larger")
+    return found
 
 
-def whole_number(text: str) -> Fraction | None:
-    """The number that ``text`` is, all of it; None where it is none."""
-    text = text.replace("\N{MINUS SIGN}", "-").strip()
-    if len(text) > _LONGEST or not _NUMBER.fullmatch(text):
-        return None
-    percent = text.endswith("%")
-    top, _, bottom = text.rstrip("%").rstrip("\\").replace(",", "").replace(" ", "").partition("/")
-    value = Fraction(top) / (int(bottom) if bottom else 1)
-    return value / 100 if percent else value
+def _same_number(response: str, wanted: Quantity, tolerance: Fraction = Fraction(0)) -> bool:
+    found = last_quantity(response)
+    if found is None or not found.agrees(wanted):
+        return False
+    return abs(found.value - wanted.value) <= tolerance * abs(wanted.value)
 
 
-def last_boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` of ``text`` holds, braces balanced; None where none is closed."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for place in range(start + 6, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[start + 7 : place]
-    return None
-
-
-def _without_latex(text: str) -> str:
-    text = _LATEX.sub(r"\1", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
-    return _NOISE.sub("", _FRACTION.sub(r"\1/\2", text)).rstrip(".")
+def _held(truth: str) -> str:
+    found = last_boxed(truth)
+    return truth if found is None else found
 
 
 def _truths(truth: Any) -> list[str]:

@@ -1,0 +1,185 @@
+r"""Where the final answer of a response stands, and whether two answers are the same. Text and numbers, no algebra."""
+
+from __future__ import annotations
+
+import re
+
+from mmrl.rewards.numerals import BOX, LONGEST, clean, closing, quantity
+
+_CONNECTED = re.compile(r"[\s$]*(?:,|;|/|&|\\quad|\\text\s*\{\s*(?:and|or)\s*\}|,?\s*(?:and|or)\b)?[\s$]*")
+_STATED = re.compile(r"(?i:\b(?:answer|result|solution)\b[^.\n:=]{0,40}?(?:\bis\b:?|:|=))\s*([^\s:][^\n]*?)[\s.*]*\Z")
+_NAMED = re.compile(
+    r"((?:[A-Za-z]|\\[a-z]+)(?:_\{?\w+\}?)?(?:\([A-Za-z0-9,\s]*\))?"
+    r"|\([A-Za-z](?:,\s*[A-Za-z])+\)|(?:\\angle\s*)?[A-Za-z]{2,}(?:\s[A-Za-z]+){0,3})\s*(?:=|\\in(?![a-z]))\s*([^=]+)"
+)
+_LISTED = re.compile(r",?\s+(?:and|or)\s+|[,;]")
+_PAIRS = {"(": ")", "[": "]", "{": "}"}
+_MOSTBOXES = 20
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last ``\boxed{...}`` of ``text`` holds, braces balanced; None where that one is not closed.
+
+    Boxes joined by nothing, a comma, ``and`` or ``or`` are one answer: ``\boxed{1} or \boxed{2}`` is ``1, 2``, and a
+    list is not one of its entries. A box inside another belongs to the outer one.
+    """
+    start = text.rfind(BOX)
+    end = closing(text, start) if start >= 0 else None
+    if end is None:
+        return None
+    held = [text[start + len(BOX) : end]]
+    for _ in range(_MOSTBOXES):
+        earlier = text.rfind(BOX, 0, start)
+        closed = closing(text, earlier) if earlier >= 0 else None
+        if closed is None:
+            break
+        if closed > end:
+            held = [text[earlier + len(BOX) : closed]]
+            end = closed
+        elif _CONNECTED.fullmatch(text[closed + 1 : start]):
+            held.insert(0, text[earlier + len(BOX) : closed])
+        else:
+            break
+        start = earlier
+    return ", ".join(_unwrapped(box) for box in dict.fromkeys(held))
+
+
+def stated(text: str) -> str:
+    """What ``text`` says is its answer: the last box, else what follows ``answer is`` at its end, else all of it."""
+    found = boxed(text)
+    if found is not None:
+        return found
+    said = _STATED.search(text[-LONGEST:])
+    return said[1] if said else text
+
+
+def same(found: str, wanted: str) -> bool:
+    """Whether two answers are the same text, number or list of such. ``x = 3`` and ``3`` are; so are 5 and 5 cm."""
+    found, wanted = clean(found).strip(), clean(wanted).strip()
+    return _same(found, wanted)
+
+
+def comparable(found: str, wanted: str) -> tuple[str, str] | None:
+    """Two answers as algebra may compare them; None where it would misread one, or ``same`` says all there is to say.
+
+    What parsers of LaTeX misread: numbers in a row, other bases, ``1e3``, dots that leave something out, a percentage
+    beside a number, the prime of ``f'``, an equation in place of a value, one kind of brackets for another, X for x.
+    """
+    found, wanted = _bare(clean(found)), _bare(clean(wanted))
+    if not found or not wanted or max(len(found), len(wanted)) > LONGEST or any(map(_MISREAD.search, (found, wanted))):
+        return None
+    if (quantity(found) and quantity(wanted)) or _differ_in_case(found, wanted):
+        return None
+    one, other = _NAMED.fullmatch(found), _NAMED.fullmatch(wanted)
+    if one and not other and "=" not in wanted:
+        found = one[2].strip()
+    elif other and not one and "=" not in found:
+        wanted = other[2].strip()
+    if any(found.count(sign) != wanted.count(sign) for sign in "=%'"):
+        return None
+    one_list, other_list = _parts(found), _parts(wanted)
+    if (one_list[0] if one_list else "") != (other_list[0] if other_list else ""):
+        return None
+    return _degrees(found), _degrees(wanted)
+
+
+_MISREAD = re.compile(
+    r"(?<!_)[0-9]\s+[0-9]|(?<![A-Za-z\\])[A-Za-z][0-9]|[0-9]\}?\s*_|[0-9][eE][-+]?[0-9]|\\[lcdv]?dots|\.\.\.|[?!]{2}|\\(?:overline|bar|dot)\b"
+    r"|(?i:\bnan\b|\bnot\b|\bor\b.*\bor\b)"
+)
+_MATRIX = re.compile(r"(?<=[{])[pb]matrix")
+_SINGLE = re.compile(r"(\^|_|\\sqrt)\{([A-Za-z0-9])\}")
+_LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+_DEGREES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*degrees?\b")
+
+
+def _differ_in_case(found: str, wanted: str) -> bool:
+    """Whether one says X where the other says x: a parser of LaTeX takes them for one."""
+    letters = [set(_LETTERS.findall(text)) for text in (found, wanted)]
+    return any(letter.swapcase() in letters[1] - letters[0] for letter in letters[0] - letters[1])
+
+
+def _degrees(text: str) -> str:
+    return _DEGREES.sub(r"(\\frac{\1 \\pi}{180})", text)
+
+
+def _same(found: str, wanted: str) -> bool:
+    found, wanted = _bare(found), _bare(wanted)
+    if not found or not wanted:
+        return False
+    if _squeezed(found) == _squeezed(wanted):
+        return True
+    if max(len(found), len(wanted)) > LONGEST:
+        return False
+    numbers = quantity(found), quantity(wanted)
+    if numbers[0] is not None and numbers[1] is not None:
+        return numbers[0].value == numbers[1].value and numbers[0].agrees(numbers[1])
+    one, other = _NAMED.fullmatch(found), _NAMED.fullmatch(wanted)
+    if one and other:
+        return _squeezed(one[1]) == _squeezed(other[1]) and _same(one[2], other[2])
+    if one or other:
+        return _same(one[2] if one else found, other[2] if other else wanted)
+    return _same_parts(_parts(found), _parts(wanted))
+
+
+def _same_parts(found: tuple[str, list[str]] | None, wanted: tuple[str, list[str]] | None) -> bool:
+    if not found or not wanted or found[0] != wanted[0] or len(found[1]) != len(wanted[1]):
+        return False
+    if found[0] not in ("", "{}"):
+        return all(map(_same, found[1], wanted[1]))
+    left = list(wanted[1])
+    for part in found[1]:
+        match = next((i for i, other in enumerate(left) if _same(part, other)), None)
+        if match is None:
+            return False
+        del left[match]
+    return True
+
+
+def _parts(text: str) -> tuple[str, list[str]] | None:
+    r"""The brackets around a list and its entries: ``("[)", ["1", "2"])``; no brackets around ``1, 2``. None: no list.
+
+    A set may have one entry, and none.
+    """
+    text = text.strip().replace("\\{", "{").replace("\\}", "}")
+    kind = ""
+    if text[:1] in _PAIRS and text[-1:] in _PAIRS.values() and _one_group(text):
+        kind, text = text[0] + text[-1], text[1:-1]
+    cuts, depth, start = [], 0, 0
+    for match in re.finditer(r"[(\[{]|[)\]}]|" + _LISTED.pattern, text):
+        if match[0] in "([{":
+            depth += 1
+        elif match[0] in ")]}":
+            depth -= 1
+        elif depth == 0:
+            cuts.append(text[start : match.start()])
+            start = match.end()
+    parts = [*cuts, text[start:]]
+    return (kind, parts) if len(parts) > 1 or kind == "{}" else None
+
+
+def _one_group(text: str) -> bool:
+    """Whether the bracket that ``text`` begins with is closed by the one it ends with, of whatever kind."""
+    depth = 0
+    for place, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0:
+            return place == len(text) - 1
+    return False
+
+
+def _unwrapped(box: str) -> str:
+    inner = box.strip().removeprefix(BOX)
+    return inner.removesuffix("}") if inner != box.strip() and inner.endswith("}") else box
+
+
+def _bare(text: str) -> str:
+    text = re.sub(r"(?<!\.)\.\Z", "", text.strip().strip("*").removeprefix("+")).strip()
+    while text.startswith("{") and text.endswith("}") and _one_group(text):
+        text = text[1:-1].strip()
+    return text[1:-1] if re.fullmatch(r"\([A-Za-z]\)", text) else text
+
+
+def _squeezed(text: str) -> str:
+    text = _MATRIX.sub("matrix", _SINGLE.sub(r"\1\2", text))
+    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)  # 1 1/2 is no 11/2

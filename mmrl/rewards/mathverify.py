@@ -1,0 +1,106 @@
+"""math-verify in a process of its own: what a model wrote may take for ever to read.
+
+Its own timeout is a signal, which works in a main thread only, and not where a reward runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from mmrl.errors import UserError
+
+START_S = 300.0
+"""Seconds for the process to import what it needs."""
+_WALL_S = 60.0
+"""Seconds on the clock that a question has beyond its processor time: a busy machine may give it none for a while."""
+_LARGEST = 1 << 16
+_SCRIPT = Path(__file__).with_name("mathverify_child.py")
+
+
+class MathVerify:
+    """Asks one process, which is started when first needed, ended past ``deadline``, and then started anew.
+
+    ``deadline``: seconds of processor time for one question, so that a busy machine changes no answer.
+
+    Thread-safe: questions are answered one after another. ``late`` counts the questions that were given up.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise UserError(
+                "answer:math needs math-verify, which is not installed: pip install 'mmrl[math]', or take answer:boxed"
+            )
+        self.deadline, self.late = deadline, 0
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+
+    def same(self, found: str, wanted: str) -> bool | None:
+        """Whether two answers are equal; None where one of them is not understood, or is not in time.
+
+        Raises ``UserError`` where the process cannot start.
+        """
+        question = {"found": found, "wanted": wanted, "seconds": self.deadline}
+        with self._lock:
+            pipe = self._open()
+            try:
+                pipe.send_bytes(json.dumps(question).encode())
+                if not pipe.poll(self.deadline + _WALL_S):
+                    raise EOFError
+                answer = json.loads(pipe.recv_bytes(_LARGEST)).get("same")
+            except (EOFError, OSError):  # it ended past its deadline, or for want of memory
+                self.late += 1
+                self._close()
+                return None
+            except BaseException:  # also an interrupt: this answer must not be taken for the next one
+                self._close()
+                raise
+            return answer if isinstance(answer, bool) else None
+
+    def close(self) -> None:
+        """End the process. The next question starts another."""
+        with self._lock:
+            self._close()
+
+    def _open(self) -> Connection:
+        if self._pipe is not None:
+            return self._pipe
+        ours, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        self._pipe = ours
+        try:
+            said = json.loads(ours.recv_bytes(_LARGEST)) if ours.poll(START_S) else {"error": f"silent for {START_S} s"}
+        except (EOFError, OSError):
+            said = {"error": f"ended with status {self._process.wait()}"}
+        if "ready" not in said:
+            self._close()
+            raise UserError(
+                f"math-verify does not start: {said.get('error')}; install it anew: pip install 'mmrl[math]', or take "
+                "answer:boxed"
+            )
+        return ours
+
+    def _close(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            self._process = None
