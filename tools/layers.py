@@ -1,0 +1,267 @@
+"""The layers of mmrl, and a check that keeps them: which module may import which.
+
+    python tools/layers.py            # every import that breaks a rule, and what the committed list says of it
+    python tools/layers.py --update   # take out of the list what is gone; it never adds
+
+The rules, read from the syntax tree (nothing is imported):
+
+1. A module imports its own layer and those below it. ``LAYERS`` says which module is where. An import under
+   ``TYPE_CHECKING`` and one inside a function count too.
+2. No import circles.
+3. An import of mmrl inside a function is for the commands of the command line, the lazy attributes of ``mmrl`` itself
+   and the modules that need an optional package (``OPTIONAL``). What else runs later is passed in.
+
+``layers.txt`` lists what breaks these rules today. ``tests/test_layers.py`` fails when something breaks a rule that is
+not in the list, and when something in the list is gone: the list only gets shorter. Where a module is renamed, rename
+it in the list by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTED = Path(__file__).with_suffix(".txt")
+FOLDERS = {
+    "mmrl": "mmrl",
+    "pipelines": "mmrl.pipelines",
+    "rewards": "mmrl.rewards",
+    "datasets": "mmrl.datasets",
+}
+"""Where modules lie, and the package they are in when mmrl runs: the drop-in folders join it."""
+
+LAYERS = {
+    "core": "mmrl _checkout _load _torchvision errors media samples trajectory controller.randomness placement.hub "
+    "placement.description report.clock report.notices pipelines.protocol rewards.contract engines.rollout",
+    "config": "config.errors config.known_as config.layers config.sampling config.section",
+    "algorithms": "algorithms config.algorithms config.picture_algorithms",
+    "recipe": "config",
+    "datasets, rewards, judge": "datasets rewards judge",
+    "text": "text",
+    "engines": "engines",
+    "pipelines": "pipelines text.assembly text.describing text.export text.external text.pipeline text.scoring",
+    "controllers": "controller balance",
+    "placement": "placement.adaptive placement.board placement.devices placement.several placement.utilisation "
+    "placement.work",
+    "checkpoint": "checkpoint saving",
+    "rollout": "ahead flight resampling rollout",
+    "training": "batch early_stopping evaluation loop tally",
+    "planner, simulator, report": "placement report",
+    "app": "doctor export run session",
+    "runtime": "runtime",
+    "cli": "cli",
+}
+"""Lowest first. A module and all below it, without ``mmrl.``; the longest name that fits counts, ``mmrl`` is itself."""
+
+OPTIONAL = "engines.megatron engines.sglang engines.vllm engines.vllm_server judge.server runtime.actor"
+"""The modules that need vLLM, SGLang, Megatron-Core or Ray; they may be imported inside a function."""
+
+Violation = tuple[str, ...]
+"""``upward`` or ``inside`` with importer and imported, or ``circle`` with its modules."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """``place``: empty at the top of the module, ``TYPE_CHECKING``, or the function it is in."""
+
+    importer: str
+    imported: str
+    line: int
+    place: str
+
+    @property
+    def in_function(self) -> bool:
+        return self.place not in ("", "TYPE_CHECKING")
+
+    def __str__(self) -> str:
+        place = f" ({self.place})" if self.place else ""
+        return f"{self.importer}:{self.line}{place} imports {self.imported}"
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """The modules below ``root`` by the names they have when mmrl runs."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root / folder).with_suffix("").parts
+            found[".".join([package, *(part for part in parts if part != "__init__")])] = path
+    return found
+
+
+def imports(files: Mapping[str, Path]) -> list[Import]:
+    """Every import of a module of ``files`` in another of them."""
+    collects = gc.isenabled()
+    gc.disable()  # the trees are many small objects: collecting among them takes longer than reading
+    try:
+        found = []
+        for name, path in files.items():
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            tree = ast.parse(path.read_bytes(), filename=str(path))
+            for target, line, place in _imports(tree.body, package, ""):
+                imported = _module(target, files)
+                if imported not in ("", name):
+                    found.append(Import(name, imported, line, place))
+        return found
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _imports(body: Iterable[ast.AST], package: str, place: str) -> Iterator[tuple[str, int, str]]:
+    """What the statements import, by the full name it would have if it were a module: with line and place."""
+    for node in body:
+        match node:
+            case ast.Import():
+                yield from ((alias.name, node.lineno, place) for alias in node.names)
+            case ast.ImportFrom():
+                above = package.rsplit(".", node.level - 1)[0] if node.level else ""
+                source = ".".join(part for part in (above, node.module) if part)
+                yield from ((f"{source}.{alias.name}", node.lineno, place) for alias in node.names)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                inside = place if place not in ("", "TYPE_CHECKING") else node.name
+                yield from _imports(node.body, package, inside)
+            case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
+                yield from _imports(node.body, package, place or "TYPE_CHECKING")
+                yield from _imports(node.orelse, package, place)
+            case ast.stmt() | ast.excepthandler() | ast.match_case():
+                inner = (node for node in ast.iter_child_nodes(node) if not isinstance(node, ast.expr))
+                yield from _imports(inner, package, place)
+
+
+def _module(target: str, files: Mapping[str, Path]) -> str:
+    """The module that ``target`` is, or that it is a name in; empty where that is none of ``files``."""
+    while target and target not in files:
+        target = target.rpartition(".")[0]
+    return target
+
+
+def _below(module: str, name: str) -> bool:
+    full = "mmrl" if name == "mmrl" else f"mmrl.{name}"
+    return module == full or (name != "mmrl" and module.startswith(full + "."))
+
+
+def placed(names: Iterable[str], layers: Mapping[str, str]) -> dict[str, int]:
+    """The number of each module's layer, lowest 0. Raises ``ValueError`` for a module that has none, and for a layer
+    that names no module."""
+    table = [(name, level) for level, those in enumerate(layers.values()) for name in those.split()]
+    found, used = {}, set()
+    for module in names:
+        fitting = [(len(name), name, level) for name, level in table if _below(module, name)]
+        if not fitting:
+            raise ValueError(f"{module} has no layer: write it into LAYERS of tools/layers.py, at the lowest that fits")
+        _, name, found[module] = max(fitting)
+        used.add(name)
+    if gone := [name for name, _ in table if name not in used]:
+        raise ValueError(f"LAYERS of tools/layers.py names modules that do not exist: {', '.join(gone)}; remove them")
+    return found
+
+
+def allowed_inside(one: Import, optional: str) -> bool:
+    """Whether rule 3 allows this import inside a function."""
+    if one.importer == "mmrl":
+        return one.place == "__getattr__"
+    return _below(one.importer, "cli") or any(_below(one.imported, name) for name in optional.split())
+
+
+def violations(found: Sequence[Import], levels: Mapping[str, int], optional: str) -> dict[Violation, list[Import]]:
+    """What breaks a rule, with the imports that do. A circle is made of imports that rule 3 does not allow to wait."""
+    broken: dict[Violation, list[Import]] = {}
+    graph: dict[str, set[str]] = {module: set() for module in levels}
+    for one in found:
+        lazy_attribute = one.importer == "mmrl" and one.place == "__getattr__"
+        if levels[one.imported] > levels[one.importer] and not lazy_attribute:
+            broken.setdefault(("upward", one.importer, one.imported), []).append(one)
+        if one.in_function and not allowed_inside(one, optional):
+            broken.setdefault(("inside", one.importer, one.imported), []).append(one)
+        if not (one.in_function and allowed_inside(one, optional)):
+            graph[one.importer].add(one.imported)
+    for circle in circles(graph):
+        broken["circle", *circle] = [one for one in found if {one.importer, one.imported} <= set(circle)]
+    return broken
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that reach one another."""
+    reached = {module: _reached(module, graph) for module in graph}
+    groups = {frozenset(other for other in reached[module] if module in reached[other]) for module in graph}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def _reached(start: str, graph: Mapping[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+def listed(text: str) -> set[Violation]:
+    """The committed list: a violation a line."""
+    lines = (line.partition("#")[0].split() for line in text.splitlines())
+    return {tuple(line) for line in lines if line}
+
+
+def known(found: Iterable[Violation], listed: set[Violation]) -> set[Violation]:
+    """Those of ``found`` that the list has: as they are, or as a part of a circle in it."""
+    rings = [set(entry) for entry in listed if entry[0] == "circle"]
+    return {one for one in found if one in listed or (one[0] == "circle" and any(set(one) <= ring for ring in rings))}
+
+
+def updated(text: str, kept: set[Violation]) -> str:
+    """The text of the list with ``kept`` in it, under the comments that it begins with."""
+    head = [line for line in text.splitlines() if line.startswith("#")]
+    return "\n".join([*head, *(" ".join(entry) for entry in sorted(kept))]) + "\n"
+
+
+def check(root: Path, layers: Mapping[str, str], optional: str) -> dict[Violation, list[Import]]:
+    """What breaks a rule in the tree below ``root``, with the imports that do."""
+    files = modules(root)
+    return violations(imports(files), placed(files, layers), optional)
+
+
+def _show(found: Mapping[Violation, list[Import]]) -> None:
+    levels = placed(modules(ROOT), LAYERS)
+    names = list(LAYERS)
+    for kind, title in (("upward", "Imports of a higher layer"), ("inside", "Imports inside functions")):
+        those = {entry: where for entry, where in found.items() if entry[0] == kind}
+        print(f"\n{title}: {len(those)}")
+        for entry, where in sorted(those.items()):
+            up = f"  [{names[levels[entry[1]]]} -> {names[levels[entry[2]]]}]" if kind == "upward" else ""
+            print(f"  {where[0]}{up}")
+    rings = sorted((entry[1:] for entry in found if entry[0] == "circle"), key=len, reverse=True)
+    print(f"\nCircles: {len(rings)}")
+    for ring in rings:
+        print(f"  {len(ring)}: {' '.join(ring)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Check which module of mmrl imports which.")
+    parser.add_argument("--update", action="store_true", help="take out of the list what is gone; never adds")
+    update = parser.parse_args(arguments).update
+    found = check(ROOT, LAYERS, OPTIONAL)
+    text = LISTED.read_text(encoding="utf-8")
+    before, kept = listed(text), known(found, listed(text))
+    new, gone = sorted(set(found) - kept), sorted(before - kept)
+    _show(found)
+    if update and gone:
+        LISTED.write_text(updated(text, kept), encoding="utf-8")
+    print(f"\n{LISTED.name}: {len(kept if update else before)} entries")
+    for entry in gone:
+        print(f"  {'removed' if update else 'gone, remove it with --update'}: {' '.join(entry)}")
+    for entry in new:
+        print(f"  NEW: {' '.join(entry)}")
+        for one in found[entry][:10]:
+            print(f"    {one}")
+    return int(bool(new) or (bool(gone) and not update))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
