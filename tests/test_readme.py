@@ -55,3 +55,14 @@ def test_every_recipe_named_is_shipped():
     starts = "shapes|sd35|sd15|sdxl|flux|sana|z-image|wan|moving|sums|scenes|clips|qwen"
     named = set(re.findall(rf"`((?:{starts})[\w.-]*)`", README))
     assert named == shipped
+
+
+def test_contributors_get_the_same_test_command():
+    assert f"```bash\n{block('tests')}```" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_the_pages_beside_the_readme_link_to_what_is_there():
+    for page in ("CONTRIBUTING.md", "SECURITY.md"):
+        targets = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
+        assert targets
+        assert [target for target in targets if not (ROOT / target).is_file()] == []
