@@ -1,0 +1,164 @@
+"""What the parts of a run hand to one another, at the smallest sizes: gradients, noise, prompts, weights, bytes."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from mmrl import checkpoint, saving
+from mmrl.config.loader import load_recipe
+from mmrl.config.schema import Optim
+from mmrl.controller import Controller
+from mmrl.controller.randomness import noise
+from mmrl.engines.merging import merged_weights
+from mmrl.engines.policy import Policy
+from mmrl.placement.plan import plan
+from mmrl.run import build, weights_of
+from mmrl.session import train
+from mmrl.text.drawing import uniforms
+from mmrl.text.external import request
+from mmrl.trajectory import SampleId
+from tests import tiny
+from tests.flights import Room
+
+RECIPE = """
+name: wiring
+pipeline: llm/chat
+model: {path: model}
+data: {name: jsonl, train: {path: data.jsonl, heldout: 8}, heldout: {path: data.jsonl, heldout: 8}}
+sampling: {max_new_tokens: 4}
+rewards: [{name: reward.py}]
+algorithm: {type: grpo, kl_coef: 0.1}
+train: {steps: 1, prompts_per_step: 2, group_size: 2, micro_batch_size: 4}
+eval: {every: 1, samples: 8}
+"""
+REWARD = '''
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    """How many different characters there are."""
+    return [float(len(set(s.text))) for s in samples]
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wiring")
+    tiny.language_model(folder / "model")
+    rows = [{"id": str(i), "prompt": f"Say {i} letters."} for i in range(40)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def linear(seed=0):
+    torch.manual_seed(seed)
+    return nn.Linear(3, 2)
+
+
+def test_controllers_step_on_the_gradient_of_all_rows():
+    recipe, rows, room = load_recipe(["sums"], ["controllers=2"]).recipe, torch.randn(4, 3), Room(2)
+
+    def work(rank):
+        module = linear()
+        weights = weights_of(module, recipe, Controller(0, rank, 2, room.member(rank)))
+        module(rows[rank::2]).square().sum().backward()
+        weights.gather_gradients()
+        return module.weight.grad
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, range(2)))
+    whole = linear()
+    whole(rows).square().sum().backward()
+    for gradient in found:
+        torch.testing.assert_close(gradient, whole.weight.grad)
+
+
+DRAWS = {
+    "noise of a picture": lambda i: noise(5, [i], "initial", (4,)),
+    "choice of tokens": lambda i: uniforms(5, [i], 4),
+    "seed of an engine": lambda i: torch.tensor([request(5, i, torch.tensor([1]), "text", (), ()).seed]),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_every_part_of_a_samples_name_changes_what_is_drawn(draw):
+    ids = [SampleId(1, 2, 3, 4), SampleId(9, 2, 3, 4), SampleId(1, 9, 3, 4), SampleId(1, 2, 9, 4), SampleId(1, 2, 3, 9)]
+    assert torch.equal(draw(ids[0]), draw(ids[0]))
+    for one, other in combinations(ids, 2):
+        assert not torch.equal(draw(one), draw(other)), (one, other)
+
+
+def test_an_evaluation_is_of_prompts_that_training_never_has(folder, tmp_path):
+    loaded = load_recipe([folder / "recipe.yaml"], [])
+    train(loaded, tmp_path / "run")
+    listing = json.loads((tmp_path / "run" / "samples" / "step_000001.json").read_text())
+    shown = {sample["prompt"] for sample in listing["samples"]}
+    trained = {prompt.text for prompt in build(loaded.recipe, loaded.root).prompts}
+    assert (len(shown), len(trained)) == (8, 32)
+    assert not shown & trained
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
+def test_the_reference_of_text_is_the_policy_that_began(folder, lora):
+    loaded = load_recipe([folder / "recipe.yaml"], [f"model.lora={json.dumps(lora)}"])
+    run = build(loaded.recipe, loaded.root)
+    slots = run.controller.slots(0, run.prompts, 2)
+    run.pipeline.encode(slots)
+    drawn = run.pipeline.sample(slots, [SampleId(0, slot.index, 0, 0) for slot in slots], [], 0)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in run.policy.trainable.values():
+            weight.add_(0.3 * torch.randn_like(weight))
+    needs = frozenset({"log_probs", "reference_log_probs"})
+    found = {k: v * drawn.mask for k, v in run.pipeline.replay(drawn, [0], needs, run.policy.using).items()}
+    torch.testing.assert_close(found["reference_log_probs"], drawn.log_probs, atol=1e-5, rtol=0)
+    assert (found["log_probs"] - drawn.log_probs).abs().max() > 0.01
+
+
+def test_a_checkpoint_holds_all_that_the_next_update_needs(tmp_path):
+    def trained(seed):
+        optim = Optim(lr=0.1, ema_decay=0.9, schedule="linear")
+        parts = {"policy": Policy(linear(seed), optim, 10), "critic": Policy(linear(seed + 1), optim, 10)}
+        return SimpleNamespace(**parts, flight=None, ahead=None, balance=None, attempts=None)
+
+    def update(run):
+        for policy in (run.policy, run.critic):
+            policy.backward(policy.module(torch.ones(1, 3)).square().mean())
+            policy.apply()
+        return [*run.policy.module.parameters(), *run.critic.module.parameters(), run.policy.copies["ema"]["weight"]]
+
+    run, other = trained(0), trained(7)
+    for _ in range(3):
+        update(run)
+    saving.save(tmp_path, checkpoint.of_run(run, 3), keep=1)
+    checkpoint.restore(other, checkpoint.load(tmp_path, 3))
+    for mine, its in zip(update(other), update(run), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_merged_weights_compute_what_the_adapter_computes():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    config = peft.LoraConfig(r=2, lora_alpha=7, target_modules=["0", "2"], init_lora_weights=False)
+    adapted, x = peft.get_peft_model(plain, config), torch.randn(3, 6)
+    expected = adapted(x)
+    merged = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    merged.load_state_dict({k.removeprefix("base_model.model."): v for k, v in merged_weights(adapted).items()})
+    torch.testing.assert_close(merged(x), expected)
+    with adapted.disable_adapter():
+        assert (adapted(x) - expected).abs().max() > 0.1
+
+
+def test_the_optimizers_state_is_there_in_every_phase_of_a_plan(folder):
+    made = plan(load_recipe([folder / "recipe.yaml"], ["device=cpu"]))
+    kept = {role.name: role.bytes for role in made.roles}["optimizer"]
+    assert kept > 0
+    assert {phase.parts.get("optimizer state") for phase in made.phases} == {kept}
