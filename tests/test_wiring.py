@@ -17,8 +17,9 @@ from mmrl.controller import Controller
 from mmrl.controller.randomness import noise
 from mmrl.engines.merging import merged_weights
 from mmrl.engines.policy import Policy
+from mmrl.evaluation import Heldout
 from mmrl.placement.plan import plan
-from mmrl.run import build, weights_of
+from mmrl.run import build, load_prompts, weights_of
 from mmrl.session import train
 from mmrl.text.drawing import uniforms
 from mmrl.text.external import request
@@ -106,6 +107,27 @@ def test_an_evaluation_is_of_prompts_that_training_never_has(folder, tmp_path):
     assert not shown & trained
 
 
+def pushed(policy):
+    """Give every trained weight a push."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in policy.trainable.values():
+            weight.add_(0.3 * torch.randn_like(weight))
+
+
+def test_an_evaluation_has_noise_of_its_own_and_takes_the_averaged_weights(folder):
+    def shown(seed, ema, push):
+        loaded = load_recipe([folder / "recipe.yaml"], [f"seed={seed}", f"optim.ema_decay={ema}"])
+        run = build(loaded.recipe, loaded.root)
+        if push:
+            pushed(run.policy)  # the average stays behind
+        heldout = Heldout(run, load_prompts(loaded.recipe, loaded.root, "heldout"), loaded.root)
+        return [sample.text for sample in heldout.score(8)[1].samples]
+
+    assert shown(1, 0.9, False) == shown(2, 0.9, True)
+    assert shown(1, "null", False) != shown(1, "null", True)
+
+
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
 def test_the_reference_of_text_is_the_policy_that_began(folder, lora):
     loaded = load_recipe([folder / "recipe.yaml"], [f"model.lora={json.dumps(lora)}"])
@@ -113,14 +135,28 @@ def test_the_reference_of_text_is_the_policy_that_began(folder, lora):
     slots = run.controller.slots(0, run.prompts, 2)
     run.pipeline.encode(slots)
     drawn = run.pipeline.sample(slots, [SampleId(0, slot.index, 0, 0) for slot in slots], [], 0)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in run.policy.trainable.values():
-            weight.add_(0.3 * torch.randn_like(weight))
+    pushed(run.policy)
     needs = frozenset({"log_probs", "reference_log_probs"})
     found = {k: v * drawn.mask for k, v in run.pipeline.replay(drawn, [0], needs, run.policy.using).items()}
     torch.testing.assert_close(found["reference_log_probs"], drawn.log_probs, atol=1e-5, rtol=0)
     assert (found["log_probs"] - drawn.log_probs).abs().max() > 0.01
+
+
+def test_the_reference_of_pictures_is_the_model_without_its_adapter():
+    small = ["sampling.steps=3", "sampling.window=null", "algorithm.kl_coef=0.1"]
+    loaded = load_recipe(["shapes-lora"], small)
+    run = build(loaded.recipe, loaded.root)
+    slots = run.controller.slots(0, run.prompts, 1)
+    run.pipeline.encode(slots)
+    drawn = run.pipeline.sample(slots, [SampleId(0, 0, 0, 0)], [0], 0)
+
+    def distance():
+        needs = frozenset({"log_probs", "reference_distance"})
+        return run.pipeline.replay(drawn, [0], needs, run.policy.using)["reference_distance"].item()
+
+    assert distance() == 0  # an adapter begins without effect
+    pushed(run.policy)
+    assert distance() > 0
 
 
 def test_a_checkpoint_holds_all_that_the_next_update_needs(tmp_path):
