@@ -66,9 +66,10 @@ def linear(seed=0):
 
 def test_controllers_step_on_the_gradient_of_all_rows():
     recipe, rows, room = load_recipe(["sums"], ["controllers=2"]).recipe, torch.randn(4, 3), Room(2)
+    modules = [linear() for _ in range(2)]  # not in the threads: they share torch's seed
 
     def work(rank):
-        module = linear()
+        module = modules[rank]
         weights = weights_of(module, recipe, Controller(0, rank, 2, room.member(rank)))
         module(rows[rank::2]).square().sum().backward()
         weights.gather_gradients()
