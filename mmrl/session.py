@@ -38,7 +38,7 @@ from mmrl.saving import saver_of
 
 def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool = False) -> Path:
     """Run the recipe into the directory ``out`` (or go on where it stopped) and return it."""
-    loaded = settled(loaded)
+    loaded = settled(loaded.going_on(out) if resume else loaded)
     recipe = loaded.recipe
     check_trackers(recipe.log)
     with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:

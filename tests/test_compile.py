@@ -75,7 +75,7 @@ def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
     [
         ("sums", []),
         ("shapes-lora", ["controllers=2", "train.backend=fsdp"]),
-        ("shapes-full", []),  # in bfloat16
+        ("shapes-full", ["model.dtype=bfloat16"]),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(recipe, overrides):

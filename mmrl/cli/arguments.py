@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,18 +38,28 @@ OptionsOption = Annotated[
 ]
 
 
-def read_recipe(recipe: str, changes: Sequence[str]) -> LoadedRecipe:
-    """The recipe with its overlays and overrides; sets the threads it asks for. Raises ``RecipeError``."""
+def read_recipe(recipe: str, changes: Sequence[str], run: Callable[[str], Path] | None = None) -> LoadedRecipe:
+    """The recipe with its overlays and overrides; sets the threads it asks for. Raises ``RecipeError``.
+
+    ``run``: by the recipe's name, the directory of the run that goes on with it.
+    """
+    from mmrl.config.dtype import chosen_by, with_choice
     from mmrl.config.loader import load_recipe
+    from mmrl.config.schema import Recipe
 
     overlays = [text for text in changes if "=" not in text or os.path.isfile(text)]
     overrides = [text for text in changes if text not in overlays]
     for text in overlays:
         if not os.path.isfile(text):
             raise UserError(f"{text!r} is neither a file to layer over the recipe nor a setting; write key=value")
-    loaded = load_recipe([recipe, *overlays], overrides)
-    use_threads(loaded.recipe.threads)
-    return loaded
+
+    def prepare(values: Mapping[str, Any]) -> Mapping[str, Any]:
+        threads = values.get("threads", Recipe.model_fields["threads"].default)
+        use_threads(threads if isinstance(threads, int) else None)  # before a choice imports torch
+        chosen = chosen_by(run(str(values.get("name")))) if run else None
+        return values if chosen is None else with_choice(values, chosen)
+
+    return load_recipe([recipe, *overlays], overrides, prepare)
 
 
 def use_threads(threads: int | None) -> None:

@@ -41,7 +41,11 @@ def train(
     """Plan a recipe, then train it."""
     if resume and overwrite:
         raise UserError("--resume goes on with a run and --overwrite removes it; give one of them")
-    loaded = read_recipe(recipe, changes or ())
+
+    def directory(name: str) -> Path:
+        return out or Path("runs") / name
+
+    loaded = read_recipe(recipe, changes or (), directory if resume else None)
     from mmrl.placement.plan import plan
 
     planned = plan(loaded)
@@ -50,7 +54,7 @@ def train(
         raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
     from mmrl.session import train as run
 
-    run(replace(loaded, recipe=planned.recipe), out or Path("runs") / loaded.recipe.name, resume, overwrite)
+    run(replace(loaded, recipe=planned.recipe), directory(loaded.recipe.name), resume, overwrite)
 
 
 def plan(recipe: RecipeArgument, changes: ChangesArgument = None) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from mmrl.config.drop_ins import declared_paths
+from mmrl.config.dtype import chosen_by, is_auto
 from mmrl.config.errors import Finding, RecipeError, recipe_error
 from mmrl.config.explain import explain, implicit_booleans
 from mmrl.config.layers import Tree, parse_key, read_layers
@@ -65,18 +66,36 @@ class LoadedRecipe:
             section[key] = self.resolve(section[key])
         return settings
 
+    @property
+    def chose_dtype(self) -> bool:
+        """Whether ``model.dtype`` was left to the device (``auto``)."""
+        return is_auto(self.tree.values)
+
+    def going_on(self, run: Path) -> LoadedRecipe:
+        """The recipe as the run in the directory ``run`` goes on with it: what it chose for ``auto`` stays."""
+        dtype = chosen_by(run)
+        if not self.chose_dtype or dtype in (None, self.recipe.model.dtype):
+            return self
+        model = self.recipe.model.model_copy(update={"dtype": dtype})
+        return replace(self, recipe=self.recipe.model_copy(update={"model": model}))
+
     def source(self, key: str) -> str:
         """Where ``key`` (``rewards[0].weight``) was written: file and line, ``command line``, or ``default``."""
         path = parse_key(key)
         return str(self.tree.sources[path]) if path in self.tree.sources else "default"
 
 
-def load_recipe(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load_recipe(
+    paths: Sequence[Path | str],
+    overrides: Sequence[str] = (),
+    prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> LoadedRecipe:
     """Read a recipe: YAML files layered left to right, then ``a.b=c`` overrides.
 
     A first path that is no file may be the name of a shipped recipe. Mappings merge, lists and scalars replace; an
-    override replaces whatever it names, so ``algorithm={type: draft}`` starts that section anew. Raises
-    ``RecipeError`` with every problem found. Loads no model and imports no drop-in.
+    override replaces whatever it names, so ``algorithm={type: draft}`` starts that section anew. ``prepare`` gets the
+    plain values before they are checked, and returns those to check. Raises ``RecipeError`` with every problem found.
+    Loads no model and imports no drop-in.
     """
     files = [find_recipe(str(path)) for path in paths]
     root = files[0].resolve().parent
@@ -84,7 +103,7 @@ def load_recipe(paths: Sequence[Path | str], overrides: Sequence[str] = ()) -> L
     findings = list(tree.findings)
     recipe = None
     try:
-        recipe = Recipe.model_validate(tree.values)
+        recipe = Recipe.model_validate(prepare(tree.values) if prepare else tree.values)
         findings += implicit_booleans(recipe, tree)
     except ValidationError as error:
         findings += _not_yet_known(list(explain(error, tree)), findings)

@@ -1,4 +1,4 @@
-"""The recipe: everything a run depends on, as frozen pydantic models. Imports no torch.
+"""The recipe: everything a run depends on, as frozen pydantic models. Imports torch for ``model.dtype: auto`` alone.
 
 The defaults of an algorithm's section are the settings of its paper; what a recipe writes is visibly its own.
 """
@@ -22,13 +22,12 @@ from pydantic import (
 )
 
 from mmrl.config.algorithms import Algorithm
+from mmrl.config.dtype import Dtype, with_choice
 from mmrl.config.picture_algorithms import DiffusionNFT, DRaFT, FlowGRPO
 from mmrl.config.sampling import Sampling, Sde, TextSampling, Window, kind_of
 from mmrl.config.section import AlgorithmSection, Decay, Fraction, NonNegative, Section
 
 __all__ = ["DRaFT", "DiffusionNFT", "FlowGRPO", "Sampling", "Sde", "Section", "TextSampling", "Window"]
-
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class Lora(Section):
@@ -45,7 +44,8 @@ class Model(Section):
     path: str
     """A local directory or a hub name in the library's own format; a path is looked up from the recipe's folder too."""
     dtype: Dtype = "float32"
-    """Of the frozen weights. Trainable weights, step maths and log-probs are float32 whatever this says."""
+    """Of the frozen weights. Trainable weights, step maths and log-probs are float32 whatever this says. ``auto`` is
+    bfloat16 where the device has instructions for it and float32 elsewhere; a recipe that was read has one of them."""
     lora: Lora | None = None
     """None trains all weights of the policy."""
     gradient_checkpointing: bool = False
@@ -356,6 +356,11 @@ class Recipe(Section):
         ):
             return {**values, "rewards": _NO_REWARDS}
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_dtype(cls, values: Any) -> Any:
+        return with_choice(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:

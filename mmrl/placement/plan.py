@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmrl.config.dtype import choose, has_bfloat16
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
@@ -80,6 +81,7 @@ def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
     recipe = loaded.recipe
     device, memory = _device(recipe.device)
     made = Plan(recipe, device, device_memory or memory)
+    made.notes += _about_dtype(made, loaded.chose_dtype)
     objective = load_objective(recipe)
     inputs = _rewards(loaded, objective, made)
     name = loaded.resolve_drop_in(recipe.pipeline)
@@ -98,7 +100,7 @@ def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
     _account(made, description, objective, prompts, inputs)
     settle(made)
     made.problems += room(made)
-    made.notes += [*idle(made), *_emulated(made)]
+    made.notes += idle(made)
     return made
 
 
@@ -113,13 +115,13 @@ def _device(name: str) -> tuple[str, int | None]:
     return name, _main_memory() if name == "cpu" else None
 
 
-def _emulated(made: Plan) -> Iterator[str]:
-    """A note where this machine's CPU has no instructions for the products of the recipe's dtype."""
-    import torch
-
-    has = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch cannot tell
-    knows = has.get("architecture") != "x86_64" or has.get("avx512_bf16") or has.get("amx_bf16")
-    if made.device == "cpu" and made.recipe.model.dtype == "bfloat16" and not knows:
+def _about_dtype(made: Plan, chosen: bool) -> Iterator[str]:
+    """What ``model.dtype: auto`` came to, where it was ``chosen``; or that this CPU is slow in what the recipe says."""
+    model, device = made.recipe.model, made.recipe.device
+    if chosen:
+        dtype, why = choose(device)
+        yield f"model.dtype: auto is {model.dtype}, {why if model.dtype == dtype else 'as the run began'}"
+    elif made.device == "cpu" and model.dtype == "bfloat16" and not has_bfloat16(device):
         yield "this CPU has no instructions for bfloat16 and computes faster in float32; set model.dtype=float32"
 
 

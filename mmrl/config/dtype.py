@@ -1,0 +1,74 @@
+"""``model.dtype: auto``: bfloat16 where the device has instructions for it, float32 elsewhere.
+
+It is chosen once, where the recipe of a new run is read. The choice stands in the run's resolved.json, and everything
+that goes on with the run or opens it takes it from there, whatever its own CPU can do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+_WITHOUT = {"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni"}
+"""Values of ONEDNN_MAX_CPU_ISA that keep oneDNN from multiplying in bfloat16, whatever the CPU can do."""
+
+
+def has_bfloat16(device: str) -> bool:
+    """Whether the recipe's ``device`` multiplies bfloat16 by instructions of its own. Imports torch.
+
+    A GPU that is not on this machine is taken for one that does.
+    """
+    import torch
+
+    gpu = torch.cuda.is_available()
+    if device == "cpu" or (device == "auto" and not gpu):
+        limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+        return torch.backends.mkldnn.is_available() and limit.lower() not in _WITHOUT and _cpu_has_bfloat16()
+    if gpu and device.startswith(("auto", "cuda")):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return True
+
+
+def _cpu_has_bfloat16() -> bool:
+    import torch
+
+    if not hasattr(torch.cpu, "get_capabilities"):  # an older torch
+        return torch.cpu._is_avx512_bf16_supported()
+    has = torch.cpu.get_capabilities()
+    return any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # the last is ARM's
+
+
+def choose(device: str) -> tuple[Dtype, str]:
+    """What ``auto`` is on ``device``, and the reason."""
+    if has_bfloat16(device):
+        return "bfloat16", "because this device has instructions for it"
+    return "float32", "because this device has no instructions for bfloat16"
+
+
+def is_auto(values: Mapping[str, Any]) -> bool:
+    """Whether a recipe, as it is written, leaves the choice open."""
+    model = values.get("model")
+    return isinstance(model, Mapping) and model.get("dtype") == "auto"
+
+
+def with_choice(values: Mapping[str, Any], dtype: Dtype | None = None) -> Mapping[str, Any]:
+    """``values`` of a recipe with ``dtype`` in place of ``auto``; None chooses for the recipe's device."""
+    if not is_auto(values):
+        return values
+    device = values.get("device", "auto")
+    chosen = dtype or choose(device if isinstance(device, str) else "auto")[0]
+    return {**values, "model": {**values["model"], "dtype": chosen}}
+
+
+def chosen_by(run: Path) -> Dtype | None:
+    """What the run in the directory ``run`` computes in; None where there is no run, or a damaged one."""
+    try:
+        found = json.loads((run / "resolved.json").read_text(encoding="utf-8"))["model"]["dtype"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if found in get_args(Dtype) and found != "auto" else None
