@@ -27,8 +27,11 @@ from mmrl.tally import Sums, Tally
 from mmrl.trajectory import Trajectory
 
 
-def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], list[Failure]]:
-    """One step of training; returns its metrics and the samples left out."""
+def train_step(run: Run, step: int, clock: Clock, spent: float = 0.0) -> tuple[dict[str, float], list[Failure]]:
+    """One step of training; returns its metrics and the samples left out.
+
+    ``spent``: the share of train.max_cpu_seconds that the steps before it took.
+    """
     train = run.recipe.train
     streams = run.flight is not None or run.ahead is not None  # which begin slots before the costs of now are known
     cost = None if run.balance is None or streams else run.balance.cost
@@ -49,7 +52,7 @@ def train_step(run: Run, step: int, clock: Clock) -> tuple[dict[str, float], lis
             if update == 0:
                 tally.check_first_ratio(exact=run.recipe.model.dtype == "float32")
             if total:
-                tally.set(run.devices.everywhere(run, "apply"))
+                tally.set(run.devices.everywhere(run, "apply", spent))
                 tally.end_update()
     if run.objective.copies:
         run.devices.everywhere(run, "move", step)

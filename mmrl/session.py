@@ -108,7 +108,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     free |= {"controllers", "devices_per_controller", "placement", "ray"}
     free |= {f"train.{key}" for key in _LAYOUT}
     if loaded.recipe.optim.schedule == "linear":
-        free.discard("train.steps")  # the learning rate of every step depends on it
+        free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
     before, now = (flatten(d) for d in (json.loads(directory.resolved.read_text()), loaded.resolved()))
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     changed = [k for k in changed if k == "placement.staleness" or not {k, k.split(".")[0]} & free]
@@ -275,10 +275,15 @@ class Session:
 
     @property
     def finished(self) -> bool:
-        limit = self.recipe.train.max_cpu_seconds
         if self.early is not None and self.early.stopped:
             return True
-        return self.done >= self.recipe.train.steps or (limit is not None and self.cpu_seconds >= limit)
+        return self.done >= self.recipe.train.steps or self._spent >= 1
+
+    @property
+    def _spent(self) -> float:
+        """The share of train.max_cpu_seconds that the steps so far took; 0 where there is no limit."""
+        limit = self.recipe.train.max_cpu_seconds
+        return 0.0 if limit is None else self.cpu_seconds / limit
 
     @property
     def _best_now(self) -> bool:
@@ -296,7 +301,7 @@ class Session:
         clock, cpu, wall = Clock(device, self.pulse), self.run.devices.cpu_seconds(self.run), time.perf_counter()
         sent, features = self._sent(), self.run.pipeline.features
         written = features.written_bytes
-        row, failures = train_step(self.run, self.done, clock)
+        row, failures = train_step(self.run, self.done, clock, self._spent)
         self.cpu_seconds += self.controller.count(self.run.devices.cpu_seconds(self.run) - cpu)
         self.done += 1
         self.updates = self.run.policy.updates

@@ -186,7 +186,9 @@ class Train(Section):
         return ranks if self.backend == "fsdp" else 1
 
     max_cpu_seconds: PositiveFloat | None = None
-    """Stop after the step in which the CPU time spent in training steps (not in evaluation) passes this."""
+    """Stop after the step in which the CPU time spent in training steps (not in evaluation) passes this. CPU time is
+    measured: a run that this ends has other numbers of steps, and with a falling learning rate other weights, when it
+    is repeated."""
 
 
 class Features(Section):
@@ -209,7 +211,8 @@ class Optim(Section):
     max_grad_norm: PositiveFloat = 1.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "linear"] = "constant"
-    """``linear`` falls from the first update to 0 at train.steps; the warm-up multiplies it."""
+    """``linear`` falls from the first update to 0 at train.steps, or with train.max_cpu_seconds to nearly 0 where that
+    ends the run before; the warm-up multiplies it."""
     ema_decay: Decay | None = None
     """Keep an exponential moving average of the weights and evaluate and export that; None evaluates the weights."""
     ema_every: PositiveInt = 1

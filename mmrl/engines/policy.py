@@ -17,6 +17,9 @@ from mmrl.errors import UserError
 P = TypeVar("P")
 R = TypeVar("R")
 _KINDS = ("exp_avg", "exp_avg_sq", "step")
+_LAG = 0.05
+"""How far a schedule may stay behind the limit of CPU time. Measured time differs from run to run; with this it has no
+say where a run comes to its last step before the limit, or shortly after it would have."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +165,8 @@ class Policy:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def apply(self) -> dict[str, float]:
-        """Clip, take the optimizer step, clear the gradients.
+    def apply(self, spent: float = 0.0) -> dict[str, float]:
+        """Clip, take the optimizer step, clear the gradients. ``spent`` as in ``learning_rate``.
 
         Raises ``UserError`` where the gradient is not finite, before a weight is touched.
         """
@@ -175,7 +178,7 @@ class Policy:
                 f"the gradient norm of update {self.updates} is {norm.item()}: the loss has left the range of numbers. "
                 "Nothing was updated; lower optim.lr or optim.max_grad_norm, or train in float32 (model.dtype)."
             )
-        lr = self.learning_rate()
+        lr = self.learning_rate(spent)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -189,11 +192,16 @@ class Policy:
             self.move("ema", min(self.settings.ema_decay, (1 + n) / (10 + n)))
         return {"optim/grad_norm": norm.item(), "optim/lr": lr}
 
-    def learning_rate(self) -> float:
-        """Of the next update: a function of the number of updates done, so that a resumed run has the same."""
+    def learning_rate(self, spent: float = 0.0) -> float:
+        """Of the next update: a function of what a checkpoint holds, so that a resumed run has the same.
+
+        ``spent`` is the share of train.max_cpu_seconds used up before this step. Where the limit will end the run, the
+        rate falls with it in place of the updates done.
+        """
         warm = min(1.0, (self.updates + 1) / (self.settings.warmup_steps + 1))
+        done = max(self.updates / self.total_updates, spent - _LAG)
         falling = self.settings.schedule == "linear"
-        return self.settings.lr * warm * (max(0.0, 1 - self.updates / self.total_updates) if falling else 1.0)
+        return self.settings.lr * warm * (max(0.0, 1 - done) if falling else 1.0)
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """All that a resumed run needs: tensors by part and name, as this rank keeps them, and numbers."""

@@ -115,10 +115,10 @@ def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: 
     return slices_of_update(run, pieces, total, step, first)
 
 
-def apply(run: Run) -> dict[str, float]:
-    """The optimizer step, with the gradients of all devices of all controllers."""
-    metrics = run.policy.apply()
-    return metrics if run.critic is None else metrics | renamed(run.critic.apply())
+def apply(run: Run, spent: float) -> dict[str, float]:
+    """The optimizer step, with the gradients of all devices of all controllers; ``spent`` as ``train_step`` has it."""
+    metrics = run.policy.apply(spent)
+    return metrics if run.critic is None else metrics | renamed(run.critic.apply(spent))
 
 
 def move(run: Run, step: int) -> None:
