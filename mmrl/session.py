@@ -239,7 +239,7 @@ class Session:
             with (
                 MetricsLog(self.directory.metrics, self.trackers) as metrics,
                 MetricsLog(self.directory.heldout, self.trackers, prefix="heldout/") as heldout,
-                Progress(recipe.train.steps, recipe.name, "steps", done=self.done) as progress,
+                Progress(recipe.train.steps, recipe.name, "steps", self.done, spent=self._spent) as progress,
             ):
                 measured = {row["step"] for row in read(self.directory.heldout)}
                 due = self._due() and self.done not in measured
@@ -317,7 +317,7 @@ class Session:
         row |= largest(self.controller.gather(mine)) | {"perf/cpu_seconds": self.cpu_seconds}
         metrics.write(self.done, row)
         self.directory.placed(self.run.devices.lines() if self.controller.leads else ())
-        progress.advance(1, status_line(self.done, self.recipe.train.steps, row, brief=True))
+        progress.advance(1, status_line(self.done, self.recipe.train.steps, row, brief=True), self._spent)
 
     def _sent(self) -> Counter[str]:
         """Bytes given away so far, by kind: to the other controllers, and by rewards."""

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from mmrl.report.metrics import of_pairs
 
@@ -16,20 +16,40 @@ if TYPE_CHECKING:
 PLAIN_EVERY = 5.0
 """Seconds between plain lines, at least."""
 
+_WIDE = 110
+"""Columns of a terminal from which a bar is long and has the time since the start beside it."""
+
 _live: RichProgress | None = None
 """The bar on screen: a bar inside another (evaluation inside training) becomes a second line of it."""
+
+
+class _Mark(NamedTuple):
+    """Where the work stood at a time."""
+
+    time: float
+    units: int
+    spent: float
 
 
 class Progress:
     """``with Progress(120, "train", "steps") as p: p.advance(1, text="reward 0.41")``.
 
-    ``done`` is what an earlier process did already (it does not count for the speed). ``file`` is stderr unless given;
+    ``done`` is what an earlier process did already (it does not count for the speed). ``spent``: the share of another
+    limit that is used up, where one may end the work before ``total`` (CPU time). ``file`` is stderr unless given;
     whether it is a terminal decides between the bar and plain lines.
     """
 
-    def __init__(self, total: int, label: str, unit: str = "", done: int = 0, file: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        total: int,
+        label: str,
+        unit: str = "",
+        done: int = 0,
+        file: TextIO | None = None,
+        spent: float = 0.0,
+    ) -> None:
         self.total, self.label, self.unit = total, label, unit
-        self.done = self._first = done
+        self.done, self.spent = done, spent
         self.text = ""
         self._file = file if file is not None else sys.stderr
         self._bar: RichProgress | None = None
@@ -37,6 +57,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._start = self._shown = time.monotonic()
+        self._from = self._now = self._mark()
+        self._advances = 0
         self._printed = -1
         if self._file.isatty():
             self._open_bar()
@@ -48,12 +70,17 @@ class Progress:
         elif self._printed != self.done:
             self._print("" if kind is None else "stopped ")
 
-    def advance(self, n: int = 1, text: str | None = None) -> None:
+    def advance(self, n: int = 1, text: str | None = None, spent: float = 0.0) -> None:
         """``n`` more units are done; ``text`` (kept until the next one) stands beside them."""
         self.done += n
+        self.spent = spent
         self.text = self.text if text is None else text
+        self._advances += 1
+        if self._advances == 2:  # before the first there is work that no other has: a first evaluation, warming up
+            self._from = self._now
+        self._now = self._mark()
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, text=self.text)
+            self._bar.update(self._task, completed=self._share)
         elif time.monotonic() - self._shown >= PLAIN_EVERY:
             self._print()
 
@@ -64,39 +91,80 @@ class Progress:
         else:
             print(text, file=self._file, flush=True)
 
+    @property
+    def count(self) -> str:
+        """``12/125 steps``; ``12/~62 steps`` where another limit comes first, at about so many."""
+        total = str(self.total)
+        units, spent = self._now.units - self._from.units, self._now.spent - self._from.spent
+        if spent > 0 and self.spent < 1:
+            most = self.done + math.ceil((1 - self.spent) / spent * units)
+            total = total if most >= self.total else f"~{most}"
+        return f"{self.done}/{total} {self.unit}".rstrip()
+
+    @property
+    def elapsed(self) -> str:
+        """The time since the start."""
+        return f"in {duration(time.monotonic() - self._start)}"
+
+    @property
+    def left(self) -> str:
+        """The time to what comes first, the last unit or the other limit, at the pace so far; empty before the first
+        unit and after the last."""
+        now, began = self._now, self._from
+        ends = [(1 - now.spent, now.spent - began.spent)]
+        if self.total:
+            ends.append(((self.total - now.units) / self.total, (now.units - began.units) / self.total))
+        seconds = min((rest / pace * (now.time - began.time) for rest, pace in ends if pace > 0), default=0.0)
+        since = time.monotonic() - now.time
+        return f"{duration(max(0.0, seconds - since))} left" if seconds > 0 else ""
+
+    def _mark(self) -> _Mark:
+        return _Mark(time.monotonic(), self.done, self.spent)
+
+    @property
+    def _share(self) -> float:
+        """Of the work, what is done."""
+        return max(self.done / self.total if self.total else 1.0, self.spent)
+
     def _print(self, prefix: str = "") -> None:
         self._shown, self._printed = time.monotonic(), self.done
-        seconds = self._shown - self._start
-        new = self.done - self._first
-        parts = [f"{self.label}: {prefix}{self.done}/{self.total} {self.unit}".rstrip()]
-        if self.done < self.total:
-            parts.append(f"{duration(seconds / new * (self.total - self.done))} left" if new else "")
-        else:
-            parts.append(f"in {duration(seconds)}")
+        over = self.done >= self.total or self.spent >= 1
+        parts = [f"{self.label}: {prefix}{self.count}", self.elapsed if over else self.left]
         print("  ".join(p for p in [*parts, self.text] if p), file=self._file, flush=True)
 
     def _open_bar(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, ProgressColumn, TextColumn
         from rich.progress import Progress as RichProgress
+        from rich.table import Column
 
         global _live
         if _live is None:
+            console = Console(file=self._file)
+            wide = console.width >= _WIDE
+
+            def says(what: str, **column: Any) -> ProgressColumn:
+                return TextColumn(
+                    f"{{task.fields[of].{what}}}",
+                    markup=False,
+                    table_column=Column(no_wrap=True, overflow="ellipsis", **column),
+                )
+
             _live = RichProgress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[unit]}", markup=False),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(elapsed_when_finished=False),
-                TextColumn("{task.fields[text]}", markup=False),
-                console=Console(file=self._file),
+                says("label", max_width=24),
+                BarColumn(bar_width=24 if wide else 8),
+                says("count"),
+                *([says("elapsed")] if wide else ()),
+                says("left"),
+                says("text", ratio=1),  # it takes the width that is left
+                console=console,
+                expand=True,
             )
             _live.start()
             self._owns_bar = True
         self._bar = _live
-        self._task = _live.add_task(self.label, total=self.total, completed=self.done, unit=self.unit, text="")
+        self._task = _live.add_task(self.label, total=1.0, of=self)
+        _live.update(self._task, completed=self._share)
 
     def _close_bar(self) -> None:
         global _live

@@ -1,0 +1,161 @@
+"""Where ``train.max_cpu_seconds`` ends a run before ``train.steps``: the learning rate, and the time left."""
+
+import io
+import itertools
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from mmrl import checkpoint
+from mmrl.config.loader import load_recipe
+from mmrl.config.schema import Optim
+from mmrl.engines.policy import Policy
+from mmrl.errors import UserError
+from mmrl.report import progress as shown
+from mmrl.report.progress import Progress, status_line
+from mmrl.report.rundir import RunDir
+from mmrl.session import same_run, train
+
+SMALL = ["sampling.steps=2", "train.prompts_per_step=2", "train.micro_batch_size=2", "eval.every=null"]
+ROW = {"reward/mean": 0.6012, "reward/std": 0.21, "policy/ratio_max_dev": 1.2e-7, "policy/kl": 0.01, "time/step": 45.1}
+
+
+@pytest.fixture
+def cpu_clock(monkeypatch):
+    """Every step takes one CPU-second."""
+    ticks = itertools.count()
+    monkeypatch.setattr("mmrl.placement.devices.Single.cpu_seconds", lambda self, run: float(next(ticks)))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("mmrl.report.progress.time.monotonic", lambda: now[0])
+    return now
+
+
+def rates(schedule, spent, updates=(0, 40, 80)):
+    torch.manual_seed(0)
+    policy = Policy(nn.Linear(3, 2), Optim(lr=1.0, schedule=schedule), total_updates=100)
+    found = []
+    for policy.updates, share in zip(updates, spent, strict=True):
+        found.append(policy.learning_rate(share))
+    return found
+
+
+def test_a_falling_learning_rate_follows_what_ends_the_run():
+    assert rates("linear", (0.0, 0.8, 1.0)) == pytest.approx([1.0, 0.25, 0.05])
+    assert rates("linear", (0.0, 5.0, 9.0)) == [1.0, 0.0, 0.0]
+
+
+def test_measured_time_has_no_say_where_steps_end_the_run():
+    steps = rates("linear", (0.0, 0.0, 0.0))
+    assert rates("linear", (0.03, 0.44, 0.84)) == steps, "to the bit"
+    assert rates("constant", (0.0, 0.8, 1.0)) == [1.0, 1.0, 1.0]
+
+
+def rows_of(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/peak", "features/"))} for row in rows]
+
+
+def test_a_run_that_the_limit_ends_goes_on_from_the_time_in_its_checkpoint(tmp_path, cpu_clock):
+    changes = [*SMALL, "optim={schedule: linear, lr: 1.0}", "train.steps=20", "train.max_cpu_seconds=5"]
+    loaded = load_recipe(["shapes-draft"], [*changes, "checkpoint={every: 1, keep: 9}"])
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(loaded, whole)
+    rows = rows_of(whole)
+    assert [row["optim/lr"] for row in rows] == pytest.approx([1.0, 0.85, 0.65, 0.45, 0.25])
+    assert [row["perf/cpu_seconds"] for row in rows] == [1, 2, 3, 4, 5]
+    shutil.copytree(whole, cut)
+    for step in (4, 5):  # as if it had been killed in step 4
+        shutil.rmtree(cut / "checkpoints" / f"step_{step:06d}")
+    assert checkpoint.steps(cut / "checkpoints")[-1] == 3
+    train(loaded, cut, resume=True)
+    assert rows_of(cut) == rows
+    longer = load_recipe(["shapes-draft"], [*loaded.overrides, "train.max_cpu_seconds=9"])
+    with pytest.raises(UserError, match=r"--resume: train\.max_cpu_seconds differ"):
+        train(longer, cut, resume=True)
+
+
+def test_without_a_schedule_another_limit_may_be_set(tmp_path):
+    directory = RunDir(tmp_path)
+    directory.resolved.write_text(json.dumps(load_recipe(["shapes-nft"]).resolved()))
+    same_run(directory, load_recipe(["shapes-nft"], ["train.max_cpu_seconds=9"]))
+
+
+# ---- the time left
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def frame(out):
+    """What the newest bar looks like."""
+    assert shown._live is not None
+    out.truncate(out.seek(0))
+    shown._live.refresh()
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).strip("\r\n")
+
+
+def test_the_time_left_is_to_the_limit_where_that_comes_first(clock):
+    out = io.StringIO()
+    with Progress(125, "shapes-full", "steps", file=out) as progress:
+        clock[0] += 300  # of a first evaluation
+        for n in range(1, 13):
+            clock[0] += 50
+            progress.advance(1, "reward 0.41", spent=n * 10 / 600)
+    lines = out.getvalue().splitlines()
+    assert lines[-1] == "shapes-full: 12/~60 steps  40 min 00 s left  reward 0.41"
+
+
+def test_a_run_that_the_limit_ended_says_how_long_it_took(clock):
+    out = io.StringIO()
+    with Progress(125, "shapes-full", "steps", done=60, file=out, spent=0.9) as progress:
+        clock[0] += 50
+        progress.advance(1, "reward 0.41", spent=1.002)
+    assert out.getvalue().splitlines() == ["shapes-full: 61/125 steps  in 50 s  reward 0.41"]
+
+
+@pytest.mark.parametrize("seconds", [4, 45])
+def test_the_bar_keeps_count_time_and_reward_at_80_columns(seconds, clock, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    with Progress(125, "flux2-klein-base-4b-edit", "steps", file=out) as progress:
+        assert "0/125 steps" in frame(out)
+        for n in range(1, 13):
+            clock[0] += seconds
+            progress.advance(1, status_line(n, 125, ROW, brief=True), spent=n * seconds / 2700)
+        line = frame(out)
+        expected = "12/125 steps 7 min 32 s left" if seconds == 4 else "12/~60 steps 36 min 00 s left"
+        assert expected in line
+        assert "reward 0.601" in line
+        assert len(line) <= 80
+        clock[0] += 30
+        assert ("7 min 02 s left" if seconds == 4 else "35 min 30 s left") in frame(out), "it runs on inside a step"
+        with Progress(64, "evaluate", "samples", file=out) as inner:
+            clock[0] += 10
+            inner.advance(32)
+            outer, line = frame(out).splitlines()
+            assert "32/64 samples" in line
+            assert "10 s left" in line
+            assert "12/" in outer
+            assert "reward 0.6" in outer
+
+
+def test_a_wide_bar_shows_everything(clock, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    with Progress(125, "shapes-full", "steps", file=out) as progress:
+        clock[0] += 45
+        progress.advance(1, status_line(1, 125, ROW, brief=True))
+        line = frame(out)
+    assert "1/125 steps in 45 s 1 h 33 min left reward 0.601 ±0.21  ratio dev 1.2e-07  kl 0.010  45.1 s/step" in line
