@@ -42,8 +42,8 @@ def rates(schedule, spent, updates=(0, 40, 80)):
     torch.manual_seed(0)
     policy = Policy(nn.Linear(3, 2), Optim(lr=1.0, schedule=schedule), total_updates=100)
     found = []
-    for policy.updates, share in zip(updates, spent, strict=True):
-        found.append(policy.learning_rate(share))
+    for policy.updates, policy.spent in zip(updates, spent, strict=True):
+        found.append(policy.learning_rate())
     return found
 
 

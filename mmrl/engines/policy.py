@@ -64,6 +64,8 @@ class Policy:
         )
         self.copies: dict[str, dict[str, Tensor]] = {}
         self.updates = 0
+        self.spent = 0.0
+        """The share of train.max_cpu_seconds that the steps before this one took."""
         self.active = "current"
         if settings.ema_decay is not None:
             self.keep("ema")
@@ -165,8 +167,8 @@ class Policy:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def apply(self, spent: float = 0.0) -> dict[str, float]:
-        """Clip, take the optimizer step, clear the gradients. ``spent`` as in ``learning_rate``.
+    def apply(self) -> dict[str, float]:
+        """Clip, take the optimizer step, clear the gradients.
 
         Raises ``UserError`` where the gradient is not finite, before a weight is touched.
         """
@@ -178,7 +180,7 @@ class Policy:
                 f"the gradient norm of update {self.updates} is {norm.item()}: the loss has left the range of numbers. "
                 "Nothing was updated; lower optim.lr or optim.max_grad_norm, or train in float32 (model.dtype)."
             )
-        lr = self.learning_rate(spent)
+        lr = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -192,14 +194,13 @@ class Policy:
             self.move("ema", min(self.settings.ema_decay, (1 + n) / (10 + n)))
         return {"optim/grad_norm": norm.item(), "optim/lr": lr}
 
-    def learning_rate(self, spent: float = 0.0) -> float:
+    def learning_rate(self) -> float:
         """Of the next update: a function of what a checkpoint holds, so that a resumed run has the same.
 
-        ``spent`` is the share of train.max_cpu_seconds used up before this step. Where the limit will end the run, the
-        rate falls with it in place of the updates done.
+        Where the limit of CPU time will end the run, a falling rate follows ``spent`` in place of the updates done.
         """
         warm = min(1.0, (self.updates + 1) / (self.settings.warmup_steps + 1))
-        done = max(self.updates / self.total_updates, spent - _LAG)
+        done = max(self.updates / self.total_updates, self.spent - _LAG)
         falling = self.settings.schedule == "linear"
         return self.settings.lr * warm * (max(0.0, 1 - done) if falling else 1.0)
 

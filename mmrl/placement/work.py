@@ -117,8 +117,12 @@ def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: 
 
 def apply(run: Run, spent: float) -> dict[str, float]:
     """The optimizer step, with the gradients of all devices of all controllers; ``spent`` as ``train_step`` has it."""
-    metrics = run.policy.apply(spent)
-    return metrics if run.critic is None else metrics | renamed(run.critic.apply(spent))
+    run.policy.spent = spent
+    metrics = run.policy.apply()
+    if run.critic is None:
+        return metrics
+    run.critic.spent = spent
+    return metrics | renamed(run.critic.apply())
 
 
 def move(run: Run, step: int) -> None:
