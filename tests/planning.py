@@ -1,15 +1,60 @@
-"""What a step takes, counted as it runs: shared by the tests that hold a plan against it."""
+"""Plans, and what a step takes, counted as it runs: shared by the tests that hold one against the other."""
 
 import gc
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 
+from mmrl.config.loader import load_recipe
+from mmrl.errors import UserError
 from mmrl.loop import train_step
+from mmrl.placement import memory
 from mmrl.placement.fakes import LiveBytes, nbytes
+from mmrl.placement.plan import Plan, plan
 from mmrl.report.clock import Clock
 from mmrl.run import build
+
+LEFT_OUT = "the step is left out"
+
+
+def planned(name: str, *overrides: str, device_memory: int | None = None) -> Plan:
+    """The plan of a recipe. It is made once in a process, so the files that the recipe names must not change; each
+    caller has a copy."""
+    return deepcopy(_planned(name, overrides, device_memory))
+
+
+@cache
+def _planned(name: str, overrides: tuple[str, ...], device_memory: int | None) -> Plan:
+    return plan(load_recipe([name], overrides), device_memory)
+
+
+@contextmanager
+def without_the_step() -> Iterator[list]:
+    """Inside the block, a plan ends before its step is run without data, which takes most of its time.
+
+    ``LEFT_OUT`` is then among the plan's problems. Yields what the step was given.
+    """
+    given: list = []
+
+    def stopped(*arguments):
+        given.extend(arguments)
+        raise UserError(LEFT_OUT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "measure", stopped)
+        yield given
+
+
+def planned_in_short(name: str, *overrides: str, device_memory: int | None = None) -> Plan:
+    """The plan of a recipe without its step: what is read, built, checked and counted before."""
+    with without_the_step():
+        return plan(load_recipe([name], overrides), device_memory)
 
 
 def run_steps(loaded, steps=1):

@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -196,16 +195,6 @@ def test_a_broken_adapter_is_found(folders, monkeypatch):
 
 # -- real sizes ------------------------------------------------------------------------------------------------------
 
-PUBLISHED = {  # parameters of what trains, of all that encodes text, and of the VAE
-    "sd15": (859_520_964, 123_060_480, 83_653_863),
-    "sdxl": (2_567_463_684, 123_060_480 + 694_659_840, 83_653_863),
-    "flux-dev": (11_901_408_320, 123_060_480 + 4_762_310_656, 83_819_683),
-    "qwen-image": (20_430_401_088, 8_292_166_656, 126_892_531),
-    "wan21-1.3b": (1_418_996_800, 5_680_910_336, 126_892_531),
-    "z-image": (6_154_908_736, 4_022_468_096, 83_819_683),
-    "flux2-klein-base-4b": (3_875_544_576, 4_022_468_096, 84_046_115),
-    "sana15-1.6b": (1_604_641_952, 2_614_341_888, 312_250_275),
-}
 WIDE = [
     "device=cpu",
     "threads=1",
@@ -217,21 +206,12 @@ WIDE = [
 ]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_real_checkpoints_have_their_published_size(name):
-    loaded = load_recipe([name])
-    describe = mmrl.load("pipelines", loaded.recipe.pipeline).describe
-    architecture = Path(loaded.resolve(loaded.recipe.architecture))
-    sizes = {}
-    for component in describe(loaded.recipe, loaded.recipe.model.path, architecture).components:
-        frozen = sum(p.numel() for p in component.module.parameters() if not p.requires_grad)
-        sizes[component.role] = sizes.get(component.role, 0) + frozen
-    assert (sizes["policy"], sizes["text encoders"], sizes["VAE"]) == PUBLISHED[name]
-
-
 @pytest.mark.long  # in short: of sd35-medium, in test_plan
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name",
+    ["sd15", "sdxl", "flux-dev", "qwen-image", "wan21-1.3b", "z-image", "flux2-klein-base-4b", "sana15-1.6b"],
+)
 def test_a_real_step_at_true_width_takes_what_the_plan_says(name, tmp_path):
     """Two layers of each kind, random weights: tensors counted as they live, within 20 percent."""
     shipped = shipped_recipes()[name]

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,14 +20,14 @@ import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.batch import Batch, rows_of_update, slices
 from mmrl.config.loader import load_recipe, shipped_recipes
-from mmrl.errors import UserError
-from mmrl.placement import memory
 from mmrl.placement.arithmetic import count
 from mmrl.placement.fakes import LiveBytes
-from mmrl.placement.plan import plan
+from mmrl.placement.plan import _emulated, plan
+from mmrl.placement.room import room
 from mmrl.run import load_objective
 from mmrl.trajectory import SampleId, Trajectory
-from tests.planning import random_weights, resident, run_steps
+from tests import planning
+from tests.planning import LEFT_OUT, random_weights, resident, run_steps, without_the_step
 
 allow_cpu_only()
 
@@ -43,7 +45,11 @@ SMALL = [
 
 
 def planned(*overrides, name="shapes-lora", **more):
-    return plan(load_recipe([name], overrides), **more)
+    return planning.planned(name, *overrides, **more)
+
+
+def planned_in_short(*overrides, name="shapes-lora"):
+    return planning.planned_in_short(name, *overrides)
 
 
 def rendered(made, short=False, width=100):
@@ -174,6 +180,11 @@ class Counting:
         self.recipe, self.objective = recipe, load_objective(recipe)
 
 
+@cache
+def lora_recipe():
+    return load_recipe(["shapes-lora"]).recipe
+
+
 @given(
     prompts=st.integers(1, 7),
     group=st.integers(1, 6),
@@ -185,7 +196,7 @@ class Counting:
 def test_the_counts_are_those_of_the_loop(prompts, group, updates, micro, batch):
     group = max(2, group * updates)
     train = {"prompts_per_step": prompts, "group_size": group, "micro_batch_size": micro, "updates_per_step": updates}
-    base = load_recipe(["shapes-lora"]).recipe
+    base = lora_recipe()
     recipe = base.model_copy(
         update={
             "train": base.train.model_copy(update=train),
@@ -255,40 +266,87 @@ def test_the_output_says_where_the_sizes_come_from(medium):
 
 LARGE = ("qwen-image", "sdxl", "flux-dev", "sana15-1.6b", "z-image", "flux2-klein-base-4b-edit", "sd15", "wan21-1.3b")
 """Recipes whose step takes half a minute and more to imagine."""
+SLOW = ("flux2-klein-base-4b", "qwen25-0.5b-long", "qwen25-vl-3b")
+PUBLISHED = {  # parameters of what trains, of all that encodes text, and of the VAE
+    "sd15": (859_520_964, 123_060_480, 83_653_863),
+    "sdxl": (2_567_463_684, 123_060_480 + 694_659_840, 83_653_863),
+    "flux-dev": (11_901_408_320, 123_060_480 + 4_762_310_656, 83_819_683),
+    "qwen-image": (20_430_401_088, 8_292_166_656, 126_892_531),
+    "wan21-1.3b": (1_418_996_800, 5_680_910_336, 126_892_531),
+    "z-image": (6_154_908_736, 4_022_468_096, 83_819_683),
+    "flux2-klein-base-4b": (3_875_544_576, 4_022_468_096, 84_046_115),
+    "sana15-1.6b": (1_604_641_952, 2_614_341_888, 312_250_275),
+}
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_every_large_recipe_has_its_sizes_and_counts(name, monkeypatch):
+def real(name):
+    """What is changed in a recipe before its plan is made."""
+    small = ["train.micro_batch_size=2", "sampling.batch_size=2"] if name.startswith("qwen") else []
+    return [*small, *(["sampling.max_new_tokens=2048"] if name.endswith("-long") else [])]
+
+
+@pytest.mark.parametrize("name", [*LARGE, *SLOW])
+def test_every_large_recipe_has_its_sizes_and_counts(name):
     """In short, without the step: what is read, built and counted before."""
-
-    given = []
-
-    def stopped(*arguments):
-        given.extend(arguments)
-        raise UserError("the step is left out")
-
-    monkeypatch.setattr(memory, "measure", stopped)
-    made = planned(*(["train.micro_batch_size=2", "sampling.batch_size=2"] if name == "qwen-image" else []), name=name)
-    assert made.problems == ["the step is left out"]
+    if name == "qwen25-vl-3b":
+        pytest.importorskip("torchvision")
+    with without_the_step() as given:
+        made = plan(load_recipe([name], real(name)))
+    assert made.problems == [LEFT_OUT]
     assert made.counts.samples == made.recipe.train.prompts_per_step * made.recipe.train.group_size
     description = given[0]
-    assert {"policy", "VAE", "text encoders"} <= {component.role for component in description.components}
-    assert sum(p.numel() for p in description.pipeline.policy.parameters()) > 5e8
+    roles = {component.role for component in description.components}
+    assert roles >= ({"policy"} if description.pipeline.makes == "text" else {"policy", "VAE", "text encoders"})
+    assert sum(p.numel() for p in description.pipeline.policy.parameters()) > (4e8 if "0.5b" in name else 5e8)
+    if name in PUBLISHED:
+        sizes = {}
+        for component in description.components:
+            frozen = sum(p.numel() for p in component.module.parameters() if not p.requires_grad)
+            sizes[component.role] = sizes.get(component.role, 0) + frozen
+        assert (sizes["policy"], sizes["text encoders"], sizes["VAE"]) == PUBLISHED[name]
+
+
+def test_every_published_size_is_looked_at():
+    assert set(PUBLISHED) <= {*LARGE, *SLOW}
+
+
+def test_the_real_language_recipe_has_its_published_size():
+    made = planned(*real("qwen25-0.5b-gsm8k"), name="qwen25-0.5b-gsm8k")
+    assert made.problems == []
+    roles = {role.name: role for role in made.roles}
+    assert roles["policy, trained"].parameters == 494_032_768
+    assert made.counts.row_tokens == 512 + 1024, "without the tokenizer, sampling.max_prompt_tokens counts"
+    assert "recorded in qwen25-0.5b.architecture.json" in made.source
+    logits = 2 * 1025 * 151_936 * 4
+    assert logits < made.measured.train < 12 * logits, "of two rows; the vocabulary's logits are most of it"
+    cache = 2 * 24 * 2 * 2 * 64 * 1536 * 2  # rows, layers, keys and values, heads, width, tokens, bytes
+    assert cache < made.measured.sample
+
+
+@pytest.mark.slow
+def test_the_real_vision_recipe_has_its_published_size():
+    pytest.importorskip("torchvision")
+    made = planned(*real("qwen25-vl-3b"), name="qwen25-vl-3b")
+    assert made.problems == []
+    roles = {role.name: role for role in made.roles}
+    assert roles["policy, frozen"].parameters == 3_754_622_976
+    # 36 layers of width 2048, with 256 for keys and values each, and 11008 between the three others
+    pairs = [(2048, 2048), (2048, 256), (2048, 256), (2048, 2048), *[(2048, 11008)] * 3]
+    assert roles["policy, trained"].parameters == 36 * 16 * sum(a + b for a, b in pairs)
+    assert made.counts.row_tokens == 1024 + 512
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks={"qwen25-vl-3b": [pytest.mark.slow]}.get(n, [pytest.mark.long] if n in LARGE else []))
+        pytest.param(n, marks=[pytest.mark.long] * (n in LARGE) + [pytest.mark.slow] * (n in SLOW))
         for n in shipped_recipes()
     ],
 )
-def test_every_shipped_recipe_resolves(name, medium):
+def test_every_shipped_recipe_resolves(name):
     if load_recipe([name]).recipe.pipeline.startswith("vlm/"):
         pytest.importorskip("torchvision")
-    real = ["train.micro_batch_size=2", "sampling.batch_size=2"] if name.startswith("qwen") else []
-    real += ["sampling.max_new_tokens=2048"] if name.endswith("-long") else []
-    made = medium if name == "sd35-medium" else planned(*real, name=name)
+    made = planned(*real(name), name=name)
     assert made.problems == []
     assert made.peak is not None
     assert not [note for note in made.notes if "not known" in note]
@@ -315,7 +373,7 @@ def test_what_does_not_fit_is_a_problem_with_edits():
     (problem,) = made.problems
     assert f"the phase {whole.peak.name} needs " in problem
     assert "cpu has" in problem
-    assert planned(*SMALL, *changes, device_memory=whole.peak.total).problems == []
+    assert room(replace(whole, device_memory=whole.peak.total)) == []
     edits = problem.partition("Try: ")[2].split("; ")
     assert edits[:2] == ["model.gradient_checkpointing=true", "train.micro_batch_size=4"]
     assert planned(*SMALL, *changes, *edits[:2]).peak.total < whole.peak.total, "the edits help"
@@ -329,11 +387,12 @@ def test_a_plan_of_several_controllers_is_of_the_one_with_most_and_of_all_on_thi
     assert "a step of each of 2 controllers: 3 prompts" in rendered(two)
     assert "between controllers: the gradients" in " ".join(rendered(two).split())
     needed = 2 * two.peak.total
-    assert planned(*SMALL, "train.prompts_per_step=5", "controllers=2", device_memory=needed).problems == []
+    assert room(replace(two, device_memory=needed)) == []
     changes = [*SMALL, "train.prompts_per_step=5", "controllers=2"]
     (problem,) = planned(*changes, device_memory=needed - 1).problems
     assert problem.startswith("controllers: 2 need")
-    assert planned(*changes, "ray=auto", device_memory=needed - 1).problems == []
+    elsewhere = two.recipe.model_copy(update={"ray": "auto"})
+    assert room(replace(two, recipe=elsewhere, device_memory=needed - 1)) == []
 
 
 def test_shards_divide_what_stays_and_are_gathered_where_a_controller_computes_alone():
@@ -348,7 +407,7 @@ def test_shards_divide_what_stays_and_are_gathered_where_a_controller_computes_a
     assert "weights gathered for the phase" not in at["optimizer"]
     assert at["optimizer"]["policy"] == -(-policy // 4)
     assert "weights and gradients of every training slice" in " ".join(rendered(shards).split())
-    (problem,) = planned(*changes, device_memory=2**20).problems
+    (problem,) = room(replace(whole, device_memory=2**20))
     assert "train.backend=fsdp" in problem
 
 
@@ -375,7 +434,7 @@ def test_full_training_that_does_not_fit_is_told_of_lora():
     ],
 )
 def test_what_cannot_run_is_a_problem(changes, message):
-    made = planned(*changes, name="shapes-lora" if SMALL[0] in changes else "sd35-medium")
+    made = planned_in_short(*changes, name="shapes-lora" if SMALL[0] in changes else "sd35-medium")
     assert any(message in problem for problem in made.problems), made.problems
     assert message in rendered(made, width=500)
     assert message not in rendered(made, short=True, width=500), "who raises the problems prints them"
@@ -408,7 +467,7 @@ def test_all_that_is_wrong_is_said_at_once():
 def test_an_architecture_that_is_none_is_said(tmp_path):
     for text in ("no json", "[]", '{"components": {"transformer": {}}}', '{"components": {"transformer": []}}'):
         (tmp_path / "a.json").write_text(text)
-        (problem,) = planned(f"architecture={tmp_path / 'a.json'}", name="sd35-medium").problems
+        (problem,) = plan(load_recipe(["sd35-medium"], [f"architecture={tmp_path / 'a.json'}"])).problems
         assert "a.json" in problem
 
 
@@ -517,7 +576,12 @@ def step_in_own_process(recipe, *overrides):
 def test_a_cpu_without_instructions_for_bfloat16_is_told(dtype, flags, told, monkeypatch):
     has = {"avx512_bf16": False, "amx_bf16": False, **flags}
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: has)
-    notes = plan(load_recipe(["shapes-full"], ["device=cpu", f"model.dtype={dtype}"])).notes
+    if told:  # once by way of the whole plan
+        notes = plan(load_recipe(["shapes-full"], ["device=cpu", f"model.dtype={dtype}"])).notes
+    else:
+        made = planned(*SMALL)
+        model = made.recipe.model.model_copy(update={"dtype": dtype})
+        notes = list(_emulated(replace(made, recipe=made.recipe.model_copy(update={"model": model}))))
     assert any("set model.dtype=float32" in note for note in notes) == told
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,13 @@ from mmrl.config.schema import Placement
 from mmrl.judge.server import CACHE
 from mmrl.placement.arithmetic import count
 from mmrl.placement.judges import Asked, on_devices
-from mmrl.placement.plan import Plan, plan
+from mmrl.placement.plan import Plan
 from mmrl.placement.room import room
 from mmrl.placement.sharing import calls, idle, inside, refusals, rows, split_of
 from mmrl.rewards.scoring import check
 from mmrl.rewards.underway import Entry, batches
 from mmrl.run import load_objective
+from tests import planning
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -34,8 +36,12 @@ JUDGED = [*SMALL, "sampling.window=null", "rewards.0.batch_size=8", "eval.reward
 URL = "rewards=[{name: judge, options: {model: {url: 'http://127.0.0.1:9/v1', name: a}, rubric: '{{ prompt_text }}'}}]"
 
 
-def planned(*changes, name="shapes-judge", **more):
-    return plan(load_recipe([name], [*JUDGED, *changes]), **more)
+def planned(*changes, **more):
+    return planning.planned("shapes-judge", *JUDGED, *changes, **more)
+
+
+def planned_in_short(*changes, **more):
+    return planning.planned_in_short("shapes-judge", *JUDGED, *changes, **more)
 
 
 def rendered(made, width=140):
@@ -149,7 +155,7 @@ def test_a_judge_in_a_server_counts_with_what_the_server_takes():
     }
     assert made.host == planned("device=cuda").host + weights
     assert "its server takes 30% of the device's memory, which is not known" in " ".join(
-        planned(*two, "device=cuda").notes
+        planned_in_short(*two, "device=cuda").notes
     )
 
 
@@ -157,7 +163,7 @@ def test_a_judge_in_a_server_counts_with_what_the_server_takes():
 def test_a_judge_over_several_devices_is_refused_beside_others_and_taken_alone(devices):
     served = f"rewards.0.options.model={{vllm: {JUDGE}, args: {{tensor_parallel_size: 2}}}}"
     for layout in (f"devices_per_controller={devices}", f"controllers={devices}"):
-        problems = " ".join(planned(served, layout).problems)
+        problems = " ".join(planned_in_short(served, layout).problems)
         assert ("rewards (judge): its server is spread over 2 devices, and each of the 2 devices" in problems) == (
             devices == 2
         )
@@ -169,11 +175,12 @@ def test_a_judge_that_has_no_room_in_its_share_is_refused():
 
     def problems(**args):
         model = json.dumps({"vllm": str(JUDGE), "args": args})
-        made = planned(f"rewards.0.options.model={model}", "device=cuda", device_memory=10 * weights)
+        made = planned_in_short(f"rewards.0.options.model={model}", "device=cuda", device_memory=10 * weights)
         return " ".join(made.problems)
 
-    assert "its server may have 5% of" in problems(gpu_memory_utilization=0.05)
-    assert "raise options.model.args.gpu_memory_utilization" in problems(gpu_memory_utilization=0.05)
+    refused = problems(gpu_memory_utilization=0.05)
+    assert "its server may have 5% of" in refused
+    assert "raise options.model.args.gpu_memory_utilization" in refused
     assert "its server may have" not in problems(gpu_memory_utilization=0.2)
     assert "its server may have" not in problems(gpu_memory_utilization=0.06, tensor_parallel_size=2)
 
@@ -181,9 +188,7 @@ def test_a_judge_that_has_no_room_in_its_share_is_refused():
 def test_an_engine_that_sleeps_is_there_while_it_samples():
     two = ["devices_per_controller=2", "rollout.engine=vllm_server"]
     recipe = [*two, "train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4"]
-    awake, asleep = (
-        plan(load_recipe(["sums"], [*recipe, f"placement={{sleep: {sleep}}}"])) for sleep in ("false", "true")
-    )
+    awake, asleep = (planning.planned("sums", *recipe, f"placement={{sleep: {sleep}}}") for sleep in ("false", "true"))
     assert {p.name for p in awake.phases if "engine" in p.parts} == {p.name for p in awake.phases}
     assert {p.name for p in asleep.phases if "engine" in p.parts} == {"sample", "decode"}
     assert rows(asleep) == [("0 to 1", "sample", "train; engine asleep")]
@@ -257,7 +262,7 @@ def test_devices_that_keep_their_role_are_drawn_with_what_they_do():
     assert "set devices_per_controller to 3 or more" in none_left
     (idle_judge,) = refusals(Plan(recipe, "cpu", None, asked=[]), objective)
     assert "placement.judges" in idle_judge
-    made = plan(load_recipe(["shapes-judge"], ["devices_per_controller=3", "placement=disaggregated"]))
+    made = planning.planned("shapes-judge", *SMALL, "devices_per_controller=3", "placement=disaggregated")
     gradients = made.roles[1].bytes  # as large as what is given to the one that samples
     assert made.inside["weights"] == pytest.approx(gradients, rel=1e-4)
 
@@ -305,7 +310,7 @@ def test_a_plan_says_all_of_it_at_once():
         "a controller's 1 sampling micro-batch cannot keep 2 devices busy; set sampling.batch_size=24 or less",
         "an update's 2 slices of a controller cannot keep 4 devices busy; set train.micro_batch_size=24 or less",
     ]
-    own = planned("devices_per_controller=2", "placement=adaptive", "rewards=[{name: 'jpeg:compressibility'}]")
+    own = planned_in_short("devices_per_controller=2", "placement=adaptive", "rewards=[{name: 'jpeg:compressibility'}]")
     assert "no reward of this recipe computes on a device" in own.problems[0]
 
 
@@ -337,6 +342,11 @@ def test_a_judge_that_fills_the_device_is_told_to_sleep_or_to_be_smaller(partial
     assert "sleep: true" not in problem
 
 
+@cache
+def judge_recipe():
+    return load_recipe(["shapes-judge"]).recipe
+
+
 @given(
     prompts=st.integers(1, 9),
     group=st.integers(2, 9),
@@ -351,7 +361,7 @@ def test_a_judge_that_fills_the_device_is_told_to_sleep_or_to_be_smaller(partial
 def test_a_note_on_idle_devices_is_true_and_its_edit_mends_it(
     prompts, group, micro, batch, size, devices, kind, entries
 ):
-    base = load_recipe(["shapes-judge"]).recipe
+    base = judge_recipe()
     train = {"prompts_per_step": prompts, "group_size": group, "micro_batch_size": micro}
     changes = {
         "train": base.train.model_copy(update=train),
