@@ -6,6 +6,7 @@ import json
 import re
 import resource
 import shutil
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,11 +81,18 @@ def draw(pipe: Any, **options: Any) -> torch.Tensor:
     return torch.from_numpy(pipe(PROMPT, output_type="np", **options).images)
 
 
+@cache
 def of_run(run: Path) -> torch.Tensor:
     """What the run's own policy draws, under the weights that evaluation uses."""
     restored_run, _, _ = restored(run, "latest")
     with restored_run.policy.for_evaluation():
         return draw(restored_run.pipeline.adapter.pipe)  # type: ignore[attr-defined]
+
+
+@cache
+def of_base(root: Path) -> torch.Tensor:
+    """What the model draws that the runs began with."""
+    return draw(fresh(root / "tiny-sd3"))
 
 
 def fresh(folder: Path) -> Any:
@@ -96,7 +104,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_the_runs_changed_the_model_so_that_equal_pixels_mean_something(root: Path) -> None:
-    base = draw(fresh(root / "tiny-sd3"))
+    base = of_base(root)
     for name in ("lora-run", "full-run"):
         restored_run, _, _ = restored(root / name, "latest")
         assert difference(of_run(root / name), base) > 0.02
@@ -174,7 +182,7 @@ def test_the_lora_guards_can_fail(root: Path, exported: SimpleNamespace, tmp_pat
     shutil.copy(exported.lora / "adapter_model.safetensors", tmp_path / "peft")
     pipe = fresh(root / "tiny-sd3")
     pipe.load_lora_weights(tmp_path / "peft")
-    assert difference(draw(pipe), draw(fresh(root / "tiny-sd3"))) == 0
+    assert difference(draw(pipe), of_base(root)) == 0
 
 
 @pytest.mark.parametrize("name", ["lora-run", "full-run"])
@@ -212,7 +220,7 @@ def test_merged_weights_take_the_models_dtype_and_are_rounded_once(root: Path, t
 
 def test_the_base_checkpoint_is_the_base_model(root: Path) -> None:
     out = export(root / "lora-run", root / "untrained", "merged", "base")
-    assert difference(draw(fresh(out)), draw(fresh(root / "tiny-sd3"))) == 0
+    assert difference(draw(fresh(out)), of_base(root)) == 0
     card = (out / "README.md").read_text()
     assert "after 0 steps" in card
     assert not (out / "before_after.png").exists()

@@ -45,7 +45,7 @@ def folders(tmp_path_factory):
 def recipe(family, folders, lora=True, **sampling):
     length = {"sd3": 12, "flux": 16, "wan": 16}.get(family, 64)  # tokens of the tiny tokenizers are bytes, or pieces
     size = 64 if family == "flux2_klein_edit" else 32  # the least that the stock pipeline takes of a picture
-    settings = {"steps": 4, "height": size, "width": size, "max_sequence_length": length, **sampling}
+    settings = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, **sampling}
     settings = ({"frames": 5} if family == "wan" else {}) | settings
     return Recipe.model_validate(
         {

@@ -22,6 +22,7 @@ from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.trajectory import Prompt
+from tests.tiny_diffusion import two_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = Clock(torch.device("cpu"))
@@ -195,7 +196,8 @@ class Endless(Sequence):
 
 def make(name, budget=None, endless=False, *overrides):
     recipe, changes = RECIPES[name]
-    loaded = load_recipe([recipe], [*changes, *overrides])
+    path = [f"model.path={two_blocks()}"] if name == "diffusion" else []
+    loaded = load_recipe([recipe], [*path, *changes, *overrides])
     run = build(loaded.recipe, loaded.root)
     if budget is not None:
         run.pipeline.features.budget_bytes = budget
@@ -217,11 +219,12 @@ def test_a_step_whose_features_lie_on_disk_is_the_same_step(name):
     spilled.pipeline.close()
 
 
-def growth(name, steps, every):
-    """Resident MiB, bytes in the store, and held prompts, ``every`` so many steps: other prompts in each."""
+def growth(name, steps, every, full):
+    """Resident MiB, bytes in the store, and held prompts, ``every`` so many steps: other prompts in each. The store is
+    full after ``full`` steps."""
     run = make(name, endless=True)
     train_step(run, 0, CPU)
-    run.pipeline.features.budget_bytes = 6 * run.pipeline.features.bytes  # full after some steps
+    run.pipeline.features.budget_bytes = full * run.pipeline.features.bytes
     found = []
     for step in range(1, steps + 1):
         train_step(run, step, CPU)
@@ -236,7 +239,7 @@ def growth(name, steps, every):
 
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_nothing_is_held_after_steps_on_other_prompts(name):
-    found = growth(name, 12, 4)
+    found = growth(name, 6, 2, full=3)
     assert all(held == 0 for _, _, held, _ in found)
     assert found[-1][3] <= found[1][3] + 2  # full: as many prompts as before
 
@@ -245,7 +248,7 @@ def test_nothing_is_held_after_steps_on_other_prompts(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_nothing_grows_over_200_steps(name):
-    found = growth(name, 200, 20)
+    found = growth(name, 200, 20, full=6)
     warm, last = found[2], found[-1]
     print(name, found)
     assert last[0] - warm[0] < 8, found  # MiB resident, from step 60 to step 200

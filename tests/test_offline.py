@@ -420,7 +420,15 @@ def test_a_half_precision_base_takes_adapters_and_a_head(folder, tmp_path):
 # -- resumption ---
 
 
-@pytest.mark.parametrize("changes", [[], [LORA], SCORE, [*SCORE, LORA]], ids=["dpo", "dpo-lora", "score", "score-lora"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param([], id="dpo", marks=pytest.mark.slow),
+        pytest.param([LORA], id="dpo-lora"),
+        pytest.param(SCORE, id="score"),
+        pytest.param([*SCORE, LORA], id="score-lora", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(folder, tmp_path, monkeypatch, changes):
     changes = [*changes, "train.steps=5", "eval.every=2", "eval.samples=8", "checkpoint.every=2"]
     loaded = load(folder, *changes)

@@ -23,12 +23,13 @@ from mmrl.report.rundir import RunDir
 from mmrl.run import build
 from mmrl.session import Session, Stop
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+from tests.tiny_diffusion import two_blocks
 
 SMALL = ["train.prompts_per_step=4", "train.micro_batch_size=4", "sampling.steps=4", "eval.samples=4", "eval.grid=2"]
 
 
 def make(*overrides):
-    loaded = load_recipe(["shapes-dpo"], [*SMALL, *overrides])
+    loaded = load_recipe(["shapes-dpo"], [f"model.path={two_blocks()}", *SMALL, *overrides])
     return build(loaded.recipe, loaded.root)
 
 

@@ -36,8 +36,13 @@ def task(name: str) -> list[Prompt]:
 
 
 def judged(pairs: list[tuple[Prompt, Image.Image]], part: str = "success") -> np.ndarray:
+    return scored(pairs)[part]
+
+
+def scored(pairs: list[tuple[Prompt, Image.Image]]) -> dict[str, np.ndarray]:
+    """Every part, for a test that looks at several."""
     samples = [Sample(prompt, SampleId(0, i, 0, 0), image) for i, (prompt, image) in enumerate(pairs)]
-    return np.array(verifier.score(samples, context=Context())[part])
+    return {part: np.array(values) for part, values in verifier.score(samples, context=Context()).items()}
 
 
 def some_prompts(per_task: int, seed: int = 0) -> list[Prompt]:
@@ -150,9 +155,10 @@ def test_every_drawn_picture_succeeds():
     prompts = [*task("count"), *task("side"), *random.Random(0).sample(task("relation"), 220)]
     pairs = [(p, data.picture(p, seed)) for p in prompts for seed in range(2)]
     assert len(pairs) >= 700
-    failed = [p.text for (p, _), ok in zip(pairs, judged(pairs), strict=True) if not ok]
+    parts = scored(pairs)
+    failed = [p.text for (p, _), ok in zip(pairs, parts["success"], strict=True) if not ok]
     assert failed == []
-    assert (judged(pairs[::7], "score") == 1).all()
+    assert (parts["score"] == 1).all()
 
 
 def _blurred(image: Image.Image, rng: np.random.Generator) -> Image.Image:
@@ -180,13 +186,13 @@ def _resized(side: int) -> Callable[..., Image.Image]:
 @pytest.mark.parametrize(
     ("change", "least"),
     [
-        (_blurred, 0.97),
-        (_noisy, 0.97),
-        (_shifted, 0.97),
+        pytest.param(_blurred, 0.97, marks=pytest.mark.slow),  # these three in short: all at once
+        pytest.param(_noisy, 0.97, marks=pytest.mark.slow),
+        pytest.param(_shifted, 0.97, marks=pytest.mark.slow),
         (_all_at_once, 0.97),
         (_resized(64), 0.99),
-        (_resized(48), 0.99),
-        (_resized(200), 0.99),
+        pytest.param(_resized(48), 0.99, marks=pytest.mark.slow),
+        pytest.param(_resized(200), 0.99, marks=pytest.mark.slow),
         (_resized(24), 0.85),
     ],
     ids=["blur", "noise", "shift", "all", "64px", "48px", "200px", "24px"],
@@ -271,8 +277,9 @@ def test_near_misses_fail_and_score_between_blank_and_right(miss: str, name: str
         if shapes is not None and not (name == "count" and _same(shapes, prompt)):
             pairs.append((prompt, data.draw(shapes)))
     assert len(pairs) >= 40
-    assert judged(pairs).sum() == 0
-    scores = judged(pairs, "score")
+    parts = scored(pairs)
+    assert parts["success"].sum() == 0
+    scores = parts["score"]
     assert scores.max() < 0.5
     blank = Image.new("RGB", (32, 32), data.BACKGROUND)
     if miss != "one fewer":

@@ -14,6 +14,7 @@ from mmrl.placement.plan import plan
 from mmrl.placement.stacking import settle, settled, with_steps
 from mmrl.report.clock import Clock
 from mmrl.run import build
+from tests.tiny_diffusion import two_blocks
 
 allow_cpu_only()
 
@@ -40,7 +41,7 @@ CASES = {
 @cache
 def stepped(*overrides):
     """A step of training: its row, the gradient of the first update, and rows of every forward with a graph."""
-    loaded = settled(load_recipe(["shapes-lora"], [*SMALL, *overrides]))
+    loaded = settled(load_recipe(["shapes-lora"], [f"model.path={two_blocks()}", *SMALL, *overrides]))
     run = build(loaded.recipe, loaded.root)
     gradients, forwards = [], []
     apply = run.policy.apply

@@ -2,6 +2,8 @@
 
 import json
 import os
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -128,15 +130,23 @@ def test_any_packing_has_the_same_gradient(folder, aggregation):
         assert (other - whole).norm() < 1e-5 * whole.norm()
 
 
+@cache
+def sampled_by(size):
+    """A run and its batch of 24 responses, drawn ``size`` at a time."""
+    small = ["train.prompts_per_step=6", "train.group_size=4", f"sampling.batch_size={size}"]
+    loaded = load_recipe(["sums"], small)
+    run = build(loaded.recipe, loaded.root)
+    slots = run.controller.slots(0, run.prompts, 6)
+    return run, rollout(run, slots, 0, Clock(torch.device("cpu")), Tally())
+
+
 @pytest.mark.parametrize("sampled", [4, 6, 24])
 @pytest.mark.parametrize("updated", [4, 5, 24])
 def test_a_slice_has_the_rows_that_its_columns_speak_of(sampled, updated):
     """Responses of differing length from several micro-batches: sorted by length they come in another order."""
-    small = ["train.prompts_per_step=6", "train.group_size=4", f"train.micro_batch_size={updated}"]
-    loaded = load_recipe(["sums"], [*small, f"sampling.batch_size={sampled}"])
-    run = build(loaded.recipe, loaded.root)
-    slots = run.controller.slots(0, run.prompts, 6)
-    batch = rollout(run, slots, 0, Clock(torch.device("cpu")), Tally())
+    run, batch = sampled_by(sampled)
+    train = run.recipe.train.model_copy(update={"micro_batch_size": updated})
+    run = replace(run, recipe=run.recipe.model_copy(update={"train": train}))
     lengths = [int(batch.lengths[n]) for n in range(24)]
     assert len(set(lengths)) > 3
     seen = []

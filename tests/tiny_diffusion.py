@@ -1,7 +1,11 @@
 """Tiny pipelines of diffusers' real classes with random weights, one for each family: no download, no file of ours but
 the shipped model's tokenizers."""
 
+import atexit
 import json
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,6 +23,25 @@ LANGUAGE = {
     "num_key_value_heads": 2,
 }
 TIMES = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+
+
+@cache
+def two_blocks() -> Path:
+    """The shipped model with its first and last block alone, for tests that hold for any size: made once in a
+    process."""
+    from diffusers import SD3Transformer2DModel
+
+    folder = Path(tempfile.mkdtemp(prefix="mmrl-two-blocks-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    shutil.copytree(SHAPES, folder, ignore=lambda *_: ["transformer"], dirs_exist_ok=True)
+    whole = SD3Transformer2DModel.from_pretrained(SHAPES / "transformer")
+    less = SD3Transformer2DModel.from_config({**whole.config, "num_layers": 2})
+    first, second, last = (f"transformer_blocks.{n}." for n in (0, 1, whole.config.num_layers - 1))
+    kept = {name.replace(last, second): t for name, t in whole.state_dict().items() if first in name or last in name}
+    kept |= {name: t for name, t in whole.state_dict().items() if "transformer_blocks." not in name}
+    less.load_state_dict(kept)
+    less.save_pretrained(folder / "transformer")
+    return folder
 
 
 def save(family: str, folder: Path, seed: int = 0) -> Path:

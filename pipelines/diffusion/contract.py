@@ -49,9 +49,10 @@ class Case:
         self.pipeline.encode(self.slots)
 
     def drawn(self) -> Tensor:
-        """Pictures ``[4, 3, H, W]``, or clips, in [0, 1], without noise between steps, one at a time: so that matrices
-        have the shapes that the stock pipeline's have, on which their last digits hang."""
-        rows = [self.pipeline.sample([s], [i], [], seed=5) for s, i in zip(self.slots, self.ids, strict=True)]
+        """Pictures ``[2, 3, H, W]``, or clips, in [0, 1], one of each prompt, without noise between steps. They are
+        drawn one at a time: matrices then have the shapes that the stock pipeline's have, on which their last
+        digits hang."""
+        rows = [self.pipeline.sample([s], [i], [], seed=5) for s, i in self._of_each_prompt()]
         return torch.cat([self.pipeline.images(row) for row in rows])
 
     def stock(self, pipe: Any) -> Tensor:
@@ -71,9 +72,12 @@ class Case:
                     **self._given(slot.prompt),
                 )
             )
-            for slot, name in zip(self.slots, self.ids, strict=True)
+            for slot, name in self._of_each_prompt()
         ]
         return torch.cat(rows).float()
+
+    def _of_each_prompt(self) -> list[tuple[Slot, SampleId]]:
+        return list(zip(self.slots, self.ids, strict=True))[::2]
 
     def _given(self, prompt: Prompt) -> dict[str, Any]:
         """What the stock call takes of a prompt beside its text."""
