@@ -56,6 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     captions = [p.text for p in mmrl.load("datasets", "shapes").prompts("train")][:6]
     base = mmrl.load("pipelines", "diffusion/pretrain").build(captions)
+    base.transformer = type(base.transformer).from_config({**base.transformer.config, "num_layers": 2})
     base.vae.register_to_config(scaling_factor=1.0, shift_factor=0.0)
     base.save_pretrained(folder / "tiny-sd3")
     (folder / "bright.py").write_text(REWARD)

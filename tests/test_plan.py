@@ -369,8 +369,7 @@ def test_what_does_not_fit_is_a_problem_with_edits():
     changes = ["model.gradient_checkpointing=false", "train.micro_batch_size=8"]
     whole = planned(*SMALL, *changes)
     assert whole.problems == []
-    made = planned(*SMALL, *changes, device_memory=whole.peak.total - 1)
-    (problem,) = made.problems
+    (problem,) = room(replace(whole, device_memory=whole.peak.total - 1))
     assert f"the phase {whole.peak.name} needs " in problem
     assert "cpu has" in problem
     assert room(replace(whole, device_memory=whole.peak.total)) == []
@@ -380,7 +379,7 @@ def test_what_does_not_fit_is_a_problem_with_edits():
 
 
 def test_a_plan_of_several_controllers_is_of_the_one_with_most_and_of_all_on_this_machine():
-    one = planned(*SMALL, "train.prompts_per_step=5")
+    one = planned_in_short(*SMALL, "train.prompts_per_step=5")
     two = planned(*SMALL, "train.prompts_per_step=5", "controllers=2")
     assert (one.counts.prompts, two.counts.prompts) == (5, 3)
     assert one.counts.optimizer_steps == two.counts.optimizer_steps
@@ -388,8 +387,7 @@ def test_a_plan_of_several_controllers_is_of_the_one_with_most_and_of_all_on_thi
     assert "between controllers: the gradients" in " ".join(rendered(two).split())
     needed = 2 * two.peak.total
     assert room(replace(two, device_memory=needed)) == []
-    changes = [*SMALL, "train.prompts_per_step=5", "controllers=2"]
-    (problem,) = planned(*changes, device_memory=needed - 1).problems
+    (problem,) = room(replace(two, device_memory=needed - 1))
     assert problem.startswith("controllers: 2 need")
     elsewhere = two.recipe.model_copy(update={"ray": "auto"})
     assert room(replace(two, recipe=elsewhere, device_memory=needed - 1)) == []
@@ -412,7 +410,7 @@ def test_shards_divide_what_stays_and_are_gathered_where_a_controller_computes_a
 
 
 def test_full_training_that_does_not_fit_is_told_of_lora():
-    made = planned(*SMALL, "model.lora=null", device_memory=2**20)
+    made = planned(*SMALL, "model.lora=null", device_memory=2**20)  # by way of the whole plan
     assert "model.lora={rank: 32}" in made.problems[0]
     lora = planned(*SMALL, "model.lora={rank: 32}")
     assert lora.peak.total < made.peak.total
