@@ -12,7 +12,7 @@ from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
 from mmrl.run import build
 from mmrl.tally import Tally
-from tests.tiny_diffusion import SHAPES, two_blocks
+from tests.tiny_diffusion import two_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = [
@@ -24,9 +24,9 @@ SMALL = [
 ]
 
 
-def make(*overrides, path=None):
-    """A run of the shipped recipe, on two blocks of the model where ``path`` names no other."""
-    loaded = load_recipe(["shapes-lora"], [f"model.path={path or two_blocks()}", *SMALL, *overrides])
+def make(*overrides):
+    """A run of the shipped recipe, on two blocks of its model."""
+    loaded = load_recipe(["shapes-lora"], [f"model.path={two_blocks()}", *SMALL, *overrides])
     return build(loaded.recipe, loaded.root)
 
 
@@ -229,7 +229,6 @@ def test_pathwise_learning_moves_the_reward():
         "train.micro_batch_size=8",
         "optim.lr=3e-3",
         'rewards=[{name: "colour:target", options: {rgb: [60, 95, 235]}}]',
-        path=SHAPES,
     )
     rewards = [step(run, n)[0]["reward/mean"] for n in range(12)]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.02, rewards

@@ -28,6 +28,7 @@ from mmrl.run import load_objective
 from mmrl.trajectory import SampleId, Trajectory
 from tests import planning
 from tests.planning import LEFT_OUT, random_weights, resident, run_steps, without_the_step
+from tests.tiny_diffusion import two_blocks
 
 allow_cpu_only()
 
@@ -45,7 +46,9 @@ SMALL = [
 
 
 def planned(*overrides, name="shapes-lora", **more):
-    return planning.planned(name, *overrides, **more)
+    """With ``SMALL``, of two blocks of the shipped model."""
+    less = [f"model.path={two_blocks()}"] if SMALL[0] in overrides else []
+    return planning.planned(name, *less, *overrides, **more)
 
 
 def planned_in_short(*overrides, name="shapes-lora"):
@@ -129,11 +132,11 @@ def test_live_bytes_of_a_case_worked_out_by_hand():
 def test_the_roles_of_a_small_recipe_worked_out_by_hand():
     made = planned(*SMALL, "model.lora={rank: 2}", "sampling.steps=4", "optim.ema_decay=0.9")
     roles = {role.name: role for role in made.roles}
-    # 4 blocks of width 128: 8 linear layers each, but the last lacks to_add_out; rank 2 has 2 x (in + out) weights.
-    lora = (4 * 8 - 1) * 2 * (128 + 128)
+    # 2 blocks of width 128: 8 linear layers each, but the last lacks to_add_out; rank 2 has 2 x (in + out) weights.
+    lora = (2 * 8 - 1) * 2 * (128 + 128)
     assert roles["policy, trained"].parameters == lora
     assert roles["policy, trained"].bytes == roles["gradients"].bytes == roles["copy: ema"].bytes == 4 * lora
-    steps = 4 * 2 * (4 * 8 - 1)  # a counter for each of the 62 matrices
+    steps = 4 * 2 * (2 * 8 - 1)  # a counter for each of the 30 matrices
     assert roles["optimizer"].bytes == 8 * lora + steps
     latent = 4 * 8 * 8 * 8  # float32
     recorded = 3
@@ -471,8 +474,7 @@ def test_an_architecture_that_is_none_is_said(tmp_path):
 
 def test_no_weight_is_read(tmp_path):
     """The configuration files are enough: a checkpoint that is still being downloaded can be planned."""
-    source = RECIPES.parent / "models" / "shapes-sd3"
-    shutil.copytree(source, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors", "*.jsonl"))
+    shutil.copytree(two_blocks(), tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors", "*.jsonl"))
     bare, whole = planned(*SMALL, f"model.path={tmp_path / 'm'}"), planned(*SMALL)
     assert bare.problems == []
     assert [p.parts for p in bare.phases] == [p.parts for p in whole.phases]

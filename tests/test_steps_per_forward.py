@@ -93,13 +93,16 @@ def test_what_cannot_be_stacked_is_refused(recipe, overrides, said):
         load_recipe([recipe], overrides)
 
 
-ELSEWHERE = [*SMALL, "device=cuda:7"]  # its memory is not known
+def elsewhere(setting, memory=None):
+    """The plan for a device that is not on this machine, whose memory is not known but for ``memory``."""
+    changes = [f"model.path={two_blocks()}", *SMALL, "device=cuda:7", f"train.steps_per_forward={setting}"]
+    return plan(load_recipe(["shapes-lora"], changes), memory)
 
 
 @pytest.fixture(scope="module")
 def left_open():
     """A plan with one step in a forward (4 rows, 5 steps), and what each further one takes, before it settles."""
-    made = plan(load_recipe(["shapes-lora"], [*ELSEWHERE, "train.steps_per_forward=auto"]))
+    made = elsewhere("auto")
     assert made.notes == [
         "train.steps_per_forward: auto is 1, for 3 would take more memory than the other phases do, and that of the "
         "device is not known"
@@ -115,7 +118,7 @@ def settled_with(made, memory=2**30, **sizes):
 
 def test_auto_is_planned_as_its_number_is(left_open):
     made = settled_with(left_open)
-    explicit = plan(load_recipe(["shapes-lora"], [*ELSEWHERE, "train.steps_per_forward=3"]), 2**30)
+    explicit = elsewhere(3, 2**30)
     assert made.recipe == explicit.recipe
     assert made.counts == explicit.counts
     assert made.peak.total == pytest.approx(explicit.peak.total, rel=0.01)
