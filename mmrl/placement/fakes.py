@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmrl.placement.shapes import Shapes, leaves
+from mmrl.placement.shapes import DEVICE, Shapes, leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -31,6 +31,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = _run(func, types, args, kwargs or {})
+        if func is DEVICE:  # asked more often than anything is computed
+            return out
         given: set[int] | None = None
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:

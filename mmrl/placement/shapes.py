@@ -7,13 +7,14 @@ one up takes longer than most operations on real numbers; a plan is mostly that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-_DEVICE = torch.ops.prim.device.default
+DEVICE = torch.ops.prim.device.default
 _UNLIKE = (torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 """Tags of operations that change the shape of an input, or whose result depends on more than shapes."""
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
@@ -42,10 +43,11 @@ class Shapes(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # torch's own memory
         self._known: dict[Any, _Known | None] = {}
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:
+        if func is DEVICE:
             return torch.device("meta") if self.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
         inputs = list(leaves(args, kwargs))
@@ -81,9 +83,7 @@ def leaves(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Iterator[An
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
     """All that the operation's result depends on; None where that is not known."""
-    if torch.is_inference_mode_enabled() or not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
-        return None
-    if any(tag in _UNLIKE for tag in func.tags):
+    if torch.is_inference_mode_enabled() or not _by_shapes(func):
         return None
     parts: list[Any] = [func, torch.get_default_dtype(), *kwargs]
     for given in (*args, *kwargs.values()):
@@ -99,6 +99,13 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
                 return None
             parts.append(told)
     return tuple(parts)
+
+
+@cache
+def _by_shapes(func: Any) -> bool:
+    """Whether what it returns depends on nothing but the shapes of its inputs."""
+    ours = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
+    return ours and not any(tag in _UNLIKE for tag in func.tags)
 
 
 def _told(given: Any) -> Any:
