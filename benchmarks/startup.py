@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/startup.py [--repeats 5] [--json FILE]
 
-``help`` and ``plan`` are the whole command. Of ``train``, ``first work`` is the moment in which the run has loaded
-everything and begins its first computation on data (its first evaluation, or its first step), and ``first step`` the one in
-which the first training step begins. CPU-seconds say more than seconds on a machine that does other work. The files
-are in the page cache after the first repeat; mmrl itself keeps nothing between processes.
+``whole`` is the whole command. Of ``train``, ``first work`` is the moment when the run has loaded everything and begins
+its first computation on data (an evaluation, where the recipe asks for one before the first step), and ``first step``
+the moment when the first training step begins. On a machine that does other work, CPU-seconds vary less than seconds.
+The files are in the page cache after the first repeat; mmrl itself keeps nothing between processes.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ def child(arguments: list[str], written: Path) -> None:
     def watched(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             points.setdefault("first work", spent())
-            points.setdefault(name, spent())
             if name != "first step":
                 return function(*args, **kwargs)
-            written.write_text(json.dumps(points))
+            written.write_text(json.dumps(points | {name: spent()}))
             os._exit(0)  # what comes after is not asked
 
         return call
