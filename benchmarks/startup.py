@@ -87,7 +87,7 @@ def main() -> None:
         written = Path(sys.argv[2])
         sys.argv[1:] = sys.argv[3:]
         return child(sys.argv[1:], written)
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -142,5 +142,5 @@ def _learned(out: Any, inputs: list[Any]) -> _Known | None:
             storages[storage._cdata] = -1
         elif of < 0:
             return None
-        outputs.append(_Made(of, size, stride, one.storage_offset(), one.dtype, one.fake_device))
+        outputs.append(_Made(of, size, stride, int(one.storage_offset()), one.dtype, one.fake_device))
     return _Known(kind, outputs)
