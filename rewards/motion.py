@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import scipy  # its parts are loaded when they are first used
 from numpy.typing import NDArray
 from PIL import Image
-from scipy import ndimage
 
 import mmrl
 from mmrl.rewards.contract import Context
@@ -102,7 +102,7 @@ def place(frame: Image.Image, rgb: Sequence[float], background: Sequence[float])
     inside = mixed & (share >= 0.5)
     area = float(inside.sum())
     labels = np.zeros(inside.shape, np.int32)
-    ndimage.label(inside, structure=np.ones((3, 3)), output=labels)
+    scipy.ndimage.label(inside, structure=np.ones((3, 3)), output=labels)
     if not shapes.AREA[0] <= area <= shapes.AREA[1] or (~mixed).sum() > STRAY * area:
         return None
     if np.bincount(labels[inside]).max() < WHOLE * area:

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy  # its parts are loaded when they are first used
 from numpy.typing import NDArray
 from PIL import Image
-from scipy import ndimage
-from scipy.optimize import linear_sum_assignment
 
 from mmrl.rewards.contract import Context
 from mmrl.trajectory import Prompt, Sample
@@ -110,7 +109,8 @@ def judge(image: Image.Image, meta: Mapping[str, Any], success_weight: float = 0
         for column, f in enumerate(found):
             colours[row, column] = _colour_grade(f, colour, meta["palette"])
             kinds[row, column] = _kind_grade(f, kind)
-    pairs = tuple(np.asarray(index, np.intp) for index in linear_sum_assignment(colours + kinds, maximize=True))
+    matched = scipy.optimize.linear_sum_assignment(colours + kinds, maximize=True)
+    pairs = tuple(np.asarray(index, np.intp) for index in matched)
     parts = {
         "count": max(0.0, 1 - abs(len(found) - len(wanted)) / len(wanted)) * _clip(1 - (stray - STRAY) / 40),
         "colour": float(colours[pairs].sum()) / most,
@@ -146,8 +146,8 @@ def objects_in(
     base = np.median(pixels[near], axis=0).astype(np.float32) if near.any() else base
     shown = _visibility(pixels - base, np.array(list(palette.values()), np.float32) - base)
     labels = np.zeros(shown.shape, np.int32)
-    ndimage.label(shown >= 0.5, structure=np.ones((3, 3)), output=labels)
-    fringe = ndimage.grey_dilation(labels, size=(3, 3))
+    scipy.ndimage.label(shown >= 0.5, structure=np.ones((3, 3)), output=labels)
+    fringe = scipy.ndimage.grey_dilation(labels, size=(3, 3))
     unclaimed = np.where(shown >= 0.25, shown, 0.0)
     found = []
     for label in range(1, labels.max() + 1):
@@ -172,7 +172,7 @@ def _visibility(difference: Array, directions: Array) -> Array:
 def _describe(
     pixels: Array, inside: NDArray[np.bool_], claimed: NDArray[np.bool_], base: Array, palette: Mapping[str, Any]
 ) -> Found:
-    core = np.asarray(ndimage.binary_erosion(inside), np.bool_)
+    core = np.asarray(scipy.ndimage.binary_erosion(inside), np.bool_)
     interior = pixels[core if core.sum() >= 4 else inside]
     rgb = np.median(interior, axis=0)
     colours = np.array(list(palette.values()), np.float32)
@@ -227,7 +227,7 @@ def _templates(kind: str) -> tuple[Array, Array]:
     for s, softness in enumerate(_SOFTNESS):
         for r, radius in enumerate(_RADII):
             mask = _mask(kind, at[None, :] / radius, at[:, None] / radius).astype(np.float32)
-            mask = ndimage.gaussian_filter(mask, softness * fine) if softness else mask
+            mask = scipy.ndimage.gaussian_filter(mask, softness * fine) if softness else mask
             for i, dy in enumerate(offsets):
                 for j, dx in enumerate(offsets):
                     moved = np.roll(mask, (dy, dx), (0, 1))

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from mmrl.placement.shapes import DEVICE, Shapes, leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -22,10 +24,17 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so that no operation pays for keeping the compiler out of this class."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = _run(func, types, args, kwargs or {})
+        if func is DEVICE:  # asked more often than anything is computed
+            return out
         given: set[int] | None = None
-        for tensor in tree_leaves(out):
+        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
                 continue
             storage = tensor.untyped_storage()
@@ -33,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
             if key in self._alive:
                 continue
             if given is None:
-                inputs = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+                inputs = (x for x in leaves(args, kwargs) if isinstance(x, Tensor))
                 given = {x.untyped_storage()._cdata for x in inputs if x.layout == torch.strided}
             if key not in given:
                 self._count(key, storage)
@@ -53,6 +62,12 @@ class LiveBytes(TorchDispatchMode):
     def again(self, working: int) -> None:
         """Count work that was measured before and takes ``working`` bytes more than what is alive now."""
         self.peak = max(self.peak, self.now + working)
+
+
+def _run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The operation's result. The mode of the fake tensors is asked at once, where torch would dispatch twice more."""
+    mode = next((x.fake_mode for x in leaves(args, kwargs) if isinstance(x, FakeTensor)), None)
+    return func(*args, **kwargs) if mode is None else mode.dispatch(func, types, args, kwargs)
 
 
 class KnownMasks(TorchDispatchMode):
@@ -107,7 +122,7 @@ def fake(modules: Iterable[nn.Module]) -> None:
 
     On a device that has kernels (a fake CPU) autocast and the choice of attention kernel work as in a real run.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = Shapes()
     device = torch.device("cpu")
     made: dict[int, Tensor] = {}  # weights that are tied stay so
     for module in {id(m): m for root in modules for m in root.modules()}.values():

@@ -1,0 +1,146 @@
+"""The mode of the fake tensors that a plan runs on: torch's, with a faster memory of what an operation makes of shapes.
+
+A model repeats the same operations on the same shapes, block by block. Torch remembers their results too, but looking
+one up takes longer than most operations on real numbers; a plan is mostly that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+DEVICE = torch.ops.prim.device.default
+_UNLIKE = (torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+"""Tags of operations that change the shape of an input, or whose result depends on more than shapes."""
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+
+
+class _Made(NamedTuple):
+    """An output: the input numbered ``of`` itself, or (with ``size``) a view of it, or (no ``of``) a new tensor."""
+
+    of: int | None
+    size: torch.Size | None = None
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+
+
+class _Known(NamedTuple):
+    """What an operation returns: ``kind`` (list, tuple) of outputs, or one output where that is None."""
+
+    kind: type | None
+    outputs: list[_Made | None]
+
+
+class Shapes(FakeTensorMode):
+    """Final. What has real tensors among its inputs, or would not come out the same again, is left to torch."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # torch's own memory
+        self._known: dict[Any, _Known | None] = {}
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:
+            return torch.device("meta") if self.in_kernel_invocation else args[0].fake_device
+        kwargs = kwargs or {}
+        inputs = list(leaves(args, kwargs))
+        key = _key(func, args, kwargs)
+        known = self._known.get(key)
+        if known is not None:
+            outputs = [self._again(made, inputs) for made in known.outputs]
+            return outputs[0] if known.kind is None else known.kind(outputs)
+        out = super().dispatch(func, types, args, kwargs)
+        if key is not None and key not in self._known:
+            self._known[key] = _learned(out, inputs)
+        return out
+
+    def _again(self, made: _Made | None, inputs: list[Any]) -> Any:
+        if made is None:
+            return None
+        if made.size is None:
+            return inputs[made.of or 0]
+        tensor = torch.empty_strided(made.size, made.stride, dtype=made.dtype, device="meta")
+        if made.of is not None:
+            tensor.set_(inputs[made.of].untyped_storage(), made.offset, made.size, made.stride)
+        return FakeTensor(self, tensor, made.device)
+
+
+def leaves(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Iterator[Any]:
+    """The arguments of an operation, with those in lists."""
+    for given in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(given, list | tuple):
+            yield from given
+        else:
+            yield given
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> Any:
+    """All that the operation's result depends on; None where that is not known."""
+    if torch.is_inference_mode_enabled() or not _by_shapes(func):
+        return None
+    parts: list[Any] = [func, torch.get_default_dtype(), *kwargs]
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, list | tuple):
+            parts.append(len(given))
+            told = [_told(one) for one in given]
+            if None in told:
+                return None
+            parts += told
+        else:
+            told = _told(given)
+            if told is None:
+                return None
+            parts.append(told)
+    return tuple(parts)
+
+
+@cache
+def _by_shapes(func: Any) -> bool:
+    """Whether what it returns depends on nothing but the shapes of its inputs."""
+    ours = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
+    return ours and not any(tag in _UNLIKE for tag in func.tags)
+
+
+def _told(given: Any) -> Any:
+    """An argument as far as shapes go; None for one that cannot be told so."""
+    if isinstance(given, FakeTensor):
+        if given.constant is not None or given.layout != torch.strided or given.dtype.is_complex or given.is_quantized:
+            return None
+        return given.shape, given.stride(), given.dtype, given.storage_offset(), given.fake_device
+    kind = type(given)  # 1, 1.0 and True are equal
+    return (kind, given) if kind in _PLAIN else None
+
+
+def _learned(out: Any, inputs: list[Any]) -> _Known | None:
+    """How to make ``out`` again of other inputs of the same shapes; None where that cannot be done."""
+    kind = (list if isinstance(out, list) else tuple) if isinstance(out, list | tuple) else None  # or a named tuple
+    storages = {x.untyped_storage()._cdata: i for i, x in reversed([*enumerate(inputs)]) if isinstance(x, Tensor)}
+    outputs: list[_Made | None] = []
+    for one in [out] if kind is None else out:
+        if one is None:
+            outputs.append(None)
+            continue
+        same = next((i for i, x in enumerate(inputs) if x is one), None)
+        if same is not None:
+            outputs.append(_Made(same))
+            continue
+        if not isinstance(one, FakeTensor) or _told(one) is None or one.requires_grad:
+            return None
+        storage, size, stride = one.untyped_storage(), one.shape, one.stride()
+        of = storages.get(storage._cdata)
+        if of is None:  # and no part of a larger tensor, nor one with another output
+            alone = torch.empty_strided(size, stride, dtype=one.dtype, device="meta").untyped_storage()
+            if one.storage_offset() or alone.nbytes() != storage.nbytes():
+                return None
+            storages[storage._cdata] = -1
+        elif of < 0:
+            return None
+        outputs.append(_Made(of, size, stride, int(one.storage_offset()), one.dtype, one.fake_device))
+    return _Known(kind, outputs)
