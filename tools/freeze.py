@@ -56,7 +56,7 @@ SMALL = {
 }
 """Of every recipe, in the names of now."""
 _MOST = {"train.group_size": 4, "train.micro_batch_size": 4, "sampling.batch_size": 4}
-"""Of a recipe that has more: two micro-batches or more of each step, on each of two devices."""
+"""Of a recipe that has more: two micro-batches or more of a step."""
 _TIMEOUT = 600
 """Seconds for a batch of rewards: this machine may be busy."""
 
@@ -68,13 +68,17 @@ class Case:
     name: str
     recipe: str
     overrides: list[str]
+    alone: bool = False
+    """Whether it takes several processes: the two revisions take turns with these."""
+
+    @property
+    def names(self) -> set[str]:
+        """By which ``--only`` chooses it."""
+        return {self.name, self.name.partition(":")[0]}
 
 
-def cases(tree: Path, old: Callable[[str], str], only: Sequence[str]) -> tuple[list[Case], dict[str, str]]:
-    """The runs of the recipes in ``tree``, and why others are left out. ``old``: what a key is called there.
-
-    ``only``: names of recipes or of cases; none takes all.
-    """
+def cases(tree: Path, old: Callable[[str], str]) -> tuple[list[Case], dict[str, str]]:
+    """The runs of the recipes in ``tree``, and why others are left out. ``old``: what a key is called there."""
     found, left_out = list[Case](), dict[str, str]()
     for path in sorted(tree.glob("pipelines/*/recipes/*.yaml")):
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -84,9 +88,8 @@ def cases(tree: Path, old: Callable[[str], str], only: Sequence[str]) -> tuple[l
         elif not (path.parent / str(model)).is_dir():
             left_out[path.stem] = f"its model {model} is not shipped"
         else:
-            found += [Case(name, str(path), words) for name, words in variants(path.stem, recipe, old)]
-    chosen = [case for case in found if not only or {case.name, case.name.partition(":")[0]} & set(only)]
-    return chosen, left_out
+            found += [Case(name, str(path), w, ":" in name) for name, w in variants(path.stem, recipe, old)]
+    return found, left_out
 
 
 def variants(name: str, recipe: dict[str, Any], old: Callable[[str], str]) -> Iterator[tuple[str, list[str]]]:
@@ -96,6 +99,8 @@ def variants(name: str, recipe: dict[str, Any], old: Callable[[str], str]) -> It
         given = value(recipe, old(key))
         if given is not None:
             small[key] = min(given, most)
+    if small.get("train.group_size") == 1:
+        small["train.prompts_per_step"] = 8
     for n in range(len(value(recipe, old("rewards")) or [])):
         small[f"rewards[{n}].timeout"] = _TIMEOUT
 
@@ -124,29 +129,43 @@ class Revision:
     tree: Path
     cases: list[Case]
     process: subprocess.Popen[str] | None = None
+    stopped: bool = False
 
     def record(self, folder: Path) -> dict[str, Record]:
-        """Run the cases in a process of their own, which works in ``folder``. Raises ``RefusedError``."""
+        """Run the cases in a process of their own, which works in ``folder``.
+
+        Where the process itself dies, the case that ran then has failed, and another process does the rest.
+        """
         folder.mkdir()
+        found: dict[str, Record] = {}
+        while not self.stopped and len(found) < len(self.cases):
+            left = self.cases[len(found) :]
+            for answer in self._answers(left, folder):
+                found[answer["case"]] = answer["record"]
+                self._tell(len(found), answer)
+            if len(found) < len(self.cases):
+                log = (folder / "log.txt").read_text(errors="replace").splitlines()[-12:]
+                why = "\n".join([f"the process ended with {self.process and self.process.returncode}", *log])
+                case = self.cases[len(found)].name
+                found[case] = {ERROR: {"why": why}}
+                self._tell(len(found), {"case": case, "record": found[case], "seconds": 0.0})
+        return found
+
+    def _answers(self, cases: Sequence[Case], folder: Path) -> Iterator[dict[str, Any]]:
+        """What ``freeze_record.py`` says of each case, until it ends."""
         listed = folder / "cases.json"
-        listed.write_text(json.dumps([asdict(case) for case in self.cases]))
+        listed.write_text(json.dumps([asdict(case) for case in cases]))
         paths = [str(self.tree), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         words = [sys.executable, "-P", str(ROOT / "tools" / "freeze_record.py"), str(self.tree), str(listed)]
-        found: dict[str, Record] = {}
         with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=folder, env=environment, text=True) as process:
             self.process = process
             for line in process.stdout or ():
-                answer = json.loads(line)
-                found[answer["case"]] = answer["record"]
-                self._tell(len(found), answer)
-        if process.returncode and len(found) < len(self.cases):
-            log = (folder / "log.txt").read_text(errors="replace").splitlines()[-20:]
-            raise RefusedError("\n".join([f"the runs of {self.label} ended ({process.returncode}):", *log]))
-        return found
+                yield json.loads(line)
 
     def stop(self) -> None:
         """End the process. At the first signal ``mmrl train`` finishes its step, at the second it stops."""
+        self.stopped = True
         for _ in range(20):
             if self.process is None or self.process.poll() is not None:
                 return
@@ -230,8 +249,9 @@ def freeze(base: str | None, only: Sequence[str], out: Path | None, folder: Path
     if out is not None and not out.absolute().parent.is_dir():
         raise RefusedError(f"--out: there is no folder {out.absolute().parent}; make it, or name another file")
     renames = Renames.read(ROOT / RENAMES)
-    chosen, left_out = cases(ROOT, lambda key: key, only)
-    check_choice(chosen, only)
+    every, left_out = cases(ROOT, lambda key: key)
+    check_choice(every, only)
+    chosen = [case for case in every if not only or case.names & {*only}]
     print_choice(chosen, left_out)
     new = Revision("new", ROOT, chosen)
     if base is None:
@@ -239,7 +259,8 @@ def freeze(base: str | None, only: Sequence[str], out: Path | None, folder: Path
         return print_record(record, out)
     with worktree(base, folder) as tree:
         renames = renames.since(Renames.read(tree / RENAMES))
-        theirs, _ = cases(tree, lambda key: renames.old_name("recipe", key), only)
+        theirs, _ = cases(tree, lambda key: renames.old_name("recipe", key))
+        theirs = [case for case in theirs if not only or case.names & {*only}]
         before, now = record_all([Revision("base", tree, theirs), new], folder)
     if out is not None:
         write(now, out)
@@ -262,18 +283,16 @@ def record_all(revisions: Sequence[Revision], folder: Path) -> list[dict[str, Re
         return [ended.result() for ended in running]
 
 
-def check_choice(chosen: Sequence[Case], only: Sequence[str]) -> None:
+def check_choice(every: Sequence[Case], only: Sequence[str]) -> None:
     """Raises ``RefusedError`` for what ``--only`` or ``SPREAD`` names and is not there."""
-    every, _ = cases(ROOT, lambda key: key, ())
-    recipes = sorted({case.name.partition(":")[0] for case in every})
+    names = set[str]().union(*(case.names for case in every))
+    recipes = ", ".join(sorted(name for name in names if ":" not in name))
     for name in only:
-        if not {name} & {n for case in chosen for n in (case.name, case.name.partition(":")[0])}:
-            raise RefusedError(f"--only: there is no CPU recipe {name!r}; give some of {', '.join(recipes)}")
+        if name not in names:
+            raise RefusedError(f"--only: there is no CPU recipe {name!r}; give some of {recipes}")
     for name in SPREAD:
-        if name not in recipes:
+        if name not in names:
             raise RefusedError(f"SPREAD in tools/freeze.py names {name!r}, which is no CPU recipe; change it there")
-    if any(":" in case.name for case in chosen) and not find_spec("ray"):
-        print("Ray is missing, so no recipe runs on two controllers or devices: pip install 'mmrl[ray]'")
 
 
 def print_choice(chosen: Sequence[Case], left_out: dict[str, str]) -> None:
@@ -282,6 +301,8 @@ def print_choice(chosen: Sequence[Case], left_out: dict[str, str]) -> None:
     print(f"{len(chosen)} runs")
     for reason, names in reasons.items():
         say(f"Left out, {reason}: {', '.join(names)}.")
+    if any(":" in case.name for case in chosen) and not find_spec("ray"):
+        print("Ray is missing, so nothing runs on two controllers or devices: pip install 'mmrl[ray]'")
     if any(SPREAD.get(case.name.removesuffix(":controllers=2"), STEPS) < STEPS for case in chosen if ":" in case.name):
         say(FEWER_STEPS)
 

@@ -6,6 +6,7 @@ line (``mmrl train``), in this one process, and reads the files of the run, so t
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ _LINES = 12
 def main() -> None:
     """``freeze_record.py TREE CASES``: a JSON line on stdout for each of CASES, a JSON file; works in this folder.
 
-    What the runs print goes to ``log.txt``.
+    What the runs print goes to ``log.txt``. The file ``../turn`` is locked while a case runs that is to run alone.
     """
     tree, cases = Path(sys.argv[1]).resolve(), json.loads(Path(sys.argv[2]).read_text())
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -38,9 +39,12 @@ def main() -> None:
     if not Path(mmrl.__file__ or "").resolve().is_relative_to(tree):
         raise SystemExit(f"mmrl is imported from {mmrl.__file__} and not from {tree}")
     for case in cases:
-        began = time.perf_counter()
         os.truncate(log, 0)
-        record = run(case["recipe"], case["overrides"], tree, Path("run").resolve(), log)
+        with Path("../turn").open("w") as turn:
+            if case["alone"]:
+                fcntl.flock(turn, fcntl.LOCK_EX)
+            began = time.perf_counter()
+            record = run(case["recipe"], case["overrides"], tree, Path("run").resolve(), log)
         answers.write(json.dumps({"case": case["name"], "record": record, "seconds": time.perf_counter() - began}))
         answers.write("\n")
 
