@@ -177,7 +177,7 @@ class Revision:
 
     def _tell(self, done: int, answer: dict[str, Any]) -> None:
         how = "FAILED" if ERROR in answer["record"] else ""
-        line = f"{self.label:>4} {done:>2}/{len(self.cases)}  {answer['case']:<32} {answer['seconds']:4.0f} s  {how}"
+        line = f"{self.label:>4} {done:>2}/{len(self.cases)}  {answer['case']:<26} {answer['seconds']:4.0f} s  {how}"
         print(line.rstrip(), file=sys.stderr, flush=True)
 
 
@@ -240,7 +240,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except RefusedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{time.perf_counter() - began:.0f} s wall, about {cpu.end():.0f} CPU-seconds")
+    finally:
+        seconds = cpu.end()
+    print(f"{time.perf_counter() - began:.0f} s wall, about {seconds:.0f} CPU-seconds")
     return code
 
 
@@ -310,7 +312,7 @@ def print_choice(chosen: Sequence[Case], left_out: dict[str, str]) -> None:
 def print_record(record: dict[str, Record], out: Path | None) -> int:
     """Where a recipe did not run, the exit code is 1."""
     for name, one in record.items():
-        print(f"{name:<32} {counts(one)}")
+        print(f"{name:<26} {counts(one)}")
     if out is not None:
         write(record, out)
         print(f"written to {out}")
@@ -326,16 +328,18 @@ def write(record: dict[str, Record], out: Path) -> None:
 def counts(record: Record) -> str:
     if ERROR in record:
         return f"did not run: {record[ERROR]['why'].splitlines()[0]}"
-    return ", ".join(f"{len(values)} {section}" for section, values in record.items())
+    metrics = len(record["metrics"] | record["heldout"])
+    others = (f"{len(record[section])} {section}" for section in ("tensors", "state", "recipe"))
+    return ", ".join([f"{metrics} metrics", *others])
 
 
 def print_compared(found: Compared, new: dict[str, Record]) -> int:
     """The exit code: 1 where anything differs."""
     for case, differences in found.differences.items():
         if not differences:
-            print(f"{case}: equal ({counts(new[case])})")
+            print(f"{case:<26} equal  {counts(new[case])}")
             continue
-        print(f"{case}: {len(differences)} differences")
+        print(f"{case:<26} {len(differences)} differences")
         for one in differences:
             print("\n".join(one.lines()))
     for problem in found.problems:
