@@ -23,6 +23,7 @@ from mmrl.run import build
 from mmrl.saving import Saver
 from mmrl.session import Session, Stop
 from tests.ray_runs import ended, learned, rows, run, same_heldout, train
+from tests.tiny_diffusion import two_blocks
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -84,7 +85,8 @@ def in_turn(run):
 def opened(recipe, staleness=1, devices=None):
     name, *changes = recipe
     settings = f"placement={{type: disaggregated, staleness: {staleness}}}"
-    loaded = load_recipe([name], [*changes, "devices_per_controller=2", settings])
+    less = [f"model.path={two_blocks()}"] if name.startswith("shapes") else []
+    loaded = load_recipe([name], [*less, *changes, "devices_per_controller=2", settings])
     return in_turn(build(loaded.recipe, loaded.root, devices=devices or Lagging()))
 
 

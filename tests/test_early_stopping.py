@@ -14,6 +14,7 @@ from mmrl.errors import UserError
 from mmrl.report.rundir import RunDir
 from mmrl.run import evaluate, restored
 from mmrl.session import Session, Stop
+from tests.tiny_diffusion import two_blocks
 
 HALFWAY = "eval.rewards=[{name: 'colour:target', label: halfway, options: {rgb: [150, 150, 170]}}]"
 SMALL = [
@@ -43,7 +44,7 @@ def test_a_first_value_that_is_none_is_not_the_best():
 
 
 def train(out, *overrides, resume=False):
-    loaded = load_recipe(["shapes-draft"], [*SMALL, *overrides])
+    loaded = load_recipe(["shapes-draft"], [f"model.path={two_blocks()}", *SMALL, *overrides])
     with RunDir.create(out, resume=resume) as directory:
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
         return Session(loaded, directory).begin(resume, Stop())

@@ -108,6 +108,7 @@ def test_wheel_holds_one_top_level_package_with_its_data(tmp_path):
         assert needed in names
 
 
+@pytest.mark.slow  # a process that imports it all
 def test_diffusion_training_needs_no_distributed_or_serving_stack():
     """The path of a GPU machine that has torch, transformers, diffusers, peft and accelerate, but no Ray or vLLM."""
     code = """

@@ -16,10 +16,10 @@ from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from mmrl.engines.megatron.mapping import LAYER, parts, places, refusals
 from mmrl.errors import UserError
-from mmrl.placement.plan import plan
 from mmrl.run import build
 from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
 from mmrl.trajectory import SampleId, Slot
+from tests.planning import LEFT_OUT, planned_in_short
 from tests.ranks import launched
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -327,15 +327,16 @@ def test_pictures_are_refused():
 
 
 def test_plan_names_the_sizes_that_fit_and_halves_what_trains():
-    (problem,) = [p for p in plan(load_recipe(["sums"], [*SMALL, *WIDE])).problems if "tensor_parallel" in p]
+    (problem,) = [p for p in planned_in_short("sums", *SMALL, *WIDE).problems if "tensor_parallel" in p]
     assert problem.startswith(
         "train.tensor_parallel: 4 does not divide the model's 2 key-value heads; set it to 1 or 2"
     )
-    assert plan(load_recipe(["sums"], [*SMALL, *PP, "train.pipeline_chunks=3"])).problems == [
-        "train.pipeline_chunks: 2 stages of 3 chunks do not divide the model's 4 layers; set it to 1 or 2"
+    assert planned_in_short("sums", *SMALL, *PP, "train.pipeline_chunks=3").problems == [
+        "train.pipeline_chunks: 2 stages of 3 chunks do not divide the model's 4 layers; set it to 1 or 2",
+        LEFT_OUT,
     ]
-    whole, half = (plan(load_recipe(["sums"], [*SMALL, *words])) for words in ([], TP))
-    assert not half.problems
+    whole, half = (planned_in_short("sums", *SMALL, *words) for words in ([], TP))
+    assert half.problems == [LEFT_OUT]
     sizes = [next(role.bytes for role in made.roles if role.name == "gradients") for made in (whole, half)]
     assert sizes[1] == sizes[0] // 2
 

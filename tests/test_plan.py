@@ -22,7 +22,7 @@ from mmrl.batch import Batch, rows_of_update, slices
 from mmrl.config.loader import load_recipe, shipped_recipes
 from mmrl.placement.arithmetic import count
 from mmrl.placement.fakes import LiveBytes
-from mmrl.placement.plan import _emulated, plan
+from mmrl.placement.plan import _about_dtype, plan
 from mmrl.placement.room import room
 from mmrl.run import load_objective
 from mmrl.trajectory import SampleId, Trajectory
@@ -581,7 +581,8 @@ def test_a_cpu_without_instructions_for_bfloat16_is_told(dtype, flags, told, mon
     else:
         made = planned(*SMALL)
         model = made.recipe.model.model_copy(update={"dtype": dtype})
-        notes = list(_emulated(replace(made, recipe=made.recipe.model_copy(update={"model": model}))))
+        made = replace(made, recipe=made.recipe.model_copy(update={"model": model}))
+        notes = list(_about_dtype(made, chosen=False))
     assert any("set model.dtype=float32" in note for note in notes) == told
 
 

@@ -103,10 +103,12 @@ def ratio_of(loaded):
         pytest.param(KL, id="full, reference"),
         pytest.param([*LORA, *KL, "train.updates_per_step=2"], id="lora, reference", marks=pytest.mark.slow),
         pytest.param([*LORA, *HALF], id="lora, half", marks=pytest.mark.slow),
-        pytest.param([*HALF, "model.gradient_checkpointing=true"], id="half, checkpointing"),
+        pytest.param([*HALF, "model.gradient_checkpointing=true"], id="half, checkpointing", marks=pytest.mark.slow),
         pytest.param(["algorithm={type: ppo}", "optim.ema_decay=0.9"], id="critic"),
         pytest.param(["algorithm={type: gspo, kl_coef: 0.0, entropy_coef: 0.1}"], id="entropy", marks=pytest.mark.slow),
-        pytest.param(["train.micro_batch_size=24", "train.micro_batch_tokens=300"], id="packed"),
+        pytest.param(
+            ["train.micro_batch_size=24", "train.micro_batch_tokens=300"], id="packed", marks=pytest.mark.slow
+        ),
         pytest.param(["sampling.batch_size=24", "train.micro_batch_size=1"], id="sampling is the peak"),
         pytest.param([*PAIRS, "algorithm={type: dpo}"], id="dpo", marks=pytest.mark.slow),
         pytest.param([*PAIRS, "algorithm={type: reward_model}", "pipeline=llm/score"], id="reward model"),

@@ -120,6 +120,7 @@ def test_after_a_hang_the_next_batch_is_scored_by_a_fresh_thread(reward_file):
     assert torch.isnan(scores.total).tolist() == [True, False, False]
 
 
+@pytest.mark.slow  # a process that imports torch, and three forks of it
 def test_a_process_ends_well_where_a_thread_of_rewards_freed_the_last_of_a_model(reward_file):
     """A thread that frees tensors while the interpreter shuts down aborts the process: close waits for it."""
     root = reward_file(
