@@ -7,15 +7,17 @@ python tools/suite_times.py times.xml [--before other.xml] [--tests 20]
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
+Times = defaultdict[str, float]
+
 
 def seconds(path: Path) -> dict[tuple[str, str], float]:
-    """Seconds of each test, all its cases together, by file and name. Raises ``SystemExit`` where it is no such file."""
-    found: Counter[tuple[str, str]] = Counter()
+    """Seconds of each test, all its cases together, by file and name. Raises ``SystemExit`` for no such file."""
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
     try:
         cases = list(ElementTree.parse(path).iter("testcase"))
     except (OSError, ElementTree.ParseError) as error:
@@ -26,17 +28,17 @@ def seconds(path: Path) -> dict[tuple[str, str], float]:
     return dict(found)
 
 
-def summed(times: dict[tuple[str, str], float], key: Callable[[tuple[str, str]], str]) -> Counter[str]:
-    total: Counter[str] = Counter()
+def summed(times: dict[tuple[str, str], float], key: Callable[[tuple[str, str]], str]) -> Times:
+    total: Times = defaultdict(float)
     for test, spent in times.items():
         total[key(test)] += spent
     return total
 
 
-def table(now: Counter[str], before: Counter[str] | None, rows: int) -> str:
+def table(now: Times, before: Times | None, rows: int) -> str:
     """The ``rows`` largest, by the earlier run where there is one, and the sum of all."""
-    first = before or now
-    names = sorted(first | now, key=lambda name: -max(first[name], now[name]))[:rows]
+    first = now if before is None else before
+    names = sorted({*first, *now}, key=lambda name: -max(first[name], now[name]))[:rows]
     lines = [(name, first[name], now[name]) for name in names] + [("all", sum(first.values()), sum(now.values()))]
     return "\n".join(
         f"{was:8.1f} {now_:8.1f}  {name}" if before else f"{now_:8.1f}  {name}" for name, was, now_ in lines
