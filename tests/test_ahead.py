@@ -231,7 +231,7 @@ def test_clean_samples_are_compared_with_the_old_policy_that_drew_them(staleness
     [(TEXT, 2), *(pytest.param(*r, marks=pytest.mark.slow) for r in ((TEXT, 1), (REPLACED, 2), (FORWARD, 2)))],
 )
 def test_a_resumed_run_draws_again_what_was_under_way(recipe, staleness, tmp_path):
-    whole = steps(opened(recipe, staleness), 0, 6)
+    whole = steps(opened(recipe, staleness), 0, 5)
     first = opened(recipe, staleness)
     found = steps(first, 0, 3)
     saver = Saver(tmp_path, keep=1)
@@ -239,12 +239,12 @@ def test_a_resumed_run_draws_again_what_was_under_way(recipe, staleness, tmp_pat
     saver.finish()
     second = opened(recipe, staleness)
     checkpoint.restore(second, checkpoint.load(tmp_path, 3))
-    found += steps(second, 3, 6)
+    found += steps(second, 3, 5)
     assert figures(found) == figures(whole)
     without = opened(recipe, staleness)
     checkpoint.restore(without, checkpoint.load(tmp_path, 3))
     without.ahead._versions = dict.fromkeys(range(4), without.policy.version("current"))  # had it kept no versions
-    assert figures(steps(without, 3, 6)) != figures(whole)[3:]
+    assert figures(steps(without, 3, 5)) != figures(whole)[3:]
 
 
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
