@@ -182,6 +182,24 @@ def test_a_distilled_klein_takes_no_guidance_and_stays_distilled(folders, tmp_pa
     assert json.loads((tmp_path / "out" / "model_index.json").read_text())["is_distilled"] is True
 
 
+@pytest.mark.parametrize("family", ["flux", "flux2_klein"])
+def test_a_model_of_one_prediction_has_no_guidance_in_its_loss(folders, tmp_path, family):
+    """FLUX.1 is told its guidance and a distilled klein takes none: a loss tells them what sampling does."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders[family], folder)
+    index = folder / "model_index.json"
+    index.write_text(index.read_text().replace('"is_distilled": false', '"is_distilled": true'))
+    asked = recipe(family, {family: folder}, guidance_scale=3.5).model_dump(mode="json")
+    for guidance in (1.0, "sampling"):
+        made = Recipe.model_validate(asked | {"algorithm": {"type": "diffusion_nft", "guidance": guidance}})
+        case = contract.Case(made)
+        assert case.pipeline.renoising.guidance == 1
+        assert len(case.pipeline.features) == 2, "no negative prompt"
+    refused = Recipe.model_validate(asked | {"algorithm": {"type": "diffusion_nft", "guidance": 2.0}})
+    with pytest.raises(UserError, match=r"algorithm\.guidance: this FLUX.* remove algorithm\.guidance"):
+        contract.Case(refused)
+
+
 def test_a_broken_adapter_is_found(folders, monkeypatch):
     flux = mmrl.load("pipelines", "diffusion/flux")
     predict = flux.FluxAdapter.predict

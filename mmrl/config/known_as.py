@@ -1,8 +1,10 @@
-"""Algorithms that are settings of others."""
+"""Algorithms that are settings of others, and settings of one kind of algorithm that another cannot have."""
 
 from __future__ import annotations
 
 import re
+
+from mmrl.config.section import AlgorithmSection
 
 SETTINGS: dict[str, list[str]] = {
     "DDPO (arXiv 2305.13301), on UNets": [
@@ -50,6 +52,21 @@ def known_as(name: str) -> str:
         if _plain(name) in (_plain(short), _plain(short).removesuffix("grpo")):
             return f"; {short} is {', '.join(settings)}"
     return ""
+
+
+NO_GUIDANCE = {
+    "policy_gradient": "{} replays the steps it sampled, and so with sampling.guidance_scale",
+    "pathwise": "{} samples inside the update, and so with sampling.guidance_scale",
+    "offline": "{} trains the prediction with the prompt alone",
+}
+"""Why a loss has no guidance of its own, by the kind of algorithm."""
+
+
+def not_asked(section: type[AlgorithmSection], key: str) -> str:
+    """Why a section of pictures lacks ``key``, where the reason is known, or nothing."""
+    if key != "guidance" or section.trains_on not in ("denoising", "picture_pairs"):
+        return ""
+    return NO_GUIDANCE.get(section.kind, "").format(section.model_fields["type"].default)
 
 
 def _plain(name: str) -> str:

@@ -67,8 +67,14 @@ class ForwardAlgorithm(AlgorithmSection):
     """Clean samples noised afresh (abstract)."""
 
     kind: ClassVar[Kind] = "forward_process"
+    guidance: NonNegative | Literal["sampling"] = 1.0
+    """Guidance scale of the predictions in the loss. 1 (or less) predicts with the prompt alone, as the authors do;
+    ``sampling`` takes sampling.guidance_scale (Flow-Factory's and verl-omni's DiffusionNFT)."""
     noise_levels: PositiveInt | None = None
     """Noise levels trained per sample; None takes every rollout step but the last."""
+
+    def loss_guidance(self, sampling: float) -> float:
+        return sampling if self.guidance == "sampling" else self.guidance
 
 
 class DiffusionNFT(ForwardAlgorithm, PictureAlgorithm):
@@ -121,6 +127,9 @@ class PictureDPO(AlgorithmSection):
     @property
     def compares_group(self) -> bool:
         return False
+
+    def loss_guidance(self, sampling: float) -> float:
+        return 1.0
 
 
 class RWR(ForwardAlgorithm):

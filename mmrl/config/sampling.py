@@ -39,7 +39,8 @@ class Sampling(Section):
     type: Literal["diffusion"] = "diffusion"
     steps: Annotated[int, Field(ge=2)] = 10
     guidance_scale: NonNegative = 1.0
-    """1 (or less) samples and trains without classifier-free guidance, at half the cost."""
+    """1 (or less) samples without classifier-free guidance, at half the cost. A policy gradient replays what it
+    sampled, and so trains with the same; a loss on the forward process has its own (algorithm.guidance)."""
     height: PositiveInt
     width: PositiveInt
     frames: PositiveInt | None = None

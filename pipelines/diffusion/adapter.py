@@ -65,13 +65,19 @@ class Adapter(ABC):
         return getattr(self.pipe, self.trains)
 
     @property
-    def guided(self) -> bool:
-        """Whether two predictions are combined, with the prompt and with ``negative``."""
-        return self.sampling.guidance_scale > 1
+    def combines(self) -> bool:
+        """Whether guidance combines two predictions, with the prompt and with ``negative``. Some models are told the
+        scale, or need none."""
+        return True
 
-    def guide(self, negative: Tensor, positive: Tensor) -> Tensor:
-        """One velocity of two, ``[B, ...]``."""
-        return negative + self.sampling.guidance_scale * (positive - negative)
+    @property
+    def guided(self) -> bool:
+        """Whether sampling combines two predictions."""
+        return self.combines and self.sampling.guidance_scale > 1
+
+    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+        """One velocity of two, ``[B, ...]``, with guidance ``scale``."""
+        return negative + scale * (positive - negative)
 
     @abstractmethod
     def encode(self, text: str) -> dict[str, Tensor]:
