@@ -71,7 +71,7 @@ def _steps(recipe: Recipe) -> Iterator[str]:
     if algorithm.type == "grpo_guard" and sampling.sde.kind == "cps":
         yield (
             "sampling.sde.kind: grpo_guard takes its bias off the log-prob of a Gaussian, and that of cps leaves out "
-            "the noise's size; set it to flow or dance"
+            "the noise's size; set it to flow, dance or linear"
         )
 
 

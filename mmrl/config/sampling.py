@@ -11,9 +11,10 @@ from mmrl.config.section import Fraction, NonNegative, Section
 
 
 class Sde(Section):
-    kind: Literal["flow", "cps", "dance", "ddim"] = "flow"
+    kind: Literal["flow", "cps", "dance", "linear", "ddim"] = "flow"
+    """``linear`` is the noise of Flow-GRPO's and Flash-GRPO's code for Wan 2.1, which grows with the noise level."""
     noise_level: PositiveFloat = 0.7
-    """``a`` of Flow-SDE and CPS, ``eta`` of DanceGRPO and of DDIM (DDPO: 1)."""
+    """``a`` of Flow-SDE and CPS, ``eta`` of DanceGRPO and of DDIM (DDPO: 1), a factor of ``linear`` (1)."""
 
 
 class Window(Section):
@@ -46,6 +47,12 @@ class Sampling(Section):
     frames: PositiveInt | None = None
     """Of a clip; None where the pipeline makes pictures."""
     max_sequence_length: PositiveInt = 256
+    shift: PositiveFloat | None = None
+    """A fixed shift of the noise levels, s to shift s / (1 + (shift - 1) s); None takes the checkpoint's own, which may
+    grow with the picture's size."""
+    schedule: Literal["euler", "checkpoint"] = "euler"
+    """Where a checkpoint names a solver of higher order (Wan, Sana): noise levels of the flow's Euler scheduler, or
+    those of that solver. The steps are Euler's with both."""
     sde: Sde = Sde()
     window: Window | None = None
     """None records every step but the last."""

@@ -272,6 +272,7 @@ class FlowPipeline:
         return {
             "log_probs": trajectory.log_probs[:, list(entries)],
             "std": c.std[steps].to(self.device),
+            "kl_std": c.kl_std[steps].to(self.device),
             "dt": c.dt[steps].to(self.device),
             "c_v": c.c_v[steps].to(self.device),
             "every_std": c.std[every].to(self.device),
