@@ -46,10 +46,10 @@ class FlowPipeline:
         self.shape = adapter.latent_shape(recipe.denoising.height, recipe.denoising.width)
         self.guided = adapter.guided
         self.guidance = recipe.denoising.guidance_scale if self.guided else 1.0
-        self.renoising = Renoising(self)
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         self.steps = recipe.denoising.steps
+        self.renoising = Renoising(self)
         ends_noisy = bool(adapter.schedule(self.steps).sigmas[-1] > 0)  # then the last step can carry noise too
         self._noisy = self.steps if ends_noisy else self.steps - 1
         if recipe.algorithm.kind == "policy_gradient":
@@ -255,7 +255,7 @@ class FlowPipeline:
         window = self.recipe.denoising.window
         if kind == "policy_gradient":
             return window.size if window else self._noisy
-        return self.steps - 1
+        return self.renoising.entries
 
     def actions(self, trajectory: Trajectory, kind: Kind) -> list[int]:
         return [self.entries(kind)] * len(trajectory)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mmrl.config.picture_algorithms import ForwardAlgorithm
 from mmrl.controller.randomness import generator, noise
 from mmrl.errors import UserError
 from mmrl.pipelines.protocol import Weights
@@ -29,8 +30,16 @@ class Renoising:
                 "guidance of its own; remove algorithm.guidance"
             )
         self.pipeline = pipeline
+        algorithm = recipe.algorithm
+        self.levels = algorithm.levels(pipeline.steps) if isinstance(algorithm, ForwardAlgorithm) else []
         asked = recipe.algorithm.loss_guidance(recipe.denoising.guidance_scale)
         self.guidance = asked if adapter.combines else 1.0
+
+    @property
+    def entries(self) -> int:
+        """In how many levels a sample trains where the recipe names no number: one less than the rollout has steps, or
+        as many as may train."""
+        return min(self.pipeline.steps - 1, len(self.levels))
 
     def __call__(
         self, trajectory: Trajectory, level: int, seed: int, needs: frozenset[str], weights: Weights
@@ -52,6 +61,6 @@ class Renoising:
 
     def _sigma(self, trajectory: Trajectory, level: int, seed: int) -> Tensor:
         """Of each row the noise level, ``[B]``: the ``level``-th of an order that is the sample's own."""
-        sigmas = self.pipeline.adapter.schedule(self.pipeline.steps).sigmas[:-2]  # but the last, as the authors train
+        sigmas = self.pipeline.adapter.schedule(self.pipeline.steps).sigmas[self.levels]
         draws = [generator(seed, i.step, i.slot, i.attempt, i.sample, "levels") for i in trajectory.ids]
         return sigmas[[int(torch.randperm(len(sigmas), generator=draw)[level]) for draw in draws]]
