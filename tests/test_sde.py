@@ -128,7 +128,7 @@ def test_a_step_of_ddim_that_ends_in_no_noise_would_drown_the_others():
 SIGMAS = torch.linspace(1, 0, 11, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", ["flow", "dance", "cps", "ddim"])
+@pytest.mark.parametrize("kind", ["flow", "dance", "linear", "cps", "ddim"])
 def test_replay_returns_the_same_log_prob_to_the_bit(kind):
     c = sde.coefficients(SIGMAS, kind, 0.7, range(9))
     torch.manual_seed(0)
@@ -192,6 +192,7 @@ def test_first_step_takes_the_second_sigma_for_the_denominator():
         ("flow", 0.7, 1000, 0.499),
         ("dance", 0.3, 10, 0.375),
         ("dance", 0.3, 1000, 0.500),
+        ("linear", 1.0, 1000, 0.500),
         ("cps", 0.8, 10, 0.308),
         ("cps", 0.8, 1000, 0.400),
     ],

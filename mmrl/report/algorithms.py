@@ -23,8 +23,9 @@ KINDS = {
 }
 HEAD = """# Algorithms
 
-`algorithm: {type: flow_grpo, clip_range: 1e-3}` in a recipe; the defaults are the settings of each one's paper. Every
-file is `mmrl/algorithms/<type>.py`. `A` is the advantage, `v` the velocity, `r` a ratio of the policy to the one that
+`algorithm: {type: flow_grpo, clip_range: 1e-3}` in a recipe; the defaults are the settings of each one's paper.
+[published.yaml](published.yaml) has what authors' scripts set, each number with its file and key. Every file is
+`mmrl/algorithms/<type>.py`. `A` is the advantage, `v` the velocity, `r` a ratio of the policy to the one that
 sampled, or a reward.
 
 Settings rather than algorithms:
