@@ -5,6 +5,7 @@ import torch
 
 from mmrl.config import Recipe
 from mmrl.config.loader import load_recipe
+from mmrl.config.picture_algorithms import DGPO
 from mmrl.errors import UserError
 from mmrl.pipelines.diffusion.renoising import Renoising
 from mmrl.run import build
@@ -19,19 +20,17 @@ def pipeline():
     return build(loaded.recipe, loaded.root).pipeline
 
 
-def renoising(pipeline, steps=STEPS, **algorithm):
+def renoising(pipeline, **algorithm):
     settings = pipeline.recipe.model_dump(mode="json") | {"algorithm": algorithm}
-    settings["sampling"]["steps"] = steps
-    pipeline.recipe, pipeline.steps = Recipe.model_validate(settings), steps
-    return Renoising(pipeline)
+    return Renoising(pipeline.adapter, Recipe.model_validate(settings))
 
 
 def drawn(of, entries, samples=40):
     """The levels (by their index) of each sample's entries."""
     ids = [SampleId(3, n, 0, 0) for n in range(samples)]
     trajectory = Trajectory([], ids, torch.zeros(samples, 0), [])
-    table = of.pipeline.adapter.schedule(of.pipeline.steps).sigmas.tolist()
-    columns = [of._sigma(trajectory, entry, seed=1).tolist() for entry in range(entries)]
+    table = of.adapter.schedule(STEPS).sigmas.tolist()
+    columns = [of.sigma(trajectory, entry, seed=1).tolist() for entry in range(entries)]
     return [[table.index(s) for s in row] for row in zip(*columns, strict=True)]
 
 
@@ -61,7 +60,7 @@ def test_dgpo_trains_four_of_the_levels_above_t_min(pipeline):
     assert shifted[6] > 3 * 0.3 / (1 + 2 * 0.3) == pytest.approx(shifted[7])
     assert renoising(pipeline, type="dgpo", t_min=0.5).levels == list(range(5)), "trunc_steps = 4, for GenEval"
     of = renoising(pipeline, type="dgpo")
-    assert of.pipeline.recipe.algorithm.noise_levels == 4
+    assert DGPO().noise_levels == 4
     rows = drawn(of, 4)
     assert all(len(set(row)) == 4 for row in rows)
     assert {level for row in rows for level in row} == set(range(7))

@@ -49,7 +49,7 @@ class FlowPipeline:
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         self.steps = recipe.denoising.steps
-        self.renoising = Renoising(self)
+        self.renoising = Renoising(adapter, recipe)
         ends_noisy = bool(adapter.schedule(self.steps).sigmas[-1] > 0)  # then the last step can carry noise too
         self._noisy = self.steps if ends_noisy else self.steps - 1
         if recipe.algorithm.kind == "policy_gradient":
@@ -313,7 +313,13 @@ class FlowPipeline:
     def renoise(
         self, trajectory: Trajectory, level: int, seed: int, needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
-        return self.renoising(trajectory, level, seed, needs, weights)
+        guidance = self.renoising.guidance
+        features = self._batch_features(trajectory.features, guidance > 1)
+
+        def velocity(x: Tensor, timestep: Tensor) -> Tensor:
+            return self._velocity(x, timestep, features, guidance)
+
+        return self.renoising(trajectory, level, seed, needs, weights, velocity)
 
     def generate(
         self,
