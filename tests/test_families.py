@@ -215,6 +215,9 @@ def test_sigmas_of_the_checkpoints_own_solver(folders, tmp_path):
     torch.testing.assert_close(
         pipeline.adapter.schedule(4).sigmas[:-1].double(), 5 * u / (1 + 4 * u), rtol=1e-5, atol=1e-5
     )
+    contract.first_ratio_is_one(
+        recipe("wan", {"wan": folder}, schedule="checkpoint", sde={"kind": "linear", "noise_level": 1.0})
+    )
     code = "\n".join(pipeline.usage("out", "lora", Prompt("p", "p")).code.values())
     stock = diffusers.WanPipeline.from_pretrained(folder)
     exec(pipeline.adapter.prepare, {"pipe": stock})

@@ -14,7 +14,7 @@ from mmrl.trajectory import SampleId, Slot
 from tests.test_loop import SMALL, make
 
 KINDS = {
-    "dgpo": "{type: dgpo, beta: 30, clip_range: 0.0001}",
+    "dgpo": "{type: dgpo, noise_levels: 2, beta: 30, clip_range: 0.0001}",
     "diffusion_dpo": "{type: diffusion_dpo, beta: 50}",
     "rwr": "{type: rwr, kl_coef: 0.1}",
     "awm": "{type: awm, noise_levels: 2, weighting: t}",

@@ -4,7 +4,8 @@
 
 Ratios are of mean (not summed) log-probs, hence clip ranges of 1e-4 and below. ``e`` is what the code of each noise's
 authors has (``sde.Coefficients.kl_std``), so that published coefficients carry over: ``std`` of the step, which makes
-it the KL of the two Gaussians; with Flow-SDE ``std / sqrt(-dt)``.
+it the KL of the two Gaussians; with Flow-SDE ``std / sqrt(-dt)``. (FlowCPS's scripts for SD3 and FLUX do not divide;
+its others and Flow-GRPO's CPS do.)
 """
 
 from __future__ import annotations
