@@ -31,7 +31,8 @@ class Renoising:
             )
         asked = algorithm.loss_guidance(recipe.denoising.guidance_scale)
         self.guidance = asked if adapter.combines else 1.0
-        self.levels = algorithm.levels(self.steps) if isinstance(algorithm, ForwardAlgorithm) else []
+        every = list(range(self.steps - 1))
+        self.levels = algorithm.levels(self.steps) if isinstance(algorithm, ForwardAlgorithm) else every
 
     @property
     def entries(self) -> int:
