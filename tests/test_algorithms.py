@@ -76,6 +76,7 @@ def grpo(new, old, advantages, weights=None, importance=None, **settings):
         "advantages": advantages,
         "weights": torch.ones(len(old)) if weights is None else weights,
         "std": torch.full((old.shape[1],), 0.5),
+        "kl_std": torch.full((old.shape[1],), 0.5 / 0.1**0.5),  # as Flow-SDE's
         "dt": torch.full((old.shape[1],), -0.1),
     } | ({} if importance is None else {"importance": importance})
     return objective.loss(new, record, float(record["weights"].sum()) * old.shape[1])

@@ -182,6 +182,91 @@ def test_a_distilled_klein_takes_no_guidance_and_stays_distilled(folders, tmp_pa
     assert json.loads((tmp_path / "out" / "model_index.json").read_text())["is_distilled"] is True
 
 
+def with_scheduler(folder, made, scheduler):
+    """A copy of a model with another scheduler."""
+    shutil.copytree(folder, made)
+    shutil.rmtree(made / "scheduler")
+    scheduler.save_pretrained(made / "scheduler")
+    index = json.loads((made / "model_index.json").read_text())
+    index["scheduler"] = ["diffusers", type(scheduler).__name__]
+    (made / "model_index.json").write_text(json.dumps(index))
+    return made
+
+
+def test_sigmas_of_the_checkpoints_own_solver(folders, tmp_path):
+    """Wan 2.1 comes with UniPC: of 20 steps the last is from .139 to 0, and Euler's schedule would go from .009."""
+    import diffusers
+
+    solver = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    folder = with_scheduler(folders["wan"], tmp_path / "wan", diffusers.UniPCMultistepScheduler(**solver))
+    sigmas = {}
+    for schedule in ("euler", "checkpoint"):
+        asked = recipe("wan", {"wan": folder}, schedule=schedule, steps=20)
+        adapter = mmrl.load("pipelines", "diffusion/wan").build(asked, str(folder), torch.device("cpu")).adapter
+        sigmas[schedule] = adapter.schedule(20).sigmas
+    t = torch.linspace(1, 0.001, 21).double()
+    torch.testing.assert_close(sigmas["checkpoint"][:-1].double(), (3 * t / (1 + 2 * t))[:-1], rtol=1e-5, atol=1e-5)
+    assert sigmas["checkpoint"][-2:].tolist() == pytest.approx([0.1387, 0], abs=1e-4)
+    assert sigmas["euler"][-2:].tolist() == pytest.approx([0.0089, 0], abs=1e-4)
+    made = recipe("wan", {"wan": folder}, schedule="checkpoint", guidance_scale=2.0, shift=5.0)
+    contract.sampling_is_the_stock_pipelines(made)
+    pipeline = contract.Case(made).pipeline
+    u = torch.linspace(1, 0.001, 5).double()[:-1]
+    torch.testing.assert_close(
+        pipeline.adapter.schedule(4).sigmas[:-1].double(), 5 * u / (1 + 4 * u), rtol=1e-5, atol=1e-5
+    )
+    contract.first_ratio_is_one(
+        recipe("wan", {"wan": folder}, schedule="checkpoint", sde={"kind": "linear", "noise_level": 1.0})
+    )
+    code = "\n".join(pipeline.usage("out", "lora", Prompt("p", "p")).code.values())
+    stock = diffusers.WanPipeline.from_pretrained(folder)
+    exec(pipeline.adapter.prepare, {"pipe": stock})
+    assert pipeline.adapter.prepare in code
+    stock.scheduler.set_timesteps(4)
+    torch.testing.assert_close(stock.scheduler.sigmas, pipeline.adapter.schedule(4).sigmas)
+    assert stock.scheduler.config["solver_order"] == 1
+
+
+def test_a_fixed_shift(folders):
+    """DanceGRPO's FLUX: even levels shifted by 3 whatever the size, where the checkpoint's own shift grows with it."""
+    asked = recipe("flux", folders, shift=3.0, steps=4)
+    contract.sampling_is_the_stock_pipelines(asked)
+    adapter = contract.Case(asked).pipeline.adapter
+    t = torch.linspace(1, 0, 5).double()
+    torch.testing.assert_close(adapter.schedule(4).sigmas.double(), 3 * t / (1 + 2 * t), rtol=1e-6, atol=1e-7)
+    own = contract.Case(recipe("flux", folders, steps=4)).pipeline.adapter.schedule(4).sigmas
+    assert (own - adapter.schedule(4).sigmas).abs().max() > 0.01
+    import diffusers
+
+    stock = diffusers.FluxPipeline.from_pretrained(folders["flux"])
+    exec(adapter.prepare, {"pipe": stock})
+    assert (stock.scheduler.config["shift"], stock.scheduler.config["use_dynamic_shifting"]) == (3.0, False)
+
+
+@pytest.mark.parametrize("change", [{"shift": 3.0}, {"schedule": "checkpoint"}])
+def test_a_unet_has_the_levels_of_its_timesteps(folders, change):
+    with pytest.raises(UserError, match=rf"sampling\.{next(iter(change))}: .*; remove it"):
+        contract.Case(recipe("sd", folders, **change))
+
+
+@pytest.mark.parametrize("family", ["flux", "flux2_klein"])
+def test_a_model_of_one_prediction_has_no_guidance_in_its_loss(folders, tmp_path, family):
+    """FLUX.1 is told its guidance and a distilled klein takes none: a loss tells them what sampling does."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders[family], folder)
+    index = folder / "model_index.json"
+    index.write_text(index.read_text().replace('"is_distilled": false', '"is_distilled": true'))
+    asked = recipe(family, {family: folder}, guidance_scale=3.5).model_dump(mode="json")
+    for guidance in (1.0, "sampling"):
+        made = Recipe.model_validate(asked | {"algorithm": {"type": "diffusion_nft", "guidance": guidance}})
+        case = contract.Case(made)
+        assert case.pipeline.renoising.guidance == 1
+        assert len(case.pipeline.features) == 2, "no negative prompt"
+    refused = Recipe.model_validate(asked | {"algorithm": {"type": "diffusion_nft", "guidance": 2.0}})
+    with pytest.raises(UserError, match=r"algorithm\.guidance: this FLUX.* remove algorithm\.guidance"):
+        contract.Case(refused)
+
+
 def test_a_broken_adapter_is_found(folders, monkeypatch):
     flux = mmrl.load("pipelines", "diffusion/flux")
     predict = flux.FluxAdapter.predict

@@ -124,7 +124,7 @@ def test_a_run_takes_an_advantage_of_each_reward():
         (["algorithm={type: awm}", *FORWARD], "set it to 3 or less"),
         (["algorithm={type: awm, noise_levels: 2}", "sampling.window=null", "sampling.same_initial_noise=true"], "awm"),
         (["algorithm={type: rwr}"], "sampling.window: rwr records no denoising actions"),
-        (["algorithm={type: grpo_guard}", "sampling.sde={kind: cps}"], "set it to flow or dance"),
+        (["algorithm={type: grpo_guard}", "sampling.sde={kind: cps}"], "set it to flow, dance or linear"),
         (["algorithm.trained_steps=3"], "set it to 2 or less"),
         (["algorithm={type: draft, last_steps: 2, renoise: 2}", "sampling.window=null"], "algorithm.renoise"),
         (["algorithm={type: alignprop, last_steps: 5}", "sampling.window=null"], "set it to 4 or less"),

@@ -153,6 +153,25 @@ def test_weights_of_steps(weight, expected):
     assert -loss.value.item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["flow", "cps", "linear"])
+def test_the_pull_to_the_reference_has_the_scale_of_each_noises_authors(kind):
+    """|mu - mu_ref|^2 / (2 e^2), written out in float64."""
+    new, old, _, _ = moved_step(shift=0.0)
+    sigmas = f64([0.8, 0.6, 0.0])
+    c = sde.coefficients(sigmas, kind, 0.7, [0])
+    e = {
+        "flow": 0.7 * math.sqrt(0.8 / 0.2),
+        "cps": 0.6 * math.sin(0.7 * math.pi / 2),
+        "linear": 0.7 * 0.6 * 0.8 * math.sqrt(0.2),
+    }[kind]
+    new["reference_distance"] = f64([[0.01], [0.02], [0.0]])
+    loss = flow_grpo.Objective(FlowGRPO(kl_coef=0.04)).loss(
+        new, old | {"advantages": f64([0.0, 0.0, 0.0]), "kl_std": c.kl_std[:1].double()}, 3.0
+    )
+    assert loss.value.item() == pytest.approx(0.04 * 0.03 / 3 / (2 * e**2), rel=1e-6)
+    assert loss.sums["policy/kl"].item() == pytest.approx(0.03 / (2 * e**2), rel=1e-6)
+
+
 # -- the forward process ---------------------------------------------------------------------------------------------
 
 

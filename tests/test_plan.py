@@ -335,7 +335,7 @@ def test_the_real_vision_recipe_has_its_published_size():
     assert roles["policy, frozen"].parameters == 3_754_622_976
     # 36 layers of width 2048, with 256 for keys and values each, and 11008 between the three others
     pairs = [(2048, 2048), (2048, 256), (2048, 256), (2048, 2048), *[(2048, 11008)] * 3]
-    assert roles["policy, trained"].parameters == 36 * 16 * sum(a + b for a, b in pairs)
+    assert roles["policy, trained"].parameters == 36 * 64 * sum(a + b for a, b in pairs)
     assert made.counts.row_tokens == 1024 + 512
 
 

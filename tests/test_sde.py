@@ -43,6 +43,49 @@ def test_windows_move_as_mixgrpo_says():
     assert held("decay", range(3), size=2, every=2) == {0: 2, 1: 1}
 
 
+def test_linear_noise_is_that_of_the_authors_code_for_wan():
+    """d = s_last + (s_second - s_last) s, and the mean and the KL of a Gaussian of std d sqrt(-dt), in float64."""
+    sigmas = torch.tensor([0.99999, 0.9, 0.6, 0.25, 0.0], dtype=torch.float64)
+    c = sde.coefficients(sigmas, "linear", 1.0, range(3))
+    for i in range(3):
+        s, dt = sigmas[i].item(), (sigmas[i + 1] - sigmas[i]).item()
+        d = 0.0 + (0.9 - 0.0) * s
+        expected = {"c_x": 1 + d**2 / (2 * s) * dt, "c_v": (1 + d**2 * (1 - s) / (2 * s)) * dt}
+        expected |= {"std": d * math.sqrt(-dt), "kl_std": d * math.sqrt(-dt)}
+        for name, value in expected.items():
+            assert getattr(c, name)[i].item() == pytest.approx(value, rel=1e-6), name
+    assert c.std[3] == 0
+    assert sde.coefficients(sigmas, "linear", 0.5, range(3)).std[1] == pytest.approx(c.std[1] / 2)
+
+
+def test_the_kl_of_each_noise_is_its_authors():
+    """Flow-GRPO divides by 2 d^2, without the step; FlowCPS and the code for Wan by twice the step's variance, which is
+    the KL of two Gaussians. Sigmas of ten steps of SD3, whose dt runs from .04 to .27."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(10)
+    sigmas = scheduler.sigmas.double()
+    dt, s, s2 = sigmas[1:] - sigmas[:-1], sigmas[:-1], sigmas[1:]
+    expected = {
+        "flow": 0.7 * (s / (1 - torch.where(s == 1, s2[0], s))).sqrt(),
+        "dance": torch.full_like(s, 0.7),
+        "cps": s2 * math.sin(0.7 * math.pi / 2),
+        "linear": 0.7 * s2[0] * s * (-dt).sqrt(),
+    }
+    for kind, std in expected.items():
+        found = sde.coefficients(sigmas, kind, 0.7, range(9)).kl_std[:9]
+        torch.testing.assert_close(found.double(), std[:9], rtol=1e-6, atol=0)
+    full = sde.coefficients(sigmas, "flow", 0.7, range(9)).std[:9].double()
+    torch.testing.assert_close((expected["flow"][:9] / full).square(), -1 / dt[:9], rtol=1e-5, atol=0)
+
+
+def test_a_level_next_to_one_has_the_noise_of_one():
+    """Solvers begin at .999999, where s / (1 - s) would be a million."""
+    near, at = (torch.tensor([s, 0.9, 0.5, 0.0], dtype=torch.float64) for s in (0.999999, 1.0))
+    assert sde.coefficients(near, "flow", 0.7, [0]).std[0] == pytest.approx(
+        sde.coefficients(at, "flow", 0.7, [0]).std[0].item(), rel=1e-5
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "a", "mean", "std", "log_prob"),
     [
@@ -85,7 +128,7 @@ def test_a_step_of_ddim_that_ends_in_no_noise_would_drown_the_others():
 SIGMAS = torch.linspace(1, 0, 11, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", ["flow", "dance", "cps", "ddim"])
+@pytest.mark.parametrize("kind", ["flow", "dance", "linear", "cps", "ddim"])
 def test_replay_returns_the_same_log_prob_to_the_bit(kind):
     c = sde.coefficients(SIGMAS, kind, 0.7, range(9))
     torch.manual_seed(0)
@@ -149,6 +192,7 @@ def test_first_step_takes_the_second_sigma_for_the_denominator():
         ("flow", 0.7, 1000, 0.499),
         ("dance", 0.3, 10, 0.375),
         ("dance", 0.3, 1000, 0.500),
+        ("linear", 1.0, 1000, 0.500),
         ("cps", 0.8, 10, 0.308),
         ("cps", 0.8, 1000, 0.400),
     ],

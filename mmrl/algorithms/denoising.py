@@ -1,9 +1,11 @@
 """What the policy gradients over denoising steps share: advantages, the pull to the reference and the log.
 
-    L = mean over samples and steps of [ surrogate + kl_coef |mu - mu_ref|^2 / (2 d^2) ],   d = std / sqrt(-dt)
+    L = mean over samples and steps of [ surrogate + kl_coef |mu - mu_ref|^2 / (2 e^2) ]
 
-Ratios are of mean (not summed) log-probs, hence clip ranges of 1e-4 and below. The KL term is Flow-GRPO's code's: the
-true KL of the two Gaussians times ``-dt``, so that published coefficients carry over.
+Ratios are of mean (not summed) log-probs, hence clip ranges of 1e-4 and below. ``e`` is what the code of each noise's
+authors has (``sde.Coefficients.kl_std``), so that published coefficients carry over: ``std`` of the step, which makes
+it the KL of the two Gaussians; with Flow-SDE ``std / sqrt(-dt)``. (FlowCPS's scripts for SD3 and FLUX do not divide;
+its others and Flow-GRPO's CPS do.)
 """
 
 from __future__ import annotations
@@ -67,9 +69,9 @@ class DenoisingObjective(ABC):
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
         """``new``: log_probs ``[B, T]``, and what else is needed of reference_distance and old_distance ``[B, T]``.
 
-        ``old``: log_probs ``[B, T]``, advantages ``[B]``, weights ``[B]`` (0 leaves a sample out), std, dt and c_v
-        ``[T]``, every_std and every_c_v ``[S]`` of all steps that may be trained, optionally importance ``[B, T]`` (of
-        samples that another policy drew: ``mmrl.algorithms.mismatch``).
+        ``old``: log_probs ``[B, T]``, advantages ``[B]``, weights ``[B]`` (0 leaves a sample out), std, kl_std, dt and
+        c_v ``[T]``, every_std and every_c_v ``[S]`` of all steps that may be trained, optionally importance ``[B, T]``
+        (of samples that another policy drew: ``mmrl.algorithms.mismatch``).
         """
         weights = old["weights"].unsqueeze(1)
         advantages = old["advantages"].clamp(-self.advantage_clip, self.advantage_clip).unsqueeze(1)
@@ -84,7 +86,7 @@ class DenoisingObjective(ABC):
             **step.logged,
         }
         if "reference_distance" in self.needs:
-            kl = new["reference_distance"] * (-old["dt"]) / (2 * old["std"].square())
+            kl = new["reference_distance"] / (2 * old["kl_std"].square())
             loss = loss + self.kl_coef * kl
             sums["policy/kl"] = kl
         return Loss(

@@ -10,8 +10,9 @@ gradient where ``exp(l_average - l)`` is above ``1 + clip_range`` (below ``1 - c
 After ``average_samples_after`` steps the average draws the samples; it may be the reference too (TDM-R1, arXiv
 2603.07700).
 
-Departs: the authors' average moves, and their 200 steps count, by updates, of which they do four on a batch, one for
-each noise level; here by training steps. A sample without a reward counts in K.
+Departs: the authors draw the trained levels once for all prompts of a step, here for each group. Where they sample
+without guidance they guide the reference (kl_cfg 4.5); here it is predicted as the policy is. A sample without a reward
+counts in K.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ divided by its mean over all steps that may be trained.
 
 Departs: Flash-GRPO's authors draw a step for every prompt and divide by the mean over the steps of a batch. A training
 step has one window for all prompts here, of which that mean is the weight itself; that over all steps is what theirs
-comes to on average. Their noise is d = s_min + (s_max - s_min) s, here that of sampling.sde. TempFlow's branches are
-not there: a window of one step gives a branch's credit, from a noise per sample.
+comes to on average. TempFlow's branches are not there: a window of one step gives a branch's credit, from a noise
+per sample.
 """
 
 from __future__ import annotations

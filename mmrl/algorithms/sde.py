@@ -1,4 +1,4 @@
-"""One denoising step as a Gaussian action: Flow-SDE, CPS, DanceGRPO's and DDIM's noise, and the plain ODE.
+"""One denoising step as a Gaussian action: Flow-SDE, CPS, DanceGRPO's, Wan's and DDIM's noise, and the plain ODE.
 
 Notation: ``x_s = (1 - s) x0 + s eps``, the network predicts ``v = eps - x0``, a step goes from ``s`` to ``s' < s`` and
 ``dt = s' - s < 0``. Every kind is linear in ``x`` and ``v``, so its coefficients depend on the schedule alone and are
@@ -8,6 +8,7 @@ computed once in float64:
 
 - flow   d = a sqrt(s / (1 - s)), std = d sqrt(-dt)            (Flow-GRPO, arXiv 2505.05470, eq. 9)
 - dance  d = eta, the same drift                               (DanceGRPO, arXiv 2505.07818)
+- linear d = a (s_last + (s_second - s_last) s), the same drift (Flow-GRPO's and Flash-GRPO's code for Wan 2.1, a = 1)
 - cps    std = s' sin(a pi / 2), total noise level stays s'    (arXiv 2509.05952)
 - ddim   std = eta n' sqrt((b'^2 / b^2) (1 - a^2 / a'^2)), total noise level stays s'   (DDIM, arXiv 2010.02502, eq. 16)
 - ode    std = 0
@@ -17,9 +18,9 @@ DDIM's ``a``, ``b`` and ``n`` are those of a state of unit variance, ``a x0 + b 
 policy of DDPO (arXiv 2305.13301). Log-probs are of ``x_s``; DDPO's, of the other state, are less by ``-log n'``, which
 no ratio sees.
 
-Where ``s = 1`` the flow's ``1 - s`` takes the schedule's second sigma, as the paper's code does. Log-probs are the
-*mean* over the non-batch dimensions; CPS leaves out ``1 / (2 std^2)`` and the constants, as its authors do, so its
-clip range is on another scale.
+``s_second`` and ``s_last`` are sigmas of the schedule. Where ``s = 1``, within 0.001, the flow's ``1 - s`` takes the
+schedule's second sigma, as the paper's code does. Log-probs are the *mean* over the non-batch dimensions; CPS leaves
+out ``1 / (2 std^2)`` and the constants, as its authors do, so its clip range is on another scale.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["flow", "cps", "dance", "ddim"]
+Kind = Literal["flow", "cps", "dance", "linear", "ddim"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ class Coefficients:
     @property
     def steps(self) -> int:
         return len(self.std)
+
+    @property
+    def kl_std(self) -> Tensor:
+        """What the authors of each noise divide the distance of two means by for their KL, ``[T]``: ``std``, the KL of
+        the two Gaussians; Flow-GRPO ``d``, so without the step's ``dt``."""
+        return self.std / (-self.dt).sqrt() if self.kind in ("flow", "dance") else self.std
 
 
 def coefficients(sigmas: Tensor, kind: Kind, noise_level: float, noisy: Sequence[int]) -> Coefficients:
@@ -69,7 +76,14 @@ def coefficients(sigmas: Tensor, kind: Kind, noise_level: float, noisy: Sequence
         c_x[i] = (1 - s2[i]) + kept
         c_v[i] = kept * (1 - s[i]) - (1 - s2[i]) * s[i]
     else:
-        d = noise_level if kind == "dance" else noise_level * (s / (1 - torch.where(s >= 1, s2[0], s))).sqrt()[i]
+        d = (
+            noise_level
+            * {
+                "flow": (s / (1 - torch.where(s > 0.999, s2[0], s))).sqrt(),
+                "linear": s2[-1] + (s2[0] - s2[-1]) * s,
+                "dance": torch.ones_like(s),
+            }[kind][i]
+        )
         std[i] = d * (-dt[i]).sqrt()
         c_x[i] = 1 + d**2 / (2 * s[i]) * dt[i]
         c_v[i] = (1 + d**2 * (1 - s[i]) / (2 * s[i])) * dt[i]

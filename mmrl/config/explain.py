@@ -13,11 +13,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from mmrl.config.errors import Finding, KeyPath
-from mmrl.config.known_as import known_as
+from mmrl.config.known_as import known_as, not_asked
 from mmrl.config.layers import Tree, kind_of, parse_key
 from mmrl.config.sampling import TextSampling
 from mmrl.config.sampling import kind_of as sampling_kind
 from mmrl.config.schema import Recipe
+from mmrl.config.section import AlgorithmSection
 
 
 def explain(error: ValidationError, tree: Tree) -> Iterator[Finding]:
@@ -89,6 +90,8 @@ def _unknown(path: KeyPath, values: dict[str, Any]) -> str:
     assert section is not None, "only a section forbids keys"
     siblings = list(section.model_fields)
     listed = f"  (keys: {', '.join(siblings)})"
+    if issubclass(section, AlgorithmSection) and (why := not_asked(section, key)):
+        return f"{why}; remove it{listed}"
     others = [s for s in _sections(_annotation(path[:-1], values)) if s is not section and key in s.model_fields]
     if others:
         type_ = _tag(section)
@@ -139,12 +142,15 @@ def _all_keys() -> tuple[str, ...]:
 
 
 def _path(loc: tuple[str | int, ...], values: Any) -> KeyPath:
-    """``loc`` without the tags that pydantic puts in behind a section of several types."""
+    """``loc`` without the tags that pydantic puts in behind a section, or a value, of several types."""
     path: KeyPath = ()
     for part in loc:
-        kinds = _sections(_annotation(path, values))
+        annotation = _annotation(path, values)
+        kinds = _sections(annotation)
         if len(kinds) > 1 and path and part in [_tag(kind) for kind in kinds]:
             continue
+        if isinstance(part, str) and path and not kinds and annotation is not None and not _maps(annotation):
+            continue  # a number or a word: pydantic names each alternative
         path = (*path, part)
     return path
 
@@ -214,6 +220,11 @@ def _item(annotation: Any, index: int) -> Any:
         if get_origin(part) is tuple and index < len(get_args(part)):
             return get_args(part)[index]
     return None
+
+
+def _maps(annotation: Any) -> bool:
+    """Whether any key may stand under it."""
+    return any(part is Any or part is dict or get_origin(part) is dict for part in _parts(annotation))
 
 
 def _choices(annotation: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -67,8 +68,18 @@ class ForwardAlgorithm(AlgorithmSection):
     """Clean samples noised afresh (abstract)."""
 
     kind: ClassVar[Kind] = "forward_process"
+    guidance: NonNegative | Literal["sampling"] = 1.0
+    """Guidance scale of the predictions in the loss. 1 (or less) predicts with the prompt alone, as the authors do;
+    ``sampling`` takes sampling.guidance_scale (Flow-Factory's and verl-omni's DiffusionNFT)."""
     noise_levels: PositiveInt | None = None
     """Noise levels trained per sample; None takes every rollout step but the last."""
+
+    def loss_guidance(self, sampling: float) -> float:
+        return sampling if self.guidance == "sampling" else self.guidance
+
+    def levels(self, steps: int) -> list[int]:
+        """Which of the noise levels of a rollout's ``steps`` may train: all but the last."""
+        return list(range(steps - 1))
 
 
 class DiffusionNFT(ForwardAlgorithm, PictureAlgorithm):
@@ -81,6 +92,11 @@ class DiffusionNFT(ForwardAlgorithm, PictureAlgorithm):
     old_decay_rate: NonNegative = 0.001
     old_decay_max: Fraction = 0.5
     """After step n the old policy becomes d * old + (1 - d) * policy, d = min(rate * n, max)."""
+    last_level: bool = True
+    """Levels are drawn among all of the rollout, the last too; false leaves that one out."""
+
+    def levels(self, steps: int) -> list[int]:
+        return list(range(steps)) if self.last_level else super().levels(steps)
 
 
 class AWM(ForwardAlgorithm, PictureAlgorithm):
@@ -122,6 +138,9 @@ class PictureDPO(AlgorithmSection):
     def compares_group(self) -> bool:
         return False
 
+    def loss_guidance(self, sampling: float) -> float:
+        return 1.0
+
 
 class RWR(ForwardAlgorithm):
     """Reward-weighted fine-tuning on the run's own samples (Lee et al. 2023, arXiv 2302.12192)."""
@@ -141,6 +160,10 @@ class DGPO(ForwardAlgorithm, PictureAlgorithm):
 
     type: Literal["dgpo"] = "dgpo"
     whole: ClassVar[Literal["group", "pair"] | None] = "group"
+    noise_levels: PositiveInt | None = 4
+    """Noise levels trained per group; None takes every one above t_min."""
+    t_min: Fraction = 0.3
+    """Share of the rollout's steps, at its end, whose levels do not train: of 10 steps the first 7 train."""
     beta: PositiveFloat = 100.0
     advantage_std: Spread = "group"
     kl_coef: NonNegative = 0.0
@@ -156,6 +179,9 @@ class DGPO(ForwardAlgorithm, PictureAlgorithm):
     average_decay_rate: NonNegative = 0.001
     average_decay_max: Fraction = 0.3
     """After step n the average becomes d * average + (1 - d) * policy, d = min(rate * n, max)."""
+
+    def levels(self, steps: int) -> list[int]:
+        return super().levels(steps)[: math.ceil(round(steps * (1 - self.t_min), 6))]
 
 
 class PathwiseAlgorithm(AlgorithmSection):

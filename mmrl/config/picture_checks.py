@@ -52,9 +52,18 @@ def _noise(recipe: Recipe) -> Iterator[str]:
 
 
 def _levels(recipe: Recipe) -> Iterator[str]:
-    algorithm, most = recipe.algorithm, recipe.denoising.steps - 1
-    if isinstance(algorithm, ForwardAlgorithm) and (algorithm.noise_levels or 0) > most:
-        yield f"algorithm.noise_levels: {most + 1} sampling steps have {most} levels; set it to {most} or less"
+    algorithm, steps = recipe.algorithm, recipe.denoising.steps
+    if not isinstance(algorithm, ForwardAlgorithm):
+        return
+    most = len(algorithm.levels(steps))
+    if (algorithm.noise_levels or 0) > most:
+        yield f"algorithm.noise_levels: of {steps} sampling steps {most} have a level that trains; {_fewer(most)}"
+    elif most == 0:
+        yield f"algorithm.t_min: none of {steps} sampling steps has a level that trains; lower it"
+
+
+def _fewer(most: int) -> str:
+    return f"set it to {most} or less" if most else "lower algorithm.t_min"
 
 
 def _steps(recipe: Recipe) -> Iterator[str]:
@@ -71,7 +80,7 @@ def _steps(recipe: Recipe) -> Iterator[str]:
     if algorithm.type == "grpo_guard" and sampling.sde.kind == "cps":
         yield (
             "sampling.sde.kind: grpo_guard takes its bias off the log-prob of a Gaussian, and that of cps leaves out "
-            "the noise's size; set it to flow or dance"
+            "the noise's size; set it to flow, dance or linear"
         )
 
 

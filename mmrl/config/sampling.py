@@ -11,9 +11,10 @@ from mmrl.config.section import Fraction, NonNegative, Section
 
 
 class Sde(Section):
-    kind: Literal["flow", "cps", "dance", "ddim"] = "flow"
+    kind: Literal["flow", "cps", "dance", "linear", "ddim"] = "flow"
+    """``linear`` is the noise of Flow-GRPO's and Flash-GRPO's code for Wan 2.1, which grows with the noise level."""
     noise_level: PositiveFloat = 0.7
-    """``a`` of Flow-SDE and CPS, ``eta`` of DanceGRPO and of DDIM (DDPO: 1)."""
+    """``a`` of Flow-SDE and CPS, ``eta`` of DanceGRPO and of DDIM (DDPO: 1), a factor of ``linear`` (1)."""
 
 
 class Window(Section):
@@ -39,12 +40,19 @@ class Sampling(Section):
     type: Literal["diffusion"] = "diffusion"
     steps: Annotated[int, Field(ge=2)] = 10
     guidance_scale: NonNegative = 1.0
-    """1 (or less) samples and trains without classifier-free guidance, at half the cost."""
+    """1 (or less) samples without classifier-free guidance, at half the cost. A policy gradient replays what it
+    sampled, and so trains with the same; a loss on the forward process has its own (algorithm.guidance)."""
     height: PositiveInt
     width: PositiveInt
     frames: PositiveInt | None = None
     """Of a clip; None where the pipeline makes pictures."""
     max_sequence_length: PositiveInt = 256
+    shift: PositiveFloat | None = None
+    """A fixed shift of the noise levels, s to shift s / (1 + (shift - 1) s); None takes the checkpoint's own, which may
+    grow with the picture's size."""
+    schedule: Literal["euler", "checkpoint"] = "euler"
+    """Where a checkpoint names a solver of higher order (Wan, Sana): noise levels of the flow's Euler scheduler, or
+    those of that solver. The steps are Euler's with both."""
     sde: Sde = Sde()
     window: Window | None = None
     """None records every step but the last."""

@@ -45,3 +45,7 @@ class AlgorithmSection(Section):
     def compares_group(self) -> bool:
         """Whether a sample is judged against the others of its prompt, so that a group of one teaches nothing."""
         return True
+
+    def loss_guidance(self, sampling: float) -> float:
+        """The guidance scale of the predictions that train; ``sampling`` is sampling.guidance_scale."""
+        return sampling

@@ -48,7 +48,8 @@ class Measured:
     ``train_token``: by how much ``train`` grows with a token more in every row of the slice, ``train_step`` with a step
     more in its forward; 0 where that is not asked.
     ``forwards`` and ``graph_forwards`` are calls of the policy in a slice, without and with a graph; ``guided``: each
-    is of twice the rows, with the prompt and with the negative one.
+    forward of sampling is of twice the rows, with the prompt and with the negative one; ``guided_loss``: each of
+    training is.
     """
 
     features: int
@@ -63,6 +64,7 @@ class Measured:
     forwards: int
     graph_forwards: int
     guided: bool
+    guided_loss: bool
     train_token: float = 0.0
     train_step: int = 0
 
@@ -92,6 +94,7 @@ def measure(
     with LiveBytes() as live:
         keys = pipeline.encode(slots[:1])
     features = pipeline.features.bytes
+    negative = len(keys) > 1 and pipeline.makes != "text"  # of one slot: the negative prompt has features too
     encode = max(0, live.peak - features)  # where an encoder only makes what is kept, that is not counted twice
 
     picture = sample = decode = 0
@@ -120,7 +123,8 @@ def measure(
         state,
         forwards,
         graph_forwards,
-        guided=len(keys) > 1,  # of one slot: the negative prompt has features too
+        guided=negative and recipe.denoising.guidance_scale > 1,
+        guided_loss=negative and recipe.algorithm.loss_guidance(recipe.denoising.guidance_scale) > 1,
         train_token=token,
         train_step=step,
     )

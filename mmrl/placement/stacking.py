@@ -60,7 +60,7 @@ def _chosen(made: Plan) -> tuple[int, str]:
         return 1, "for the memory of a step is not known"
     if c.entries == 1:
         return 1, "for one step of a sample trains"
-    rows = c.slice_rows * (2 if m.guided else 1)
+    rows = c.slice_rows * (2 if m.guided_loss else 1)
     pays, fit = max(1, ROWS // rows), 1 + max(0, _room(made)) // max(1, m.train_step)
     n = _even(c.entries, min(pays, fit))
     if pays == 1:

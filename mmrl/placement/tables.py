@@ -90,7 +90,7 @@ def _arithmetic(plan: Plan) -> list[str]:
     assert c is not None
     assert m is not None
     text = recipe.sampling.type == "text"
-    twice = " (twice that with guidance)" if m.guided else ""
+    twice, twice_loss = (" (twice that with guidance)" if guided else "" for guided in (m.guided, m.guided_loss))
     lines = [_step(plan)]
     if c.micro_batches:
         each = f"up to {recipe.decoding.max_new_tokens} tokens" if text else f"{recipe.denoising.steps} denoising steps"
@@ -102,7 +102,9 @@ def _arithmetic(plan: Plan) -> list[str]:
     plural = "s" * (m.graph_forwards > 1)
     checkpointed = ", recomputed in it (gradient checkpointing)" if recipe.model.gradient_checkpointing else ""
     at_once = f", {c.at_once} in a forward" if c.at_once > 1 else ""
-    taken = f" of up to {c.row_tokens:,} tokens" if text else f"{twice}, {c.entries} entries of each sample{at_once}"
+    taken = (
+        f" of up to {c.row_tokens:,} tokens" if text else f"{twice_loss}, {c.entries} entries of each sample{at_once}"
+    )
     lines.append(
         f"  training: {c.slices:,} slices of up to {c.slice_rows} samples{taken}; "
         f"a slice is {m.graph_forwards} forward{plural} with a graph{without}, and a backward{checkpointed}"

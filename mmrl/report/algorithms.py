@@ -23,14 +23,20 @@ KINDS = {
 }
 HEAD = """# Algorithms
 
-`algorithm: {type: flow_grpo, clip_range: 1e-3}` in a recipe; the defaults are the settings of each one's paper. Every
-file is `mmrl/algorithms/<type>.py`. `A` is the advantage, `v` the velocity, `r` a ratio of the policy to the one that
+`algorithm: {type: flow_grpo, clip_range: 1e-3}` in a recipe; the defaults are the settings of each one's paper.
+[published.yaml](published.yaml) has what authors' scripts set, each number with its file and key. Every file is
+`mmrl/algorithms/<type>.py`. `A` is the advantage, `v` the velocity, `r` a ratio of the policy to the one that
 sampled, or a reward.
 
 Settings rather than algorithms:
 
 | known as | settings |
 |---|---|
+"""
+GUIDANCE = """Samples may be drawn with guidance (`sampling.guidance_scale`). A policy gradient replays the steps it
+sampled, with the same guidance. A loss on the forward process takes the prediction with the prompt alone, as the
+authors do; `algorithm.guidance` sets another scale for it, and `algorithm.guidance: sampling` takes that of sampling
+(DiffusionNFT in Flow-Factory and verl-omni). FLUX.1, which is told its guidance, is told that of sampling everywhere.
 """
 TAIL = "The page is made by `python -m mmrl.report.algorithms`; a test compares the two.\n"
 
@@ -39,7 +45,7 @@ def page() -> str:
     """The whole page in Markdown."""
     sections: list[type[AlgorithmSection]] = list(get_args(get_args(Algorithm)[0]))
     known = [f"| {name} | {', '.join(f'`{one}`' for one in of)} |" for name, of in SETTINGS.items()]
-    out = [HEAD + "\n".join(known), "", TAIL]
+    out = [HEAD + "\n".join(known), "", GUIDANCE, TAIL]
     for kind, text in KINDS.items():
         out += [f"## {text}", "", "| algorithm | formula | settings | departs from its paper |", "|---|---|---|---|"]
         out += [row(section) for section in sections if section.kind == kind]

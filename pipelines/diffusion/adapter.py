@@ -46,8 +46,6 @@ class Adapter(ABC):
     """Components that are not loaded: a checker of contents, an encoder of pictures."""
     options: ClassVar[dict[str, Any]] = {}
     """Further arguments of the class of diffusers."""
-    prepare: ClassVar[str] = ""
-    """Python that makes a stock pipeline ``pipe`` sample as this adapter does, where its own settings are others."""
     lora_targets: ClassVar[tuple[str, ...]]
     negative: ClassVar[str] = ""
     """The prompt that guidance moves away from."""
@@ -57,6 +55,8 @@ class Adapter(ABC):
         found = [getattr(pipe, name, None) for name in self.encoders]
         self.text_encoders: list[nn.Module] = [encoder for encoder in found if encoder is not None]
         self.vae: nn.Module = pipe.vae
+        if sampling.shift is not None:
+            self._shift(sampling.shift)
         self._schedules: dict[int, Schedule] = {}
 
     @property
@@ -65,13 +65,29 @@ class Adapter(ABC):
         return getattr(self.pipe, self.trains)
 
     @property
-    def guided(self) -> bool:
-        """Whether two predictions are combined, with the prompt and with ``negative``."""
-        return self.sampling.guidance_scale > 1
+    def prepare(self) -> str:
+        """Python that makes a stock ``pipe`` sample as this adapter does, where its own settings are others."""
+        if self.sampling.shift is None:
+            return ""
+        return (
+            "pipe.scheduler = type(pipe.scheduler).from_config(\n"
+            f"    pipe.scheduler.config, use_dynamic_shifting=False, shift={self.sampling.shift}\n)\n"
+        )
 
-    def guide(self, negative: Tensor, positive: Tensor) -> Tensor:
-        """One velocity of two, ``[B, ...]``."""
-        return negative + self.sampling.guidance_scale * (positive - negative)
+    @property
+    def combines(self) -> bool:
+        """Whether guidance combines two predictions, with the prompt and with ``negative``. Some models are told the
+        scale, or need none."""
+        return True
+
+    @property
+    def guided(self) -> bool:
+        """Whether sampling combines two predictions."""
+        return self.combines and self.sampling.guidance_scale > 1
+
+    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+        """One velocity of two, ``[B, ...]``, with guidance ``scale``."""
+        return negative + scale * (positive - negative)
 
     @abstractmethod
     def encode(self, text: str) -> dict[str, Tensor]:
@@ -117,6 +133,11 @@ class Adapter(ABC):
     def timestep(self, sigma: Tensor) -> Tensor:
         """The model's timestep at any sigma, both ``[B]``."""
         return sigma * self.pipe.scheduler.config.num_train_timesteps
+
+    def _shift(self, shift: float) -> None:
+        """Have the scheduler shift its sigmas by ``shift``. Raises ``UserError`` where a family has no shift."""
+        scheduler = self.pipe.scheduler
+        self.pipe.scheduler = type(scheduler).from_config(scheduler.config, use_dynamic_shifting=False, shift=shift)
 
     def _schedule(self, steps: int) -> Schedule:
         scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)

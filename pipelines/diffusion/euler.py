@@ -1,4 +1,4 @@
-"""Families whose checkpoints name a solver of higher order, sampled by Euler's steps over the flow's sigmas instead."""
+"""Families whose checkpoints name a solver of higher order, sampled by Euler's steps instead."""
 
 from __future__ import annotations
 
@@ -13,18 +13,47 @@ from .adapter import Adapter
 
 
 class EulerAdapter(Adapter, ABC):
-    """A family whose scheduler is replaced (abstract): sigmas are shifted as the checkpoint's own says."""
-
-    prepare = (
-        "from diffusers import FlowMatchEulerDiscreteScheduler\n\n"
-        'shift = pipe.scheduler.config.get("flow_shift") or pipe.scheduler.config.get("shift") or 1.0\n'
-        "pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)\n"
-    )
+    """A family whose scheduler is replaced (abstract), by the flow's Euler scheduler with the checkpoint's shift; or,
+    with ``sampling.schedule: checkpoint``, by the checkpoint's own at first order. That is Euler's step, too, over the
+    sigmas of that solver."""
 
     def __init__(self, pipe: Any, sampling: Sampling, device: torch.device) -> None:
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         super().__init__(pipe, sampling, device)
-        config = pipe.scheduler.config
-        shift = config.get("flow_shift") or config.get("shift") or 1.0
-        pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+        own = pipe.scheduler
+        if sampling.schedule == "checkpoint":
+            pipe.scheduler = type(own).from_config(own.config, **{k: v for k, v in FIRST.items() if k in own.config})
+        else:
+            pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=_shift_of(own.config))
+
+    @property
+    def prepare(self) -> str:
+        config = self.pipe.scheduler.config
+        if self.sampling.schedule == "euler":
+            return (
+                "from diffusers import FlowMatchEulerDiscreteScheduler\n\n"
+                f"pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift={_shift_of(config)})\n"
+            )
+        changes = {key: text for key, text in TEXT.items() if key in config}
+        changes |= {_key(config): str(_shift_of(config))} if self.sampling.shift is not None else {}
+        given = "".join(f", {key}={text}" for key, text in changes.items())
+        return f"pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config{given})\n"
+
+    def _shift(self, shift: float) -> None:
+        own = self.pipe.scheduler
+        self.pipe.scheduler = type(own).from_config(own.config, **{_key(own.config): shift})
+
+
+FIRST: dict[str, Any] = {"solver_order": 1, "disable_corrector": list(range(1000))}
+"""Settings that make one of diffusers' solvers take Euler's steps."""
+TEXT = {"solver_order": "1", "disable_corrector": "list(range(1000))"}
+
+
+def _key(config: Any) -> str:
+    """How diffusers' solvers, and its Euler scheduler, call the shift."""
+    return "flow_shift" if "flow_shift" in config else "shift"
+
+
+def _shift_of(config: Any) -> float:
+    return config.get(_key(config)) or 1.0

@@ -32,6 +32,7 @@ from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from . import export, pictures
 from .adapter import Adapter, Schedule
 from .pairs import PicturePairs, key_of_pair
+from .renoising import Renoising
 
 
 class FlowPipeline:
@@ -44,9 +45,11 @@ class FlowPipeline:
         self.cache: FeatureCache | None = None
         self.shape = adapter.latent_shape(recipe.denoising.height, recipe.denoising.width)
         self.guided = adapter.guided
+        self.guidance = recipe.denoising.guidance_scale if self.guided else 1.0
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         self.steps = recipe.denoising.steps
+        self.renoising = Renoising(adapter, recipe)
         ends_noisy = bool(adapter.schedule(self.steps).sigmas[-1] > 0)  # then the last step can carry noise too
         self._noisy = self.steps if ends_noisy else self.steps - 1
         if recipe.algorithm.kind == "policy_gradient":
@@ -70,7 +73,8 @@ class FlowPipeline:
         # One prompt at a time: text encoders are not bit-equal across batch shapes, and after a resume the missing
         # prompts are not the ones that were missing before.
         prompts = {self._key(slot.prompt): slot.prompt for slot in slots}
-        texts = list(dict.fromkeys([*prompts, self.adapter.negative] if self.guided else prompts))
+        guided = self.guided or self.renoising.guidance > 1
+        texts = list(dict.fromkeys([*prompts, self.adapter.negative] if guided else prompts))
         pairs = {} if self.pairs is None else {key_of_pair(slot.prompt): slot.prompt for slot in slots}
         keys = [*texts, *pairs]
         self.features.hold(keys)  # before the first put, which drops what nobody holds
@@ -117,17 +121,19 @@ class FlowPipeline:
             rows = [row | negative for row in rows] + rows
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _velocity(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
-        """Velocity ``[B, ...]`` float32 at ``timestep`` ``[B]``, guided where the recipe says so."""
-        if self.guided:
-            x, timestep = torch.cat([x, x]), torch.cat([timestep, timestep])
-        v = self._predicted(x, timestep, features)
-        if self.guided:
-            v = self.adapter.guide(*v.chunk(2))
-        return v
+    def _velocity(
+        self, x: Tensor, timestep: Tensor, features: dict[str, Tensor], guidance: float | None = None
+    ) -> Tensor:
+        """Velocity ``[B, ...]`` float32 at ``timestep`` ``[B]``, with sampling's guidance or another; above 1 it takes
+        ``features`` of the negative prompt, too."""
+        scale = self.guidance if guidance is None else guidance
+        if scale <= 1:
+            return self._predicted(x, timestep, features)
+        negative, positive = self._predicted(torch.cat([x, x]), torch.cat([timestep] * 2), features).chunk(2)
+        return self.adapter.guide(negative, positive, scale)
 
     def _predicted(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
-        """As ``_velocity``, without guidance."""
+        """As ``_velocity``, of the rows as they are."""
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
             return self.adapter.predict(self.policy, x, timestep, features).float()
 
@@ -249,7 +255,7 @@ class FlowPipeline:
         window = self.recipe.denoising.window
         if kind == "policy_gradient":
             return window.size if window else self._noisy
-        return self.steps - 1
+        return self.renoising.entries
 
     def actions(self, trajectory: Trajectory, kind: Kind) -> list[int]:
         return [self.entries(kind)] * len(trajectory)
@@ -266,6 +272,7 @@ class FlowPipeline:
         return {
             "log_probs": trajectory.log_probs[:, list(entries)],
             "std": c.std[steps].to(self.device),
+            "kl_std": c.kl_std[steps].to(self.device),
             "dt": c.dt[steps].to(self.device),
             "c_v": c.c_v[steps].to(self.device),
             "every_std": c.std[every].to(self.device),
@@ -306,28 +313,13 @@ class FlowPipeline:
     def renoise(
         self, trajectory: Trajectory, level: int, seed: int, needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
-        sigmas = self.adapter.schedule(self.steps).sigmas[:-2]  # every rollout level but the last, as the authors train
-        levels = [
-            int(
-                torch.randperm(len(sigmas), generator=generator(seed, i.step, i.slot, i.attempt, i.sample, "levels"))[
-                    level
-                ]
-            )
-            for i in trajectory.ids
-        ]
-        sigma = sigmas[levels].to(self.device)
-        eps = noise(seed, trajectory.ids, f"forward{level}", self.shape).to(self.device)
-        x0 = trajectory.clean
-        s = sigma.view(-1, *[1] * (x0.ndim - 1))
-        x_s = (1 - s) * x0 + s * eps
-        features = self._batch_features(trajectory.features)
-        timestep = self.adapter.timestep(sigma)
-        out = {"x0": x0, "x_s": x_s, "sigma": sigma} | ({"target": eps - x0} if "target" in needs else {})
-        for name in sorted(name for name in needs if name.startswith("v_")):
-            with torch.no_grad(), weights(name.removeprefix("v_")):
-                out[name] = self._velocity(x_s, timestep, features)
-        out["v"] = self._velocity(x_s, timestep, features)
-        return out
+        guidance = self.renoising.guidance
+        features = self._batch_features(trajectory.features, guidance > 1)
+
+        def velocity(x: Tensor, timestep: Tensor) -> Tensor:
+            return self._velocity(x, timestep, features, guidance)
+
+        return self.renoising(trajectory, level, seed, needs, weights, velocity)
 
     def generate(
         self,

@@ -18,7 +18,7 @@ from .packed import PackedAdapter, packed, unpacked
 
 class FluxAdapter(PackedAdapter):
     """Final class. ``sampling.guidance_scale`` is what the model is told, as in the stock pipeline's call; there is one
-    prediction a step."""
+    prediction a step. A loss tells it the same."""
 
     family = "FLUX.1"
     pipeline = "FluxPipeline"
@@ -40,7 +40,7 @@ class FluxAdapter(PackedAdapter):
     )
 
     @property
-    def guided(self) -> bool:
+    def combines(self) -> bool:
         return False
 
     def encode(self, text: str) -> dict[str, Tensor]:

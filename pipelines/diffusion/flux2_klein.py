@@ -43,8 +43,8 @@ class Flux2KleinAdapter(Adapter):
     )
 
     @property
-    def guided(self) -> bool:
-        return super().guided and not self.pipe.config.is_distilled
+    def combines(self) -> bool:
+        return not self.pipe.config.is_distilled
 
     @property
     def _layers(self) -> tuple[int, ...]:

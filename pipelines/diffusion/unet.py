@@ -25,15 +25,16 @@ class UNetAdapter(Adapter, ABC):
 
     trains = "unet"
     lora_targets = ("to_k", "to_out.0", "to_q", "to_v")  # DDPO's choice
-    prepare = (
-        "from diffusers import DDIMScheduler\n\n"
-        "pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)\n"
-    )
 
     def __init__(self, pipe: Any, sampling: Sampling, device: torch.device) -> None:
         from diffusers import DDIMScheduler  # pyright: ignore[reportPrivateImportUsage]
 
         super().__init__(pipe, sampling, device)
+        if sampling.schedule != "euler":
+            raise UserError(
+                f"sampling.schedule: {self.family} is sampled by DDIM's steps at the levels of its own timesteps; "
+                "remove it"
+            )
         scheduler: Any = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
         pipe.scheduler = scheduler
         kind = scheduler.config["prediction_type"]
@@ -45,6 +46,13 @@ class UNetAdapter(Adapter, ABC):
         self.predicts_noise = kind == "epsilon"
         self._kept = scheduler.alphas_cumprod.double().sqrt()  # a, by the model's timestep
         self._added = (1 - scheduler.alphas_cumprod.double()).sqrt()  # b
+
+    @property
+    def prepare(self) -> str:
+        return (
+            "from diffusers import DDIMScheduler\n\n"
+            "pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)\n"
+        )
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         config, factor = self.pipe.unet.config, self.pipe.vae_scale_factor
@@ -69,6 +77,12 @@ class UNetAdapter(Adapter, ABC):
     def conditions(self, features: dict[str, Tensor]) -> dict[str, Any]:
         """What the UNet takes beside latents and timestep."""
         return {"encoder_hidden_states": features["embeds"]}
+
+    def _shift(self, shift: float) -> None:
+        raise UserError(
+            f"sampling.shift: the noise levels of {self.family} are those of its timesteps, which no shift moves; "
+            "remove it"
+        )
 
     def _schedule(self, steps: int) -> Schedule:
         scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
