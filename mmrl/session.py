@@ -24,6 +24,7 @@ from mmrl.datasets.records import checked
 from mmrl.early_stopping import EarlyStop
 from mmrl.errors import UserError
 from mmrl.evaluation import Heldout, measure
+from mmrl.judge.usage import PREFIX, Spending, without_budgets
 from mmrl.loop import train_step
 from mmrl.placement.devices import Devices
 from mmrl.placement.stacking import settled
@@ -109,7 +110,8 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     free |= {f"train.{key}" for key in _LAYOUT}
     if loaded.recipe.optim.schedule == "linear":
         free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
-    before, now = (flatten(d) for d in (json.loads(directory.resolved.read_text()), loaded.resolved()))
+    recipes = (json.loads(directory.resolved.read_text()), loaded.resolved())
+    before, now = (flatten(without_budgets(recipe)) for recipe in recipes)
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     changed = [k for k in changed if k == "placement.staleness" or not {k, k.split(".")[0]} & free]
     if changed:
@@ -186,6 +188,7 @@ class Session:
         self.trackers: list[Tracker] = []
         settings = self.recipe.eval.early_stopping
         self.early = None if settings is None else EarlyStop(settings)
+        self.spending = Spending({"rewards": self.recipe.rewards, "eval.rewards": self.recipe.eval.rewards})
 
     def _name_bad_records(self) -> None:
         """Records that the data sets left out, named in failures.jsonl (once: a resumed run finds them again)."""
@@ -235,6 +238,8 @@ class Session:
         """
         recipe = self.recipe
         self.trackers = open_trackers(recipe.log, self.directory, recipe.name) if self.controller.leads else []
+        gone = self.directory.of_others(self.controller.size) if self.controller.leads else []
+        self.spending.begin([d.path for d in (self.directory, *gone)], self.controller.gather)
         try:
             with (
                 MetricsLog(self.directory.metrics, self.trackers) as metrics,
@@ -242,10 +247,10 @@ class Session:
                 Progress(recipe.train.steps, recipe.name, "steps", self.done, spent=self._spent) as progress,
             ):
                 measured = {row["step"] for row in read(self.directory.heldout)}
-                due = self._due() and self.done not in measured
+                due = self._due() and self.done not in measured and not self.spending.over()
                 if self.controller.gather(due)[0] and not self._agreed(stop.asked):  # others may be new to the run
                     progress.line(self._measure(heldout))
-                while not self.finished and not self._agreed(stop.asked):
+                while not self.finished and not self.spending.over() and not self._agreed(stop.asked):
                     self._step(metrics, progress)
                     if self._due():
                         progress.line(f"step {self.done}  {self._measure(heldout)}")
@@ -254,6 +259,9 @@ class Session:
                 if self.early is not None and self.early.stopped:
                     progress.line(self.early.told())
             self._save_rest()
+            if not self.finished and (why := self.spending.over()):
+                self._agreed(True)  # nobody ends the others while they save
+                raise UserError(why)
         except (UserError, OSError):
             # what is saved together is saved by all, and those that did not fail are elsewhere
             if not self.saver.together and self.run.policy.updates == self.updates:
@@ -308,13 +316,15 @@ class Session:
         for f in failures:
             self.directory.failure(self.done, "reward", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
         mine = clock.row() | {"time/step": time.perf_counter() - wall} | memory(device)
-        mine |= {f"sent/{kind}": n for kind, n in (self._sent() - sent).items()}
+        mine |= {f"sent/{kind}": n for kind, n in (self._sent() - sent).items() if not kind.startswith(PREFIX)}
+        mine |= self.spending.fresh(rewards.sent for rewards in self.heldout.rewards)
         mine |= {"features/bytes": features.bytes, "features/held": features.held}
         mine["features/spilled_bytes"] = features.written_bytes - written
         given = self.run.pipeline.updates()  # evaluations before the step among them
         mine |= {name: n - self._given.get(name, 0) for name, n in given.items()}
         self._given = given
-        row |= largest(self.controller.gather(mine)) | {"perf/cpu_seconds": self.cpu_seconds}
+        rows = self.controller.gather(mine)
+        row |= largest(rows) | self.spending.add(rows) | {"perf/cpu_seconds": self.cpu_seconds}
         metrics.write(self.done, row)
         self.directory.placed(self.run.devices.lines() if self.controller.leads else ())
         progress.advance(1, status_line(self.done, self.recipe.train.steps, row, brief=True), self._spent)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from mmrl.judge.modes import Job, Mode
 from mmrl.judge.rubric import Rubric
 from mmrl.judge.sampling import seed_of_samples, seeded
 from mmrl.judge.store import TRANSCRIPTS, Cache, lines_of, thumbnail
+from mmrl.judge.usage import note, parse_budget
 from mmrl.rewards.contract import Context, Declaration, Weights
 from mmrl.trajectory import Sample
 
@@ -60,6 +62,7 @@ class Judge:
     file. ``answer``: ``{type: yes_no}``, ``{type: number, min, max}`` or ``{type: json, schema, score}``. ``mode``:
     pointwise, pairwise, ranking or steps. ``votes`` critiques become one by ``vote``. ``meta``: the fields of a
     prompt's meta that the judge may know. ``timeout``, ``retries``, ``concurrency``: of requests to an endpoint.
+    ``budget``: ``{calls, tokens}`` of an endpoint, after which training stops (``mmrl.judge.usage``).
     Raises ``UserError`` for what cannot work, an endpoint that is down included.
     """
 
@@ -83,16 +86,18 @@ class Judge:
         concurrency: int = 16,
         cache: bool = True,
         seed: int = 0,
+        budget: Mapping[str, int] | None = None,
     ) -> None:
         self.mode = Mode.of(mode, votes, vote, opponents, seed)
         self.kind = parse_kind(mode, answer)
-        self.rubric = Rubric(rubric, mode, meta, frames)
+        self.rubric = Rubric(rubric, mode, meta, frames, seed)
         self.settings = Settings(temperature, max_tokens, reasks)
         _check_least({"temperature": temperature, "reasks": reasks, "retries": retries}, 0)
         _check_least({"max_tokens": max_tokens, "frames": frames, "concurrency": concurrency}, 1)
         _check_least({"timeout": timeout}, 0.001)
         self.system, self.cache, self.seed = system, cache, seed
         self._check_votes()
+        _check_budget(budget, model)
         self.__mmrl_reward__ = Declaration(
             inputs=self.rubric.inputs,
             per="group" if self.mode.grouped else "sample",
@@ -127,7 +132,11 @@ class Judge:
 
     async def _score_by_endpoint(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[Any]]:
         hearing = self._open(samples, context)
-        outcomes = await self.remote.ask(list(hearing.open.values()), self.kind, self.settings, context.sent)
+        sent: Counter[str] = Counter()
+        try:
+            outcomes = await self.remote.ask(list(hearing.open.values()), self.kind, self.settings, sent)
+        finally:
+            note(sent, context)
         return self._close(samples, hearing, outcomes, context)
 
     def sleep(self) -> None:
@@ -279,6 +288,14 @@ def _local(model: str | Mapping[str, Any]) -> Any:
     from mmrl.judge.local import LocalModel
 
     return LocalModel(model) if isinstance(model, str) else LocalModel(**_only(model, _LOCAL))
+
+
+def _check_budget(budget: Any, model: Any) -> None:
+    if budget is None:
+        return
+    parse_budget(budget)
+    if _is_local(model):
+        raise UserError("options.budget: is for a judge behind an endpoint ({url: ...} or {vllm: ...}); remove the key")
 
 
 def _check_least(options: Mapping[str, Any], least: float) -> None:

@@ -28,7 +28,7 @@ from tests import judging
 
 REPO = Path(__file__).resolve().parent.parent
 NUMBER = {"type": "number", "min": 0, "max": 10}
-WRONG = "<step 1>\n1\n</step 1>\n<step 2>\n3\n</step 2>"
+WRONG = Rubric("{{ steps }}", "steps").render([Sample(Prompt("p", "what"), SampleId(3, 1, 0, 0), text="1\n\n3")])[0]
 ANSWERS = {
     "good": "7",
     "bad": "Score: 2/10",
@@ -206,6 +206,9 @@ def test_steps_stand_between_blank_lines(text, steps):
         ("Score: 7.5/10", 0.75),
         ("It is fine.\n\n**Rating: 3**", 0.3),
         ("<think>9</think>2", 0.2),
+        ("<think>\n\n</think>\n\n2", 0.2),
+        ("9</think>2", 0.2),
+        ("[THINK]9[/THINK]2", 0.2),
     ],
 )
 def test_a_number_is_read_where_it_is_the_answer(text, value):
@@ -213,7 +216,11 @@ def test_a_number_is_read_where_it_is_the_answer(text, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "I like it.", "7 or 8", "seven", "11", "-1", "7/5", "nan", "score", "3 of 4 steps"]
+    "text",
+    [
+        *("", "I like it.", "7 or 8", "seven", "11", "-1", "7/5", "nan", "score", "3 of 4 steps"),
+        *("<think>\nmaybe\n10", "Well.\n<think>10\n10", "<think>1</think>\n<thinking>\n10", "[THINK]so\n10"),
+    ],
 )
 def test_prose_is_no_number(text):
     with pytest.raises(UnreadableError):

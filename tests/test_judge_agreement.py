@@ -15,8 +15,10 @@ from scipy import stats
 from mmrl.config.schema import Reward
 from mmrl.errors import UserError
 from mmrl.judge.agreement import measure, read_cases
+from mmrl.judge.rubric import Rubric
 from mmrl.judge.statistics import Confusions, auc, auc_interval, concordance, ranks, spearman, wilson
 from mmrl.judge.store import TRANSCRIPTS, rows_of
+from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,11 +77,10 @@ def test_order_of_pairs_counts_pairs_of_one_group_whose_truths_differ():
 @pytest.fixture(scope="module")
 def critic(tmp_path_factory):
     """Says yes to "good", no to "bad", yes to "odd"; and names wrong steps."""
-    steps = {
-        "<step 1>\n1\n</step 1>\n<step 2>\n3\n</step 2>": '{"wrong": [2]}',
-        "<step 1>\n2\n</step 1>": '{"wrong": []}',
-    }
-    pairs = [("good", "yes"), ("bad", "no"), ("odd", "yes"), *steps.items()]
+    rubric, prompt = Rubric("{{ steps }}", "steps"), Prompt("", "")
+    answers = {"1\n\n3": '{"wrong": [2]}', "2": '{"wrong": []}'}
+    asked = {rubric.render([Sample(prompt, SampleId(0, 0, 0, 0), text=t)])[0]: a for t, a in answers.items()}
+    pairs = [("good", "yes"), ("bad", "no"), ("odd", "yes"), *asked.items()]
     return judging.taught(tmp_path_factory.mktemp("critic"), pairs, 300)
 
 

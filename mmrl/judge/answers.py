@@ -68,7 +68,7 @@ class Number:
 
     def read(self, text: str, items: int = 0) -> float:
         """Raises ``UnreadableError``."""
-        lines = [line for line in without_thoughts(text).splitlines() if line.strip()]
+        lines = [line for line in _said(text).splitlines() if line.strip()]
         found = _LINE.fullmatch(lines[-1].strip().strip("*_`#").strip().casefold()) if lines else None
         if found is None:
             raise UnreadableError("is no number")
@@ -157,7 +157,7 @@ def parse_kind(mode: str, answer: Mapping[str, Any] | None) -> Kind:
 def checked(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON object in an answer, checked against ``schema``. Raises ``UnreadableError``."""
     try:
-        value = json_in(without_thoughts(text))
+        value = json_in(_said(text))
     except ValueError as error:
         raise UnreadableError(str(error)) from None
     why = mismatch(value, schema)
@@ -173,13 +173,24 @@ def scaled(value: float, low: float, high: float) -> float:
     return (value - low) / (high - low)
 
 
-def read(kind: Kind, text: str, items: int) -> Outcome:
-    """The outcome of one written answer; ``reason`` says what is wrong with it."""
+def read(kind: Kind, text: str, items: int, begun: str = "") -> Outcome:
+    """The outcome of one written answer; ``reason`` says what is wrong with it.
+
+    ``begun``: what the chat template had written of the answer, a thought perhaps.
+    """
     assert not isinstance(kind, Words)
     try:
-        return Outcome(kind.read(text, items), [text])
+        return Outcome(kind.read(begun + text, items), [text])
     except UnreadableError as error:
         return Outcome(raw=[text], reason=str(error))
+
+
+def _said(text: str) -> str:
+    """An answer without its thoughts. Raises ``UnreadableError``."""
+    try:
+        return without_thoughts(text)
+    except ValueError as error:
+        raise UnreadableError(str(error)) from None
 
 
 def _words(yes: Any, no: Any) -> Words:

@@ -18,6 +18,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "null": (type(None),),
 }
+_THOUGHT = r"(?:think(?:ing)?|seed:think)"
+_THOUGHT_BEGINS = re.compile(rf"^[ \t]*(?:<{_THOUGHT}>|\[THINK\])", re.MULTILINE | re.IGNORECASE)
+_THOUGHT_IS_OPEN = re.compile(rf"(?:<{_THOUGHT}>|\[THINK\])\Z", re.IGNORECASE)
+_THOUGHT_ENDS = re.compile(rf"</{_THOUGHT}>|\[/THINK\]", re.IGNORECASE)
 _TRIES = 500
 """Braces at which an object may begin: an answer of braces alone must not take minutes."""
 _ANNOTATIONS = {"title", "description", "default", "examples", "$schema"}
@@ -94,8 +98,19 @@ def json_in(text: str) -> Any:
 
 
 def without_thoughts(text: str) -> str:
-    """``text`` after its last ``</think>``, which models that reason aloud put before their answer."""
-    return re.split(r"</think>", text)[-1].strip()
+    """``text`` after its last ``</think>``, which models that reason aloud put before their answer.
+
+    Raises ``ValueError`` where a thought begins, as the first thing of a line, and never ends.
+    """
+    said = _THOUGHT_ENDS.split(text)[-1]
+    if _THOUGHT_BEGINS.search(said):
+        raise ValueError("is a thought that never ends (no </think>)")
+    return said.strip()
+
+
+def ends_in_a_thought(text: str) -> bool:
+    """Whether ``text``, a question as the chat template writes it, ends with the beginning of a thought."""
+    return _THOUGHT_IS_OPEN.search(text.rstrip()) is not None
 
 
 def _same(a: Any, b: Any) -> bool:

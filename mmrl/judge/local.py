@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mmrl.errors import UserError
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, unread
+from mmrl.judge.jsonschema import ends_in_a_thought
 from mmrl.judge.sampling import seeded
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ class LocalModel:
         from mmrl.text.drawing import Draw
 
         room = 1 if isinstance(kind, Words) else settings.max_tokens
-        inputs = self._encode(asks).to(self.model.device)
+        texts = self._texts(asks)
+        inputs = self._encode(texts, asks).to(self.model.device)
         self._fits(asks, inputs, room)
         config = GenerationConfig(
             do_sample=False,
@@ -135,8 +137,9 @@ class LocalModel:
         draw = Draw(torch.stack(draws), temperature)
         with torch.inference_mode():
             made = self.model.generate(**inputs, generation_config=config, logits_processor=[draw]).sequences
-        texts = self.tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return [read(kind, text, ask.items) for text, ask in zip(texts, asks, strict=True)]
+        answers = self.tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        begun = ["<think>" if ends_in_a_thought(text) else "" for text in texts]
+        return [read(kind, a, ask.items, b) for a, ask, b in zip(answers, asks, begun, strict=True)]
 
     def _weigh(self, log_probs: torch.Tensor, words: Words) -> Outcome:
         if words not in self._words:
@@ -149,12 +152,15 @@ class LocalModel:
         except UnreadableError as error:
             return Outcome(reason=f"the judge's vocabulary {error}")
 
-    def _encode(self, asks: Sequence[Ask]) -> Any:
+    def _texts(self, asks: Sequence[Ask]) -> list[str]:
+        """The questions as the chat template writes them."""
         template = {"tokenize": False, "add_generation_prompt": True, **self.template}
+        of = self.processor or self.tokenizer
+        return [of.apply_chat_template(_messages(ask, plain=self.processor is None), **template) for ask in asks]
+
+    def _encode(self, texts: list[str], asks: Sequence[Ask]) -> Any:
         if self.processor is None:
-            texts = [self.tokenizer.apply_chat_template(_messages(ask, plain=True), **template) for ask in asks]
             return self.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-        texts = [self.processor.apply_chat_template(_messages(ask, plain=False), **template) for ask in asks]
         pictures = {"images": [ask.pictures for ask in asks]} if asks[0].pictures else {}
         return self.processor(text=texts, return_tensors="pt", padding=True, add_special_tokens=False, **pictures)
 

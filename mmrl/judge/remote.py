@@ -1,8 +1,9 @@
 """A judge behind an OpenAI-compatible endpoint (``POST {url}/chat/completions``), asked concurrently.
 
 Pictures travel as base64 PNG in data URLs. What goes wrong on the way (a timeout, a broken connection, 408, 409, 425,
-429 and 5xx) is tried again with exponential backoff, or after the ``Retry-After`` the endpoint names; what an endpoint
-refuses for good, or answers in another format, is the reason why that one question has no verdict. Imports no torch.
+429, 5xx, and a 200 that is empty or holds an empty text) is tried again with exponential backoff, or after the
+``Retry-After`` the endpoint names; what an endpoint refuses for good, or answers in another format, is the reason why
+that one question has no verdict. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from mmrl.errors import UserError
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, first_words, unread
 from mmrl.judge.sampling import seeded
+from mmrl.judge.usage import used
 from mmrl.rewards.serve import is_loopback
 
 FIRST_BACKOFF_S = 0.5
@@ -100,7 +102,8 @@ class Endpoint:
     ) -> list[Outcome]:
         """An outcome for each question, in order. Never raises for what the endpoint did.
 
-        Bytes of ``media`` and of the rest of the ``questions`` that go out, repeated ones too, are added to ``sent``.
+        Bytes of ``media`` and of the rest of the ``questions`` that go out, repeated ones too, are added to ``sent``,
+        and what the endpoint says it used (``mmrl.judge.usage``).
         """
         sent = Counter() if sent is None else sent
         loop = asyncio.get_running_loop()
@@ -145,13 +148,14 @@ class Endpoint:
     async def _complete(self, body: dict[str, Any], seed: int, sent: Counter[str]) -> dict[str, Any]:
         """The first choice of a reply. Raises ``EndpointError`` once retrying is of no use."""
         content, media = json.dumps(body).encode(), _media_bytes(body)
+        words = bool(body.get("logprobs"))
         failure = _PassingError("was not asked")
         for attempt in range(self.retries + 1):
             try:
                 async with self._turns:
-                    sent.update(media=media, questions=len(content) - media)
+                    sent.update(media=media, questions=len(content) - media, calls=1)
                     status, kind, reply = await asyncio.wait_for(self._post(content), self.timeout)
-                return _choice(status, kind, reply)
+                return _choice(_completion(status, kind, reply), sent, words)
             except TimeoutError:
                 failure = _PassingError(f"no answer within {self.timeout:g} s; raise options.timeout")
             except httpx.HTTPError as error:
@@ -209,26 +213,46 @@ class Endpoint:
             raise UserError(f"options.model.name: {self.url} has no {self.name!r}; it has {', '.join(listed[:8])}")
 
 
-def _choice(status: int, headers: httpx.Headers, reply: bytes) -> dict[str, Any]:
+def _completion(status: int, headers: httpx.Headers, reply: bytes) -> dict[str, Any]:
+    """The JSON object of a reply."""
     said = first_words(reply.decode("utf-8", "replace"))
     if status in _AGAIN or status >= 500:
         raise _PassingError(f"answered {status}: {said!r}", _retry_after(headers.get("retry-after")))
     if status != 200:
         raise EndpointError(f"answered {status}: {said!r}")
+    if not reply.strip():
+        raise _PassingError("answered 200 with an empty body")
     try:
-        choice = json.loads(reply)["choices"][0]
-        if not isinstance(choice, dict):
+        completion = json.loads(reply)
+        if not isinstance(completion["choices"], list) or not all(isinstance(c, dict) for c in completion["choices"]):
             raise TypeError
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise EndpointError(
             f"answered {_media_type(headers)} that is no chat completion: {said!r}; check options.model.url"
         ) from None
+    return completion
+
+
+def _choice(completion: dict[str, Any], sent: Counter[str], words: bool) -> dict[str, Any]:
+    """The first choice, not an empty one; ``words``: its log-probs are read, not its text."""
+    sent.update(used(completion.get("usage")))
+    if not completion["choices"]:
+        raise _PassingError("answered 200 with no choice")
+    choice = completion["choices"][0]
+    message, end = choice.get("message"), choice.get("finish_reason")
+    if words or not isinstance(message, dict) or message.get("refusal") or message.get("tool_calls"):
+        return choice
+    text = message.get("content", "")
+    if (text is None or (isinstance(text, str) and not text.strip())) and end not in ("length", "content_filter"):
+        raise _PassingError("answered 200 with an empty text")
     return choice
 
 
 def _text(choice: dict[str, Any]) -> str:
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None
+    if text is None and isinstance(message, dict) and choice.get("finish_reason") == "length":
+        return ""  # the server kept a thought apart that had no end
     if not isinstance(text, str):
         raise EndpointError(f"answered a choice without text: {first_words(json.dumps(choice))!r}")
     return text

@@ -1,13 +1,14 @@
 """A rubric: a template that becomes the question a judge reads, with pictures where it names them.
 
 The template is Jinja, sandboxed. What comes from a prompt or a response is text and stays text: a response that writes
-a model's control tokens (``<|im_end|>``) or a picture's mark could otherwise end its own turn and answer for the judge.
+a model's control tokens (``<|im_end|>``), a picture's mark or the template's own tags (``</response>``) could otherwise
+end its own turn, or its own part of the question, and answer for the judge (``mmrl.judge.escaping``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from PIL.Image import Image
 
 from mmrl.errors import UserError
+from mmrl.judge.escaping import Frame, fence_of, quoted_step, without_control
 from mmrl.media import BadMediaError, Media, evenly, open_clip, open_image
 from mmrl.rewards.contract import Input
 from mmrl.trajectory import Prompt, Sample
@@ -28,12 +30,11 @@ NAMES: dict[str, tuple[str, ...]] = {
     "pairwise": ("a", "b"),
     "ranking": ("candidates",),
 }
-"""What a template may use in each mode, beside ``prompt``, ``prompt_text``, ``media`` and ``meta``."""
-_COMMON = ("prompt", "prompt_text", "media", "meta")
+"""What a template may use in each mode, beside ``prompt``, ``prompt_text``, ``media``, ``meta`` and ``fence``."""
+_COMMON = ("prompt", "prompt_text", "media", "meta", "fence")
 _SUFFIXES = (".txt", ".md", ".j2", ".jinja", ".jinja2")
 _OPEN, _SHUT = "\ue000", "\ue001"
 _MARK = re.compile(f"{_OPEN}(\\d+){_SHUT}")
-_CONTROL = re.compile(r"<(?=\|[^<>\n]{0,64}\|>)|<(?=/?s>)|\[(?=/?INST\])")
 _PLACEHOLDER = re.compile(r"<(image|video)>")
 _BLANK_LINES = re.compile(r"\n[ \t\r\f\v]*(?:\n[ \t\r\f\v]*)+")
 
@@ -64,10 +65,15 @@ def split_steps(response: str) -> list[Step]:
 
 
 class Steps(list[str]):
-    """The texts of the steps; as text, each between ``<step 1>`` and ``</step 1>``."""
+    """The texts of the steps; as text, each between ``<step 1 fence>`` and ``</step 1 fence>``."""
+
+    def __init__(self, texts: Iterable[str], fence: str) -> None:
+        super().__init__(texts)
+        self.fence = fence
 
     def __str__(self) -> str:
-        return "\n".join(f"<step {i}>\n{text}\n</step {i}>" for i, text in enumerate(self, 1))
+        of = self.fence
+        return "\n".join(f"<step {i} {of}>\n{text}\n</step {i} {of}>" for i, text in enumerate(self, 1))
 
 
 @dataclass
@@ -99,14 +105,16 @@ class Rubric:
     """A template and what of a sample it reads.
 
     ``text``: the template, or the name of a file (.txt, .md, .j2) with it. ``meta``: the fields of a prompt's meta it
-    may see. ``frames``: how many frames of each clip are shown. Raises ``UserError`` for a template that cannot work.
+    may see. ``frames``: how many frames of each clip are shown. ``seed``: of the fences. Raises ``UserError`` for a
+    template that cannot work.
     """
 
-    def __init__(self, text: str, mode: str, meta: Collection[str] = (), frames: int = 8) -> None:
-        self.mode, self.meta, self.frames = mode, tuple(meta), frames
+    def __init__(self, text: str, mode: str, meta: Collection[str] = (), frames: int = 8, seed: int = 0) -> None:
+        self.mode, self.meta, self.frames, self.seed = mode, tuple(meta), frames, seed
         self.control: tuple[str, ...] = ()
         """Further control tokens to keep out of texts, those of the judge's own tokenizer."""
         self.source = _source(text)
+        self._frame = Frame(self.source, ("step",) if mode == "steps" else ())
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
         try:
             tree = environment.parse(self.source)
@@ -129,14 +137,16 @@ class Rubric:
 
     def clean(self, text: str) -> str:
         """``text`` with every control token broken by a space after its first character, and no picture's mark."""
-        text = _CONTROL.sub(lambda found: f"{found[0]} ", text.replace(_OPEN, "").replace(_SHUT, ""))
-        for token in self.control:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
-        return text
+        return without_control(text.replace(_OPEN, "").replace(_SHUT, ""), self.control)
+
+    def clean_response(self, text: str) -> str:
+        """As ``clean``, and with nothing in it that the template frames a response with."""
+        return self._frame.kept_out_of(self.clean(text))
 
     def _variables(self, samples: list[Sample], page: _Page) -> dict[str, Any]:
         prompt = samples[0].prompt
-        found: dict[str, Any] = {"prompt_text": self.clean(_PLACEHOLDER.sub("", prompt.text).strip())}
+        fence = fence_of(self.seed, [prompt.text, *(sample.text for sample in samples)])
+        found: dict[str, Any] = {"prompt_text": self.clean(_PLACEHOLDER.sub("", prompt.text).strip()), "fence": fence}
         if "meta" in self.names:
             found["meta"] = {key: self._clean_value(prompt.meta[key]) for key in self.meta if key in prompt.meta}
         if self.names & {"prompt", "media"}:
@@ -149,8 +159,8 @@ class Rubric:
             return {**found, "candidates": compared, **names}
         text = samples[0].text
         if text is not None:
-            found["response"] = self.clean(text)
-            found["steps"] = Steps(self.clean(step.text) for step in split_steps(text))
+            found["response"] = self.clean_response(text)
+            found["steps"] = Steps((quoted_step(self.clean_response(step.text)) for step in split_steps(text)), fence)
         image, clip = samples[0].image, samples[0].video
         if image is not None and "image" in self.names:
             found["image"] = page.mark(image)
@@ -159,7 +169,7 @@ class Rubric:
         return found
 
     def _candidate(self, sample: Sample, page: _Page) -> Candidate:
-        response = None if sample.text is None else self.clean(sample.text)
+        response = None if sample.text is None else self.clean_response(sample.text)
         shown = sample.image is not None and "image" in self.inputs
         clip = self._clip(sample.video, page) if sample.video and "video" in self.inputs else None
         return Candidate(response, page.mark(sample.image) if shown and sample.image else None, clip)

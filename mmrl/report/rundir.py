@@ -6,7 +6,7 @@ env.json           versions and machine
 metrics.jsonl      a row per training step          heldout.jsonl    a row per evaluation
 failures.jsonl     every sample or record left out, by name
 placement.jsonl    what each device did when, and why roles were moved (several devices to a controller)
-judge-*.jsonl      what generative judges read and wrote (transcripts), and verdicts by content (cache)
+judge-*.jsonl      what generative judges read and wrote (transcripts), verdicts by content (cache), and their usage
 samples/           step_000000.png (a grid), .json (prompts and scores) and the pictures themselves
 controllers/1/     the same of another controller: its own log, failures, verdicts and samples
 checkpoints/       report.html        run.lock (held by the process that writes here)
@@ -40,6 +40,7 @@ FILES = (
     "placement.jsonl",
     "judge-cache.jsonl",
     "judge-transcripts.jsonl",
+    "judge-usage.jsonl",
     "report.html",
 )
 FOLDERS = ("samples", "checkpoints", "controllers", "tensorboard", "wandb", "trackio")

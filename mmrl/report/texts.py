@@ -9,11 +9,13 @@ import html
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmrl.judge.usage import COUNTS, PREFIX, usage_in
 from mmrl.report.rundir import RunDir, remove, write_atomic
 from mmrl.trajectory import Sample
 
@@ -91,13 +93,17 @@ def transcripts(folder: Path, n: int = 4) -> list[dict[str, Any]]:
     """
     from mmrl.judge.report import extremes
 
+    folders = [folder, *sorted((folder / "controllers").glob("*"))]
+    usage = sum((usage_in(one) for one in folders), Counter())
     found = []
     for label, of in extremes(folder, n).items():
         kept = len({id(row) for row in (*of.lowest, *of.highest)})
         count = max(1, min(n, kept // 2))
         rows = {"Lowest": of.lowest[:count], "Highest": of.highest[: count if kept > 1 else 0]}
         shown = {title: [_transcript(row) for row in some] for title, some in rows.items() if some}
-        found.append({"label": label, "of": of, "rows": shown, "reasons": list(of.reasons.items())[:5]})
+        counts = {name: usage[f"{PREFIX}{label}/{name}"] for name in COUNTS}
+        reasons = list(of.reasons.items())[:5]
+        found.append({"label": label, "of": of, "rows": shown, "reasons": reasons, "usage": counts})
     return found
 
 
