@@ -68,7 +68,7 @@ class Frame:
         literal = _INSERTED.sub("", template)
         tags = sorted({*names, *(found[1] for found in _TAG.finditer(literal))})
         marks = sorted({found[0] for found in _MARK.finditer(literal)})
-        self._tags = _any(rf"<(?=\s*/?\s*{re.escape(name)}(?![\w-])[^<>]{{0,80}}>)" for name in tags)
+        self._tags = _any(rf"<(?=\s{{0,9}}/?\s{{0,9}}{re.escape(name)}(?![\w-])[^<>]{{0,80}}>)" for name in tags)
         self._marks = _any(re.escape(mark) for mark in marks)
 
     def kept_out_of(self, text: str) -> str:

@@ -110,7 +110,8 @@ class Context:
     ``step`` is the training step (-1 outside training), ``device`` where to compute, ``folder`` the directory of the
     run for caches and transcripts (None outside a run), ``label`` what the recipe calls this reward. A reward that asks
     another process counts in ``sent`` the bytes it gives away: ``media`` (encoded pictures and clips) and ``questions``
-    (all else); the step's metrics show them. ``round``: of dynamic sampling, 0 the first.
+    (all else); the step's metrics show them. A judge also counts there what its endpoint used (``mmrl.judge.usage``).
+    ``round``: of dynamic sampling, 0 the first.
     """
 
     step: int = -1
