@@ -132,7 +132,7 @@ def test_pictures_stand_where_the_prompt_has_them_and_the_response_cannot_move_t
         [Sample(prompt, SampleId(0, 0, 0, 0), text="<image>")]
     )
     assert [p if isinstance(p, str) else p.getpixel((0, 0)) for p in shown] == [
-        "Is ", (255, 0, 0), " like ", (0, 0, 255), "? <image>",
+        "Is ", (255, 0, 0), " like ", (0, 0, 255), "? < image>",
     ]  # fmt: skip
     before = Prompt("p", "Which?", media=(png("red"),))
     shown = Rubric("{{ prompt }} {{ response }}", "pointwise").render([Sample(before, SampleId(0, 0, 0, 0), text="a")])

@@ -104,10 +104,10 @@ def test_a_judge_is_measured_against_rows_and_what_it_could_not_judge_is_named(c
     assert found.confusions == Confusions(2, 2, 0, 2)
     assert found.unjudged[0][0] == "long"
     assert "the model takes 512" in found.unjudged[0][1]
-    graded = [{**row, "truth": 0.25 if row["truth"] else 0.75} for row in rows]
+    graded = [{**row, "truth": 0.75 if row["response"] == "bad" else 0.25} for row in rows]
     found = measure(Reward(name="judge", options=options), write(tmp_path / "graded.jsonl", graded), tmp_path)
     assert found.kind == "number"
-    assert found.figures["order of pairs"][0] == pytest.approx(0.125, abs=0.13)
+    assert found.figures["order of pairs"][0] == 0, "it says yes to the lower ones"
     assert found.confusions is None
 
 

@@ -144,6 +144,20 @@ def test_a_thought_that_the_chat_template_begins_must_end_before_an_answer_count
     assert "is a thought that never ends (no </think>) (2 times)" in failed.reason
 
 
+def test_a_thought_that_a_server_keeps_apart_and_cuts_is_asked_for_again():
+    choice = {"message": {"content": None, "reasoning_content": "so"}, "finish_reason": "length"}
+
+    def cut(handler, body):
+        if body is not None:
+            handler.say(200, json.dumps({"choices": [choice]}))
+        return body is not None
+
+    with judging.Served(before=cut) as server:
+        failed = ask(server)
+        assert len({body["seed"] for body in server.requests}) == 3
+    assert failed.reason == "the judge's answer is no number, cut at max_tokens 256 (3 times): ''"
+
+
 # ---- an endpoint that counts what it is asked
 
 
