@@ -21,6 +21,7 @@ from mmrl.judge.sampling import seeded
 if TYPE_CHECKING:
     import torch
 
+_NOT_FINITE = "the judge's logits are not finite: set options.model.dtype to float32, or take another judge"
 _WHOLE = 64 << 20
 """Bytes up to which a file of a model is read in full to know it again; larger ones by size and time."""
 
@@ -136,7 +137,11 @@ class LocalModel:
         with torch.inference_mode():
             made = self.model.generate(**inputs, generation_config=config, logits_processor=[draw]).sequences
         texts = self.tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        return [read(kind, text, ask.items) for text, ask in zip(texts, asks, strict=True)]
+        finite = torch.stack(draw.log_probs, 1).isfinite().all(1).tolist()
+        return [
+            read(kind, text, ask.items) if fine else Outcome(reason=_NOT_FINITE)
+            for text, ask, fine in zip(texts, asks, finite, strict=True)
+        ]
 
     def _weigh(self, log_probs: torch.Tensor, words: Words) -> Outcome:
         if words not in self._words:
