@@ -50,11 +50,11 @@ LAYERS = {
     "controllers": "controller balance",
     "placement": "placement.adaptive placement.board placement.devices placement.several placement.utilisation "
     "placement.work",
-    "checkpoint": "checkpoint saving",
+    "checkpoint": "checkpoint manifest saving",
     "rollout": "ahead flight resampling rollout",
     "training": "batch early_stopping evaluation loop tally",
     "planner, simulator, report": "placement report",
-    "app": "doctor export run session",
+    "app": "divergence doctor export run session stopping",
     "runtime": "runtime",
     "cli": "cli",
 }
