@@ -13,6 +13,7 @@ from mmrl import checkpoint, loop, session
 from mmrl.config.loader import load_recipe
 from mmrl.errors import NotFiniteError, UserError
 from mmrl.finite import check_tokens
+from mmrl.placement.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.report.html import write_report
 from mmrl.run import build
@@ -343,3 +344,10 @@ def test_what_is_outside_the_mask_may_be_anything():
     check_tokens(torch.tensor([[0.0, math.nan], [0.0, 0.0]]), mask, ids)
     with pytest.raises(NotFiniteError, match=r"token 2 .*sample 1"):
         check_tokens(torch.tensor([[0.0, math.nan], [0.0, math.nan]]), mask, ids)
+
+
+@pytest.mark.parametrize("kind", ["text", "picture"])
+def test_a_plan_still_knows_the_memory(folder, kind):
+    """It runs a step on tensors without data, of which nobody can say whether they are finite."""
+    planned = plan(loaded(folder, kind))
+    assert planned.measured is not None, planned.notes

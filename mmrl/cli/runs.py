@@ -40,8 +40,8 @@ def train(
 ) -> None:
     """Plan a recipe, then train it.
 
-    Exit code 0 at the end and after Ctrl-C, 2 for what you can mend, 143 after SIGTERM and 129 after SIGHUP: each of them
-    saves the finished steps first, and --resume goes on.
+    Exit code 0 at the end and after Ctrl-C, 2 for what you can mend, 143 after SIGTERM and 129 after SIGHUP. A signal
+    finishes and saves the step first; --resume goes on.
     """
     if resume and overwrite:
         raise UserError("--resume goes on with a run and --overwrite removes it; give one of them")
