@@ -10,9 +10,8 @@ either, each only what it keeps. There is no pickle in it.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,14 +24,14 @@ from torch import Tensor
 
 from mmrl import early_stopping
 from mmrl.errors import UserError
+from mmrl.manifest import MANIFEST, STATE, Entry, directory_of, entries, fault_of
 
 if TYPE_CHECKING:
     from mmrl.batch import Run
     from mmrl.engines.policy import Policy
 
-MANIFEST = "manifest.json"
-STATE = "state.json"
-_NAME = re.compile(r"step_(\d{6,})$")
+ELSEWHERE = "put the files back from a copy, or give --checkpoint base"
+"""The edit where a run is looked at and has no whole checkpoint."""
 _CRITIC = "critic_"
 _FLIGHT = "flight"
 _AHEAD = "ahead"
@@ -165,40 +164,61 @@ def _load(policy: Policy, found: Saved, prefix: str, key: str) -> None:
 
 def steps(folder: Path) -> list[int]:
     """The steps that have a checkpoint directory, ascending; whole or not."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(m.group(1)) for p in folder.iterdir() if (m := _NAME.match(p.name)) and p.is_dir())
+    return sorted({entry.step for entry in entries(folder)})
 
 
 def load(folder: Path, step: int) -> Saved:
-    """One checkpoint, after comparing every file with its manifest. Raises ``UserError`` naming what is torn."""
-    directory = folder / f"step_{step:06d}"
-    fault = _fault(directory)
-    if fault:
-        raise UserError(f"checkpoint {directory.name} is not whole: {fault}")
-    return Saved(step, json.loads((directory / STATE).read_text()), directory)
+    """The checkpoint of ``step``, after comparing every file with its manifest.
+
+    Raises ``UserError`` naming what is torn, and where there is none such.
+    """
+    errors = []
+    for entry in entries(folder):
+        if entry.step == step:
+            try:
+                return _load_entry(entry)
+            except UserError as error:
+                errors.append(str(error))
+    if errors:
+        raise UserError("\n".join(errors))
+    there = ", ".join(map(str, steps(folder))) or "none"
+    raise UserError(f"there is no checkpoint of step {step} in {folder}; the steps there: {there}")
 
 
 def load_latest(folder: Path) -> tuple[Saved | None, list[str]]:
     """The newest whole checkpoint, if any, and a line for each newer one that was passed over."""
-    skipped = []
-    for step in reversed(steps(folder)):
+    skipped: list[str] = []
+    for entry in _newest_first(folder):
         try:
-            return load(folder, step), skipped
+            return _load_entry(entry), skipped
         except UserError as error:
             skipped.append(str(error))
     return None, skipped
 
 
+def newest(folder: Path, mend: str) -> Saved | None:
+    """The newest whole checkpoint; what is passed over, and what was renamed, is printed. None where there is none.
+
+    Raises ``UserError`` where there are checkpoints and none is whole: all faults, and the edit ``mend``.
+    """
+    found, skipped = load_latest(folder)
+    if found is None and skipped:
+        raise UserError("\n  ".join([f"no checkpoint in {folder} can be used", *skipped, mend]))
+    if found is not None:
+        for line in [f"{line}; an older one is taken" for line in skipped] + _renamed(folder, found):
+            print(f"warning: {line}", file=sys.stderr)
+    return found
+
+
 def load_best(folder: Path) -> Saved | None:
     """The checkpoint that early stopping found best; None where there is no checkpoint at all.
 
-    Raises ``UserError`` where the run has none such, or the base itself was best.
+    Raises ``UserError`` where the run has none such, where the base itself was best, and where none is whole.
     """
-    newest, _ = load_latest(folder)
-    if newest is None or newest.state.get(early_stopping.KEY, {}).get("step") == newest.step:
-        return newest
-    best = newest.state.get(early_stopping.KEY, {}).get("step")
+    last = newest(folder, ELSEWHERE)
+    if last is None or last.state.get(early_stopping.KEY, {}).get("step") == last.step:
+        return last
+    best = last.state.get(early_stopping.KEY, {}).get("step")
     if best is None:
         raise UserError("--checkpoint best: the recipe has no eval.early_stopping, so none was kept; give latest")
     if best == 0:
@@ -206,24 +226,27 @@ def load_best(folder: Path) -> Saved | None:
     return load(folder, best)
 
 
-def _fault(directory: Path) -> str | None:
-    """Why the checkpoint must not be loaded, or None."""
-    try:
-        files = json.loads((directory / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its manifest.json cannot be read ({type(error).__name__})"
-    for name, expected in files.items():
-        path = directory / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, not {expected['bytes']}"
-        if sha256(path) != expected["sha256"]:
-            return f"{name} does not match its checksum"
-    return None if STATE in files else f"{STATE} is missing"
+def _newest_first(folder: Path) -> list[Entry]:
+    return sorted(entries(folder), key=lambda entry: (-entry.step, entry.renamed))
 
 
-def sha256(path: Path) -> str:
-    """Of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _load_entry(entry: Entry) -> Saved:
+    if entry.diverged is not None:
+        raise UserError(
+            f"checkpoint {entry.directory.name} is not used, as training diverged after it: {entry.diverged}"
+        )
+    fault = fault_of(entry)
+    if fault:
+        raise UserError(f"checkpoint {entry.directory.name} is not whole: {fault}")
+    return Saved(entry.step, json.loads((entry.directory / STATE).read_text()), entry.directory)
+
+
+def _renamed(folder: Path, found: Saved) -> list[str]:
+    """A line for each directory whose name is of another step than its manifest."""
+    lines = []
+    for entry in entries(folder):
+        if entry.renamed and entry.manifest is not None:
+            same = found.directory if found.step == entry.step else folder / directory_of(entry.step)
+            again = f"; {same.name} is another of it" if same != entry.directory and same.is_dir() else ""
+            lines.append(f"checkpoint {entry.directory.name} is of step {entry.step}, as its {MANIFEST} says{again}")
+    return lines

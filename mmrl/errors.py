@@ -15,3 +15,7 @@ class BadPromptError(UserError):
     def __init__(self, prompt: str, reason: str) -> None:
         super().__init__(f"the prompt {prompt}: {reason}")
         self.prompt, self.reason = prompt, reason
+
+
+class NotFiniteError(UserError):
+    """Training met numbers that are not finite (nan or infinity). The message says which, and where they first were."""

@@ -49,6 +49,7 @@ def train_step(run: Run, step: int, clock: Clock, spent: float = 0.0) -> tuple[d
         with clock("train"):
             pieces = slices(run, batch, rows, partial(run.devices.in_step, run)) if total else ()
             tally.merge(run.devices.spread(run, "backward", pieces, total, step, update == 0))
+            tally.check_finite()
             if update == 0:
                 tally.check_first_ratio(exact=run.recipe.model.dtype == "float32")
             if total:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -201,9 +200,7 @@ def restored(path: Path, which: str) -> tuple[Run, RunDir, int]:
     step = 0
     if which != "base":
         if which == "latest":
-            found, skipped = checkpoint.load_latest(directory.checkpoints)
-            for line in skipped:
-                print(f"warning: {line}; an older one is taken", file=sys.stderr)
+            found = checkpoint.newest(directory.checkpoints, checkpoint.ELSEWHERE)
         elif which == "best":
             found = checkpoint.load_best(directory.checkpoints)
         elif which.isascii() and which.isdigit():

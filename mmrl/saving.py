@@ -17,9 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmrl import checkpoint, early_stopping
+from mmrl import checkpoint, early_stopping, finite
 from mmrl.batch import Run
-from mmrl.checkpoint import MANIFEST, STATE, Checkpoint, sha256
+from mmrl.checkpoint import Checkpoint
+from mmrl.errors import NotFiniteError
+from mmrl.manifest import MANIFEST, STATE, directory_of, entries, sha256
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import AsyncStager
@@ -60,9 +62,17 @@ class Saver:
         """Whether all must call ``begin`` together."""
         return self.ranks is not None or self._gather is not None
 
-    def begin(self, taken: Checkpoint) -> None:
-        """Copy ``taken`` and write it while the caller goes on; waits first for the one before."""
+    def begin(self, taken: Checkpoint, proved: bool = True) -> None:
+        """Copy ``taken`` and write it while the caller goes on; waits first for the one before.
+
+        ``proved``: numbers that were computed with its weights were finite. Where that is not known the checkpoint
+        before it is kept too, whatever ``keep`` is. Raises ``NotFiniteError`` where tensors of ``taken`` are not
+        finite: nothing is written then.
+        """
         self.finish()
+        if held := finite.first({k: t for k, t in taken.flat.items() if k.partition("/")[0] not in taken.own}):
+            raise NotFiniteError(f"the checkpoint of step {taken.step} is not finite, and is not written: {held}")
+        keep = self.keep if proved else max(self.keep, 2)
         self._step = taken.step
         others: list[str] = []
         try:
@@ -72,9 +82,9 @@ class Saver:
                 self.saved = taken.step
                 return
             if self.ranks is None:
-                work = self._copied(taken, others)
+                work = self._copied(taken, keep, others)
             else:
-                work = begin_shards(self.folder, taken, self.keep, self.ranks, self._stager)
+                work = begin_shards(self.folder, taken, keep, self.ranks, self._stager)
         except OSError as error:
             self._error = error
             self.finish()
@@ -114,7 +124,7 @@ class Saver:
         except BaseException as error:  # told, or raised, where the run asks next
             self._error = error
 
-    def _copied(self, taken: Checkpoint, others: Sequence[str]) -> Callable[[], object]:
+    def _copied(self, taken: Checkpoint, keep: int, others: Sequence[str]) -> Callable[[], object]:
         """Into the memory of the last copy: to make room for hundreds of megabytes takes longer than to copy them."""
         before, self._copies = self._copies, {}
         tensors: dict[str, dict[str, Tensor]] = {}
@@ -129,7 +139,7 @@ class Saver:
         if any(t.is_cuda for t in taken.flat.values()):
             torch.cuda.current_stream().synchronize()
         copied = Checkpoint(taken.step, tensors, taken.state)
-        return lambda: save(self.folder, copied, self.keep, others)
+        return lambda: save(self.folder, copied, keep, others)
 
 
 def saver_of(run: Run, folder: Path) -> Saver:
@@ -266,7 +276,7 @@ def _aside(folder: Path, step: int) -> Path:
 
 def _in_place(folder: Path, aside: Path, taken: Checkpoint, files: Manifest, keep: int) -> Path:
     """Add what else belongs to the checkpoint ``aside``, and rename it to where it is looked for."""
-    target = folder / f"step_{taken.step:06d}"
+    target = folder / directory_of(taken.step)
     (aside / STATE).write_text(json.dumps(taken.state))
     files = {**files, STATE: _described(aside / STATE)}
     (aside / MANIFEST).write_text(json.dumps({"step": taken.step, "files": files}, indent=1))
@@ -275,11 +285,21 @@ def _in_place(folder: Path, aside: Path, taken: Checkpoint, files: Manifest, kee
     shutil.rmtree(target, ignore_errors=True)
     os.replace(aside, target)
     _sync(folder)
-    best = taken.state.get(early_stopping.KEY, {}).get("step")
-    for old in checkpoint.steps(folder)[:-keep]:
-        if old != best:
-            shutil.rmtree(folder / f"step_{old:06d}", ignore_errors=True)
+    _rotate(folder, taken, keep)
     return target
+
+
+def _rotate(folder: Path, taken: Checkpoint, keep: int) -> None:
+    """Delete what is older than the newest ``keep`` that can be used, but not the best.
+
+    Those of later steps are of an attempt that this run repeats: they take no place, and are replaced in their turn.
+    """
+    best = taken.state.get(early_stopping.KEY, {}).get("step")
+    before = [entry for entry in entries(folder) if entry.step <= taken.step]
+    kept = sorted({entry.step for entry in before if entry.usable})[-keep:]
+    for entry in before if len(kept) == keep else ():
+        if entry.step < kept[0] and entry.step != best:
+            shutil.rmtree(entry.directory, ignore_errors=True)
 
 
 def _described(path: Path) -> dict[str, Any]:

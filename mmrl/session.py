@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,13 @@ from typing import Any
 import torch
 
 from mmrl import checkpoint, early_stopping
+from mmrl.checkpoint import Saved
 from mmrl.config.loader import LoadedRecipe
 from mmrl.controller import Controller
 from mmrl.datasets.records import checked
+from mmrl.divergence import CHANGEABLE, Divergence, diverged, divergence, settle
 from mmrl.early_stopping import EarlyStop
-from mmrl.errors import UserError
+from mmrl.errors import NotFiniteError, UserError
 from mmrl.evaluation import Heldout, measure
 from mmrl.judge.usage import PREFIX, Spending, without_budgets
 from mmrl.loop import train_step
@@ -35,16 +36,21 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Tracker, check_trackers, open_trackers
 from mmrl.run import build, load_prompts
 from mmrl.saving import saver_of
+from mmrl.stopping import Stop, stop_on_signal
 
 
 def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool = False) -> Path:
-    """Run the recipe into the directory ``out`` (or go on where it stopped) and return it."""
+    """Run the recipe into the directory ``out`` (or go on where it stopped) and return it.
+
+    Raises ``UserError``, and ``SystemExit`` where SIGTERM or SIGHUP has stopped it, once it is saved.
+    """
     loaded = settled(loaded.going_on(out) if resume else loaded)
     recipe = loaded.recipe
     check_trackers(recipe.log)
     with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:
         if resume and directory.resolved.exists():  # a run killed in its first second has none yet
             same_run(directory, loaded)
+        found = checkpoint.newest(directory.checkpoints, ANEW) if resume else None  # before anything is written
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
         directory.write_environment()
         if recipe.controllers * recipe.devices_per_controller > 1:
@@ -52,14 +58,20 @@ def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool
 
             outcome = launch(loaded, directory, resume, stop)
         else:
-            outcome = Session(loaded, directory).begin(resume, stop)
+            outcome = Session(loaded, directory).begin(resume, stop, found)
+        if outcome.divergence is not None:
+            raise UserError(settle(directory, outcome.divergence, recipe, command(loaded, out)))
         if outcome.error:
             again = f"steps up to {outcome.saved} are saved; mend it, then: {command(loaded, out)} --resume"
             raise UserError(f"{outcome.error}\n{again}")
         if outcome.finished:
             finish(directory, outcome)
-        else:
-            print(f"stopped after step {outcome.done}; continue with: {command(loaded, out)} --resume", file=sys.stderr)
+            return out
+        if outcome.save_failed:
+            raise UserError(outcome.save_failed)
+        print(f"stopped after step {outcome.done}; continue with: {command(loaded, out)} --resume", file=sys.stderr)
+    if stop.exit_code:
+        raise SystemExit(stop.exit_code)
     return out
 
 
@@ -69,30 +81,8 @@ def command(loaded: LoadedRecipe, out: Path) -> str:
     return shlex.join(words)
 
 
-@dataclass
-class Stop:
-    asked: bool = False
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[Stop]:
-    """Ctrl-C or SIGTERM asks for a stop after the step; a second one interrupts at once."""
-    stop = Stop()
-
-    def ask(number: int, _: object) -> None:
-        if stop.asked:
-            raise KeyboardInterrupt
-        stop.asked = True
-        print("stopping after this step; once more to stop at once (the last checkpoint stays)", file=sys.stderr)
-
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
-
-
+ANEW = "nothing was changed; put the files back from a copy, or start anew with --overwrite"
+"""The edit where a run cannot go on from any of its checkpoints."""
 _LAYOUT = (
     *("backend", "tensor_parallel", "sequence_parallel", "context_parallel", "pipeline_parallel", "pipeline_chunks"),
     *("expert_parallel", "distributed_optimizer", "steps_per_forward"),
@@ -108,6 +98,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
     free |= {"controllers", "devices_per_controller", "placement", "ray"}
     free |= {f"train.{key}" for key in _LAYOUT}
+    free |= set(CHANGEABLE) if diverged(directory) else set()
     if loaded.recipe.optim.schedule == "linear":
         free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
     recipes = (json.loads(directory.resolved.read_text()), loaded.resolved())
@@ -138,6 +129,7 @@ class Outcome:
     cpu_seconds: float
     error: str | None = None
     save_failed: str | None = None
+    divergence: Divergence | None = None
 
 
 def finish(directory: RunDir, outcome: Outcome) -> None:
@@ -184,6 +176,8 @@ class Session:
         self.done = 0
         self.cpu_seconds = 0.0
         self.updates = 0
+        self._measured: int | None = None
+        self._evaluating = False
         self._given: dict[str, float] = {}
         self.trackers: list[Tracker] = []
         settings = self.recipe.eval.early_stopping
@@ -199,23 +193,35 @@ class Session:
         if bad:
             print(f"{len(bad)} records cannot be used and are left out (failures.jsonl names them)", file=sys.stderr)
 
-    def begin(self, resume: bool, stop: Stop) -> Outcome:
-        """Train, after the newest checkpoint where ``resume``; what the user must mend is in the outcome."""
-        error = None
+    def begin(self, resume: bool, stop: Stop, found: Saved | None = None) -> Outcome:
+        """Train, after the newest checkpoint where ``resume``, which is ``found`` where it is known; what the user must
+        mend is in the outcome."""
+        error = met = None
         finished = False
         if resume:
-            self.restore()
+            self.restore(found)
         try:
             finished = self.train(stop)
-        except UserError as found:
-            error = str(found)
-        return Outcome(finished, self.done, self.saver.saved, self.cpu_seconds, error, self.saver.failed)
+        except NotFiniteError as raised:
+            met = divergence(self.run, raised, self.done, self._evaluating, self._proved)
+            error = met.what
+        except UserError as raised:
+            error = str(raised)
+        return Outcome(finished, self.done, self.saver.saved, self.cpu_seconds, error, self.saver.failed, met)
 
-    def restore(self) -> None:
-        """Take up the newest whole checkpoint, and forget what was logged after it."""
-        found, skipped = checkpoint.load_latest(self.checkpoints)
-        for line in skipped:
-            print(f"warning: {line}; an older one is taken", file=sys.stderr)
+    @property
+    def _proved(self) -> bool:
+        """Whether something finite was computed with the weights after the last finished step: an evaluation, or the
+        gradient of an update."""
+        evaluated = self._measured == self.done and self.run.policy.evaluated == "current"
+        return evaluated or self.run.policy.updates > self.updates
+
+    def restore(self, found: Saved | None = None) -> None:
+        """Take up ``found``, or the newest whole checkpoint, and forget what was logged after it.
+
+        Raises ``UserError`` where there are checkpoints and none is whole; nothing is forgotten then.
+        """
+        found = found or checkpoint.newest(self.checkpoints, ANEW)
         if found is not None:
             checkpoint.restore(self.run, found)
             self.run.devices.others(self.run, "restore", self.checkpoints, found.step)
@@ -262,6 +268,9 @@ class Session:
             if not self.finished and (why := self.spending.over()):
                 self._agreed(True)  # nobody ends the others while they save
                 raise UserError(why)
+        except NotFiniteError:
+            self.saver.finish()  # of a step before; this one is not to be gone on from
+            raise
         except (UserError, OSError):
             # what is saved together is saved by all, and those that did not fail are elsewhere
             if not self.saver.together and self.run.policy.updates == self.updates:
@@ -335,8 +344,10 @@ class Session:
 
     def _measure(self, log: MetricsLog) -> str:
         """Evaluate on the held-out prompts: a row, a grid, and a line for the terminal."""
+        self._evaluating = True
         with self.pulse("evaluation"):
             row = measure(self.run, self.heldout, self.recipe.eval.samples, self.directory, self.done, log)
+        self._evaluating, self._measured = False, self.done
         if self.early is not None:
             self.early.saw(self.done, row)
         shown = {k.removeprefix("reward/"): v for k, v in row.items() if k not in ("samples", "dropped")}
@@ -348,7 +359,7 @@ class Session:
             kept[early_stopping.KEY] = self.early.state()
         together = self.saver.ranks is not None
         with self.run.devices.beside(self.run, "save", self.done) if together else nullcontext():
-            self.saver.begin(checkpoint.of_run(self.run, self.done, **kept))
+            self.saver.begin(checkpoint.of_run(self.run, self.done, **kept), self._proved)
 
     def _save_rest(self) -> None:
         """Have the last step on the disk, where it can be."""

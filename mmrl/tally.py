@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,13 +11,20 @@ from typing import Any
 from torch import Tensor
 
 from mmrl.algorithms.objective import Loss
-from mmrl.errors import UserError
+from mmrl.errors import NotFiniteError, UserError
 
 FIRST_RATIO_TOLERANCE = {"float32": 1e-5, "half": 5e-3}
 """Largest |ratio - 1| before the first update of a step (DESIGN 9). In half precision the same code on the same shapes
 is still exact, but an accelerator may choose its kernels anew."""
 
 
+_FIRST = {
+    "policy/ratio_max_dev": "a log-probability that the update computed anew",
+    "policy/first_ratio_max_dev": "a log-probability that the update computed anew",
+    "mismatch/log_prob_gap_max": "a log-probability that the update computed anew",
+    "policy/loss": "the loss",
+}
+"""What it means that this is the first metric that is not finite."""
 Sums = dict[str, Any]
 """What one device, or one controller, adds to the metrics: plain numbers by name."""
 
@@ -83,6 +91,15 @@ class Tally:
                 "same batch shapes (leave sampling.batch_size out), the same attention, no dropout, and torch.compile "
                 "on both sides or neither."
             )
+
+    def check_finite(self) -> None:
+        """Raise ``NotFiniteError`` where a number that the slices of an update gave is not finite."""
+        for kind in ("maxima", "means"):  # log-probs, which ratios are of, come before the loss
+            for one in self._merged:
+                bad = [name for name, value in one[kind].items() if not math.isfinite(value)]
+                if bad:
+                    what = _FIRST.get(bad[0], "what the update computed")
+                    raise NotFiniteError(f"{what} is not finite: {bad[0]} is {one[kind][bad[0]]}")
 
     def means(self, gather: Callable[[Sums], list[Sums]] = lambda sums: [sums]) -> dict[str, float]:
         """The step's metrics; ``gather`` brings those of all controllers together."""

@@ -37,8 +37,9 @@ FOLDERS = {
 """Where modules lie, and the package they are in when mmrl runs: the drop-in folders join it."""
 
 LAYERS = {
-    "core": "mmrl _checkout _load _torchvision errors media samples trajectory controller.randomness placement.hub "
-    "placement.description report.clock report.notices pipelines.protocol rewards.contract engines.rollout",
+    "core": "mmrl _checkout _load _torchvision errors finite media samples trajectory controller.randomness "
+    "placement.hub placement.description report.clock report.notices pipelines.protocol rewards.contract "
+    "engines.rollout",
     "config": "config.errors config.known_as config.layers config.sampling config.section",
     "algorithms": "algorithms config.algorithms config.picture_algorithms",
     "recipe": "config",
@@ -49,11 +50,11 @@ LAYERS = {
     "controllers": "controller balance",
     "placement": "placement.adaptive placement.board placement.devices placement.several placement.utilisation "
     "placement.work",
-    "checkpoint": "checkpoint saving",
+    "checkpoint": "checkpoint manifest saving",
     "rollout": "ahead flight resampling rollout",
     "training": "batch early_stopping evaluation loop tally",
     "planner, simulator, report": "placement report",
-    "app": "doctor export run session",
+    "app": "divergence doctor export run session stopping",
     "runtime": "runtime",
     "cli": "cli",
 }

@@ -1,7 +1,8 @@
 """The command line: ``mmrl train plan simulate score eval report export serve judge ls cp data doctor``.
 
 Commands import what they run when they run it, so that ``--help`` answers at once and no mistake in a recipe waits for
-torch. What a user can mend (``UserError``) is printed without a traceback and exits with 2.
+torch. What a user can mend (``UserError``) is printed without a traceback and exits with 2; docs/design.md has all exit
+codes.
 """
 
 from __future__ import annotations

@@ -38,7 +38,11 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in DIR stopped.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run that is in DIR.")] = False,
 ) -> None:
-    """Plan a recipe, then train it."""
+    """Plan a recipe, then train it.
+
+    Exit code 0 at the end and after Ctrl-C, 2 for what you can mend, 143 after SIGTERM and 129 after SIGHUP. A signal
+    finishes and saves the step first; --resume goes on.
+    """
     if resume and overwrite:
         raise UserError("--resume goes on with a run and --overwrite removes it; give one of them")
 

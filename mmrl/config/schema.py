@@ -297,6 +297,7 @@ def _placement(value: Any) -> Any:
 class Checkpoint(Section):
     every: PositiveInt = 10
     keep: PositiveInt = 2
+    """The newest so many. With 1 the one before it stays until something finite was computed with the newest."""
 
 
 class Recipe(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mmrl import finite
 from mmrl.config.schema import Optim
 from mmrl.engines.weights import Replicated, Weights
-from mmrl.errors import UserError
+from mmrl.errors import NotFiniteError, UserError
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -170,16 +172,16 @@ class Policy:
     def apply(self) -> dict[str, float]:
         """Clip, take the optimizer step, clear the gradients.
 
-        Raises ``UserError`` where the gradient is not finite, before a weight is touched.
+        Raises ``NotFiniteError`` where the gradient is not finite, before a weight is touched, and where the weights
+        are not finite after the step.
         """
         self.weights.gather_gradients()
         norm = self.weights.norm()
-        torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), self.settings.max_grad_norm, norm)
         if not torch.isfinite(norm):
-            raise UserError(
-                f"the gradient norm of update {self.updates} is {norm.item()}: the loss has left the range of numbers. "
-                "Nothing was updated; lower optim.lr or optim.max_grad_norm, or train in float32 (model.dtype)."
-            )
+            held = finite.first({k: p.grad for k, p in self.trainable.items() if p.grad is not None})
+            where = f"; the first such gradient is of {held}" if held else ""
+            raise NotFiniteError(f"the gradient norm of update {self.updates} is {norm.item()}{where}")
+        torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), self.settings.max_grad_norm, norm)
         lr = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -192,7 +194,11 @@ class Policy:
             # The early average follows the weights: (1 + n) / (10 + n) is the usual ramp.
             n = self.updates // self.settings.ema_every
             self.move("ema", min(self.settings.ema_decay, (1 + n) / (10 + n)))
-        return {"optim/grad_norm": norm.item(), "optim/lr": lr}
+        after = finite.norm(self.trainable.values())
+        norms = torch.stack([norm.double(), after.double().to(norm.device)]).tolist()  # one wait for both
+        if not math.isfinite(norms[1]) and (held := finite.first(self.trainable)):
+            raise NotFiniteError(f"the weights after update {self.updates} are not finite: {held}")
+        return {"optim/grad_norm": norms[0], "optim/lr": lr}
 
     def learning_rate(self) -> float:
         """Of the next update: a function of what a checkpoint holds, so that a resumed run has the same.

@@ -22,6 +22,7 @@ from mmrl.judge.sampling import seeded
 if TYPE_CHECKING:
     import torch
 
+_NOT_FINITE = "the judge's logits are not finite: set options.model.dtype to float32, or take another judge"
 _WHOLE = 64 << 20
 """Bytes up to which a file of a model is read in full to know it again; larger ones by size and time."""
 
@@ -139,7 +140,11 @@ class LocalModel:
             made = self.model.generate(**inputs, generation_config=config, logits_processor=[draw]).sequences
         answers = self.tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         begun = ["<think>" if ends_in_a_thought(text) else "" for text in texts]
-        return [read(kind, a, ask.items, b) for a, ask, b in zip(answers, asks, begun, strict=True)]
+        finite = torch.stack(draw.log_probs, 1).isfinite().all(1).tolist()
+        return [
+            read(kind, answer, ask.items, thought) if fine else Outcome(reason=_NOT_FINITE)
+            for answer, ask, thought, fine in zip(answers, asks, begun, finite, strict=True)
+        ]
 
     def _weigh(self, log_probs: torch.Tensor, words: Words) -> Outcome:
         if words not in self._words:

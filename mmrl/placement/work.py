@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mmrl.batch import Piece, Run
+from mmrl.errors import NotFiniteError
 from mmrl.placement.utilisation import of_gpu
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
@@ -122,7 +123,10 @@ def apply(run: Run, spent: float) -> dict[str, float]:
     if run.critic is None:
         return metrics
     run.critic.spent = spent
-    return metrics | renamed(run.critic.apply())
+    try:
+        return metrics | renamed(run.critic.apply())
+    except NotFiniteError as error:
+        raise NotFiniteError(f"the critic: {error}") from error
 
 
 def move(run: Run, step: int) -> None:

@@ -22,6 +22,8 @@ from mmrl.trajectory import Sample, SampleId
 
 STD_FLOOR = 1e-4
 """Added to the standard deviations that rewards are divided by."""
+LARGEST = 1e30
+"""What a reward, and what counts of it, must not exceed."""
 _NAMED = 5
 
 
@@ -242,7 +244,20 @@ def total_of(
         normal = normalise(parts[entry.label], groups, how, all_sum or alone)
         if entry.config.weight != 0:  # a reward of weight 0 is watched only, so it drops no sample
             total += entry.config.weight * normal
+            _check_size(entry, parts[entry.label], entry.config.weight * normal)
     return total
+
+
+def _check_size(entry: Entry, raw: torch.Tensor, weighted: torch.Tensor) -> None:
+    """Raise ``RewardError`` where values are so large that they, or advantages of them, leave the range of numbers."""
+    bad = ~raw.isnan() & ~((raw.abs() <= LARGEST) & (weighted.abs() <= LARGEST))
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise RewardError(
+            f"reward {entry.label!r} ({entry.loaded.place}) returned {raw[row].item():g}, which is {weighted[row]:g} "
+            f"after normalize: {entry.config.normalize} and weight {entry.config.weight:g}; advantages are float32, so "
+            f"keep both below {LARGEST:g}: return smaller values, or lower its weight"
+        )
 
 
 def normalise(raw: torch.Tensor, groups: Sequence[Sequence[int]], how: str, all_sum: AllSum = alone) -> torch.Tensor:

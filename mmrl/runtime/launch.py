@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mmrl import checkpoint
 from mmrl.config.loader import LoadedRecipe
 from mmrl.errors import UserError
+from mmrl.manifest import entries
 from mmrl.report.rundir import RunDir
 from mmrl.runtime.actor import PATIENCE, Actor, versions
 from mmrl.runtime.pulse import Stuck
@@ -88,8 +88,8 @@ def _that_fits(ray: Any, loaded: LoadedRecipe) -> LoadedRecipe:
 
 
 def _saved(directory: RunDir) -> int:
-    """The newest checkpoint's step; 0 where there is none."""
-    return max(checkpoint.steps(directory.checkpoints), default=0)
+    """The step of the newest checkpoint that can be used; 0 where there is none."""
+    return max((entry.step for entry in entries(directory.checkpoints) if entry.usable), default=0)
 
 
 @contextmanager
@@ -264,7 +264,7 @@ class Watch:
             failed = next((o for o in outcomes.values() if o.error), None)
             if failed:
                 self._settle()
-                return Outcome(False, failed.done, _saved(self.directory), failed.cpu_seconds, failed.error)
+                return replace(failed, finished=False, saved=_saved(self.directory))
             self._listen(running)
             self._show()
             if stop.asked and not told:

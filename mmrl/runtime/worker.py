@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mmrl import checkpoint
-from mmrl.errors import UserError
+from mmrl.errors import NotFiniteError, UserError
 from mmrl.placement.work import perform
 from mmrl.report import notices
 from mmrl.runtime.wire import receive, send
@@ -86,6 +86,8 @@ class There:
             how, answer = self._answer()
         except (EOFError, OSError) as error:
             raise LostDeviceError(f"device {self.device} is gone ({error or type(error).__name__})") from error
+        if how == "not finite":
+            raise NotFiniteError(answer)
         if how == "mend":
             raise UserError(answer)
         if how == "failed":
@@ -191,6 +193,8 @@ def _answer(
         else:
             return "done", perform(run, name, arguments)
         return "done", None
+    except NotFiniteError as error:
+        return "not finite", str(error)
     except UserError as error:
         return "mend", str(error)
     except Exception:

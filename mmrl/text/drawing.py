@@ -78,7 +78,8 @@ def without(logits: Tensor, forbidden: list[int], vocabulary: Vocabulary | None 
 def choose(log_probs: Tensor, u: Tensor, top_p: float = 1.0, top_k: int | None = None) -> Tensor:
     """The token ``[B, 1]`` into whose share of ``log_probs`` ``[B, V]`` the uniform ``u`` ``[B]`` falls.
 
-    Found in two steps, the block of tokens and then the token in it, so that running sums are of few numbers.
+    Found in two steps, the block of tokens and then the token in it, so that running sums are of few numbers. Where the
+    distribution is not finite the token is any, and no index is outside the vocabulary: the log-probs tell afterwards.
     """
     probs = narrowed(log_probs.exp(), top_p, top_k)
     lacking = -probs.shape[-1] % BLOCK
@@ -87,8 +88,10 @@ def choose(log_probs: Tensor, u: Tensor, top_p: float = 1.0, top_k: int | None =
     place = below(u.double().unsqueeze(-1) * ends[:, -1:], ends)
     block = torch.searchsorted(ends, place, right=True)
     before = torch.where(block > 0, ends.gather(-1, (block - 1).clamp(min=0)), 0.0)
+    block = block.clamp(max=blocks.shape[1] - 1)
     inside = blocks[torch.arange(len(blocks), device=blocks.device), block.squeeze(-1)].double().cumsum(-1)
-    return block * BLOCK + torch.searchsorted(inside, below(place - before, inside), right=True)
+    token = block * BLOCK + torch.searchsorted(inside, below(place - before, inside), right=True)
+    return token.clamp(max=probs.shape[-1] - 1)
 
 
 def below(place: Tensor, ends: Tensor) -> Tensor:

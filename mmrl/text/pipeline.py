@@ -16,6 +16,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from mmrl import finite
 from mmrl.algorithms.objective import Kind
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
@@ -202,12 +203,13 @@ class TextPipeline:
             settings = external.settings_of(self.recipe, temperature, self.conditioner.stop_tokens)
             made = self._ask(self._requests(slots, ids, seed), settings)
             tokens, log_probs, mask, truncated = external.stack(made, self.conditioner.forbidden, self.device)
+        finite.check_tokens(log_probs, mask, ids)
         return Trajectory(
             slots=list(slots),
             ids=list(ids),
             clean=tokens * mask.long(),
             features=keys,
-            log_probs=log_probs * mask,
+            log_probs=torch.where(mask > 0, log_probs, 0.0),
             mask=mask,
             truncated=truncated,
         )
@@ -223,6 +225,7 @@ class TextPipeline:
         )
         made = [external.appended(done, more) for done, more in zip(before, drawn, strict=True)]
         tokens, log_probs, mask, truncated = external.stack(made, self.conditioner.forbidden, self.device)
+        finite.check_tokens(log_probs, mask, trajectory.ids)
         kept = mask.sum(1).tolist()  # less where a forbidden token was drawn: nothing may follow it
         cut = [c.finish == "cut" and n == len(c.token_ids) for c, n in zip(made, kept, strict=True)]
         return replace(

@@ -7,7 +7,7 @@ same shapes, so that the first ratio is 1 to the last bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mmrl import finite
 from mmrl.algorithms import sde
 from mmrl.algorithms.objective import GraphSteps, Kind
 from mmrl.algorithms.window import start as window_start
@@ -168,12 +169,13 @@ class FlowPipeline:
         schedule = self.adapter.schedule(steps)
         c = self._coefficients(schedule, actions)
         x = self._initial(ids, seed, schedule)
-        states, log_probs = [], []
+        states, log_probs, seen = [], [], []
         tuned = round(self.recipe.eval.tuned_fraction * steps) if evaluate else steps
         for i in range(steps):
-            with nullcontext() if i < tuned else self._base():
+            with nullcontext() if i < tuned else self.policy.disable_adapter():  # type: ignore[operator]
                 v = self._velocity(x, self._timestep(schedule, i, len(ids)), features)
             mean = sde.step_mean(x, v, c, i)
+            seen.append(mean.flatten(1).isfinite().all(1))
             if i not in actions:
                 x = mean
                 continue
@@ -183,20 +185,16 @@ class FlowPipeline:
             x = mean + c.std[i].item() * z
             states.append(x)
             log_probs.append(sde.log_prob(x, mean, c, i))
-        recorded = bool(states)
+        finite.check_steps(seen, ids)
         return Trajectory(
             slots=list(slots),
             ids=list(ids),
             clean=schedule.end * x,
             features=keys,
-            states=torch.stack(states, 1) if recorded else None,
-            actions=torch.tensor(list(actions)) if recorded else None,
-            log_probs=torch.stack(log_probs, 1) if recorded else None,
+            states=torch.stack(states, 1) if states else None,
+            actions=torch.tensor(list(actions)) if states else None,
+            log_probs=torch.stack(log_probs, 1) if states else None,
         )
-
-    def _base(self) -> AbstractContextManager[None]:
-        """Predict without the adapter."""
-        return self.policy.disable_adapter()  # type: ignore[operator]
 
     def samples(self, trajectory: Trajectory, inputs: frozenset[str]) -> list[Sample]:
         return make_samples(trajectory, self.images(trajectory), inputs)
@@ -205,7 +203,10 @@ class FlowPipeline:
     def images(self, trajectory: Trajectory) -> Tensor:
         """Decode clean results to float32 ``[B, 3, H, W]``, clips ``[B, F, 3, H, W]``, in [0, 1]."""
         with self._awake([self.adapter.vae]):
-            return (self.adapter.decode(trajectory.clean) / 2 + 0.5).clamp(0, 1).float()
+            return self._decoded(trajectory.clean, trajectory.ids)
+
+    def _decoded(self, x: Tensor, ids: Sequence[SampleId]) -> Tensor:
+        return finite.checked_pictures((self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float(), x, ids)
 
     def token_values(self, row: Trajectory, spans: Sequence[tuple[int, int, float]]) -> list[float]:
         raise TypeError("pictures have no tokens; rewards of spans belong to text")
@@ -303,12 +304,10 @@ class FlowPipeline:
                 reference = means()
             out["reference_distance"] = torch.stack(list(map(sde.squared_distance, mine, reference)), 1)
         if "old_distance" in needs:  # of the mean that was sampled from: the noise is known from its seed
-            drawn = [after - c.std[s].item() * self._step_noise(trajectory.ids, s) for after, _, s in made]
+            given = [noise(self.recipe.seed, trajectory.ids, f"step{s}", self.shape).to(self.device) for s in steps]
+            drawn = [after - c.std[s].item() * z for (after, _, s), z in zip(made, given, strict=True)]
             out["old_distance"] = torch.stack(list(map(sde.squared_distance, mine, drawn)), 1)
         return out
-
-    def _step_noise(self, ids: Sequence[SampleId], step: int) -> Tensor:
-        return noise(self.recipe.seed, ids, f"step{step}", self.shape).to(self.device)
 
     def renoise(
         self, trajectory: Trajectory, level: int, seed: int, needs: frozenset[str], weights: Weights
@@ -367,7 +366,7 @@ class FlowPipeline:
         x = torch.cat(predicted[1:] if path.jumps else predicted)
         if self.offloads:  # not only while it decodes: the backward comes after this returns
             self.adapter.vae.to(self.device)
-        out = {"images": (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()}
+        out = {"images": self._decoded(x, ids)}
         out |= {"from": torch.tensor([a for a, _ in path.jumps])} if path.jumps else {}
         return out | ({"reference_distance": torch.stack(distances).mean(0)} if distances else {})
 

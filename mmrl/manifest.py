@@ -1,0 +1,146 @@
+"""The checkpoints that lie in a folder, as their manifests describe them.
+
+A checkpoint's directory holds ``manifest.json``: the step it is of, and the size and SHA-256 of each of its files. The
+step in the manifest counts, whatever the directory is called: somebody may have renamed or copied it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+DIVERGED = "diverged.json"
+"""Written into a checkpoint after which training met numbers that are not finite."""
+_NAME = re.compile(r"step_(\d{6,})$")
+_PATTERN = "*.safetensors"
+_SHOWN = 3
+"""Faults of a manifest that are named."""
+
+
+class File(BaseModel):
+    """Of one file of a checkpoint."""
+
+    model_config = ConfigDict(strict=True)
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Manifest(BaseModel):
+    """``manifest.json``."""
+
+    model_config = ConfigDict(strict=True)
+    step: Annotated[int, Field(ge=0)]
+    files: dict[Annotated[str, Field(pattern=r"^[^/\\]+$")], File]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint's directory. ``fault``: why it cannot be used, as far as that is seen without reading its files.
+
+    ``manifest`` is None where it cannot be read; ``step`` is then the one in the directory's name. ``diverged``: what
+    training met after it, where that was not finite.
+    """
+
+    step: int
+    directory: Path
+    manifest: Manifest | None
+    fault: str | None
+    diverged: str | None
+
+    @property
+    def usable(self) -> bool:
+        """Whether a run may go on from here; its files are not read for it."""
+        return self.fault is None and self.diverged is None
+
+    @property
+    def renamed(self) -> bool:
+        """Whether the directory is not called as its step is."""
+        return self.directory.name != directory_of(self.step)
+
+
+def directory_of(step: int) -> str:
+    """What the directory of a checkpoint is called."""
+    return f"step_{step:06d}"
+
+
+def entries(folder: Path) -> list[Entry]:
+    """The checkpoints in ``folder`` by step; of several of one step those whose directories were renamed come last."""
+    if not folder.is_dir():
+        return []
+    found = [_entry(p) for p in sorted(folder.iterdir()) if p.is_dir() and not p.name.startswith(".")]
+    return sorted((e for e in found if e is not None), key=lambda e: (e.step, e.renamed))
+
+
+def fault_of(entry: Entry) -> str | None:
+    """Why the checkpoint must not be loaded, or None. Reads every file."""
+    if entry.fault is not None or entry.manifest is None:
+        return entry.fault
+    for name, expected in entry.manifest.files.items():
+        if sha256(entry.directory / name) != expected.sha256:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def mark_diverged(entry: Entry, why: str) -> None:
+    """Have nobody go on from this checkpoint: what followed was not finite."""
+    (entry.directory / DIVERGED).write_text(json.dumps({"why": why}) + "\n", encoding="utf-8")
+
+
+def sha256(path: Path) -> str:
+    """Of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _entry(directory: Path) -> Entry | None:
+    """None for a directory that is no checkpoint by its name and has no manifest that can be read."""
+    name = _NAME.match(directory.name)
+    diverged = _diverged(directory)
+    try:
+        manifest = Manifest.model_validate(json.loads((directory / MANIFEST).read_bytes()))
+        return Entry(manifest.step, directory, manifest, _missing(directory, manifest), diverged)
+    except ValidationError as error:
+        fault = _faults(error)
+    except (OSError, ValueError, RecursionError) as error:
+        fault = f"its {MANIFEST} cannot be read ({type(error).__name__})"
+    return None if name is None else Entry(int(name[1]), directory, None, fault, diverged)
+
+
+def _missing(directory: Path, manifest: Manifest) -> str | None:
+    """What is seen of a checkpoint's files by their names and sizes."""
+    files = manifest.files
+    for name, expected in files.items():
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected.bytes:
+            return f"{name} has {path.stat().st_size} bytes, not {expected.bytes}"
+    stray = sorted(path.name for path in directory.glob(_PATTERN) if path.name not in files)
+    if stray:  # the reader takes every file of tensors that it finds
+        return f"{stray[0]} is not in its {MANIFEST}; move that file elsewhere"
+    return None if STATE in files else f"{STATE} is missing"
+
+
+def _faults(error: ValidationError) -> str:
+    found = error.errors(include_url=False, include_input=False)
+    named = [f"{'.'.join(map(str, e['loc'])) or 'all of it'}: {e['msg']}" for e in found[:_SHOWN]]
+    more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f"its {MANIFEST} is not one that mmrl writes ({'; '.join(named)}{more})"
+
+
+def _diverged(directory: Path) -> str | None:
+    try:
+        found = json.loads((directory / DIVERGED).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return "numbers that are not finite"
+    return str(found.get("why")) if isinstance(found, dict) else "numbers that are not finite"

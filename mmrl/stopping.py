@@ -1,0 +1,68 @@
+"""A stop that is asked for by a signal: the step is finished and saved first."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""The signals after which the process must end, with exit code 128 + number; Ctrl-C ends it with 0."""
+
+
+@dataclass
+class Stop:
+    """Whether a stop was asked for; ``signal`` is the number of the signal that asked first."""
+
+    asked: bool = False
+    signal: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """Of the process, where the stop came before the end of training: as a shell shows a process that a signal
+        ended."""
+        return 0 if self.signal is None or self.signal not in ENDING else 128 + self.signal
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Stop]:
+    """Ctrl-C, SIGTERM or SIGHUP asks for a stop after the step; a second Ctrl-C or SIGTERM interrupts at once.
+
+    A terminal that closes sends SIGHUP, often twice; ``nohup`` has it ignored, and so it stays.
+    """
+    stop = Stop()
+
+    def ask(number: int, _: object) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        if stop.asked:
+            if number == signal.SIGHUP:
+                return
+            raise KeyboardInterrupt
+        stop.asked, stop.signal = True, number
+        print("stopping after this step; once more to stop at once (the last checkpoint stays)", file=sys.stderr)
+
+    heard = [s for s in (signal.SIGINT, *ENDING) if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
+    before = {s: signal.signal(s, ask) for s in heard}
+    try:
+        yield stop
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+def _leave_terminal() -> None:
+    """Print nowhere from now on, where the terminal is gone: each write to it would fail."""
+    for stream in (0, 1, 2):
+        try:
+            termios.tcgetattr(stream)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)
