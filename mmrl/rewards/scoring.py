@@ -35,6 +35,7 @@ from mmrl.rewards.underway import (
     normalise,
     total_of,
 )
+from mmrl.rewards.views import views
 from mmrl.trajectory import Sample
 
 __all__ = ["Failure", "RewardError", "RewardSet", "Scores", "Scoring", "check", "normalise"]
@@ -226,7 +227,7 @@ class RewardSet:
         context = Context(step, self.device, self.folder, entry.label)
         for batch in batches(entry, range(len(samples))):
             try:
-                value = entry.loaded.call([samples[i] for i in batch], context=context)
+                value = entry.loaded.call(views([samples[i] for i in batch]), context=context)
             except UserError:
                 raise
             except Exception as error:
