@@ -23,7 +23,7 @@ from mmrl.controller import Controller
 from mmrl.datasets.records import checked
 from mmrl.early_stopping import EarlyStop
 from mmrl.errors import UserError
-from mmrl.evaluation import Heldout, measure
+from mmrl.evaluation import Heldout, measure, unmeasured
 from mmrl.loop import train_step
 from mmrl.placement.devices import Devices
 from mmrl.placement.stacking import settled
@@ -32,6 +32,8 @@ from mmrl.report.metrics import MetricsLog, read
 from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Tracker, check_trackers, open_trackers
+from mmrl.rewards.patience import one_line, summary
+from mmrl.rewards.scoring import Failure
 from mmrl.run import build, load_prompts
 from mmrl.saving import saver_of
 
@@ -54,7 +56,9 @@ def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool
             outcome = Session(loaded, directory).begin(resume, stop)
         if outcome.error:
             again = f"steps up to {outcome.saved} are saved; mend it, then: {command(loaded, out)} --resume"
-            raise UserError(f"{outcome.error}\n{again}")
+            error = UserError(f"{outcome.error}\n{again}")
+            error.exit_code = outcome.exit_code
+            raise error
         if outcome.finished:
             finish(directory, outcome)
         else:
@@ -105,7 +109,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     Raises ``UserError`` naming the keys that differ.
     """
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
-    free |= {"controllers", "devices_per_controller", "placement", "ray"}
+    free |= {"controllers", "devices_per_controller", "placement", "ray", "scoring"}
     free |= {f"train.{key}" for key in _LAYOUT}
     if loaded.recipe.optim.schedule == "linear":
         free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
@@ -136,6 +140,8 @@ class Outcome:
     cpu_seconds: float
     error: str | None = None
     save_failed: str | None = None
+    exit_code: int = UserError.exit_code
+    """Of the process, where there is an error."""
 
 
 def finish(directory: RunDir, outcome: Outcome) -> None:
@@ -198,15 +204,15 @@ class Session:
 
     def begin(self, resume: bool, stop: Stop) -> Outcome:
         """Train, after the newest checkpoint where ``resume``; what the user must mend is in the outcome."""
-        error = None
+        error, code = None, UserError.exit_code
         finished = False
         if resume:
             self.restore()
         try:
             finished = self.train(stop)
         except UserError as found:
-            error = str(found)
-        return Outcome(finished, self.done, self.saver.saved, self.cpu_seconds, error, self.saver.failed)
+            error, code = str(found), found.exit_code
+        return Outcome(finished, self.done, self.saver.saved, self.cpu_seconds, error, self.saver.failed, code)
 
     def restore(self) -> None:
         """Take up the newest whole checkpoint, and forget what was logged after it."""
@@ -254,9 +260,10 @@ class Session:
                 if self.early is not None and self.early.stopped:
                     progress.line(self.early.told())
             self._save_rest()
-        except (UserError, OSError):
+        except (UserError, OSError) as error:
             # what is saved together is saved by all, and those that did not fail are elsewhere
-            if not self.saver.together and self.run.policy.updates == self.updates:
+            all_here = not self.saver.together or getattr(error, "everywhere", False)
+            if all_here and self.run.policy.updates == self.updates:
                 self._save_rest()
             self.saver.finish()
             raise
@@ -317,7 +324,17 @@ class Session:
         row |= largest(self.controller.gather(mine)) | {"perf/cpu_seconds": self.cpu_seconds}
         metrics.write(self.done, row)
         self.directory.placed(self.run.devices.lines() if self.controller.leads else ())
-        progress.advance(1, status_line(self.done, self.recipe.train.steps, row, brief=True), self._spent)
+        line = status_line(self.done, self.recipe.train.steps, row, brief=True)
+        progress.advance(1, line + self._left_out(row, failures), self._spent)
+
+    def _left_out(self, row: Mapping[str, float], failures: Sequence[Failure]) -> str:
+        """How many samples of a step have no score, and why, for the terminal; nothing where all have one."""
+        if not row.get("reward/dropped"):
+            return ""
+        weights = self.run.rewards.weights
+        mine = [(f.reward, one_line(f.reason, 60)) for f in failures if weights.get(f.reward)]
+        size = self.recipe.train.prompts_per_step * self.recipe.train.group_size
+        return f"  {summary(mine, int(row['reward/dropped']), size)}"
 
     def _sent(self) -> Counter[str]:
         """Bytes given away so far, by kind: to the other controllers, and by rewards."""
@@ -326,11 +343,13 @@ class Session:
     def _measure(self, log: MetricsLog) -> str:
         """Evaluate on the held-out prompts: a row, a grid, and a line for the terminal."""
         with self.pulse("evaluation"):
-            row = measure(self.run, self.heldout, self.recipe.eval.samples, self.directory, self.done, log)
+            row, text = measure(self.run, self.heldout, self.recipe.eval.samples, self.directory, self.done, log)
         if self.early is not None:
-            self.early.saw(self.done, row)
-        shown = {k.removeprefix("reward/"): v for k, v in row.items() if k not in ("samples", "dropped")}
-        return "held-out: " + "  ".join(f"{k} {v:.3f}" for k, v in shown.items())
+            if not unmeasured(row, self.early.settings.metric, self.recipe.scoring.max_failed):
+                self.early.saw(self.done, row)
+            else:
+                text += f"; not counted by eval.early_stopping: too few samples have {self.early.settings.metric}"
+        return f"held-out: {text}"
 
     def _save(self) -> None:
         kept = {"cpu_seconds": self.cpu_seconds, "placement": self.run.devices.kept()}

@@ -38,7 +38,11 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in DIR stopped.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run that is in DIR.")] = False,
 ) -> None:
-    """Plan a recipe, then train it."""
+    """Plan a recipe, then train it.
+
+    Exit code 2: something is to be mended; 3: too many samples had no score for longer than scoring.patience, and the
+    run can be resumed as it is.
+    """
     if resume and overwrite:
         raise UserError("--resume goes on with a run and --overwrite removes it; give one of them")
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from mmrl import checkpoint
 from mmrl.config.loader import LoadedRecipe
-from mmrl.errors import UserError
+from mmrl.errors import UnscoredError, UserError
 from mmrl.report.rundir import RunDir
 from mmrl.runtime.actor import PATIENCE, Actor, versions
 from mmrl.runtime.pulse import Stuck
@@ -263,8 +263,10 @@ class Watch:
                 del running[ref]
             failed = next((o for o in outcomes.values() if o.error), None)
             if failed:
+                if failed.exit_code == UnscoredError.exit_code:  # all stop, and the leader saves
+                    self.ray.wait(list(running), num_returns=len(running), timeout=_GRACE)
                 self._settle()
-                return Outcome(False, failed.done, _saved(self.directory), failed.cpu_seconds, failed.error)
+                return replace(failed, finished=False, saved=_saved(self.directory))
             self._listen(running)
             self._show()
             if stop.asked and not told:
