@@ -1,8 +1,23 @@
-"""What a user can mend. The command line prints these without a traceback and exits with 2."""
+"""What a user can mend. The command line prints these without a traceback and exits with ``exit_code``."""
 
 
 class UserError(Exception):
     """Something in the user's hands is wrong; the message says what failed, why, and the edit that mends it."""
+
+    exit_code = 2
+
+
+class UnscoredError(UserError):
+    """Too many samples of a step have no score, for longer than the recipe waits; the run resumes as it is.
+
+    ``everywhere``: all controllers raise it after the same step.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, everywhere: bool = False) -> None:
+        super().__init__(message)
+        self.everywhere = everywhere
 
 
 class LostServerError(UserError):

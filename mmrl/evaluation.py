@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,12 +21,16 @@ from mmrl.report.metrics import MetricsLog
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 from mmrl.report.texts import write_texts
+from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rollout import prompts_alone
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 
 SEED = 20_261_121
 """Of all held-out noise, whatever the run's seed: runs are compared on the same pictures-to-be."""
+
+FAILED = "failed/"
+"""Before a reward's label in a row of heldout.jsonl: how many samples it could not score; absent where it could all."""
 
 
 @dataclass
@@ -79,12 +83,17 @@ class Heldout:
         failures = [f for s in scores for f in s.failures]
         rows = [{k: v[i].item() for k, v in parts.items() if math.isfinite(v[i])} for i in range(len(slots))]
         everyone = gather({name: values.tolist() for name, values in parts.items()})
+        names = dict.fromkeys(name for one in everyone for name in one)  # of a reward that failed parts are not known
         row = {
-            f"reward/{name}": finite_mean(torch.tensor([v for one in everyone for v in one[name]], dtype=torch.float64))
-            for name in parts
+            f"reward/{name}": finite_mean(
+                torch.tensor([v for one in everyone for v in one.get(name, ())], dtype=torch.float64)
+            )
+            for name in names
         }
-        counts = gather([len(slots), len({f.sample.slot for f in failures})])
-        row |= {"samples": sum(n for n, _ in counts), "dropped": sum(n for _, n in counts)}
+        bad = Counter(f.reward for f in failures)
+        counts = gather((len(slots), len({f.sample.slot for f in failures}), dict(bad)))
+        row |= {"samples": sum(n for n, _, _ in counts), "dropped": sum(n for _, n, _ in counts)}
+        row |= {f"{FAILED}{label}": n for label, n in sum((Counter(of) for _, _, of in counts), Counter()).items()}
         return row, Made(made, rows), failures
 
     def _compare(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, float], list[Failure]]:
@@ -156,10 +165,31 @@ def finite_mean(values: Tensor) -> float:
     return values[values.isfinite()].mean().item()
 
 
+def told(row: Mapping[str, float], failures: Sequence[Failure]) -> str:
+    """A row of heldout.jsonl for the terminal; what has no value says why. ``failures``: of this controller."""
+    said = []
+    for key, value in row.items():
+        if key in ("samples", "dropped") or key.startswith(FAILED):
+            continue
+        name = key.removeprefix("reward/")
+        said.append(f"{name} {value:.3f}" if math.isfinite(value) else f"{name} -")
+        if bad := row.get(f"{FAILED}{name}"):
+            why = Counter(f.reason for f in failures if f.reward == name).most_common(1)
+            reason = one_line(why[0][0]) if why else "on other controllers"
+            said[-1] += f" ({bad:g} of {row['samples']:g} samples failed: {reason})"
+    return "  ".join(said)
+
+
+def unmeasured(row: Mapping[str, float], metric: str, most: float) -> bool:
+    """Whether the reward that ``metric`` is of failed for more than the share ``most`` of the samples of ``row``."""
+    label = metric.removeprefix("reward/").partition("/")[0]
+    return too_many(int(row.get(f"{FAILED}{label}", 0)), int(row["samples"]), most)
+
+
 def measure(
     run: Run, heldout: Heldout, samples: int, directory: RunDir, step: int, log: MetricsLog
-) -> dict[str, float]:
-    """Evaluate after ``step`` steps: a row of heldout.jsonl and samples to look at. Returns the row."""
+) -> tuple[dict[str, float], str]:
+    """Evaluate after ``step`` steps: a row of heldout.jsonl and samples to look at. Returns the row, and as a text."""
     row, made, failures = heldout.score(samples)
     for f in failures:
         directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
@@ -170,4 +200,4 @@ def measure(
         log.picture(step, "samples", write_samples(directory, step, images, [s.prompt.text for s in shown], scores))
     elif shown:
         write_texts(directory, step, shown, scores)
-    return row
+    return row, told(row, failures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +24,12 @@ from mmrl.datasets.records import checked
 from mmrl.engines.policy import Policy, aged
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
-from mmrl.evaluation import Heldout
+from mmrl.evaluation import Heldout, told
 from mmrl.flight import Flight
 from mmrl.placement.devices import Devices, Single
 from mmrl.report.rundir import RunDir
 from mmrl.resampling import Attempts
+from mmrl.rewards.patience import Patience
 from mmrl.rewards.scoring import RewardSet
 from mmrl.trajectory import Prompt
 
@@ -48,7 +50,8 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
         raise UserError(f"features.folder: {recipe.features.folder} is no folder here; make it, or name a local one")
     prompts = load_prompts(recipe, root, "train")
     several = recipe.devices_per_controller > 1  # each has judges of its own, awake when it first judges
-    rewards = RewardSet(recipe.rewards, root, device, controller.total, awake=not several)
+    patience = Patience(recipe.scoring, controller.gather)
+    rewards = RewardSet(recipe.rewards, root, device, controller.total, awake=not several, patience=patience)
     if recipe.placement.sleep:
         rewards.sleep()
     objective = load_objective(recipe)
@@ -218,5 +221,7 @@ def evaluate(path: Path, samples: int | None = None, which: str = "latest") -> d
     """Held-out rewards of a run's checkpoint over ``samples`` samples (None: as many as the recipe says)."""
     run, _, step = restored(path, which)
     heldout = Heldout(run, load_prompts(run.recipe, path, "heldout"), path)
-    row, _, _ = heldout.score(samples or run.recipe.eval.samples)
+    row, _, failures = heldout.score(samples or run.recipe.eval.samples)
+    if failures:
+        print(f"warning: {told(row, failures)}", file=sys.stderr)
     return {"step": step} | {k: v if math.isfinite(v) else None for k, v in row.items()}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
@@ -12,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,11 +19,11 @@ from mmrl.checkpoint import Saved
 from mmrl.config.loader import LoadedRecipe
 from mmrl.controller import Controller
 from mmrl.datasets.records import checked
-from mmrl.divergence import CHANGEABLE, Divergence, diverged, divergence, settle
+from mmrl.divergence import Divergence, divergence, settle
 from mmrl.early_stopping import EarlyStop
 from mmrl.errors import NotFiniteError, UserError
-from mmrl.evaluation import Heldout, measure
-from mmrl.judge.usage import PREFIX, Spending, without_budgets
+from mmrl.evaluation import Heldout, measure, unmeasured
+from mmrl.judge.usage import PREFIX, Spending
 from mmrl.loop import train_step
 from mmrl.placement.devices import Devices
 from mmrl.placement.stacking import settled
@@ -34,6 +32,9 @@ from mmrl.report.metrics import MetricsLog, read
 from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Tracker, check_trackers, open_trackers
+from mmrl.resume import same_run
+from mmrl.rewards.patience import one_line, summary
+from mmrl.rewards.scoring import Failure
 from mmrl.run import build, load_prompts
 from mmrl.saving import saver_of
 from mmrl.stopping import Stop, stop_on_signal
@@ -63,7 +64,9 @@ def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool
             raise UserError(settle(directory, outcome.divergence, recipe, command(loaded, out)))
         if outcome.error:
             again = f"steps up to {outcome.saved} are saved; mend it, then: {command(loaded, out)} --resume"
-            raise UserError(f"{outcome.error}\n{again}")
+            error = UserError(f"{outcome.error}\n{again}")
+            error.exit_code = outcome.exit_code
+            raise error
         if outcome.finished:
             finish(directory, outcome)
             return out
@@ -83,40 +86,6 @@ def command(loaded: LoadedRecipe, out: Path) -> str:
 
 ANEW = "nothing was changed; put the files back from a copy, or start anew with --overwrite"
 """The edit where a run cannot go on from any of its checkpoints."""
-_LAYOUT = (
-    *("backend", "tensor_parallel", "sequence_parallel", "context_parallel", "pipeline_parallel", "pipeline_chunks"),
-    *("expert_parallel", "distributed_optimizer", "steps_per_forward"),
-)
-"""Of ``train``, how weights and rows lie on devices, and how many go through a model at once."""
-
-
-def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
-    """Refuse to go on with another recipe than the run's, but for how long it runs, where, and what it shows.
-
-    Raises ``UserError`` naming the keys that differ.
-    """
-    free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
-    free |= {"controllers", "devices_per_controller", "placement", "ray"}
-    free |= {f"train.{key}" for key in _LAYOUT}
-    free |= set(CHANGEABLE) if diverged(directory) else set()
-    if loaded.recipe.optim.schedule == "linear":
-        free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
-    recipes = (json.loads(directory.resolved.read_text()), loaded.resolved())
-    before, now = (flatten(without_budgets(recipe)) for recipe in recipes)
-    changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
-    changed = [k for k in changed if k == "placement.staleness" or not {k, k.split(".")[0]} & free]
-    if changed:
-        raise UserError(
-            f"--resume: {', '.join(changed)} differ from {directory.resolved}. Resume with the "
-            "same recipe and overrides, or start a new run with --out"
-        )
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists stay whole."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {k: v for key, sub in tree.items() for k, v in flatten(sub, f"{prefix}.{key}" if prefix else key).items()}
 
 
 @dataclass(frozen=True)
@@ -130,6 +99,8 @@ class Outcome:
     error: str | None = None
     save_failed: str | None = None
     divergence: Divergence | None = None
+    exit_code: int = UserError.exit_code
+    """Of the process, where there is an error."""
 
 
 def finish(directory: RunDir, outcome: Outcome) -> None:
@@ -197,6 +168,7 @@ class Session:
         """Train, after the newest checkpoint where ``resume``, which is ``found`` where it is known; what the user must
         mend is in the outcome."""
         error = met = None
+        code = UserError.exit_code
         finished = False
         if resume:
             self.restore(found)
@@ -206,8 +178,8 @@ class Session:
             met = divergence(self.run, raised, self.done, self._evaluating, self._proved)
             error = met.what
         except UserError as raised:
-            error = str(raised)
-        return Outcome(finished, self.done, self.saver.saved, self.cpu_seconds, error, self.saver.failed, met)
+            error, code = str(raised), raised.exit_code
+        return Outcome(finished, self.done, self.saver.saved, self.cpu_seconds, error, self.saver.failed, met, code)
 
     @property
     def _proved(self) -> bool:
@@ -271,9 +243,10 @@ class Session:
         except NotFiniteError:
             self.saver.finish()  # of a step before; this one is not to be gone on from
             raise
-        except (UserError, OSError):
+        except (UserError, OSError) as error:
             # what is saved together is saved by all, and those that did not fail are elsewhere
-            if not self.saver.together and self.run.policy.updates == self.updates:
+            all_here = not self.saver.together or getattr(error, "everywhere", False)
+            if all_here and self.run.policy.updates == self.updates:
                 self._save_rest()
             self.saver.finish()
             raise
@@ -336,7 +309,17 @@ class Session:
         row |= largest(rows) | self.spending.add(rows) | {"perf/cpu_seconds": self.cpu_seconds}
         metrics.write(self.done, row)
         self.directory.placed(self.run.devices.lines() if self.controller.leads else ())
-        progress.advance(1, status_line(self.done, self.recipe.train.steps, row, brief=True), self._spent)
+        line = status_line(self.done, self.recipe.train.steps, row, brief=True)
+        progress.advance(1, line + self._left_out(row, failures), self._spent)
+
+    def _left_out(self, row: Mapping[str, float], failures: Sequence[Failure]) -> str:
+        """How many samples of a step have no score, and why, for the terminal; nothing where all have one."""
+        if not row.get("reward/dropped"):
+            return ""
+        weights = self.run.rewards.weights
+        mine = [(f.reward, one_line(f.reason, 60)) for f in failures if weights.get(f.reward)]
+        size = self.recipe.train.prompts_per_step * self.recipe.train.group_size
+        return f"  {summary(mine, int(row['reward/dropped']), size)}"
 
     def _sent(self) -> Counter[str]:
         """Bytes given away so far, by kind: to the other controllers, and by rewards."""
@@ -346,12 +329,14 @@ class Session:
         """Evaluate on the held-out prompts: a row, a grid, and a line for the terminal."""
         self._evaluating = True
         with self.pulse("evaluation"):
-            row = measure(self.run, self.heldout, self.recipe.eval.samples, self.directory, self.done, log)
+            row, text = measure(self.run, self.heldout, self.recipe.eval.samples, self.directory, self.done, log)
         self._evaluating, self._measured = False, self.done
         if self.early is not None:
-            self.early.saw(self.done, row)
-        shown = {k.removeprefix("reward/"): v for k, v in row.items() if k not in ("samples", "dropped")}
-        return "held-out: " + "  ".join(f"{k} {v:.3f}" for k, v in shown.items())
+            if not unmeasured(row, self.early.settings.metric, self.recipe.scoring.max_failed):
+                self.early.saw(self.done, row)
+            else:
+                text += f"; not counted by eval.early_stopping: too few samples have {self.early.settings.metric}"
+        return f"held-out: {text}"
 
     def _save(self) -> None:
         kept = {"cpu_seconds": self.cpu_seconds, "placement": self.run.devices.kept()}

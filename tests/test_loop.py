@@ -7,7 +7,7 @@ import torch
 
 from mmrl import loop
 from mmrl.config.loader import load_recipe
-from mmrl.errors import UserError
+from mmrl.errors import UnscoredError, UserError
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
 from mmrl.run import build
@@ -169,6 +169,9 @@ def nan(samples, *, context):
 def raises(samples, *, context):
     raise RuntimeError("the model fell over")
 
+def same(samples, *, context):
+    return [0.5] * len(samples)
+
 def short(samples, *, context):
     return [1.0]
 """
@@ -187,12 +190,12 @@ def test_a_dropped_sample_is_named_and_left_out(tmp_path):
     assert row["reward/mean"] == pytest.approx((0 + 2 + 3) / 3)
 
 
-def test_a_step_whose_samples_were_all_dropped_changes_nothing(tmp_path):
-    run = make(bad(tmp_path, "raises", "drop"))
+def test_a_step_whose_samples_were_all_dropped_is_no_step_and_changes_nothing(tmp_path):
+    run = make(bad(tmp_path, "raises", "drop"), "scoring={max_failed: 1.0, patience: 0}")
     before = {k: p.detach().clone() for k, p in run.policy.trainable.items()}
-    row, failures = step(run)
-    assert row["reward/dropped"] == 8
-    assert len(failures) == 8
+    with pytest.raises(UnscoredError, match=r"step 1 was not trained: 8 of 8 samples failed .*the model fell over"):
+        step(run)
+    assert run.policy.updates == 0
     assert all(torch.equal(before[k], p) for k, p in run.policy.trainable.items())
 
 
@@ -203,8 +206,8 @@ def test_a_reward_that_fails_stops_the_run_by_name(tmp_path, name, says):
     assert says in str(error.value)
 
 
-def test_no_reward_means_no_gradient():
-    run = make('rewards=[{name: "colour:brightness", weight: 0.0}]')
+def test_no_difference_in_reward_means_no_gradient(tmp_path):
+    run = make(bad(tmp_path, "same", "fail"), "scoring.max_failed=0")
     gradient, row = update_gradient(run)
     assert row["advantage/zero_std_groups"] == 1
     assert gradient.abs().max() == 0

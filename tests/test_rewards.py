@@ -183,7 +183,9 @@ def test_the_process_ends_while_a_reward_hangs(reward_file):
     program = (
         "import sys; from mmrl.rewards.calling import Caller; from mmrl.rewards.contract import Context\n"
         "from mmrl.rewards.loading import build, find\n"
-        "print(Caller(build(find(sys.argv[1]), {}), 0.1).one([None], Context()).reasons)"
+        "from mmrl.trajectory import Prompt, Sample, SampleId\n"
+        "made = [Sample(Prompt('p', 'p'), SampleId(0, 0, 0, 0))]\n"
+        "print(Caller(build(find(sys.argv[1]), {}), 0.1).one(made, Context()).reasons)"
     )
     run = subprocess.run(
         [sys.executable, "-c", program, str(root / "mine.py")], capture_output=True, text=True, timeout=30

@@ -1,8 +1,8 @@
 """The command line: ``mmrl train plan simulate score eval report export serve judge ls cp data doctor``.
 
 Commands import what they run when they run it, so that ``--help`` answers at once and no mistake in a recipe waits for
-torch. What a user can mend (``UserError``) is printed without a traceback and exits with 2; docs/design.md has all exit
-codes.
+torch. What a user can mend (``UserError``) is printed without a traceback and exits with 2, a run that waited in vain
+for its rewards with 3; docs/design.md has all exit codes.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> None:
         app(prog_name="mmrl")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

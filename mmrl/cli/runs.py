@@ -40,8 +40,9 @@ def train(
 ) -> None:
     """Plan a recipe, then train it.
 
-    Exit code 0 at the end and after Ctrl-C, 2 for what you can mend, 143 after SIGTERM and 129 after SIGHUP. A signal
-    finishes and saves the step first; --resume goes on.
+    Exit code 0 at the end and after Ctrl-C; 2 for what you can mend; 3 where too many samples had no score for longer
+    than scoring.patience; 143 after SIGTERM and 129 after SIGHUP. A signal finishes and saves the step first. --resume
+    goes on in all cases.
     """
     if resume and overwrite:
         raise UserError("--resume goes on with a run and --overwrite removes it; give one of them")

@@ -25,6 +25,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_partial(recipe),
             *of_placement(recipe),
             *_labels(recipe),
+            *_weights(recipe),
             *_evaluation(recipe),
         ]
     return [
@@ -36,6 +37,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_half(recipe),
         *of_placement(recipe),
         *_labels(recipe),
+        *_weights(recipe),
         *_evaluation(recipe),
     ]
 
@@ -175,6 +177,14 @@ def _labels(recipe: Recipe) -> Iterator[str]:
             yield f"rewards: {n} rewards are called {label!r}; give them different labels (rewards[i].label)"
         if label in ("mean", "std", "dropped"):
             yield f"rewards: the label {label!r} is the log's own; set rewards[i].label to another"
+
+
+def _weights(recipe: Recipe) -> Iterator[str]:
+    if recipe.rewards and not any(reward.weight for reward in recipe.rewards):
+        yield (
+            "rewards: all weights are 0, so nothing would be learned; give one of them a weight (rewards[0].weight), "
+            "and what is only to be measured stands under eval.rewards"
+        )
 
 
 def _evaluation(recipe: Recipe) -> Iterator[str]:

@@ -18,7 +18,7 @@ from mmrl.config.layers import Tree, kind_of, parse_key
 from mmrl.config.sampling import TextSampling
 from mmrl.config.sampling import kind_of as sampling_kind
 from mmrl.config.schema import Recipe
-from mmrl.config.section import AlgorithmSection
+from mmrl.config.section import AlgorithmSection, seconds_of
 
 
 def explain(error: ValidationError, tree: Tree) -> Iterator[Finding]:
@@ -264,7 +264,7 @@ def _describe(annotation: Any, bounds: dict[str, Any] | None = None) -> str:
 
 def _plain(annotation: Any, bounds: dict[str, Any]) -> str:
     if annotation in (int, float):
-        return _number(annotation, bounds)
+        return "a time like 90s, 10m or 1h 30m, or seconds" if "duration" in bounds else _number(annotation, bounds)
     if annotation is ByteSize:
         return f"an amount of memory like 2 GiB, {ByteSize(bounds['ge']).human_readable()} or more"
     if annotation is str:
@@ -307,4 +307,6 @@ def _bounds(metadata: Sequence[Any]) -> dict[str, Any]:
             for name in ("gt", "ge", "lt", "le", "min_length", "pattern")
             if getattr(item, name, None) is not None
         }
+        if getattr(item, "func", None) is seconds_of:
+            found["duration"] = True
     return found

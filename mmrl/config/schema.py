@@ -25,7 +25,7 @@ from mmrl.config.algorithms import Algorithm
 from mmrl.config.dtype import Dtype, with_choice
 from mmrl.config.picture_algorithms import DiffusionNFT, DRaFT, FlowGRPO
 from mmrl.config.sampling import Sampling, Sde, TextSampling, Window, kind_of
-from mmrl.config.section import AlgorithmSection, Decay, Fraction, NonNegative, Section
+from mmrl.config.section import AlgorithmSection, Decay, Duration, Fraction, NonNegative, Section
 
 __all__ = ["DRaFT", "DiffusionNFT", "FlowGRPO", "Sampling", "Sde", "Section", "TextSampling", "Window"]
 
@@ -82,6 +82,16 @@ class Reward(Section):
     on_failure: Literal["fail", "drop"] = "fail"
     """Stop the run, or leave the sample out of the update (counted, named in failures.jsonl). Never a silent 0."""
     options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Scoring(Section):
+    """What a training step does where rewards fail for many of its samples (docs/rewards.md)."""
+
+    max_failed: Fraction = 0.25
+    """Past this share of a step's samples without a score, or where none has one, the step waits and asks again.
+    Rewards of weight 0 do not count."""
+    patience: Duration = 600.0
+    """How long it does so (``10m``, ``90s``, or seconds); then the run stops with exit code 3 and can be resumed."""
 
 
 _NO_REWARDS = ()
@@ -313,6 +323,7 @@ class Recipe(Section):
     rollout: Rollout = Rollout()
     rewards: Annotated[list[Reward], Field(min_length=1), WrapValidator(_none_asked)]
     """At least one; algorithms that train on pairs (dpo, reward_model) have none."""
+    scoring: Scoring = Scoring()
     algorithm: Algorithm
     train: Train
     optim: Optim = Optim()

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+import re
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+_DURATION = re.compile(r"(?:([\d.]+) *h)? *(?:([\d.]+) *m(?:in)?)? *(?:([\d.]+) *s)?")
+
+
+def seconds_of(value: Any) -> Any:
+    """``90s``, ``10m``, ``1h 30m`` as seconds; anything else as it is."""
+    found = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is None or not any(found.groups()):
+        return value
+    try:
+        return sum(float(n) * unit for n, unit in zip(found.groups(), (3600, 60, 1), strict=True) if n is not None)
+    except ValueError:  # 1.2.3s
+        return value
+
+
+Duration = Annotated[float, Field(ge=0), BeforeValidator(seconds_of)]
+"""Seconds, or a text with units: ``90s``, ``10m``, ``1h 30m``."""
 
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

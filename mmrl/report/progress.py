@@ -223,6 +223,8 @@ def duration(seconds: float) -> str:
 
 def _number(value: float) -> str:
     """Four significant digits or so, without an exponent where a plain number is readable."""
+    if math.isnan(value):
+        return "-"
     if not math.isfinite(value) or value == 0:
         return str(value)
     return f"{value:.3f}" if 0.01 <= abs(value) < 1000 else f"{value:.3g}"

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeAlias
 from mmrl.errors import UserError
 from mmrl.rewards.contract import Context, Failed, Span, Spans
 from mmrl.rewards.loading import Loaded, describe, place_of
+from mmrl.rewards.views import views
 from mmrl.trajectory import Sample
 
 NAN = float("nan")
@@ -105,6 +106,8 @@ class Calls(Protocol):
 class Caller:
     """Calls one reward. ``timeout`` is in seconds for one batch; a failed batch is tried ``retries`` times more.
 
+    Each attempt gets a copy of the samples, so that the reward may change what it is given.
+
     Thread-safe; calls of a sync reward run one after another, those of an async one concurrently.
     """
 
@@ -124,7 +127,7 @@ class Caller:
             if attempt:
                 time.sleep(min(BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S))
             try:
-                returned = self._attempt(list(samples), context)
+                returned = self._attempt(views(samples), context)  # one that is given up may still draw on its own
                 answer = read_answer(returned, len(samples), self.reward.place, spans=declared.spans)
                 return replace(answer, began=began, ended=time.perf_counter())
             except BatchError as failure:

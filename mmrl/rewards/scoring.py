@@ -24,6 +24,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.calling import Answer, Caller, Calls
 from mmrl.rewards.contract import Context, Input
 from mmrl.rewards.loading import Found, build, describe, find, place_of, problems
+from mmrl.rewards.patience import Patience
 from mmrl.rewards.underway import (
     Entry,
     Failure,
@@ -35,6 +36,7 @@ from mmrl.rewards.underway import (
     normalise,
     total_of,
 )
+from mmrl.rewards.views import views
 from mmrl.trajectory import Sample
 
 __all__ = ["Failure", "RewardError", "RewardSet", "Scores", "Scoring", "check", "normalise"]
@@ -64,7 +66,8 @@ class RewardSet:
     ``root`` is the recipe's folder, ``device`` where a reward's model computes. ``all_sum`` adds a small tensor over
     all controllers, for the statistics of ``normalize: batch``; the default is one controller. ``folder``: the run's
     directory, for caches and transcripts; may be set later. ``awake``: have servers of rewards up at once, not when
-    they are first asked. Raises ``UserError``.
+    they are first asked. ``patience``: of training steps whose samples fail; None takes failures as they come. Raises
+    ``UserError``.
     """
 
     def __init__(
@@ -75,9 +78,10 @@ class RewardSet:
         all_sum: AllSum = alone,
         folder: Path | None = None,
         awake: bool = True,
+        patience: Patience | None = None,
     ) -> None:
         self.device, self.folder = device, folder
-        self._all_sum = all_sum
+        self._all_sum, self._patience = all_sum, patience
         self._here: dict[str, Caller] = {}
         self._entries: list[Entry] = []
         for found, config in zip(check(rewards, root), rewards, strict=True):
@@ -168,15 +172,24 @@ class RewardSet:
         """The labels of the rewards that count and are normalised by the batch."""
         return [e.label for e in self._entries if e.config.normalize == "batch" and e.config.weight != 0]
 
-    def start(self, step: int = -1, group_size: int | None = None, *, scale: bool = True, round: int = 0) -> Scoring:
+    def start(
+        self,
+        step: int = -1,
+        group_size: int | None = None,
+        *,
+        scale: bool = True,
+        round: int = 0,
+        patient: bool = True,
+    ) -> Scoring:
         """Begin to score the samples of ``step``, which come in micro-batches.
 
         ``group_size``: samples of one slot and attempt that make a group whole, so that rewards per group need not wait
         for ``finish``; None makes them. ``scale``: whether the samples are the whole batch that rewards are normalised
-        by; where they are not, ``total`` does that later. ``round``: of dynamic sampling.
+        by, and of all controllers; where they are not, ``total`` does that later. ``round``: of dynamic sampling.
+        ``patient``: wait where too many of them fail.
         """
-        all_sum = self._all_sum if scale else None
-        return Scoring(self._entries, step, self.device, self.folder, group_size, all_sum, round)
+        all_sum, patience = self._all_sum if scale else None, self._patience if patient else None
+        return Scoring(self._entries, step, self.device, self.folder, group_size, all_sum, round, patience)
 
     def total(self, parts: Mapping[str, torch.Tensor], groups: Sequence[Sequence[int]]) -> torch.Tensor:
         """The weighted sum ``[B]`` of the normalised rewards, of their raw values by label; NaN where one is missing.
@@ -186,11 +199,12 @@ class RewardSet:
         return total_of(self._entries, parts, groups, self._all_sum)
 
     def score(self, samples: Sequence[Sample], groups: Sequence[Sequence[int]], *, step: int = -1) -> Scores:
-        """Score ``samples``, all rewards at once; ``groups`` hold each of their indices once.
+        """Score ``samples``, all rewards at once, and take failures as they come.
 
-        Raises ``RewardError`` when a reward whose policy is ``fail`` leaves a sample without a score.
+        ``groups`` hold each index of the samples once. Raises ``RewardError`` when a reward whose policy is ``fail``
+        leaves a sample without a score.
         """
-        scoring = self.start(step)
+        scoring = self.start(step, patient=False)
         scoring.add(samples)
         return scoring.finish(groups)
 
@@ -226,7 +240,7 @@ class RewardSet:
         context = Context(step, self.device, self.folder, entry.label)
         for batch in batches(entry, range(len(samples))):
             try:
-                value = entry.loaded.call([samples[i] for i in batch], context=context)
+                value = entry.loaded.call(views([samples[i] for i in batch]), context=context)
             except UserError:
                 raise
             except Exception as error:

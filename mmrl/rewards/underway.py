@@ -18,6 +18,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.calling import NAN, Answer, BatchError, Calls
 from mmrl.rewards.contract import Context, Span
 from mmrl.rewards.loading import Loaded
+from mmrl.rewards.patience import Patience
 from mmrl.trajectory import Sample, SampleId
 
 STD_FLOOR = 1e-4
@@ -83,6 +84,8 @@ class _Call:
     entry: Entry
     index: tuple[int, ...]
     answer: Future[Answer]
+    again: set[int] = field(default_factory=set)
+    """Those that were asked for again: a later call answers for them."""
 
 
 class Scoring:
@@ -100,11 +103,12 @@ class Scoring:
         group_size: int | None,
         all_sum: AllSum | None,
         number: int = 0,
+        patience: Patience | None = None,
     ) -> None:
         self.samples: dict[int, Sample] = {}
         self._entries, self._step, self._all_sum = entries, step, all_sum
         self._contexts = {e.label: Context(step, device, folder, e.label, e.sent, number) for e in entries}
-        self._group_size = group_size
+        self._group_size, self._patience = group_size, patience
         self._open: dict[tuple[int, int, int], list[int]] = {}
         self._whole: set[frozenset[int]] = set()
         self._calls: list[_Call] = []
@@ -134,7 +138,8 @@ class Scoring:
     def finish(self, groups: Sequence[Sequence[int]]) -> Scores:
         """Wait for the rewards; ``groups`` hold each index of the samples, in the order they were added, once.
 
-        Raises ``RewardError`` when a reward whose policy is ``fail`` leaves a sample without a score.
+        Raises ``RewardError`` when a reward whose policy is ``fail`` leaves a sample without a score, and
+        ``UnscoredError`` where too many have none for too long.
         """
         n = len(self.samples)
         if set(self.samples) != set(range(n)) or sorted(i for group in groups for i in group) != list(range(n)):
@@ -145,12 +150,37 @@ class Scoring:
         for group in groups:
             if len(group) and frozenset(group) not in self._whole:
                 self._submit_group(group)
-        scores = Scores(torch.zeros(n, dtype=torch.float64), {}, waited=self._wait(time.perf_counter()))
+        began = time.perf_counter()
+        self._wait()
+        if self._patience is not None:
+            self._patience.wait(self, self._step, self._all_sum is not None)
+        scores = Scores(torch.zeros(n, dtype=torch.float64), {}, waited=time.perf_counter() - began)
         for entry in self._entries:
             pieces = self._gather(entry, scores)
             if entry.loaded.declaration.spans:
                 scores.spans[entry.label] = pieces
         return replace(scores, total=total_of(self._entries, scores.parts, groups, self._all_sum))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def failed(self) -> list[tuple[str, str]]:
+        """The reward that counts and its reason, for each sample that has no score. All calls have returned."""
+        found: dict[int, tuple[str, str]] = {}
+        for call in self._calls:
+            if call.entry.config.weight != 0:
+                found |= {row: (call.entry.label, why) for row, why in self._failures(call).items()}
+        return list(found.values())
+
+    def again(self) -> None:
+        """Ask once more for what has failed, in the batches that failed where they failed whole, and wait."""
+        for call in list(self._calls):
+            rows = list(self._failures(call))
+            if rows:
+                rows = list(call.index) if call.entry.grouped else rows
+                call.again.update(rows)
+                self._submit(call.entry, rows)
+        self._wait()
 
     def cancel(self) -> None:
         """Forget the batches that have not begun."""
@@ -169,7 +199,7 @@ class Scoring:
             if entry.grouped:
                 self._submit(entry, group)
 
-    def _wait(self, began: float) -> float:
+    def _wait(self) -> None:
         try:
             for call in self._calls:
                 call.answer.result()
@@ -177,7 +207,6 @@ class Scoring:
         except BaseException:
             self.cancel()
             raise
-        return time.perf_counter() - began
 
     def _gather(self, entry: Entry, scores: Scores) -> list[list[Span] | None]:
         """Enter one reward's answers into ``scores``; returns its spans."""
@@ -186,19 +215,26 @@ class Scoring:
         busy: list[tuple[float, float]] = []
         scores.parts[entry.label] = raw
         for call in (c for c in self._calls if c.entry is entry):
-            answer, rows = call.answer.result(), list(call.index)
+            answer, reasons = call.answer.result(), self._reasons(call)
             busy.append((answer.began, answer.ended))
-            raw[rows] = torch.tensor(answer.total, dtype=torch.float64)
+            kept = [(i, row) for i, row in enumerate(call.index) if row not in call.again]
             for name, values in answer.parts.items():
                 part = scores.parts.setdefault(f"{entry.label}/{name}", torch.full_like(raw, NAN))
-                part[rows] = torch.tensor(values, dtype=torch.float64)
-            for row, spans, reason in zip(rows, answer.spans, self._reasons(call), strict=True):
-                pieces[row] = spans if reason is None else None
-                if reason is not None:
-                    raw[row] = NAN
+                for i, row in kept:
+                    part[row] = values[i]
+            for i, row in kept:
+                reason = reasons[i]
+                if reason is None:
+                    raw[row], pieces[row] = answer.total[i], answer.spans[i]
+                else:
                     scores.failures.append(self._failure(entry, row, reason))
         scores.seconds[entry.label] = _covered(busy)
         return pieces
+
+    def _failures(self, call: _Call) -> dict[int, str]:
+        """Why samples of a batch have no score, but for those that were asked for again."""
+        reasons = zip(call.index, self._reasons(call), strict=True)
+        return {row: why for row, why in reasons if why is not None and row not in call.again}
 
     def _reasons(self, call: _Call) -> list[str | None]:
         """Why each sample of a batch has no score; also where its spans are missing or lie outside its text."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.config.loader import LoadedRecipe
-from mmrl.errors import UserError
+from mmrl.errors import UnscoredError, UserError
 from mmrl.manifest import entries
 from mmrl.report.rundir import RunDir
 from mmrl.runtime.actor import PATIENCE, Actor, versions
@@ -263,6 +263,8 @@ class Watch:
                 del running[ref]
             failed = next((o for o in outcomes.values() if o.error), None)
             if failed:
+                if failed.exit_code == UnscoredError.exit_code:  # all stop, and the leader saves
+                    self.ray.wait(list(running), num_returns=len(running), timeout=_GRACE)
                 self._settle()
                 return replace(failed, finished=False, saved=_saved(self.directory))
             self._listen(running)

@@ -1,0 +1,54 @@
+"""Whether a run may go on with a recipe: what ``--resume`` lets a user change."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from mmrl.config.loader import LoadedRecipe
+from mmrl.config.schema import Recipe
+from mmrl.divergence import CHANGEABLE, diverged
+from mmrl.errors import UserError
+from mmrl.judge.usage import without_budgets
+from mmrl.report.rundir import RunDir
+
+_LAYOUT = (
+    *("backend", "tensor_parallel", "sequence_parallel", "context_parallel", "pipeline_parallel", "pipeline_chunks"),
+    *("expert_parallel", "distributed_optimizer", "steps_per_forward"),
+)
+"""Of ``train``, how weights and rows lie on devices, and how many go through a model at once."""
+
+
+def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
+    """Refuse to go on with another recipe than the run's, but for how long it runs, where, and what it shows.
+
+    A key that the run's version of mmrl did not have counts as its default, and is named on the terminal. Raises
+    ``UserError`` naming the keys that differ.
+    """
+    free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
+    free |= {"controllers", "devices_per_controller", "placement", "ray", "scoring"}
+    free |= {f"train.{key}" for key in _LAYOUT}
+    free |= set(CHANGEABLE) if diverged(directory) else set()
+    if loaded.recipe.optim.schedule == "linear":
+        free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
+    stored = json.loads(directory.resolved.read_text())
+    before, now = (flatten(without_budgets(recipe)) for recipe in (stored, loaded.resolved()))
+    filled = flatten(without_budgets(Recipe.model_validate(stored).model_dump(mode="json")))
+    new = [key for key in sorted(now.keys() - before.keys()) if filled.get(key) == now[key]]
+    changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and k not in new]
+    changed = [k for k in changed if k == "placement.staleness" or not {k, k.split(".")[0]} & free]
+    if changed:
+        raise UserError(
+            f"--resume: {', '.join(changed)} differ from {directory.resolved}. Resume with the "
+            "same recipe and overrides, or start a new run with --out"
+        )
+    if told := [key for key in new if now[key] is not None and not {key, key.split(".")[0]} & free]:
+        print(f"the run began without {', '.join(told)}: it goes on with the defaults", file=sys.stderr)
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists stay whole."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {k: v for key, sub in tree.items() for k, v in flatten(sub, f"{prefix}.{key}" if prefix else key).items()}

@@ -1,0 +1,104 @@
+"""What a step does where rewards fail for many of its samples: it waits, asks them again, and gives up in the end.
+
+An endpoint that is gone must not look like training: a step of which few samples have a score is worth nothing. All
+controllers see the same counts and follow the leader's clock, so that they wait, go on and stop together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from mmrl.config.schema import Scoring as Settings
+from mmrl.errors import UnscoredError
+from mmrl.report import notices
+from mmrl.report.progress import duration
+
+FIRST_PAUSE_S = 1.0
+"""Seconds before the failed samples are asked for again; doubled each time, up to ``LONGEST_PAUSE_S``."""
+LONGEST_PAUSE_S = 60.0
+SHOWN = 200
+"""Characters of a reason on the terminal."""
+
+Gather = Callable[[list[float]], list[list[float]]]
+
+
+class Asked(Protocol):
+    """The samples of a step, as far as rewards have answered for them."""
+
+    def __len__(self) -> int: ...
+
+    def failed(self) -> list[tuple[str, str]]:
+        """The reward and its reason for each sample that has no score."""
+        ...
+
+    def again(self) -> None:
+        """Ask once more for what has failed, and wait for the answers."""
+        ...
+
+
+class Patience:
+    """Final class: the limits of ``scoring``, and how controllers compare their counts.
+
+    ``gather``: brings the numbers of all controllers together, by rank; the default is one controller.
+    """
+
+    def __init__(self, settings: Settings, gather: Gather = lambda mine: [mine]) -> None:
+        self.settings, self._gather = settings, gather
+
+    def wait(self, asked: Asked, step: int, together: bool) -> None:
+        """Return once enough of the step's samples have a score. Raises ``UnscoredError`` where that takes too long.
+
+        ``together``: all controllers call this for the same step, and the limit is for all of their samples; else each
+        looks at its own.
+        """
+        began, pause = time.monotonic(), FIRST_PAUSE_S
+        while True:
+            mine = asked.failed()
+            found = [float(len(asked)), float(len(mine)), time.monotonic() - began]
+            everyone = self._gather(found) if together else [found]
+            n, bad = (int(sum(one[i] for one in everyone)) for i in (0, 1))
+            if not too_many(bad, n, self.settings.max_failed):
+                return
+            left = self.settings.patience - everyone[0][2]
+            if left <= 0:
+                raise self._refusal(mine, bad, n, step, together)
+            pause = min(pause, left, LONGEST_PAUSE_S)
+            notices.tell(
+                f"step {step + 1}: {summary(mine, bad, n)}; asked again in {duration(pause)}, "
+                f"for at most {duration(left)} more (scoring.patience)"
+            )
+            with notices.starting():  # it has a deadline of its own: it is no sign of a process that hangs
+                time.sleep(pause)
+                asked.again()
+            pause *= 2
+
+    def _refusal(self, mine: Sequence[tuple[str, str]], bad: int, n: int, step: int, together: bool) -> UnscoredError:
+        return UnscoredError(
+            f"step {step + 1} was not trained: {summary(mine, bad, n)}, and still after "
+            f"{duration(self.settings.patience)} (scoring.patience). Have the reward answer again, or set "
+            f"scoring.max_failed above {self.settings.max_failed:g} to train on the samples that have a score",
+            everywhere=together,
+        )
+
+
+def too_many(bad: int, n: int, most: float) -> bool:
+    """Whether ``bad`` failed samples of ``n`` are past the share ``most``, or are all of them."""
+    return bad > 0 and (bad > most * n or bad == n)
+
+
+def summary(failed: Sequence[tuple[str, str]], bad: int, n: int) -> str:
+    """``24 of 24 samples failed (reward 'http': cannot reach ...)``, with the reason that most of ``failed`` have."""
+    if not failed:
+        return f"{bad} of {n} samples failed (on other controllers)"
+    (label, why), times = Counter(failed).most_common(1)[0]
+    others = f", and {len(failed) - times} for other reasons" if len(failed) > times else ""
+    return f"{bad} of {n} samples failed (reward {label!r}: {one_line(why)}{others})"
+
+
+def one_line(text: Any, most: int = SHOWN) -> str:
+    """The start of a text from outside, for the terminal: on one line, nothing in it that a terminal acts on."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[: 4 * most]).split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
