@@ -6,6 +6,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MOST_REWARDS = 64
+Count = Annotated[int, Field(gt=0, le=10**9)]
+"""How often, how many tokens, pixels: past this it is a slip, and what is computed from it takes for ever."""
+Many = Annotated[int, Field(gt=0, le=10**6)]
+"""Samples and prompts of a step, which are listed one by one."""
+Few = Annotated[int, Field(gt=0, le=4096)]
+"""Processes, threads and devices."""
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
