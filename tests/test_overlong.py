@@ -180,7 +180,8 @@ def test_another_prompt_takes_the_place_of_an_unusable_held_out_one_always_the_s
     assert [shown[i] for i in (0, 2, 3, 4)] == [f"Say {i} now" for i in (0, 2, 3, 4)]
     assert all(text.startswith("Say") for text in shown)
     assert [s.prompt.text for s in heldout.score(6)[1].samples] == shown
-    run.controller.seed = 99
+    other = build(made.recipe.model_copy(update={"seed": 99}), made.root)
+    heldout = Heldout(other, heldout.prompts, made.root)
     assert [s.prompt.text for s in heldout.score(6)[1].samples] == shown, "whatever the run's seed"
 
 
