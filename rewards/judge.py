@@ -246,7 +246,7 @@ class Judge:
             return Endpoint(**_only(model, _URL), **numbers)
         from mmrl.judge.server import ServedJudge
 
-        given = _only(model, _VLLM) | {"args": _args(model)}
+        given: dict[str, Any] = {**_only(model, _VLLM), "args": _args(model)}
         self.served = ServedJudge(given.pop("vllm"), **given, **numbers)
         return self.served
 

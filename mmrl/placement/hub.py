@@ -38,7 +38,7 @@ def folder_of(path: str) -> Path:
         _reach()
     except OSError as error:
         raise OSError(f"{why}, and {error}") from error
-    return Path(snapshot_download(path, allow_patterns=_FILES, etag_timeout=3))
+    return Path(snapshot_download(path, allow_patterns=list(_FILES), etag_timeout=3))
 
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")

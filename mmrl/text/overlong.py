@@ -81,17 +81,18 @@ class Fitter:
     ) -> tuple[Prompt, dict[str, Tensor]]:
         """The prompt as the model reads it, and its features; ``overlong`` in place of the recipe's. Raises
         ``OverlongError`` or, where that is ``error``, ``UserError``."""
-        features, overlong = self._encoder.encode(prompt), overlong or self.overlong
+        features = self._encoder.encode(prompt)
         length = len(features["input_ids"])
         if limit is None or length <= limit.tokens:
             return prompt, features
-        if overlong == "cut":
+        how = overlong or self.overlong
+        if how == "cut":
             shown, features = _cut(prompt, length, self._encoder, limit)
             if len(self._cut) >= MOST_CUT:
                 self._cut.clear()
             self._cut[key_of(prompt)] = shown.text
             return shown, features
-        if overlong == "error":
+        if how == "error":
             raise UserError(
                 f"data: the prompt {prompt.id} has {length} tokens{limit.why}; shorten it or take it out of the data, "
                 "raise the limit, or set data.overlong to skip or cut"
