@@ -14,6 +14,7 @@ from mmrl.errors import UserError
 from mmrl.placement.plan import plan
 from mmrl.rewards.contract import Declaration
 from mmrl.rewards.loading import find
+from mmrl.rewards.scoring import check
 from mmrl.run import build
 from tests import tiny
 
@@ -85,8 +86,13 @@ def test_a_reward_reads_what_the_pipeline_makes_or_plan_refuses_it(folder):
 def test_rewards_of_pictures_and_of_clips(folder, frames):
     changes = [f"rewards=[{{name: '{folder / 'reward.py'}:{name}'}}]" for name in ("score", "plain", "pictures")]
     clips = [] if frames is None else [f"sampling.frames={frames}", "pipeline=diffusion/wan"]
-    found = [plan(load_recipe(["shapes-lora"], [change, *clips])).problems for change in changes]
-    named = [[p for p in problems if "and this pipeline makes" in p] for problems in found]
+    named = []
+    for change in changes:
+        recipe = load_recipe(["shapes-lora"], [change, *clips]).recipe
+        try:
+            named.append(check(recipe.rewards, folder, recipe.makes) and [])
+        except UserError as error:
+            named.append(str(error).splitlines())
     if frames is None:
         assert [len(p) for p in named] == [1, 0, 1]
         assert "makes pictures, whose samples have 'image' and 'tensor'" in named[0][0]
