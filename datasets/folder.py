@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmrl.datasets.checks import MediaChecks, Verify
-from mmrl.datasets.fields import Columns, digest_of, make_prompt, media_from, parse_json, read_fields
+from mmrl.datasets.fields import Columns, digest_of, make_prompt, media_from, parse_json, read_fields, warn_of_unread
 from mmrl.datasets.records import BadRecord, Records, in_split
 from mmrl.errors import UserError
 from mmrl.media import KINDS
@@ -54,9 +54,10 @@ def prompts(
     found: list[Prompt] = []
     digests: list[str] = []
     bad: list[BadRecord] = []
+    keys: dict[str, None] = {}
     for where, record in _records(root):
         try:
-            made = _prompt(where, record, root, columns)
+            made = _prompt(where, record, root, columns, keys)
             for medium in made.media:
                 why = checks.fault(medium, str(Path(medium.path or "").relative_to(root.resolve())))
                 if why is not None:
@@ -68,6 +69,7 @@ def prompts(
         shown = (relpath(m.path, root.resolve()) for m in made.media if m.path)  # wherever the folder lies
         digests.append(digest_of(made.text, made.system or "", *shown))
     checks.save()
+    warn_of_unread(path, keys, columns)
     if not found:
         raise UserError(
             f"path: {root} has no record that can be used ({'; '.join(map(str, bad[:5])) or 'it has no media'}); put "
@@ -90,14 +92,15 @@ def _records(root: Path) -> Iterator[tuple[str, Any]]:
             yield str(file.relative_to(root)), file
 
 
-def _prompt(where: str, source: bytes | Path, root: Path, columns: Columns) -> Prompt:
-    """Raises ``ValueError``."""
+def _prompt(where: str, source: bytes | Path, root: Path, columns: Columns, keys: dict[str, None]) -> Prompt:
+    """Notes the record's ``keys``. Raises ``ValueError``."""
     if isinstance(source, bytes):
         record = parse_json(source)
         names = _names(record)
     else:
         record, names = _beside(source), [str(source.relative_to(root))]
     fields = read_fields(record, columns)
+    keys.update(dict.fromkeys(record))
     media = []
     for name in names:
         kind = KINDS.get(Path(name).suffix[1:].lower())

@@ -20,12 +20,12 @@ from mmrl.datasets.checks import MediaChecks, Verify
 from mmrl.datasets.fields import (
     Columns,
     Fields,
-    arranged,
     digest_of,
     make_prompt,
     media_from,
     parse_json,
     read_fields,
+    warn_of_unread,
 )
 from mmrl.datasets.records import BadRecord, Records, in_split
 from mmrl.errors import UserError
@@ -89,6 +89,7 @@ def prompts(
         shown = (relpath(m.path, home.resolve()) if m.path else m.data or "" for m in media)  # wherever the folder lies
         digests.append(digest_of(fields.text, fields.system or "", *shown))
     checks.save()
+    warn_of_unread(path, made.keys, columns)
     if not good:
         raise UserError(f"path: {path} has no record that can be used: {'; '.join(map(str, bad[:5])) or 'it is empty'}")
     chosen = [good[k] for k in in_split(digests, split, heldout, path)]
@@ -157,12 +158,16 @@ class _Maker:
 
     def __init__(self, rows: _Lines | _Table, columns: Columns, root: str) -> None:
         self._rows, self._columns, self._root = rows, columns, root
+        self.keys: dict[str, None] = {}
+        """Of all records that were read."""
 
     def parts(self, i: int) -> tuple[Fields, list[Media]]:
         """Raises ``ValueError``."""
-        fields = read_fields(self._rows.row(i), self._columns)
+        record = self._rows.row(i)
+        fields = read_fields(record, self._columns)
+        self.keys.update(dict.fromkeys(record))
         media = [media_from(kind, source, self._root) for kind, source in fields.media]
-        arranged(fields.text, media)
+        make_prompt("", fields, media)
         return fields, media
 
     def prompt(self, i: int) -> Prompt:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmrl.batch import Run, chunks, slices
+from mmrl.controller.randomness import seed_of
 from mmrl.errors import BadPromptError, UserError
 from mmrl.placement.devices import Chunk
 from mmrl.placement.work import Drawing
@@ -23,7 +24,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.texts import write_texts
 from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
-from mmrl.rollout import prompts_alone
+from mmrl.rollout import encode, prompts_alone
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 
 SEED = 20_261_121
@@ -47,12 +48,13 @@ class Heldout:
     def __init__(self, run: Run, prompts: Sequence[Prompt], root: Path) -> None:
         self.run, self.prompts = run, prompts
         self.rewards = [run.rewards, RewardSet(run.recipe.eval.rewards, root, run.rewards.device)]
-        self.rewards[1].can_read(run.pipeline.makes)
+        self.rewards[1].can_read(run.recipe.makes)
 
     def score(self, samples: int) -> tuple[dict[str, float], Made, list[Failure]]:
         """Means over ``samples`` samples, what was made, and what could not be scored.
 
-        Sample ``i`` is of prompt ``i mod n``, always from the same noise. An offline run is measured on its first
+        Sample ``i`` is of prompt ``i mod n``, always from the same noise; where that prompt cannot be used it is named,
+        and another, always the same, takes its place. An offline run is measured on its first
         ``samples`` pairs by the objective's own figures, and samples only where the recipe has ``eval.rewards``.
         """
         if self.run.objective.kind != "offline":
@@ -72,10 +74,10 @@ class Heldout:
 
     def _score(self, slots: list[Slot]) -> tuple[dict[str, float], Made, list[Failure]]:
         """Sample ``slots`` and have the rewards score what was made."""
-        made, gather = self._make(slots), self.run.controller.gather
-        places: defaultdict[int, list[int]] = defaultdict(list)  # of each prompt
-        for i, slot in enumerate(slots):
-            places[slot.index % len(self.prompts)].append(i)
+        (made, bad), gather = self._make(slots), self.run.controller.gather
+        places: defaultdict[str, list[int]] = defaultdict(list)  # of each prompt
+        for i, sample in enumerate(made):
+            places[sample.prompt.id].append(i)
         groups = list(places.values())
         with torch.no_grad():
             scores = [rewards.score(made, groups, step=-1) for rewards in self.rewards]
@@ -90,11 +92,11 @@ class Heldout:
             )
             for name in names
         }
-        bad = Counter(f.reward for f in failures)
-        counts = gather((len(slots), len({f.sample.slot for f in failures}), dict(bad)))
+        failed = Counter(f.reward for f in failures)
+        counts = gather((len(slots), len({f.sample.slot for f in failures}), dict(failed)))
         row |= {"samples": sum(n for n, _, _ in counts), "dropped": sum(n for _, n, _ in counts)}
         row |= {f"{FAILED}{label}": n for label, n in sum((Counter(of) for _, _, of in counts), Counter()).items()}
-        return row, Made(made, rows), failures
+        return row, Made(made, rows), [*bad, *failures]
 
     def _compare(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, float], list[Failure]]:
         """The objective's figures, mean over the pairs of ``slots`` under the evaluation's weights; the slots whose
@@ -137,19 +139,26 @@ class Heldout:
                 good = [s for s in good if s.prompt.id != error.prompt]
                 bad += [Failure(SampleId(-1, s.index, 0, 0), s.prompt.text, "prompt", error.reason) for s in wrong]
 
-    def _make(self, slots: list[Slot]) -> list[Sample]:
-        """Sample as the recipe's evaluation says, under its weights."""
+    def _other(self, slot: Slot, attempt: int) -> Slot:
+        """Another prompt in the place of one that cannot be used, the same in every run."""
+        n = seed_of(SEED, slot.index, attempt, "replacement") % len(self.prompts)
+        return Slot(slot.step, slot.index, attempt, self.prompts[n])
+
+    def _make(self, slots: list[Slot]) -> tuple[list[Sample], list[Failure]]:
+        """Sample as the recipe's evaluation says, under its weights; and the prompts that others took the place of."""
         run, recipe = self.run, self.run.recipe
         inputs = self.rewards[0].inputs | self.rewards[1].inputs
         if run.pipeline.makes != "text":
             inputs |= frozenset({run.pipeline.makes})
         how = Drawing([], run.policy.evaluated, SEED, inputs, evaluate=True)
-        keys: list[list[str]] = []
+        keys, bad = list[list[str]](), list[Failure]()
 
         def asked() -> Iterator[Chunk]:
             for chunk in chunks(slots, recipe.sampling.batch_size or recipe.train.micro_batch_size):
-                keys.append(run.pipeline.encode(chunk))
-                yield chunk, [SampleId(-1, s.index, 0, 0) for s in chunk]
+                usable, held, unusable = encode(run, chunk, self._other)
+                keys.append(held)
+                bad.extend(unusable)
+                yield usable, [SampleId(-1, s.index, s.attempt, 0) for s in usable]
 
         made: dict[int, list[Sample]] = {}
         with run.devices.alone(run, how.weights), Progress(len(slots), "evaluate", "samples") as progress:
@@ -158,7 +167,7 @@ class Heldout:
                 run.pipeline.features.release(keys[n])
                 progress.advance(len(samples))
         run.devices.others(run, "release")
-        return [sample for n in sorted(made) for sample in made[n]]
+        return [sample for n in sorted(made) for sample in made[n]], bad
 
 
 def finite_mean(values: Tensor) -> float:

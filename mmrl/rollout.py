@@ -129,9 +129,15 @@ class Sampling:
         return Round(self._slots, self._keys, [self._micro_batches[i] for i in sorted(self._micro_batches)], scores)
 
 
-def encode(run: Run, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Failure]]:
-    """Encode the prompts; one that cannot be used is named, and another takes its place. Raises ``UserError``."""
+def encode(
+    run: Run, slots: list[Slot], other: Callable[[Slot, int], Slot] | None = None
+) -> tuple[list[Slot], list[str], list[Failure]]:
+    """Encode the prompts; one that cannot be used is named, and another takes its place. Raises ``UserError``.
+
+    ``other``: the slot with its prompt of an attempt; None draws from the training prompts.
+    """
     bad: list[Failure] = []
+    other = other or (lambda slot, attempt: run.controller.replacement(slot, attempt, run.prompts))
     while True:
         try:
             return slots, run.pipeline.encode(slots), bad
@@ -144,7 +150,7 @@ def encode(run: Run, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Fai
                 name = SampleId(slot.step, slot.index, slot.attempt, 0)
                 bad.append(Failure(name, slot.prompt.text, "prompt", error.reason))
                 last = max(s.attempt for s in slots if (s.step, s.index) == (slot.step, slot.index))
-                slots = [*slots[:n], run.controller.replacement(slot, last + 1, run.prompts), *slots[n + 1 :]]
+                slots = [*slots[:n], other(slot, last + 1), *slots[n + 1 :]]
 
 
 def assemble(run: Run, rounds: list[Round], groups: list[tuple[int, int]]) -> tuple[Batch, Scored]:

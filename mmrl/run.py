@@ -52,6 +52,7 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
     several = recipe.devices_per_controller > 1  # each has judges of its own, awake when it first judges
     patience = Patience(recipe.scoring, controller.gather)
     rewards = RewardSet(recipe.rewards, root, device, controller.total, awake=not several, patience=patience)
+    rewards.can_read(recipe.makes)
     if recipe.placement.sleep:
         rewards.sleep()
     objective = load_objective(recipe)
@@ -63,7 +64,6 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
     pipeline = mmrl.load("pipelines", resolve_drop_in(root, recipe.pipeline)).build(
         recipe, resolve(root, recipe.model.path), device
     )
-    rewards.can_read(pipeline.makes)
     pipeline.features.owner = controller.rank
     total = recipe.train.steps * recipe.train.updates_per_step
     critic = None

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards import wire
 from mmrl.rewards.contract import Context, Declaration, Input
@@ -31,6 +32,11 @@ def _nothing() -> None:
     pass
 
 
+def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:
+    return options.get("inputs", ("image",))
+
+
+@mmrl.reward(reads=_reads)
 class Http:
     """Scores by a remote reward.
 
@@ -59,7 +65,9 @@ class Http:
         if per not in ("sample", "group"):
             raise UserError(f"options.per: {per!r}; write sample or group")
         self.url, self.reward, self.per = url.rstrip("/"), reward, per
-        self.__mmrl_reward__ = Declaration(tuple(inputs), "group" if per == "group" else "sample", spans=spans)
+        self.__mmrl_reward__ = Declaration(
+            tuple(inputs), "group" if per == "group" else "sample", spans=spans, reads=_reads
+        )
         secret = _secret(token)
         self._client = httpx.Client(
             timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),

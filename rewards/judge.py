@@ -23,7 +23,7 @@ from mmrl.judge.rubric import Rubric
 from mmrl.judge.sampling import seed_of_samples, seeded
 from mmrl.judge.store import TRANSCRIPTS, Cache, lines_of, thumbnail
 from mmrl.judge.usage import note, parse_budget
-from mmrl.rewards.contract import Context, Declaration, Weights
+from mmrl.rewards.contract import Context, Declaration, Input, Weights
 from mmrl.trajectory import Sample
 
 if TYPE_CHECKING:
@@ -53,7 +53,13 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
     return [Weights(str(given["path"]), str(given.get("dtype", "auto")))]
 
 
-@mmrl.reward(paths=("model", "model.path", "model.vllm", "rubric"), models=_models)
+def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:
+    """What the rubric shows. Raises ``UserError``."""
+    mode = Mode.of(str(options.get("mode", "pointwise")), 1, None, None, 0).name
+    return Rubric(str(options["rubric"]), mode, options.get("meta", ())).inputs
+
+
+@mmrl.reward(paths=("model", "model.path", "model.vllm", "rubric"), models=_models, reads=_reads)
 class Judge:
     """Scores by a model's verdict.
 
@@ -105,6 +111,7 @@ class Judge:
             own_deadline=not _is_local(model),
             device=_is_local(model) or "vllm" in model,
             paths=("model", "model.path", "model.vllm", "rubric"),
+            reads=_reads,
         )
         self._caches: dict[Path | None, Cache] = {}
         self.local: Any = None
@@ -248,7 +255,7 @@ class Judge:
             return Endpoint(**_only(model, _URL), **numbers)
         from mmrl.judge.server import ServedJudge
 
-        given = _only(model, _VLLM)
+        given: dict[str, Any] = {**_only(model, _VLLM), "args": _args(model)}
         self.served = ServedJudge(given.pop("vllm"), **given, **numbers)
         return self.served
 
@@ -270,7 +277,15 @@ score = Judge
 def _served(model: Mapping[str, Any]) -> Weights:
     from mmrl.judge.server import weights_of
 
-    return weights_of(str(model["vllm"]), model.get("args"), model.get("python"))
+    return weights_of(str(model["vllm"]), _args(model), model.get("python"))
+
+
+def _args(model: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The engine arguments of a server of ours. Raises ``UserError``."""
+    args = model.get("args")
+    if args is not None and not isinstance(args, Mapping):
+        raise UserError(f"options.model.args: {str(args)[:60]!r}; write vLLM's arguments as a mapping: {{name: value}}")
+    return args
 
 
 def _is_local(model: Any) -> bool:

@@ -192,7 +192,7 @@ def refused(path, **changes):
 
 def test_what_cannot_work_is_refused(path, pipeline, tmp_path):
     slot = Slot(0, 0, 0, Prompt("long", "x" * 300))
-    with pytest.raises(UserError, match=r"the prompt long has 3\d\d tokens; with 12 new ones .* context of 256"):
+    with pytest.raises(UserError, match=r"the prompt long: it has 3\d\d tokens; with 12 new ones .* context of 256"):
         pipeline.encode([slot])
     limited = chat.build(recipe(path, sampling={"max_prompt_tokens": 20}), str(path), torch.device("cpu"))
     with pytest.raises(UserError, match=r"sampling\.max_prompt_tokens is 20"):

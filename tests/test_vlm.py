@@ -13,6 +13,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
 from mmrl.media import Media
+from mmrl.text.overlong import Fitter, Limit
 from mmrl.trajectory import Prompt, SampleId, Slot
 from tests import tiny
 
@@ -179,3 +180,29 @@ def test_a_model_of_another_sort_is_told_its_pipeline(load, last):
     make = getattr(mmrl.load("pipelines", "llm/chat"), load)
     with pytest.raises(UserError, match=r"it has a Qwen2_5_VLConfig\n  Set pipeline: vlm/chat for a model that sees"):
         make(loaded.recipe, loaded.resolve(loaded.recipe.model.path), last)
+
+
+def test_tokens_of_pictures_count_and_a_cut_leaves_pictures_whole(pipeline):
+    conditioner = pipeline.conditioner
+    prompt = Prompt("long", "one two three <image> four five six", media=(picture(),))
+    whole = conditioner.encode(prompt)
+    length, alone = (
+        len(conditioner.encode(p)["input_ids"]) for p in (prompt, Prompt("x", "one two three four five six"))
+    )
+    assert length > alone
+    with pytest.raises(BadPromptError, match=rf"the prompt long: it has {length} tokens, too many"):
+        Fitter(conditioner, "skip").encode(prompt, Limit(length - 1, ", too many"))
+    shown, features = Fitter(conditioner, "cut").encode(prompt, Limit(length - 5, ", too many"))
+    assert prompt.text.endswith(shown.text)
+    assert "<image> four five six" in shown.text
+    assert length - 10 < len(features["input_ids"]) <= length - 5
+    assert torch.equal(features["pixel_values"], whole["pixel_values"])
+
+
+def test_a_literal_image_is_text_where_there_is_none(pipeline, path):
+    prompt = Prompt("word", "What is <image>?")
+    if "smolvlm" in str(path):  # whose own token is spelled like that
+        assert "the processor cannot read it" in refused(pipeline, prompt)
+    else:
+        tokens = pipeline.conditioner.encode(prompt)["input_ids"].tolist()
+        assert "What is <image>?" in pipeline.conditioner.decode(tokens)

@@ -13,10 +13,16 @@ if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
 
 
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu")
+MOST_SAMPLES = 10**6
+"""Of a step: what is known of them is listed one by one."""
+
+
 def impossibilities(recipe: Recipe) -> list[str]:
     """All contradictions between sections, at once; each names the key to change."""
     if recipe.sampling.type == "text":
         return [
+            *_device(recipe),
             *_groups(recipe),
             *_batches(recipe),
             *_half(recipe),
@@ -29,6 +35,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_evaluation(recipe),
         ]
     return [
+        *_device(recipe),
         *_groups(recipe),
         *_diffusion(recipe),
         *_pairs(recipe),
@@ -47,7 +54,21 @@ def label_of(name: str, label: str | None) -> str:
     return label or name.removesuffix(":score").rpartition(":")[2].rpartition("/")[2].removesuffix(".py")
 
 
+def _device(recipe: Recipe) -> Iterator[str]:
+    kind, colon, number = recipe.device.partition(":")
+    if kind not in DEVICES or (colon and not (number.isascii() and number.isdigit() and len(number) < 4)):
+        yield f"device: there is no {recipe.device!r}; write {', '.join(DEVICES)}, or one of several as cuda:1"
+    elif kind == "auto" and colon:
+        yield f"device: auto has no number; write cuda:{number}, or auto"
+
+
 def _groups(recipe: Recipe) -> Iterator[str]:
+    samples = recipe.train.prompts_per_step * recipe.train.group_size
+    if samples > MOST_SAMPLES:
+        yield (
+            f"train.group_size: {recipe.train.prompts_per_step:,} prompts with {recipe.train.group_size:,} samples "
+            f"each are {samples:,} samples a step, and at most {MOST_SAMPLES:,} can be; lower one of the two"
+        )
     if recipe.algorithm.compares_group and recipe.train.group_size < 2:
         yield (
             "train.group_size: a group of 1 has no advantage (its reward minus its own mean is 0); "

@@ -11,6 +11,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from mmrl._load import Kind
@@ -58,10 +59,16 @@ def missing_drop_in(kind: Kind, name: str, looked: str) -> str:
     module = _module_file(kind, target)
     if module is not None:
         return _missing_attribute(kind, module, attribute)
-    known = [entry.name for entry in entries(kind)]
+    known = _known(kind)
     listed = f"there are {', '.join(known)}" if known else "none is installed"
     meant = did_you_mean(name, known) or did_you_mean(target, known)
     return f"there is no {NOUN[kind]} {target!r}{meant}  ({listed}; a file of your own is path/to/file.py:name)"
+
+
+@cache
+def _known(kind: Kind) -> tuple[str, ...]:
+    """What there is to choose from, for messages: every file is read for it, so once."""
+    return tuple(entry.name for entry in entries(kind))
 
 
 def declared_paths(name: str) -> tuple[str, ...]:

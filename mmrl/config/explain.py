@@ -20,10 +20,18 @@ from mmrl.config.sampling import kind_of as sampling_kind
 from mmrl.config.schema import Recipe
 from mmrl.config.section import AlgorithmSection, seconds_of
 
+MOST_EXPLAINED = 50
+"""Errors of a recipe: what an unknown key may have meant takes a while to find."""
+
 
 def explain(error: ValidationError, tree: Tree) -> Iterator[Finding]:
-    """Every error of ``error``, placed where its key is written (or, if it is missing, where it should be)."""
-    for detail in error.errors(include_url=False):
+    """Every error of ``error``, placed where its key is written (or, if it is missing, where it should be); of very
+    many the first."""
+    details = error.errors(include_url=False)
+    if len(details) > MOST_EXPLAINED:
+        further = f"{len(details) - MOST_EXPLAINED} further problems, which are not listed"
+        yield Finding(max(tree.sources.values()), (), further)
+    for detail in details[:MOST_EXPLAINED]:
         if detail["type"] == "value_error":
             yield from _contradictions(detail, tree)
             continue
@@ -77,6 +85,9 @@ def _expected(path: KeyPath, values: dict[str, Any], found: Any) -> str:
     annotation = _annotation(path, values)
     choices = [str(choice) for choice in _choices(annotation)]
     message = f"expected {_describe(annotation)}, got {kind_of(found)}"
+    size, most = len(found) if isinstance(found, list) else found, _most(annotation)
+    if isinstance(size, int | float) and most is not None and size > most and f" to {most}" not in message:
+        message += f" ({most:,} at most)"
     if isinstance(found, str):
         message += did_you_mean(found, choices)
     if found is None and _has_default(path, values):
@@ -296,6 +307,17 @@ def _number(kind: type, bounds: dict[str, Any]) -> str:
     return f"a {noun}" if low is None else f"a {noun} of {low} or more"
 
 
+def _most(annotation: Any) -> float | None:
+    """The largest number, or the most items of a list, that is allowed; None where that is not said."""
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        bounds = _bounds(metadata)
+        return bounds.get("le", bounds.get("max_length", _most(inner)))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next((most for part in get_args(annotation) if (most := _most(part)) is not None), None)
+    return None
+
+
 def _bounds(metadata: Sequence[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for item in metadata:
@@ -304,7 +326,7 @@ def _bounds(metadata: Sequence[Any]) -> dict[str, Any]:
             continue
         found |= {
             name: getattr(item, name)
-            for name in ("gt", "ge", "lt", "le", "min_length", "pattern")
+            for name in ("gt", "ge", "lt", "le", "min_length", "max_length", "pattern")
             if getattr(item, name, None) is not None
         }
         if getattr(item, "func", None) is seconds_of:

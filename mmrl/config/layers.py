@@ -18,8 +18,25 @@ import yaml
 
 from mmrl.config.errors import COMMAND_LINE, Finding, KeyPath, Source, format_key
 
-_MOST_NODES = 100_000
-"""A recipe has hundreds of values; past this, aliases of aliases are blowing one up."""
+MOST_CHARACTERS = 1 << 16
+"""Of all files and overrides of a recipe together. A recipe has about 2,000; PyYAML reads some 100,000 a second."""
+MOST_VALUES = 5_000
+"""A recipe has hundreds; past this it is a list of data, or aliases of aliases are blowing it up."""
+MOST_IN_ONE = 1 << 14
+"""Characters of one value."""
+MOST_LEVELS = 32
+
+
+@dataclass
+class Room:
+    """What is left of the limits on a recipe while its layers are read."""
+
+    characters: int = MOST_CHARACTERS
+    values: int = MOST_VALUES
+
+
+class _TooLarge(Exception):
+    """A recipe is past one of the limits; the message says which, and the edit."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -68,11 +85,11 @@ class Tree:
 
 def read_layers(files: list[Path], overrides: list[str]) -> Tree:
     """Layer the files left to right, then the overrides. Mistakes are in ``findings``; nothing is raised."""
-    tree = Tree(sources={(): Source(0, 0, shown(files[0]))})
+    tree, room = Tree(sources={(): Source(0, 0, shown(files[0]))}), Room()
     for layer, file in enumerate(files):
-        _merge(tree, _read_file(file, layer))
+        _merge(tree, _read_file(file, layer, room))
     for i, text in enumerate(overrides):
-        _override(tree, text, Source(len(files) + i, 0, COMMAND_LINE))
+        _override(tree, text, Source(len(files) + i, 0, COMMAND_LINE), room)
     return tree
 
 
@@ -101,14 +118,19 @@ def parse_value(text: str) -> Any:
 class _Builder:
     """Turns the nodes of one document into values, noting the line of every key."""
 
-    def __init__(self, source: Source) -> None:
-        self.origin = source
+    def __init__(self, source: Source, room: Room | None = None) -> None:
+        self.origin, self.room = source, room or Room()
         self.sources: dict[KeyPath, Source] = {}
         self.findings: list[Finding] = []
-        self.nodes = 0
 
     def parse(self, text: str, path: KeyPath) -> Any:
         try:
+            self.room.characters -= len(text)
+            if self.room.characters < 0:
+                raise _TooLarge(
+                    f"a recipe has at most {MOST_CHARACTERS:,} characters, its files and overrides together; put long "
+                    "texts and lists of data into files of their own and name these"
+                )
             node = yaml.compose(text, Loader=_Loader)
             return None if node is None else self._build(node, path)
         except yaml.MarkedYAMLError as error:
@@ -118,8 +140,8 @@ class _Builder:
             self._note(path, f"not YAML: {str(error).splitlines()[0]}")
         except RecursionError:
             self._note(path, "nested too deeply (an alias inside its own anchor?); write the values out")
-        except OverflowError:
-            self._note(path, f"more than {_MOST_NODES} values (aliases of aliases?); write the values out")
+        except _TooLarge as error:
+            self._note(path, str(error))
         return None
 
     def _note(self, path: KeyPath, message: str, line: int = 0) -> None:
@@ -130,9 +152,7 @@ class _Builder:
         return Source(self.origin.layer, 0 if at_command_line else line, self.origin.label)
 
     def _build(self, node: yaml.Node, path: KeyPath) -> Any:
-        self.nodes += 1
-        if self.nodes > _MOST_NODES:
-            raise OverflowError
+        self._count(node, path)
         line = node.start_mark.line + 1
         self.sources.setdefault(path, self._at(line))
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
@@ -148,6 +168,23 @@ class _Builder:
                 return None
         self._note(path, f"the tag {node.tag!r} is not understood; write a plain value", line)
         return None
+
+    def _count(self, node: yaml.Node, path: KeyPath) -> None:
+        """Raise ``_TooLarge`` where ``node`` is past a limit."""
+        self.room.values -= 1
+        if self.room.values < 0:
+            raise _TooLarge(
+                f"a recipe has at most {MOST_VALUES:,} values (aliases of aliases?); put data into a file and name it"
+            )
+        if len(path) > MOST_LEVELS:
+            raise _TooLarge(
+                f"nested more than {MOST_LEVELS} levels deep (an alias inside its own anchor?); write the values out"
+            )
+        if isinstance(node, yaml.ScalarNode) and len(node.value) > MOST_IN_ONE:
+            raise _TooLarge(
+                f"line {node.start_mark.line + 1}: a value of {len(node.value):,} characters; at most {MOST_IN_ONE:,} "
+                "are read, put it into a file of its own and name that"
+            )
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -174,12 +211,14 @@ def _syntax(error: yaml.MarkedYAMLError) -> str:
     return f"{said}; indent with spaces" if "\\t" in said else said
 
 
-def _read_file(file: Path, layer: int) -> Tree:
+def _read_file(file: Path, layer: int, room: Room) -> Tree:
     origin = Source(layer, 0, shown(file))
-    builder = _Builder(origin)
+    builder = _Builder(origin, room)
     values: Any = None
     try:
-        values = builder.parse(file.read_bytes().decode("utf-8-sig"), ())
+        with file.open("rb") as opened:
+            read = opened.read(4 * MOST_CHARACTERS + 1)  # bytes of a character in UTF-8, the most
+        values = builder.parse(read.decode("utf-8-sig", "ignore" if len(read) > 4 * MOST_CHARACTERS else "strict"), ())
     except UnicodeDecodeError:
         builder.findings.append(Finding(origin, (), "not text in UTF-8; save it as UTF-8"))
     except OSError as error:
@@ -204,6 +243,7 @@ def kind_of(value: Any) -> str:
 
 def _merge(tree: Tree, layer: Tree) -> None:
     """Put ``layer`` on top of ``tree``: mappings merge, everything else replaces."""
+    replaced: set[KeyPath] = set()
 
     def put(base: dict[str, Any], over: dict[str, Any], path: KeyPath) -> None:
         for key, value in over.items():
@@ -212,25 +252,29 @@ def _merge(tree: Tree, layer: Tree) -> None:
                 put(base[key], value, here)
                 continue
             base[key] = value
-            _forget(tree, here)
-            tree.sources |= {k: s for k, s in layer.sources.items() if k[: len(here)] == here}
+            replaced.add(here)
+
+    def new(path: KeyPath) -> bool:
+        return any(path[:n] in replaced for n in range(1, len(path) + 1))
 
     put(tree.values, layer.values, ())
+    kept = {key: source for key, source in tree.sources.items() if not new(key)}
+    tree.sources = kept | {key: source for key, source in layer.sources.items() if new(key)}
     tree.findings += layer.findings
 
 
 def _forget(tree: Tree, path: KeyPath) -> None:
-    for key in [k for k in tree.sources if k[: len(path)] == path]:
+    for key in [k for k in tree.sources if k[: len(path)] == path] if path in tree.sources else ():
         del tree.sources[key]
 
 
-def _override(tree: Tree, text: str, origin: Source) -> None:
+def _override(tree: Tree, text: str, origin: Source, room: Room) -> None:
     key, equals, value_text = text.partition("=")
     path = parse_key(key.strip())
     if not equals or path is None:
         tree.findings.append(Finding(origin, (), f"{text!r} is no override; write key=value, as in optim.lr=1e-5"))
         return
-    builder = _Builder(origin)
+    builder = _Builder(origin, room)
     value = builder.parse(value_text.strip(), path)
     tree.findings += builder.findings
     if builder.findings:

@@ -14,6 +14,7 @@ from mmrl.config.drop_ins import missing_drop_in, split_file
 from mmrl.config.errors import KeyPath, Problem, RecipeError
 from mmrl.config.explain import did_you_mean
 from mmrl.config.layers import Tree, shown
+from mmrl.config.section import MOST_REWARDS
 
 _HUB_LIKE = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _MODEL_FILES = ("model_index.json", "config.json")
@@ -139,7 +140,7 @@ def _drop_in_keys(values: dict[str, Any]) -> Iterator[tuple[Kind, KeyPath]]:
     rewards: tuple[KeyPath, ...] = (("rewards",), ("eval", "rewards"))
     for path in rewards:
         listed = _value(values, path)
-        for i in range(len(listed) if isinstance(listed, list) else 0):
+        for i in range(min(len(listed), MOST_REWARDS) if isinstance(listed, list) else 0):  # more are refused
             yield "rewards", (*path, i, "name")
 
 

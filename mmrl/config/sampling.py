@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat
 
-from mmrl.config.section import Fraction, NonNegative, Section
+from mmrl.config.section import Count, Fraction, Many, NonNegative, Section
 
 
 class Sde(Section):
@@ -20,14 +20,14 @@ class Sde(Section):
 class Window(Section):
     """Train a few consecutive steps and sample the rest without noise (Flow-GRPO-Fast, MixGRPO)."""
 
-    size: PositiveInt = 3
+    size: Count = 3
     first: Annotated[int, Field(ge=0)] = 0
-    last: PositiveInt | None = None
+    last: Count | None = None
     """The window stays inside steps [first, last); None ends before the final step, which never carries noise."""
     strategy: Literal["random", "progressive", "decay", "exp_decay"] = "random"
     """``random`` draws the start anew each step; ``progressive`` moves it by one every ``every`` steps (MixGRPO);
     ``decay`` and ``exp_decay`` move it faster the later it is."""
-    every: PositiveInt = 25
+    every: Count = 25
     decay_from: Annotated[int, Field(ge=0)] = 13
     """``exp_decay`` moves a window that begins at most here every ``every`` steps."""
     decay_rate: NonNegative = 0.1
@@ -38,15 +38,15 @@ class Sampling(Section):
     """Denoising steps of a diffusion model."""
 
     type: Literal["diffusion"] = "diffusion"
-    steps: Annotated[int, Field(ge=2)] = 10
+    steps: Annotated[int, Field(ge=2, le=10_000)] = 10
     guidance_scale: NonNegative = 1.0
     """1 (or less) samples without classifier-free guidance, at half the cost. A policy gradient replays what it
     sampled, and so trains with the same; a loss on the forward process has its own (algorithm.guidance)."""
-    height: PositiveInt
-    width: PositiveInt
-    frames: PositiveInt | None = None
+    height: Count
+    width: Count
+    frames: Count | None = None
     """Of a clip; None where the pipeline makes pictures."""
-    max_sequence_length: PositiveInt = 256
+    max_sequence_length: Count = 256
     shift: PositiveFloat | None = None
     """A fixed shift of the noise levels, s to shift s / (1 + (shift - 1) s); None takes the checkpoint's own, which may
     grow with the picture's size."""
@@ -56,7 +56,7 @@ class Sampling(Section):
     sde: Sde = Sde()
     window: Window | None = None
     """None records every step but the last."""
-    batch_size: PositiveInt | None = None
+    batch_size: Many | None = None
     """None takes train.micro_batch_size: equal shapes make the first ratio exactly 1."""
     same_initial_noise: bool = False
     """Start the samples of a group from one noise (DanceGRPO)."""
@@ -66,14 +66,15 @@ class TextSampling(Section):
     """Tokens of a language or vision-language model. Known by its ``max_new_tokens``."""
 
     type: Literal["text"] = "text"
-    max_new_tokens: PositiveInt
-    max_prompt_tokens: PositiveInt | None = None
-    """Longer prompts are an error; None allows what the model's context leaves beside max_new_tokens."""
+    max_new_tokens: Count
+    max_prompt_tokens: Count | None = None
+    """What becomes of longer prompts data.overlong says; None allows what the model's context leaves beside
+    max_new_tokens."""
     temperature: PositiveFloat = 1.0
     top_p: Annotated[Fraction, Field(gt=0)] = 1.0
     """Below 1, what is left out still counts in the log-probs: those are of the whole distribution."""
-    top_k: PositiveInt | None = None
-    batch_size: PositiveInt | None = None
+    top_k: Count | None = None
+    batch_size: Many | None = None
     """Samples generated at once; None takes train.micro_batch_size."""
     chat_template: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template (``enable_thinking: false``)."""

@@ -14,7 +14,6 @@ from pydantic import (
     Discriminator,
     Field,
     PositiveFloat,
-    PositiveInt,
     Tag,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -25,15 +24,29 @@ from mmrl.config.algorithms import Algorithm
 from mmrl.config.dtype import Dtype, with_choice
 from mmrl.config.picture_algorithms import DiffusionNFT, DRaFT, FlowGRPO
 from mmrl.config.sampling import Sampling, Sde, TextSampling, Window, kind_of
-from mmrl.config.section import AlgorithmSection, Decay, Duration, Fraction, NonNegative, Section
+from mmrl.config.section import (
+    MOST_REWARDS,
+    AlgorithmSection,
+    Count,
+    Decay,
+    Duration,
+    Few,
+    Fraction,
+    Many,
+    NonNegative,
+    Section,
+)
 
 __all__ = ["DRaFT", "DiffusionNFT", "FlowGRPO", "Sampling", "Sde", "Section", "TextSampling", "Window"]
+
+Makes = Literal["text", "image", "video"]
+"""What a pipeline's samples are."""
 
 
 class Lora(Section):
     """Low-rank adapters on the policy's linear layers; the base weights never move."""
 
-    rank: PositiveInt = 32
+    rank: Count = 32
     alpha: PositiveFloat = 64.0
     targets: list[str] | None = None
     """Names of the modules that take an adapter; None takes the pipeline's own list."""
@@ -65,6 +78,10 @@ class Data(Section):
     heldout: dict[str, Any] = Field(default_factory=dict)
     max_bad_fraction: Fraction = 0.01
     """Records that cannot be used are left out, counted and named in failures.jsonl; past this share the run stops."""
+    overlong: Literal["skip", "cut", "error"] = "skip"
+    """Text: prompts with more tokens, those of pictures among them, than sampling.max_prompt_tokens, or than the
+    context leaves beside max_new_tokens. ``skip``: left out and named, another takes its place; ``cut``: the user's
+    text loses its beginning and keeps its end; ``error``: the run does not begin, and the prompts are named."""
 
 
 class Reward(Section):
@@ -75,10 +92,10 @@ class Reward(Section):
     weight: float = 1.0
     normalize: Literal["none", "batch", "group"] = "none"
     """Divide by the batch's standard deviation, or standardise inside each group, before weighting."""
-    batch_size: PositiveInt | None = None
+    batch_size: Many | None = None
     timeout: PositiveFloat = 60.0
     """Seconds for one batch."""
-    retries: Annotated[int, Field(ge=0)] = 0
+    retries: Annotated[int, Field(ge=0, le=1000)] = 0
     on_failure: Literal["fail", "drop"] = "fail"
     """Stop the run, or leave the sample out of the update (counted, named in failures.jsonl). Never a silent 0."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -112,11 +129,11 @@ def _trains_on_pairs(algorithm: Any) -> bool:
 class Partial(Section):
     """Cut long responses and go on with them in the next step, under the weights of then (partial rollout)."""
 
-    cut_after: PositiveInt
+    cut_after: Count
     """Tokens drawn for a response at a time."""
-    extra: PositiveInt
+    extra: Many
     """Groups in flight beyond train.prompts_per_step: the step trains on the first that are whole."""
-    pools: PositiveInt = 1
+    pools: Many = 1
     """Parts that a step's slots and ``extra`` are divided into; each has a flight of its own, on one controller. What
     is trained on depends on their number and not on that of controllers, which must divide it."""
 
@@ -131,7 +148,7 @@ class Rollout(Section):
     """Truncated importance sampling against the gap between engine and trainer; ``auto`` is ``token`` for an engine
     with weights of its own, and ``none`` in process."""
     importance_cap: PositiveFloat = 2.0
-    update_bucket_mib: PositiveInt = 512
+    update_bucket_mib: Count = 512
     """MiB of weights that are gathered before they go on to an engine with weights of its own: a tensor that is larger
     goes alone."""
     partial: Partial | None = None
@@ -145,34 +162,34 @@ def _number_or_auto(value: Any) -> Any:
 
 
 class Train(Section):
-    steps: PositiveInt
-    prompts_per_step: PositiveInt
-    group_size: PositiveInt
-    micro_batch_size: PositiveInt
+    steps: Count
+    prompts_per_step: Many
+    group_size: Many
+    micro_batch_size: Many
     """Samples of a slice of the update; of text at most, where ``micro_batch_tokens`` bounds it too."""
-    micro_batch_tokens: PositiveInt | None = None
+    micro_batch_tokens: Count | None = None
     """Text: longest prompt and response of a slice times its rows, padding included, stay within this."""
-    steps_per_forward: Annotated[PositiveInt | Literal["auto"], BeforeValidator(_number_or_auto)] = 1
+    steps_per_forward: Annotated[Count | Literal["auto"], BeforeValidator(_number_or_auto)] = 1
     """Pictures, policy gradients: recorded denoising steps of a micro-batch that go through the model in one forward,
     whose batch and memory are as many times as large. The gradient is the same. ``auto``: as many as pay and as memory
     has room for, which the plan settles (docs/speed.md)."""
-    updates_per_step: PositiveInt = 1
+    updates_per_step: Many = 1
     backend: Literal["replicated", "fsdp", "megatron"] = "replicated"
     """Of several devices, each holds all weights, gradients and optimizer state; its shard of them (FSDP2); or its part
     of every layer (Megatron-Core), where ``tensor_parallel`` devices of a controller compute a row together."""
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: Few = 1
     sequence_parallel: bool = False
     """The devices of ``tensor_parallel`` also divide what layers keep between their parts, by tokens."""
-    pipeline_parallel: PositiveInt = 1
+    pipeline_parallel: Few = 1
     """Megatron-Core: stages of layers, each on ``tensor_parallel`` devices of the same controller, which slices of the
     update go through one behind the other."""
-    pipeline_chunks: PositiveInt = 1
+    pipeline_chunks: Few = 1
     """Stages are cut in so many, which a device has in turn (interleaved): it waits less, and sends more."""
     distributed_optimizer: bool = False
     """Megatron-Core: devices with the same weights divide Adam's moments and its step (ZeRO-1, arXiv 1910.02054)."""
-    context_parallel: PositiveInt = 1
+    context_parallel: Few = 1
     """Text: devices of a controller that share each row of an update, a part of its tokens on each."""
-    expert_parallel: PositiveInt = 1
+    expert_parallel: Few = 1
     """Megatron-Core, mixtures of experts: devices of a controller that have different experts of each layer, and send
     one another the tokens that are for these."""
 
@@ -219,13 +236,13 @@ class Optim(Section):
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegative = 1e-4
     max_grad_norm: PositiveFloat = 1.0
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
     schedule: Literal["constant", "linear"] = "constant"
     """``linear`` falls from the first update to 0 at train.steps, or with train.max_cpu_seconds to nearly 0 where that
     ends the run before; the warm-up multiplies it."""
     ema_decay: Decay | None = None
     """Keep an exponential moving average of the weights and evaluate and export that; None evaluates the weights."""
-    ema_every: PositiveInt = 1
+    ema_every: Count = 1
 
 
 class EarlyStopping(Section):
@@ -234,7 +251,7 @@ class EarlyStopping(Section):
 
     metric: str
     """As in heldout.jsonl: ``reward/`` and the label of a reward, best one under ``eval.rewards``."""
-    patience: PositiveInt = 3
+    patience: Count = 3
     """Evaluations in a row that may be no better than the best."""
     threshold: NonNegative = 0.0
     """How much higher than the best counts as better."""
@@ -243,15 +260,15 @@ class EarlyStopping(Section):
 class Eval(Section):
     """Held-out prompts with fixed seeds: the curve, the grids and the before/after of the report."""
 
-    every: PositiveInt | None = 10
-    samples: PositiveInt = 64
-    steps: PositiveInt | None = None
+    every: Count | None = 10
+    samples: Many = 64
+    steps: Count | None = None
     """Denoising steps of evaluation; None takes sampling.steps. Always without noise."""
     temperature: NonNegative | None = None
     """Of text; 0 is greedy, None takes sampling.temperature."""
-    grid: PositiveInt = 24
+    grid: Many = 24
     """Pictures in a sample grid."""
-    rewards: list[Reward] = Field(default_factory=list)
+    rewards: Annotated[list[Reward], Field(max_length=MOST_REWARDS)] = Field(default_factory=list)
     """Measured on held-out samples and never trained on; the training rewards are always measured too."""
     tuned_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Of the denoising steps of evaluation, the first so many are the tuned model's and the others the base model's
@@ -266,13 +283,13 @@ class Placement(Section):
     """``colocate``: all devices sample, then all judge; ``partial``: some judge while the others sample; ``adaptive``:
     as many as the load asks for. Then all train. ``disaggregated``: some train, some judge and the rest sample, all at
     once, on samples of weights that are a few steps old."""
-    judges: PositiveInt | None = None
+    judges: Few | None = None
     """Devices of a controller that judge. None is half of them (disaggregated: of those that do not train); of an
     adaptive placement, which then begins with all devices in turn and measures both roles, this is how many judge at
     first."""
-    trainers: PositiveInt | None = None
+    trainers: Few | None = None
     """Disaggregated: devices of a controller that train. None is half of them."""
-    staleness: PositiveInt | None = None
+    staleness: Count | None = None
     """Disaggregated: how many steps old the weights are that a step's samples are drawn with; 1 by default."""
     inside: bool = True
     """Adaptive: a device whose role has run dry inside a step takes up the other one where that saves time."""
@@ -305,14 +322,14 @@ def _placement(value: Any) -> Any:
 
 
 class Checkpoint(Section):
-    every: PositiveInt = 10
-    keep: PositiveInt = 2
+    every: Count = 10
+    keep: Count = 2
     """The newest so many. With 1 the one before it stays until something finite was computed with the newest."""
 
 
 class Recipe(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     pipeline: str
     """``diffusion/sd3``, or path/to/file.py."""
     model: Model
@@ -321,7 +338,7 @@ class Recipe(Section):
         Annotated[Sampling, Tag("diffusion")] | Annotated[TextSampling, Tag("text")], Discriminator(kind_of)
     ]
     rollout: Rollout = Rollout()
-    rewards: Annotated[list[Reward], Field(min_length=1), WrapValidator(_none_asked)]
+    rewards: Annotated[list[Reward], Field(min_length=1, max_length=MOST_REWARDS), WrapValidator(_none_asked)]
     """At least one; algorithms that train on pairs (dpo, reward_model) have none."""
     scoring: Scoring = Scoring()
     algorithm: Algorithm
@@ -330,9 +347,9 @@ class Recipe(Section):
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     features: Features = Features()
-    controllers: PositiveInt = 1
+    controllers: Few = 1
     """Processes that run the loop side by side, each on its own prompts and devices; more than one are Ray actors."""
-    devices_per_controller: PositiveInt = 1
+    devices_per_controller: Few = 1
     """Of one host: GPUs, or processes of one thread each on CPUs."""
     placement: Annotated[Placement, BeforeValidator(_placement)] = Placement()
     """``colocate``, ``partial``, ``adaptive``, or a section."""
@@ -340,12 +357,19 @@ class Recipe(Section):
     """Where several controllers run: ``local`` starts Ray on this machine, ``auto`` or an address takes a cluster."""
     device: str = "auto"
     """``auto`` takes an accelerator where there is one; ``cpu``, ``cuda:1`` say which."""
-    threads: PositiveInt | None = 1
+    threads: Few | None = 1
     """CPU threads of the process; None leaves torch's choice."""
     log: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     """Trackers beside metrics.jsonl; each needs its extra (pip install mmrl[wandb])."""
     architecture: str | None = None
     """A JSON file with the checkpoint's component configurations, read by ``plan`` where the checkpoint cannot be."""
+
+    @property
+    def makes(self) -> Makes:
+        """What the pipeline's samples are, which the section ``sampling`` says."""
+        if isinstance(self.sampling, TextSampling):
+            return "text"
+        return "image" if self.sampling.frames is None else "video"
 
     @property
     def denoising(self) -> Sampling:

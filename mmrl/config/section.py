@@ -24,6 +24,13 @@ def seconds_of(value: Any) -> Any:
 Duration = Annotated[float, Field(ge=0), BeforeValidator(seconds_of)]
 """Seconds, or a text with units: ``90s``, ``10m``, ``1h 30m``."""
 
+MOST_REWARDS = 64
+Count = Annotated[int, Field(gt=0, le=10**9)]
+"""How often, how many tokens, pixels: past this it is a slip, and what is computed from it takes for ever."""
+Many = Annotated[int, Field(gt=0, le=10**6)]
+"""Samples and prompts of a step, which are listed one by one."""
+Few = Annotated[int, Field(gt=0, le=4096)]
+"""Processes, threads and devices."""
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]

@@ -7,7 +7,8 @@ import binascii
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +22,9 @@ TEXT = ("prompt", "question", "text", "messages")
 ANSWER = ("answer", "solution")
 IMAGES = ("images", "image")
 VIDEOS = ("videos", "video")
+_OTHERS = ("system", "meta", "id", "file_name", "file_names")
+"""Further keys that are read, or say nothing of the prompt."""
+_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Fields:
     system: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     media: list[tuple[Kind, Any]] = field(default_factory=list)
+    shown: int = 0
+    """Pictures and clips that are parts of its messages, wherever their bytes are."""
 
 
 def read_fields(record: Any, columns: Columns | None = None) -> Fields:
@@ -82,15 +88,21 @@ def read_fields(record: Any, columns: Columns | None = None) -> Fields:
 def make_prompt(name: str, fields: Fields, media: Sequence[Media]) -> Prompt:
     """The prompt ``name``, with ``media`` in the order of its placeholders.
 
-    Raises ``ValueError`` where the text has placeholders and they are not as many as the media of their kind.
+    Raises ``ValueError`` where there are media, and the text has placeholders that are not as many as those of their
+    kind; and where the messages show some that the record does not have.
     """
+    if fields.shown and not media:
+        raise ValueError(f"its messages show {fields.shown} pictures or clips, and the record has none of them")
     return Prompt(name, fields.text, fields.meta, tuple(arranged(fields.text, media)), fields.system)
 
 
 def arranged(text: str, media: Sequence[Media]) -> list[Media]:
-    """``media`` in the order of the placeholders in ``text``; as they are where it has none. Raises ``ValueError``."""
+    """``media`` in the order of the placeholders in ``text``; as they are where it has none. Raises ``ValueError``.
+
+    Without media ``<image>`` is a word like others.
+    """
     wanted: dict[Kind, int] = {kind: text.count(mark) for kind, mark in PLACEHOLDERS.items()}
-    if not any(wanted.values()):
+    if not any(wanted.values()) or not media:
         return list(media)
     for kind, n in wanted.items():
         held = sum(m.kind == kind for m in media)
@@ -99,6 +111,27 @@ def arranged(text: str, media: Sequence[Media]) -> list[Media]:
     queues = {kind: iter([m for m in media if m.kind == kind]) for kind in PLACEHOLDERS}
     places = sorted((i, kind) for kind, mark in PLACEHOLDERS.items() for i in _places(text, mark))
     return [next(queues[kind]) for _, kind in places]
+
+
+class UnreadColumns(UserWarning):
+    """Records have columns that nobody reads; the message names them."""
+
+
+def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
+    """Name the keys of records that neither a prompt is made of nor a reward may know, once."""
+    images = [columns.images] if isinstance(columns.images, str) else columns.images or ()
+    named = (columns.prompt, columns.answer, columns.videos, columns.system, *images, *columns.meta)
+    read = {*TEXT, *ANSWER, *IMAGES, *VIDEOS, *_OTHERS, *(str(name) for name in named if name)}
+    read |= {name.partition(".")[0] for name in read}
+    unread = [key for key in keys if key not in read]
+    if unread:
+        listed = ", ".join(unread[:_NAMED]) + (", ..." if len(unread) > _NAMED else "")
+        warnings.warn(
+            f"{path}: nobody reads the columns {listed}; a reward may know them with meta: [{listed}] in data.train "
+            "and data.heldout",
+            UnreadColumns,
+            stacklevel=3,
+        )
 
 
 def media_from(kind: Kind, source: Any, root: str) -> Media:
@@ -202,7 +235,9 @@ def _read_messages(messages: list[Any]) -> Fields:
             f"has the messages {', '.join(roles)}; what is read is one of the user, after one of the system"
         )
     text, media = said["user"]
-    found = Fields(clean_text(text), media=media)
+    parts = next(m["content"] for m in messages if m["role"] == "user")
+    shown = 0 if isinstance(parts, str) else sum(part.get("type") != "text" for part in parts)
+    found = Fields(clean_text(text), media=media, shown=shown)
     if "system" in said:
         found.system = clean_text(said["system"][0])
     if "assistant" in said:

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mmrl.datasets import store
 from mmrl.datasets.checks import VERSION, Verify, look
-from mmrl.datasets.fields import TEXT, digest_of, make_prompt, parse_json, read_fields
+from mmrl.datasets.fields import PLACEHOLDERS, TEXT, digest_of, make_prompt, parse_json, read_fields
 from mmrl.datasets.records import BadRecord
 from mmrl.datasets.tar import Member, read_members
 from mmrl.media import KINDS, BadMediaError, Media, describe, read_bytes
@@ -150,6 +150,8 @@ def _prompt(path: Path, entry: Entry) -> Prompt:
     fields = read_fields(record)
     if fields.media:
         raise ValueError("names media of its own; in a shard they are members beside it")
+    if not entry.media and any(mark in fields.text for mark in PLACEHOLDERS.values()):
+        raise ValueError("the prompt has <image> or <video>, and the sample no picture or clip")
     return make_prompt(f"{path.stem}/{entry.key}", fields, [_medium(path, p, record) for p in entry.media])
 
 

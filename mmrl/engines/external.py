@@ -18,6 +18,7 @@ from torch import Tensor
 from mmrl.controller.randomness import seed_of
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.errors import UserError
+from mmrl.placement.hub import folder_of
 
 BUCKET_BYTES = 512 * 2**20
 """Weights travel in files of at most this size, so that no more than that is held on their way."""
@@ -169,10 +170,17 @@ def _shapes(file: Path) -> dict[str, Sequence[int]]:
 
 
 def model_folder(path: str, engine: str) -> Path:
-    """The directory of a Hugging Face model. Raises ``UserError`` where there is none, or no config in it."""
-    folder = Path(path)
+    """The directory of a Hugging Face model; of a hub name, the one in the hub's cache, with the weights that the
+    trainer loads. Raises ``UserError`` where there is none, or no config in it."""
+    try:
+        folder = folder_of(path)
+    except OSError as error:
+        raise UserError(
+            f"{engine}: there is no model directory {path}, and as a name of the hub it cannot be used ({error}); set "
+            "model.path to a Hugging Face directory, or go online once"
+        ) from error
     if not folder.is_dir():
-        raise UserError(f"{engine}: there is no model directory {path}; set model.path to a Hugging Face directory")
+        raise UserError(f"{engine}: {path} is no directory; set model.path to a Hugging Face directory")
     if not (folder / "config.json").is_file():
         raise UserError(f"{engine}: {path} has no config.json; set model.path to a whole Hugging Face directory")
     return folder

@@ -96,7 +96,7 @@ class VllmEngine:
         _note_clips(folder, clips)
         platform = import_vllm()
         arguments = engine_arguments(
-            model, platform.is_cpu(), max_model_len, dtype, images, clips, lora_rank, dict(options or {})
+            str(folder), platform.is_cpu(), max_model_len, dtype, images, clips, lora_rank, dict(options or {})
         )
         if int(arguments.get("tensor_parallel_size", 1)) > 1:
             raise UserError("vLLM in process uses one device: take the vLLM server for tensor_parallel_size above 1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 
@@ -41,19 +41,28 @@ class Beside:
     share: float = 0.0
 
 
+class Longest(NamedTuple):
+    """The prompt that takes most of those looked at, the ``tokens`` of a row with it (prompt and response), and what is
+    to be said of the others."""
+
+    prompt: Prompt
+    tokens: int
+    notes: Sequence[str] = ()
+
+
 @dataclass(frozen=True)
 class Description:
     """What ``describe(recipe, path, architecture)`` of a pipeline's module returns.
 
     ``pipeline`` is the pipeline itself, as ``build`` makes it (the adapters of LoRA too) but on the meta device;
     ``source`` says where the sizes come from. ``longest``, of a pipeline whose samples are of many lengths: given some
-    prompts, the one that takes most, and the tokens of a row with it (prompt and response); raises ``UserError`` where
-    one cannot be used. ``pictures``: how many every prompt carries.
+    prompts, the one that takes most; raises ``UserError`` where none can be used. ``pictures``: how many every prompt
+    carries.
     """
 
     pipeline: Pipeline
     components: list[Component]
     source: str
-    longest: Callable[[Sequence[Prompt]], tuple[Prompt, int]] | None = None
+    longest: Callable[[Sequence[Prompt]], Longest] | None = None
     beside: Sequence[Beside] = ()
     pictures: int = 0

@@ -1,7 +1,8 @@
-"""A checkpoint's small files, from its directory or from the hub, for those who need no weights."""
+"""A checkpoint's files, from its directory or from the hub: the small ones for those who need no weights, or all."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from mmrl.errors import UserError
@@ -13,6 +14,45 @@ def file_of(path: str, name: str) -> Path:
     if Path(path).exists():
         return Path(path) / name
     return Path(_from_hub(path, name))
+
+
+def folder_of(path: str) -> Path:
+    """The folder that the checkpoint ``path`` lies in with its weights: itself, or of a hub name the one in the hub's
+    cache, where it is downloaded to if need be. Raises ``OSError``."""
+    if Path(path).exists():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        folder = Path(snapshot_download(path, local_files_only=True))
+        lacking = _lacks(folder)
+        if not lacking:
+            return folder
+        why = OSError(f"{lacking} is missing in the hub's cache")
+    except HFValidationError as error:
+        raise OSError(str(error)) from error
+    except OSError:
+        why = OSError("it is not in the hub's cache")
+    try:
+        _reach()
+    except OSError as error:
+        raise OSError(f"{why}, and {error}") from error
+    return Path(snapshot_download(path, allow_patterns=list(_FILES), etag_timeout=3))
+
+
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+
+
+def _lacks(folder: Path) -> str:
+    """A file that a whole checkpoint has and ``folder`` has not; empty where it is whole. Raises ``OSError``."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values() if index.is_file() else ()
+    except (ValueError, KeyError, AttributeError):
+        return index.name
+    needed = ["config.json", *sorted(set(shards) or {"model.safetensors"})]
+    return next((name for name in needed if not (folder / name).is_file()), "")
 
 
 def unreadable(path: str, name: str, what: str, error: Exception) -> UserError:
@@ -27,7 +67,6 @@ def unreadable(path: str, name: str, what: str, error: Exception) -> UserError:
 
 def _from_hub(path: str, name: str) -> str:
     """From the cache first."""
-    import httpx
     from huggingface_hub import constants, hf_hub_download
 
     try:
@@ -35,8 +74,18 @@ def _from_hub(path: str, name: str) -> str:
     except OSError:
         if constants.HF_HUB_OFFLINE:
             raise
+    _reach()
+    return hf_hub_download(path, name, etag_timeout=3)
+
+
+def _reach() -> None:
+    """Raise ``OSError`` where the hub cannot be reached: its own client would try for half a minute."""
+    import httpx
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise OSError("HF_HUB_OFFLINE forbids to download it")
     try:
         httpx.head(constants.ENDPOINT, timeout=3)
-    except httpx.HTTPError as error:  # else the hub's client tries for half a minute
+    except httpx.HTTPError as error:
         raise OSError(f"{constants.ENDPOINT} cannot be reached: {error}") from error
-    return hf_hub_download(path, name, etag_timeout=3)

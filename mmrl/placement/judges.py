@@ -15,6 +15,7 @@ from mmrl.errors import UserError
 from mmrl.placement.tables import size
 from mmrl.rewards.checkpoints import read_tensors
 from mmrl.rewards.contract import Weights
+from mmrl.rewards.loading import asked_of_options
 
 if TYPE_CHECKING:
     from mmrl.config.loader import LoadedRecipe
@@ -116,7 +117,8 @@ def _models(one: Found, config: Reward, root: Path) -> Sequence[Weights] | None:
     """None where a reward computes on a device and does not say with what."""
     declared = one.declaration
     if declared.models is not None:
-        return declared.models(resolve_options(root, config.options, declared.paths))
+        models, given = declared.models, resolve_options(root, config.options, declared.paths)
+        return asked_of_options(one, lambda: models(given))
     return None if declared.device else []
 
 

@@ -102,6 +102,8 @@ def measure(
         with policy.using(objective.samples_with(0)):
             of = slots[: counts.batch], ids[: counts.batch]
             trajectory, sample, picture, decode = _micro_batch(pipeline, recipe, objective, *of)
+            if counts.slice_rows > counts.batch:  # a slice of training has rows of several
+                trajectory = _micro_batch(pipeline, recipe, objective, slots, ids)[0]
     else:
         n = counts.slice_rows
         trajectory = Trajectory(slots[:n], ids[:n], torch.empty(n, 0), keys[:1] * n)

@@ -21,6 +21,7 @@ from mmrl.placement.arithmetic import Counts, count
 from mmrl.placement.room import room
 from mmrl.placement.sharing import SAMPLED, idle, inside, refusals, sleeps
 from mmrl.placement.stacking import settle
+from mmrl.rewards.loading import Found
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,7 +111,8 @@ def _device(name: str) -> tuple[str, int | None]:
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and torch.cuda.is_available():
+    number = int(name.partition(":")[2] or 0)
+    if name.startswith("cuda") and number < torch.cuda.device_count():
         return name, torch.cuda.get_device_properties(torch.device(name)).total_memory
     return name, _main_memory() if name == "cpu" else None
 
@@ -159,25 +161,28 @@ def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozense
     import inspect
 
     from mmrl.placement.judges import on_devices
-    from mmrl.rewards.scoring import check
+    from mmrl.rewards.scoring import check, reads
 
-    try:
-        found = check(loaded.recipe.rewards, loaded.root)
-        evaluated = check(loaded.recipe.eval.rewards, loaded.root)
-    except UserError as error:
-        made.problems.extend(str(error).splitlines())
+    recipe, both = loaded.recipe, list[list[Found]]()
+    for key, listed in (("rewards", recipe.rewards), ("eval.rewards", recipe.eval.rewards)):
+        try:
+            both.append(check(listed, loaded.root, recipe.makes, key))
+        except UserError as error:
+            made.problems.extend(str(error).splitlines())
+    if len(both) < 2:
         return frozenset()
+    found, evaluated = both
     made.asked, problems, notes = on_devices(loaded, found, evaluated, made.device, made.device_memory)
     made.notes += notes
     made.problems += problems or refusals(made, objective)
     if objective.kind == "pathwise":
         made.problems += [
-            f"rewards: {loaded.recipe.algorithm.type} follows the reward's gradient, and {one.name} declares none "
+            f"rewards: {recipe.algorithm.type} follows the reward's gradient, and {one.name} declares none "
             "(@mmrl.reward(differentiable=True)); use colour:target, or algorithm.type=flow_grpo"
             for one in found
             if not inspect.isclass(one.target) and not one.declaration.differentiable
         ]
-    return frozenset(name for one in found for name in one.declaration.inputs)
+    return frozenset(name for r, one in zip(recipe.rewards, found, strict=True) for name in reads(one, r, loaded.root))
 
 
 def _account(
@@ -206,7 +211,10 @@ def _account(
         if description.longest is not None:
             if not prompts:
                 return
-            prompt, row_tokens = description.longest([p for split in prompts for p in _looked_at(split)])
+            every = recipe.data.overlong == "error"  # the run is to stop before it begins, for any of them
+            looked_at = [p for split in prompts for p in (split if every else _looked_at(split))]
+            prompt, row_tokens, said = description.longest(looked_at)
+            made.notes += said
         made.counts = counts = count(recipe, entries, objective.kind in SAMPLED, row_tokens)
         measured = measure(description, recipe, objective, counts, made.device.startswith("cuda"), prompt)
     except UserError as error:

@@ -13,18 +13,20 @@ rewards of pieces of the response (``Spans``), and ``None`` for a sample without
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 if TYPE_CHECKING:
     import torch
 
 Input = Literal["image", "video", "tensor", "text"]
 """Fields of a sample. ``sample.prompt`` with its text, meta and media is always there."""
+Per = Literal["sample", "group"]
 
 
 @dataclass(frozen=True)
@@ -82,25 +84,43 @@ Returned: TypeAlias = "Sequence[Value] | Mapping[str, Sequence[Value] | Sequence
 class Declaration:
     """What a reward declares of itself.
 
-    ``inputs``: which fields of a sample it reads (the core makes no others). ``per``: ``"sample"``, or ``"group"`` to
-    be called with the whole group of a prompt, never split. ``differentiable``: it reads ``tensor`` and returns a
+    ``inputs``: which fields of a sample it reads (the core makes no others); ``reads``, where its options decide that:
+    a function of the options that returns them, asked before anything is built. ``per``: ``"sample"``, or ``"group"``
+    to be called with the whole group of a prompt, never split. ``differentiable``: it reads ``tensor`` and returns a
     tensor ``[B]`` whose graph reaches it. ``spans``: it returns a part ``spans`` beside ``score``. ``own_deadline``: it
     gives up by itself what takes too long, so the recipe's ``timeout`` is not applied. ``device``: it computes with a
     model on ``context.device``; where a controller has several devices, the one that judges calls it, in its own
     process (such a class may have ``sleep`` and ``wake``, to free its memory meanwhile; either may be called first, and
     twice). ``paths``: its options that may name files (``"model"``, or ``"model.path"`` inside a mapping); the core
     looks them up from the recipe's folder. Spell them out in the decorator: a recipe's paths are resolved without
-    importing its rewards.
+    importing its rewards. Raises ``ValueError`` for ``inputs`` and ``per`` that do not exist.
     """
 
     inputs: tuple[Input, ...] = ("image",)
-    per: Literal["sample", "group"] = "sample"
+    per: Per = "sample"
     differentiable: bool = False
     spans: bool = False
     own_deadline: bool = False
     device: bool = False
     paths: tuple[str, ...] = ()
     models: Callable[[Mapping[str, Any]], Sequence[Weights]] | None = None
+    reads: Callable[[Mapping[str, Any]], Sequence[Input]] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.inputs, str):
+            raise ValueError(f"inputs={self.inputs!r} is text; write inputs=({self.inputs!r},)")
+        object.__setattr__(self, "inputs", tuple(self.inputs))
+        for name in self.inputs:
+            _check_word("inputs", name, get_args(Input), "a sample has no such field")
+        _check_word("per", self.per, get_args(Per), "a reward scores single samples or whole groups")
+
+
+def _check_word(key: str, word: object, known: tuple[str, ...], why: str) -> None:
+    """Raise ``ValueError`` unless ``word`` is one of ``known``."""
+    if word not in known:
+        near = difflib.get_close_matches(str(word), known, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{key}: {word!r}: {why}{meant} (write {', '.join(map(repr, known))})")
 
 
 @dataclass(frozen=True)
@@ -128,20 +148,24 @@ R = TypeVar("R", bound=Callable[..., Any])
 def reward(
     *,
     inputs: tuple[Input, ...] = ("image",),
-    per: Literal["sample", "group"] = "sample",
+    per: Per = "sample",
     differentiable: bool = False,
     spans: bool = False,
     own_deadline: bool = False,
     device: bool = False,
     paths: tuple[str, ...] = (),
     models: Callable[[Mapping[str, Any]], Sequence[Weights]] | None = None,
+    reads: Callable[[Mapping[str, Any]], Sequence[Input]] | None = None,
 ) -> Callable[[R], R]:
-    """Declare a function or class as a reward that differs from the defaults (see ``Declaration``)."""
+    """Declare a function or class as a reward that differs from the defaults (see ``Declaration``).
+
+    Raises ``ValueError`` for ``inputs`` and ``per`` that do not exist.
+    """
+    declaration = Declaration(inputs, per, differentiable, spans, own_deadline, device, paths, models, reads)
     if differentiable and "tensor" not in inputs:
-        inputs = (*inputs, "tensor")
+        declaration = replace(declaration, inputs=(*declaration.inputs, "tensor"))
 
     def mark(target: R) -> R:
-        declaration = Declaration(inputs, per, differentiable, spans, own_deadline, device, paths, models)
         target.__mmrl_reward__ = declaration  # type: ignore[attr-defined]
         return target
 

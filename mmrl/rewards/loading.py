@@ -11,16 +11,17 @@ import inspect
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from mmrl import _load
 from mmrl.errors import UserError
-from mmrl.rewards.contract import Declaration, declaration_of
+from mmrl.rewards.contract import Declaration, Input, declaration_of
 
 _FORM = "def score(samples, *, context)"
+T = TypeVar("T")
 _PARSING = threading.Lock()
 """``inspect`` parses a file to find a class in it, and Python 3.11's parser fails when two threads do that at once
 (SystemError: AST constructor recursion depth mismatch; python/cpython#106905)."""
@@ -38,6 +39,13 @@ class Found:
     def declaration(self) -> Declaration:
         """What it declares of itself, before its options are known."""
         return declaration_of(self.target)
+
+    def reads(self, options: Mapping[str, Any]) -> tuple[Input, ...]:
+        """The fields of a sample that it reads with these ``options``. Raises ``UserError``."""
+        declared = self.declaration
+        if declared.reads is None:
+            return declared.inputs
+        return asked_of_options(self, lambda: replace(declared, inputs=tuple(declared.reads(options))).inputs)  # type: ignore[misc]
 
     @property
     def place(self) -> str:
@@ -129,6 +137,19 @@ def build(found: Found, options: Mapping[str, Any]) -> Loaded:
     if is_async and declaration.differentiable:
         raise UserError(f"{found.place}: a differentiable reward runs inside the update; make it def, not async def")
     return Loaded(found.name, call, declaration, is_async, found.file, found.place)
+
+
+def asked_of_options(found: Found, ask: Callable[[], T]) -> T:
+    """What ``ask`` returns, a function of the reward's file that looks at its options. Raises ``UserError``."""
+    try:
+        return ask()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"looking at the options of {found.name} raised {describe(error)} at {place_of(error, found.file)}; mend "
+            "that line or the reward's options"
+        ) from error
 
 
 def describe(error: BaseException) -> str:

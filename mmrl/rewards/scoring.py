@@ -23,7 +23,7 @@ from mmrl.config.names import resolve_options
 from mmrl.errors import UserError
 from mmrl.rewards.calling import Answer, Caller, Calls
 from mmrl.rewards.contract import Context, Input
-from mmrl.rewards.loading import Found, build, describe, find, place_of, problems
+from mmrl.rewards.loading import Found, Loaded, build, describe, find, place_of, problems
 from mmrl.rewards.patience import Patience
 from mmrl.rewards.underway import (
     Entry,
@@ -42,22 +42,61 @@ from mmrl.trajectory import Sample
 __all__ = ["Failure", "RewardError", "RewardSet", "Scores", "Scoring", "check", "normalise"]
 
 
-def check(rewards: Sequence[schema.Reward], root: Path) -> list[Found]:
-    """Find all rewards and check their signatures and options, building none; ``UserError`` holds all mistakes."""
+def check(
+    rewards: Sequence[schema.Reward], root: Path, makes: schema.Makes | None = None, key: str = "rewards"
+) -> list[Found]:
+    """Find all rewards and check their signatures and options, building none; ``UserError`` holds all mistakes.
+
+    ``makes``: what the samples are, where it is known; what a reward reads must be among their fields. ``key``: where
+    the rewards stand in the recipe.
+    """
     found: list[Found] = []
     mistakes: list[str] = []
     for i, reward in enumerate(rewards):
         label = label_of(reward.name, reward.label)
         try:
             one = find(reward.name, root)
+            found.append(one)
+            wrong = problems(one, reward.options)
+            if makes is not None and not wrong:
+                wrong = unmade(reads(one, reward, root), makes, one)
         except UserError as error:
-            mistakes.append(f"rewards[{i}] ({label}): {error}")
-            continue
-        found.append(one)
-        mistakes += [f"rewards[{i}] ({label}): {problem}" for problem in problems(one, reward.options)]
+            wrong = [str(error)]
+        mistakes += [f"{key}[{i}] ({label}): {problem}" for problem in wrong]
     if mistakes:
         raise UserError("\n".join(mistakes))
     return found
+
+
+def reads(found: Found, reward: schema.Reward, root: Path) -> tuple[Input, ...]:
+    """The fields of a sample that a reward of the recipe reads. Raises ``UserError``."""
+    return found.reads(resolve_options(root, reward.options, found.declaration.paths))
+
+
+_FIELDS: dict[schema.Makes, tuple[tuple[Input, ...], str]] = {
+    "text": (("text",), "text"),
+    "image": (("image", "tensor"), "pictures"),
+    "video": (("video", "tensor"), "clips"),
+}
+"""The fields of a sample, and the word for what it is."""
+
+
+def unmade(inputs: Sequence[Input], makes: schema.Makes, reward: Found | Loaded) -> list[str]:
+    """What ``reward`` reads that samples of a pipeline that ``makes`` this do not have, with the edit; at most one."""
+    fields, word = _FIELDS[makes]
+    lacking = [name for name in inputs if name not in fields]
+    if not lacking:
+        return []
+    if reward.declaration.reads is not None:
+        edit = "change the options that say what it reads (rubric of judge, inputs of http)"
+    else:
+        edit = f"declare what it reads at {reward.place}: @mmrl.reward(inputs=({fields[0]!r},))"
+    if makes == "video" and "image" in lacking:
+        edit += ", or take name: frames with this one in its options"
+    return [
+        f"reads {', '.join(map(repr, lacking))}, and this pipeline makes {word}, whose samples have "
+        f"{' and '.join(map(repr, fields))}; {edit}, or take another reward"
+    ]
 
 
 class RewardSet:
@@ -107,15 +146,12 @@ class RewardSet:
         """The fields of a sample that any of the rewards reads."""
         return frozenset(name for entry in self._entries for name in entry.loaded.declaration.inputs)
 
-    def can_read(self, makes: str) -> None:
-        """Raises ``UserError`` where samples are clips and a reward reads pictures."""
+    def can_read(self, makes: schema.Makes) -> None:
+        """Raises ``UserError`` where a reward reads what samples of this sort do not have."""
         for entry in self._entries:
-            if makes == "video" and "image" in entry.loaded.declaration.inputs:
-                raise UserError(
-                    f"the reward {entry.label} reads 'image', and this pipeline makes clips; use one that declares "
-                    "@mmrl.reward(inputs=('video',)), name: frames with this one in its options, or {{ clip }} in a "
-                    "judge's rubric"
-                )
+            wrong = unmade(entry.loaded.declaration.inputs, makes, entry.loaded)
+            if wrong:
+                raise UserError(f"the reward {entry.label} {wrong[0]}")
 
     @property
     def sent(self) -> Counter[str]:

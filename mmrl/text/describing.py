@@ -18,20 +18,26 @@ from torch.nn.functional import pad
 from mmrl.config.schema import Recipe
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.errors import BadPromptError, UserError
-from mmrl.placement.description import Beside, Component, Description, Phase
+from mmrl.placement.description import Beside, Component, Description, Longest, Phase
 from mmrl.text.critic import Critic
 from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import why, without_wishes
+from mmrl.text.overlong import OverlongError
 from mmrl.text.pairs import TEXTS
 from mmrl.text.pipeline import TextPipeline
 from mmrl.text.recorded import Files
 from mmrl.text.scoring import open_scorer, score_class
-from mmrl.trajectory import Prompt, Slot
+from mmrl.trajectory import Prompt
 
 CONFIGURED = 512 * 2**20
 """Bytes of vLLM's key-value cache on a CPU (``mmrl.engines.vllm``)."""
 LOOKED_AT = 16
-"""Prompts that are tokenised to find the longest: those with the most characters."""
+"""Prompts that are made ready whole to find the longest: those whose texts have the most tokens."""
+MOST_COUNTED = 4000
+"""Prompts whose texts are tokenised for that: of more, those with the most characters."""
+PIXELS = 28 * 28
+"""Of a picture, that make about one token (Qwen-VL); only the order in which prompts are looked at depends on it."""
+NAMED = 5
 
 
 def empty_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...], otherwise: str) -> Any:
@@ -88,38 +94,64 @@ def describe(pipeline: TextPipeline, files: Files) -> Description:
     return Description(pipeline, components, files.source, _longest_of(pipeline), _beside(recipe, policy))
 
 
-def _longest_of(pipeline: TextPipeline) -> Callable[[Sequence[Prompt]], tuple[Prompt, int]]:
-    def longest(prompts: Sequence[Prompt]) -> tuple[Prompt, int]:
-        """The prompt that has most tokens, and the tokens of a row with it, as micro-batches are packed by."""
-        ranked = sorted(prompts, key=_characters, reverse=True)
-        seen = [(p, _tokens(pipeline, p)) for p in ranked[:LOOKED_AT]]
-        good = [(p, n) for p, n in seen if n is not None]
+def _longest_of(pipeline: TextPipeline) -> Callable[[Sequence[Prompt]], Longest]:
+    def longest(prompts: Sequence[Prompt]) -> Longest:
+        """The prompt that has most tokens of those that can be used, and what becomes of those that are too long."""
+        overlong, good, why = list[OverlongError](), list[tuple[Prompt, int]](), list[str]()
+        error = pipeline.recipe.data.overlong == "error"
+        for prompt in _by_length(pipeline, prompts):
+            if len(good) == LOOKED_AT and not (error and prompt.media):  # whose tokens nobody knows before
+                break
+            try:
+                good.append((prompt, _tokens(pipeline, prompt)))
+            except OverlongError as found:
+                overlong.append(found)
+            except BadPromptError as found:
+                why.append(str(found))
+        if error and overlong:
+            raise UserError(
+                f"data: {_named(overlong, len(prompts))}; shorten them or take them out of the data, raise the limit, "
+                "or set data.overlong to skip or cut"
+            )
         if not good:
-            raise UserError(f"data: none of the {len(seen)} longest prompts can be used; see what mmrl data says of it")
-        return max(good, key=lambda found: found[1])
+            first = [*map(str, overlong[:1]), *why[:1]][0]
+            raise UserError(f"data: none of {len(prompts)} prompts can be used; {first}")
+        notes = [f"{_named(overlong, len(prompts))}: they are left out (data.overlong)"] if overlong else []
+        return Longest(*max(good, key=lambda found: found[1]), notes)
 
     return longest
 
 
-def _characters(prompt: Prompt) -> int:
-    texts = (prompt.text, prompt.system or "", *(str(prompt.meta.get(name, "")) for name in TEXTS))
-    return sum(map(len, texts))
+def _named(overlong: Sequence[OverlongError], of: int) -> str:
+    names = ", ".join(error.prompt for error in overlong[:NAMED]) + (", ..." if len(overlong) > NAMED else "")
+    return f"{len(overlong)} of {of} prompts looked at are too long ({names}); of the first, {overlong[0].reason}"
 
 
-def _tokens(pipeline: TextPipeline, prompt: Prompt) -> int | None:
-    """Of the longest row with this prompt; None for one that would be left out. Raises ``UserError``."""
-    try:
-        keys = pipeline.encode([Slot(0, 0, 0, prompt)])
-    except BadPromptError:
-        return None
-    features = [pipeline.features.get(key) for key in keys]
-    pipeline.features.release(keys)
-    for key in keys:
-        pipeline.features.drop(key)
-    length = len(features[0]["input_ids"])
+def _by_length(pipeline: TextPipeline, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Those that probably have most tokens first: tokens of their texts, and about as many as their pictures have."""
+    most = len(prompts) if pipeline.recipe.data.overlong == "error" else MOST_COUNTED
+    if len(prompts) > most:
+        prompts = sorted(prompts, key=lambda p: sum(map(len, _texts(p))), reverse=True)
+    counted = pipeline.conditioner.count(["\n".join(_texts(p)) for p in prompts[:most]])
+    counted += [0] * (len(prompts) - len(counted))
+    pixels = [sum(medium.pixels or 0 for medium in p.media) for p in prompts]
+    ranked = sorted(range(len(prompts)), key=lambda n: counted[n] + pixels[n] / PIXELS, reverse=True)
+    return [prompts[n] for n in ranked]
+
+
+def _texts(prompt: Prompt) -> list[str]:
+    return [prompt.text, prompt.system or "", *(str(prompt.meta.get(name, "")) for name in TEXTS)]
+
+
+def _tokens(pipeline: TextPipeline, prompt: Prompt) -> int:
+    """Of the longest row with this prompt. Raises ``BadPromptError`` for one that would be left out."""
+    overlong = "skip" if pipeline.recipe.data.overlong == "error" else None  # all of them are to be named
+    prompt, features = pipeline.fitter.encode(prompt, pipeline.limit, overlong)
+    length = len(features["input_ids"])
     if pipeline.pairs is None:
         return length + pipeline.settings.max_new_tokens
-    return 2 * (length + max(len(features[1][name]) for name in TEXTS))
+    pair = pipeline.pairs.encoded(prompt, length)
+    return 2 * (length + max(len(pair[name]) for name in TEXTS))
 
 
 def _take_the_limit(pipeline: TextPipeline) -> None:
@@ -136,7 +168,7 @@ def _take_the_limit(pipeline: TextPipeline) -> None:
 
     conditioner.encode = encode_to_the_limit
     pipeline.settings = pipeline.settings.model_copy(update={"max_prompt_tokens": None})
-    pipeline.context = None
+    pipeline.context = pipeline.engine_context = None
 
 
 def _rehearsal(policy: nn.Module) -> Callable[..., Tensor]:

@@ -32,10 +32,8 @@ def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> R
             raise UserError("rollout.options: sampling in process has none; remove them, or set rollout.engine")
         return None
     options = dict(rollout.options)
-    prompt = recipe.decoding.max_prompt_tokens
-    length = prompt + recipe.decoding.max_new_tokens if prompt else min(context or 4096, 4096)
     given: dict[str, Any] = {
-        "max_model_len": options.pop("max_model_len", length),
+        "max_model_len": options.pop("max_model_len", engine_context(recipe, context)),
         "dtype": recipe.model.dtype,
         "lora_rank": recipe.model.lora.rank if recipe.model.lora else None,
     }
@@ -58,6 +56,16 @@ def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> R
     if recipe.train.backend != "replicated" and not recipe.placement.apart:
         engine.ready()
     return engine
+
+
+def engine_context(recipe: Recipe, context: int | None) -> int | None:
+    """Tokens of prompt and response that the recipe's engine takes; None where the training process samples."""
+    if recipe.rollout.engine == "transformers":
+        return None
+    prompt = recipe.decoding.max_prompt_tokens
+    length = prompt + recipe.decoding.max_new_tokens if prompt else min(context or 4096, 4096)
+    given = recipe.rollout.options.get("max_model_len")
+    return given if isinstance(given, int) else length
 
 
 def _beside_a_device(recipe: Recipe, given: dict[str, Any], options: dict[str, Any]) -> None:

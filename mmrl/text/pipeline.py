@@ -24,13 +24,13 @@ from mmrl.engines.context import Rows
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Clip, Completion, Request, RolloutEngine, Settings
 from mmrl.engines.standby import Standby, unfailing
-from mmrl.errors import UserError
 from mmrl.pipelines.protocol import Usage, Weights, What
 from mmrl.text import export, external, scoring
 from mmrl.text.critic import Critic
 from mmrl.text.drawing import Draw, uniforms, without
 from mmrl.text.features import PER_TOKEN, joined, key_of
 from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
+from mmrl.text.overlong import Fitter, Limit, limit_of
 from mmrl.text.pairs import Pairs, key_of_pair
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 
@@ -65,6 +65,10 @@ class Conditioner(Protocol):
         """Text without special tokens."""
         ...
 
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens each of bare ``texts`` has."""
+        ...
+
 
 class TextPipeline:
     """Final class; see ``mmrl.pipelines.protocol.Pipeline``. ``policy`` is the Hugging Face model, with LoRA or not."""
@@ -91,6 +95,8 @@ class TextPipeline:
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         self.context: int | None = getattr(self._text_config(), "max_position_embeddings", None)
+        self.engine_context: int | None = external.engine_context(recipe, self.context)
+        self.fitter = Fitter(conditioner, recipe.data.overlong)
         self.pairs = Pairs(self) if recipe.algorithm.trains_on == "pairs" else None
 
     # -- conditioning ------------------------------------------------------------------------------------------------
@@ -118,24 +124,14 @@ class TextPipeline:
         return keys
 
     def _encoded(self, prompt: Prompt) -> dict[str, Tensor]:
-        features = self.conditioner.encode(prompt)
-        self._check_length(prompt, len(features["input_ids"]))
-        return {name: tensor.to(self.device) for name, tensor in features.items()}
+        return {name: tensor.to(self.device) for name, tensor in self.fitter.encode(prompt, self.limit)[1].items()}
 
-    def _check_length(self, prompt: Prompt, length: int) -> None:
-        most = self.settings.max_prompt_tokens
-        if most is not None and length > most:
-            raise UserError(
-                f"the prompt {prompt.id} has {length} tokens, and sampling.max_prompt_tokens is {most}; shorten it, "
-                "take it out of the data, or raise the limit"
-            )
-        samples = self.pairs is None or self.recipe.eval.rewards
-        if samples and self.context is not None and length + self.settings.max_new_tokens > self.context:
-            raise UserError(
-                f"the prompt {prompt.id} has {length} tokens; with {self.settings.max_new_tokens} new ones "
-                f"(sampling.max_new_tokens) it does not fit into the model's context of {self.context}; shorten one of "
-                "the two, or set sampling.max_prompt_tokens to find such prompts by name"
-            )
+    @property
+    def limit(self) -> Limit | None:
+        """The most tokens of a prompt."""
+        settings, samples = self.settings, self.pairs is None or self.recipe.eval.rewards
+        context = self.context if samples else None  # pairs look at it themselves, with their responses
+        return limit_of(settings.max_prompt_tokens, settings.max_new_tokens, context, self.engine_context)
 
     def _text_config(self) -> Any:
         config: Any = self.policy.config
@@ -266,7 +262,8 @@ class TextPipeline:
     def _requests(self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int) -> list[Request]:
         """What the engine is asked; the media of a prompt are opened once for all its samples."""
         prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
-        opened = {k: (self.conditioner.render(p), *self.conditioner.media(p)) for k, p in prompts.items()}
+        shown = {k: self.fitter.shown(p, self.limit) for k, p in prompts.items()}
+        opened = {k: (self.conditioner.render(p), *self.conditioner.media(p)) for k, p in shown.items()}
         return [
             external.request(seed, sample, self.features.get(key)["input_ids"], *opened[key])
             for key, sample in zip((key_of(s.prompt) for s in slots), ids, strict=True)

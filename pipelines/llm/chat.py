@@ -55,6 +55,9 @@ class Chat:
     def decode(self, tokens: Sequence[int]) -> str:
         return self.saved.decode(tokens, skip_special_tokens=True)
 
+    def count(self, texts: Sequence[str]) -> list[int]:
+        return [len(ids) for ids in self.saved(list(texts), add_special_tokens=False).input_ids]
+
 
 def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
     """Load the model and tokenizer at ``path``. Raises ``UserError`` where they cannot chat."""

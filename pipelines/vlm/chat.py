@@ -78,10 +78,14 @@ class Chat:
     def decode(self, tokens: Sequence[int]) -> str:
         return self.saved.tokenizer.decode(tokens, skip_special_tokens=True)
 
+    def count(self, texts: Sequence[str]) -> list[int]:
+        return [len(ids) for ids in self.saved.tokenizer(list(texts), add_special_tokens=False).input_ids]
+
 
 def content_of(prompt: Prompt) -> list[dict[str, str]]:
-    """The parts of the user's message. Raises ``BadPromptError`` where placeholders and media do not match."""
-    asked = _PLACEHOLDER.findall(prompt.text)
+    """The parts of the user's message. Raises ``BadPromptError`` where placeholders and media do not match; of a prompt
+    without media ``<image>`` is text."""
+    asked = _PLACEHOLDER.findall(prompt.text) if prompt.media else []
     given = [m.kind for m in prompt.media]
     if not asked:
         return [*({"type": kind} for kind in given), {"type": "text", "text": prompt.text}]
