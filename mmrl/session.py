@@ -19,6 +19,7 @@ import torch
 
 from mmrl import checkpoint, early_stopping
 from mmrl.config.loader import LoadedRecipe
+from mmrl.config.masking import masked_override
 from mmrl.controller import Controller
 from mmrl.datasets.records import checked
 from mmrl.early_stopping import EarlyStop
@@ -35,6 +36,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Tracker, check_trackers, open_trackers
 from mmrl.run import build, load_prompts
 from mmrl.saving import saver_of
+from mmrl.secrets import masked, remember
 
 
 def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool = False) -> Path:
@@ -64,8 +66,9 @@ def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool
 
 
 def command(loaded: LoadedRecipe, out: Path) -> str:
-    """The command line that trains this recipe into ``out``."""
-    words = ["mmrl", "train", *map(str, loaded.paths), *loaded.overrides, "--out", str(out)]
+    """The command line that trains this recipe into ``out``, without its secrets."""
+    overrides = [masked_override(text, loaded.tree.values) for text in loaded.overrides]
+    words = ["mmrl", "train", *map(str, loaded.paths), *overrides, "--out", str(out)]
     return shlex.join(words)
 
 
@@ -111,7 +114,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     if loaded.recipe.optim.schedule == "linear":
         free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
     recipes = (json.loads(directory.resolved.read_text()), loaded.resolved())
-    before, now = (flatten(without_budgets(recipe)) for recipe in recipes)
+    before, now = (flatten(masked(without_budgets(recipe))) for recipe in recipes)
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     changed = [k for k in changed if k == "placement.staleness" or not {k, k.split(".")[0]} & free]
     if changed:
@@ -171,6 +174,7 @@ class Session:
         pulse: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.recipe, self.directory, self.pulse = loaded.recipe, directory, pulse
+        remember(loaded.tree.values)  # of a controller in a process of its own
         self.checkpoints = checkpoints or directory.checkpoints
         self.controller = controller or Controller(self.recipe.seed)
         with Progress(1, "load", "model") as progress:
