@@ -1,15 +1,18 @@
 """Secrets of a recipe: in no file of a run and not on the terminal, and asked for where they are needed again."""
 
+import io
 import json
 
 import pytest
 import yaml
+from rich.console import Console
 
 from mmrl import secrets, session
 from mmrl.config.loader import load_recipe
 from mmrl.config.masking import masked_document, masked_override
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.placement.plan import plan
 from mmrl.report.rundir import RunDir
 from mmrl.run import open_run
 from mmrl.secrets import MASK, given_again, hidden, is_secret, masked
@@ -142,3 +145,18 @@ def test_messages_of_a_recipe_that_cannot_run_hold_no_secret(tmp_path):
         load_recipe(["shapes-lora", tmp_path / "r.yaml"])
     assert "tr0ub4dor" in str(found.value)
     assert "tr0ub4dor" not in hidden(str(found.value))
+
+
+def test_a_plan_shows_no_secret(tmp_path):
+    (tmp_path / "r.yaml").write_text(
+        "rewards: [{name: jpeg:compressibility}, {name: http:score, options: {password: tr0ub4dor, token: $NO_SUCH}}]\n"
+    )
+    planned = plan(load_recipe(["shapes-lora", tmp_path / "r.yaml"], SMALL))
+    planned.problems.append("the reward refuses tr0ub4dor for https://me:open-sesame@example.org")
+    for short in (False, True):
+        planned.notes.append("tr0ub4dor")
+        console = Console(file=io.StringIO(), width=200)
+        planned.render(console, short=short)
+        assert "tr0ub4dor" not in console.file.getvalue()
+        assert "open-sesame" not in console.file.getvalue()
+        assert MASK in console.file.getvalue()
