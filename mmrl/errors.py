@@ -1,5 +1,21 @@
 """What a user can mend. The command line prints these without a traceback and exits with ``exit_code``."""
 
+import re
+
+MAX_TEXT = 2000
+_ESCAPES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]P_^X].*?(?:\x07|\x1b\\|$)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]",
+    re.DOTALL,
+)
+"""What a terminal obeys in place of showing it: colours, titles, the cursor, single control characters, the direction
+of writing. Not the end of a line and the tab."""
+
+
+def plain(text: str, most: int = MAX_TEXT) -> str:
+    """``text`` of others, as it may be printed and stored: without terminal escapes, ``most`` characters long."""
+    shown = _ESCAPES.sub("", text[: 16 * most])
+    return shown if len(shown) <= most else f"{shown[: most - 30]} ... ({len(text):,} characters)"
+
 
 class UserError(Exception):
     """Something in the user's hands is wrong; the message says what failed, why, and the edit that mends it."""

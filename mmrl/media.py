@@ -1,8 +1,8 @@
 """Pictures and clips that belong to a prompt: a reference to bytes, never the pixels themselves.
 
 A prompt carries ``Media``; the controller that owns the prompt opens it, once, and keeps what it was encoded to.
-``open_image`` and ``open_clip`` take media from strangers: sizes are checked before a pixel is decoded, clips are
-decoded in a process of their own under a deadline, and whatever is wrong with a medium is a ``BadMediaError``.
+``open_image`` and ``open_clip`` take media from strangers: sizes are checked before a pixel is decoded, decoding has a
+deadline, clips are decoded in a process of their own, and whatever is wrong with a medium is a ``BadMediaError``.
 """
 
 from __future__ import annotations
@@ -190,9 +190,12 @@ def probe_image(media: Media, limits: Limits = LIMITS, decode: bool = True) -> t
         return open_image(media, limits).size
     from PIL import Image
 
+    from mmrl.rewards.images import watched
+
     _expect(media, "image")
+    data = read_bytes(media, limits)
     try:
-        with Image.open(io.BytesIO(read_bytes(media, limits)), formats=IMAGE_FORMATS) as image:
+        with Image.open(watched(data), formats=IMAGE_FORMATS) as image:
             size = image.size
     except BadMediaError:
         raise

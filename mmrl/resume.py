@@ -12,6 +12,7 @@ from mmrl.divergence import CHANGEABLE, diverged
 from mmrl.errors import UserError
 from mmrl.judge.usage import without_budgets
 from mmrl.report.rundir import RunDir
+from mmrl.secrets import masked
 
 _LAYOUT = (
     *("backend", "tensor_parallel", "sequence_parallel", "context_parallel", "pipeline_parallel", "pipeline_chunks"),
@@ -33,8 +34,8 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     if loaded.recipe.optim.schedule == "linear":
         free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
     stored = json.loads(directory.resolved.read_text())
-    before, now = (flatten(without_budgets(recipe)) for recipe in (stored, loaded.resolved()))
-    filled = flatten(without_budgets(Recipe.model_validate(stored).model_dump(mode="json")))
+    before, now = (flatten(masked(without_budgets(recipe))) for recipe in (stored, loaded.resolved()))
+    filled = flatten(masked(without_budgets(Recipe.model_validate(stored).model_dump(mode="json"))))
     new = [key for key in sorted(now.keys() - before.keys()) if filled.get(key) == now[key]]
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and k not in new]
     changed = [k for k in changed if k == "placement.staleness" or not {k, k.split(".")[0]} & free]

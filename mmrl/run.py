@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.resampling import Attempts
 from mmrl.rewards.patience import Patience
 from mmrl.rewards.scoring import RewardSet
+from mmrl.secrets import given_again
 from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:
@@ -182,7 +184,8 @@ def open_run(path: Path) -> tuple[Recipe, RunDir]:
     """A finished or interrupted run's recipe. Raises ``UserError`` where ``path`` is no run."""
     directory = RunDir(path)
     try:
-        return Recipe.model_validate_json(directory.resolved.read_text()), directory
+        settings = given_again(json.loads(directory.resolved.read_text()))
+        return Recipe.model_validate_json(json.dumps(settings)), directory
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path} is no run directory: its resolved.json cannot be read ({error}); "

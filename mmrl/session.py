@@ -17,6 +17,7 @@ import torch
 from mmrl import checkpoint, early_stopping
 from mmrl.checkpoint import Saved
 from mmrl.config.loader import LoadedRecipe
+from mmrl.config.masking import masked_override
 from mmrl.controller import Controller
 from mmrl.datasets.records import checked
 from mmrl.divergence import Divergence, divergence, settle
@@ -37,6 +38,7 @@ from mmrl.rewards.patience import one_line, summary
 from mmrl.rewards.scoring import Failure
 from mmrl.run import build, load_prompts
 from mmrl.saving import saver_of
+from mmrl.secrets import remember
 from mmrl.stopping import Stop, stop_on_signal
 
 
@@ -79,8 +81,9 @@ def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool
 
 
 def command(loaded: LoadedRecipe, out: Path) -> str:
-    """The command line that trains this recipe into ``out``."""
-    words = ["mmrl", "train", *map(str, loaded.paths), *loaded.overrides, "--out", str(out)]
+    """The command line that trains this recipe into ``out``, without its secrets."""
+    overrides = [masked_override(text, loaded.tree.values) for text in loaded.overrides]
+    words = ["mmrl", "train", *map(str, loaded.paths), *overrides, "--out", str(out)]
     return shlex.join(words)
 
 
@@ -134,6 +137,7 @@ class Session:
         pulse: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.recipe, self.directory, self.pulse = loaded.recipe, directory, pulse
+        remember(loaded.tree.values)  # of a controller in a process of its own
         self.checkpoints = checkpoints or directory.checkpoints
         self.controller = controller or Controller(self.recipe.seed)
         with Progress(1, "load", "model") as progress:

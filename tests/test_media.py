@@ -520,3 +520,57 @@ def test_damage_of_any_sort_never_reaches_this_process(fmt, decoder):
             outcomes[False] += 1
     assert not hung
     assert min(outcomes.values()) > 10
+
+
+def many_scans(count: int, size: tuple[int, int] = (1024, 1024)) -> bytes:
+    """A progressive JPEG whose last scan comes again and again."""
+    data = encoded(Image.effect_noise(size, 3), "JPEG", progressive=True, quality=1)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * count + b"\xff\xd9"
+
+
+def many_chunks(count: int) -> bytes:
+    data = encoded(halves(), "PNG")
+    chunk = struct.pack(">I4sI", 0, b"teSt", zlib.crc32(b"teSt"))
+    return data[:33] + chunk * count + data[33:]
+
+
+def many_tiles(count: int) -> bytes:
+    """A TIFF of one row, whose pixels are strips of their own."""
+    entries = [(256, 3, 1, 1), (257, 4, 1, count), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1)]
+    entries += [(273, 3, count, 8 + 2 + 12 * 8 + 4), (278, 3, 1, 1), (279, 3, count, 8 + 2 + 12 * 8 + 4)]
+    table = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    return b"II*\0" + struct.pack("<IH", 8, len(entries)) + table + bytes(4) + b"\1\0" * count
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (many_scans(300), "a JPEG of 3[0-9]{2} scans; at most 64"),
+        (many_chunks(1_000_000), "not decoded within 0.2 s"),
+        (many_tiles(300_000), "a TIFF of 300000 strips or tiles"),
+    ],
+    ids=["scans", "chunks", "tiles"],
+)
+def test_little_data_that_makes_much_work_is_refused_soon(monkeypatch, data, why):
+    """Each takes seconds to decode; measured in seconds of this process, since others may have the machine."""
+    from mmrl.rewards import images
+
+    if "within" in why:
+        monkeypatch.setattr(images, "DECODE_S", 0.2)
+    began = time.process_time()
+    for opened in (picture, lambda data: mmrl.media.probe_image(Media("image", data=data), decode=False)):
+        with pytest.raises(BadMediaError, match=f"{why}|not a readable picture"):
+            opened(data)
+    with pytest.raises(BadMediaError, match=why):
+        picture(data)
+    assert time.process_time() - began < 1.5
+
+
+def test_thumbnails_are_no_scans():
+    thumbnail = encoded(halves(), "JPEG")
+    exif = Image.Exif()
+    exif[0x9286] = b"\xff\xda" * 1000 + thumbnail
+    data = encoded(halves(), "JPEG", exif=exif, progressive=True)
+    assert data.count(b"\xff\xda") > 1000
+    assert picture(data).size == halves().size

@@ -12,6 +12,7 @@ import torch
 import mmrl
 from mmrl.config.names import resolve_options
 from mmrl.config.schema import Reward
+from mmrl.rewards import loading
 from mmrl.rewards.contract import Span, Spans
 from mmrl.rewards.scoring import RewardError, RewardSet
 from mmrl.trajectory import Prompt, Sample, SampleId
@@ -268,3 +269,48 @@ def test_spans_hold_plain_numbers():
     assert Spans([(0, 2, 1), (2, 2, -1)]).spans == (Span(0, 2, 1.0), Span(2, 2, -1.0))
     with pytest.raises(ValueError, match="no piece"):
         Spans([(-1, 2, 0.0)])
+
+
+RUDE = """
+import threading, mmrl
+from mmrl.rewards.contract import Failed
+
+@mmrl.reward(inputs=('text',))
+def fails(samples, *, context):
+    return [Failed('\\x1b]0;title\\x07\\x1b[2Jred' + 'x' * 100_000) for _ in samples]
+
+@mmrl.reward(inputs=('text',))
+def raises(samples, *, context):
+    raise ValueError('\\x1b[31mred\\x1b[0m\\r\\x9b2J\\u202ewon' + 'x' * 100_000)
+
+@mmrl.reward(inputs=('text',))
+class hangs:
+    def score(self, samples, *, context):
+        return [1.0 for _ in samples]
+    def close(self):
+        threading.Event().wait()
+"""
+
+
+def test_what_a_reward_says_of_a_failure_is_bounded_and_moves_no_cursor(folder):
+    (folder / "rude.py").write_text(RUDE)
+    for name, start in (("fails", "red"), ("raises", "raised ValueError: red")):
+        (failure,) = rewards(folder, f"rude.py:{name}", on_failure="drop").score([sample(0, 0)], [[0]]).failures
+        assert failure.reason.startswith(start)
+        assert failure.reason.isprintable()
+        assert len(failure.reason) < 2500
+        with pytest.raises(RewardError) as found:
+            rewards(folder, f"rude.py:{name}", on_failure="fail").score([sample(0, 0)], [[0]])
+        assert str(found.value).replace("\n", "").isprintable()
+        assert len(str(found.value)) < 3000
+
+
+def test_a_close_that_hangs_is_given_up_and_named(folder, monkeypatch, capsys):
+    (folder / "rude.py").write_text(RUDE)
+    monkeypatch.setattr(loading, "CLOSE_S", 0.2)
+    set_ = rewards(folder, "rude.py:hangs")
+    assert set_.score([sample(0, 0)], [[0]]).total.tolist() == [1.0]
+    set_.close()
+    said = capsys.readouterr().err
+    assert "warning: close() of the reward rude.py:hangs" in said
+    assert "given up after 0.2 s" in said

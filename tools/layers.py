@@ -37,7 +37,7 @@ FOLDERS = {
 """Where modules lie, and the package they are in when mmrl runs: the drop-in folders join it."""
 
 LAYERS = {
-    "core": "mmrl _checkout _load _torchvision errors finite media samples trajectory controller.randomness "
+    "core": "mmrl _checkout _load _torchvision errors finite media samples secrets trajectory controller.randomness "
     "placement.hub placement.description report.clock report.notices pipelines.protocol rewards.contract "
     "engines.rollout",
     "config": "config.errors config.known_as config.layers config.sampling config.section",

@@ -16,6 +16,7 @@ import typer
 
 from mmrl.cli import data, judge, rewards, runs, shelf, simulate
 from mmrl.errors import UserError
+from mmrl.secrets import hidden
 
 QUIET = {
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin between operations starve their neighbours on a shared machine
@@ -75,7 +76,7 @@ def doctor() -> None:
 class _Stderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Onto the stderr of the moment, which a progress bar may have wrapped."""
-        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+        print(f"{record.levelname.lower()}: {hidden(record.getMessage())}", file=sys.stderr)
 
 
 def show_log(level: str) -> None:
@@ -100,7 +101,7 @@ def main() -> None:
         show_log(os.environ.get("MMRL_LOG", "warning"))
         app(prog_name="mmrl")
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {hidden(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

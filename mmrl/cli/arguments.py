@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmrl.errors import UserError
+from mmrl.secrets import remember
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,6 +95,7 @@ def reward_options(texts: Sequence[str] | None) -> dict[str, Any]:
             options[key] = parse_value(value)
         except ValueError as error:
             raise UserError(f"--options {key}: {error}") from None
+    remember(options)
     return options
 
 

@@ -23,8 +23,12 @@ from mmrl.config.names import (
     shipped_recipes,
 )
 from mmrl.config.schema import Recipe
+from mmrl.secrets import masks, remember
 
 __all__ = ["LoadedRecipe", "RecipeError", "find_recipe", "load_recipe", "resolve", "shipped_recipes"]
+
+
+_MASKED = "the secret is masked here, as in the recipe that a run keeps; write it anew, or name a variable: $NAME"
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,9 @@ def load_recipe(
     files = [find_recipe(str(path)) for path in paths]
     root = files[0].resolve().parent
     tree = read_layers(files, list(overrides))
+    remember(tree.values)
     findings = list(tree.findings)
+    findings += [Finding(tree.source(key), key, _MASKED) for key in masks(tree.values)]
     recipe = None
     try:
         recipe = Recipe.model_validate(prepare(tree.values) if prepare else tree.values)

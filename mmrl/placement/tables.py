@@ -10,6 +10,7 @@ from rich.table import Table
 
 from mmrl.placement.longest import longest
 from mmrl.placement.sharing import rows, shares
+from mmrl.secrets import hidden
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,14 +35,14 @@ def render_short(plan: Plan, console: Console) -> None:
     """What a run says before it begins."""
     for line in (_step(plan), _peak(plan), *plan.notes):
         if line:
-            console.print(line, markup=False, highlight=False)
+            console.print(hidden(line), markup=False, highlight=False)
 
 
 def render(plan: Plan, console: Console) -> None:
     """Everything, problems last."""
 
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(hidden(text), markup=False, highlight=False, soft_wrap=True)
 
     recipe = plan.recipe
     several = f", the first of {recipe.devices_per_controller} devices" if recipe.devices_per_controller > 1 else ""

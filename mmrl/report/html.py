@@ -23,6 +23,7 @@ from mmrl.report.progress import duration
 from mmrl.report.rundir import RunDir, looks_like_run, write_atomic
 from mmrl.report.texts import transcripts
 from mmrl.report.timeline import timeline
+from mmrl.secrets import hidden
 
 __all__ = ["curve_png", "write_report"]
 
@@ -109,7 +110,7 @@ def write_report(run: Path | str) -> Path:
         metrics=_last_values(found),
     )
     target = RunDir(run).report
-    write_atomic(target, html)
+    write_atomic(target, hidden(html))
     return target
 
 

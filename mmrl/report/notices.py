@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+from mmrl.secrets import hidden
+
 
 class Listener(Protocol):
     """Who hears what happens in this process. Called from any thread."""
@@ -31,6 +33,7 @@ def listen(listener: Listener | None) -> None:
 
 def tell(line: str) -> None:
     """Print ``line`` on stderr, and have whoever watches this process hear it."""
+    line = hidden(line)
     print(line, file=sys.stderr, flush=True)
     if _listener is not None:
         _listener.tell(line)

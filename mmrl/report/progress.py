@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from mmrl.report.metrics import of_pairs
+from mmrl.secrets import hidden
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -86,6 +87,7 @@ class Progress:
 
     def line(self, text: str) -> None:
         """Print a line that stays, above the bar."""
+        text = hidden(text)
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:

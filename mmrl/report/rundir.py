@@ -28,7 +28,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
+from mmrl.config.masking import masked_document, masked_override
 from mmrl.errors import UserError
+from mmrl.secrets import hidden, masked
 
 FILES = (
     "recipe.yaml",
@@ -116,11 +118,15 @@ class RunDir:
         self.close()
 
     def write_recipe(self, recipes: Sequence[Path], overrides: Sequence[str], resolved: Mapping[str, Any]) -> None:
-        """Keep the recipe files as given (overlays as further YAML documents), the overrides and the whole outcome."""
-        head = [f"{_OVERRIDE}{_one_line(text)}" for text in overrides]
-        parts = [f"# {_one_line(p.name)}\n{p.read_text(encoding='utf-8').rstrip()}" for p in map(Path, recipes)]
+        """Keep the recipe files as given (overlays as further YAML documents), the overrides and the whole outcome.
+
+        Secrets are masked in all of them.
+        """
+        head = [f"{_OVERRIDE}{_one_line(masked_override(text, resolved))}" for text in overrides]
+        texts = [masked_document(path.read_text(encoding="utf-8"), resolved).rstrip() for path in recipes]
+        parts = [f"# {_one_line(path.name)}\n{text}" for path, text in zip(recipes, texts, strict=True)]
         write_atomic(self.recipe, "\n".join([*head, "\n---\n".join(parts), ""]))
-        write_atomic(self.resolved, json.dumps(resolved, indent=2, ensure_ascii=False) + "\n")
+        write_atomic(self.resolved, json.dumps(masked(resolved), indent=2, ensure_ascii=False) + "\n")
 
     def overrides(self) -> list[str]:
         """The ``a.b=c`` of the command line that started the run, from recipe.yaml."""
@@ -139,7 +145,7 @@ class RunDir:
 
     def failure(self, step: int, kind: str, name: str, error: str, **more: Any) -> None:
         """Name one thing that was left out: ``kind`` is reward, record, ...; ``more`` holds JSON values."""
-        row = {"step": step, "kind": kind, "name": name, "error": error, **more}
+        row = {"step": step, "kind": kind, "name": name, "error": hidden(error), **more}
         with self.failures.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 

@@ -19,7 +19,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
-from mmrl.errors import UserError
+from mmrl.errors import UserError, plain
 from mmrl.rewards.contract import Context, Failed, Span, Spans
 from mmrl.rewards.loading import Loaded, describe, place_of
 from mmrl.rewards.views import views
@@ -163,9 +163,7 @@ class Caller:
         until = time.monotonic() + _GRACE_S
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0.0))
-        close = getattr(getattr(self.reward.call, "__self__", None), "close", None)
-        if callable(close):
-            close()
+        self.reward.close()
 
     def _attempt(self, samples: list[Sample], context: Context) -> Any:
         if self.reward.is_async:
@@ -189,7 +187,7 @@ class Caller:
         if isinstance(error, _DeadlineError):
             raise self._too_slow(len(samples))
         if isinstance(error, UserError):
-            raise BatchError(str(error), "") from error
+            raise BatchError(plain(str(error)), "") from error
         place = place_of(error, self.reward.file)
         raise BatchError(f"raised {describe(error)} at {place}", f"mend {place}") from error
 
@@ -371,7 +369,7 @@ def _number(value: Any, index: int, what: str, mend: str) -> tuple[float, str | 
     if value is None:
         return NAN, "returned None"
     if isinstance(value, Failed):
-        return NAN, value.reason
+        return NAN, plain(str(value.reason))
     try:
         if isinstance(value, str | bytes):
             raise TypeError

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import re
+import struct
+import time
 import warnings
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -12,6 +16,13 @@ if TYPE_CHECKING:
     import torch
 
 MAX_PIXELS = 4096 * 4096
+DECODE_S = 20.0
+"""How long a picture may take to decode; one of ``MAX_PIXELS`` takes about a second."""
+MAX_SCANS = 64
+"""Of a JPEG. Each goes over the whole picture, however few bytes it has; encoders write about ten."""
+MAX_PIECES = 2**16
+"""Strips or tiles of a TIFF."""
+_MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])")
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 # Pillow's own warnings on size and metadata: both are judged here. Set once, since catch_warnings is not thread-safe.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -28,11 +39,12 @@ def read_rgb(
 ) -> tuple[Image.Image, str | None]:
     """Read a picture as RGB, and say what had to be changed for that (None: nothing).
 
-    ``formats`` are the decoders allowed (None: all). The size is checked before a pixel is decoded. Raises
-    ``BadImageError``.
+    ``formats`` are the decoders allowed (None: all). The size and the work are checked before a pixel is decoded,
+    which then has a deadline. Raises ``BadImageError``.
     """
     try:
-        with Image.open(source, formats=formats) as image:
+        file = watched(source.read_bytes() if isinstance(source, Path) else source.read())
+        with Image.open(file, formats=formats) as image:
             pixels = image.width * image.height
             if pixels > max_pixels:
                 raise BadImageError(f"{image.width} x {image.height} pixels; at most {max_pixels:,} are read")
@@ -50,6 +62,54 @@ def read_rgb(
     if turned.size != rgb.size or turned.getexif() != rgb.getexif():
         notes.append("turned as its EXIF says")
     return turned, ", ".join(notes) or None
+
+
+class _Watched(io.BytesIO):
+    """A file in memory that cannot be read after its deadline.
+
+    Decoders read in small pieces wherever a file can make them work for long, apart from what ``watched`` refuses.
+    """
+
+    until = float("inf")
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if time.monotonic() > self.until:
+            raise BadImageError(f"not decoded within {DECODE_S:g} s")
+        return super().read(size)
+
+
+def watched(data: bytes) -> IO[bytes]:
+    """A file to decode ``data`` from. Raises ``BadImageError`` for little data that would make much work."""
+    if data[:2] == b"\xff\xd8" and data.count(b"\xff\xda") > MAX_SCANS and (scans := _scans(data)) > MAX_SCANS:
+        raise BadImageError(f"a JPEG of {scans} scans; at most {MAX_SCANS} are read; save it anew")
+    if data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+") and (pieces := _pieces(data)) > MAX_PIECES:
+        raise BadImageError(f"a TIFF of {pieces} strips or tiles; at most {MAX_PIECES:,} are read; save it anew")
+    file = _Watched(data)
+    file.until = time.monotonic() + DECODE_S
+    return file
+
+
+def _scans(data: bytes) -> int:
+    """The scans of a JPEG: thumbnails and profiles, which lie in segments, do not count."""
+    scans, at = 0, 2
+    while (found := _MARKER.search(data, at)) and found[1] != b"\xd9":
+        scans += found[1] == b"\xda"
+        at = found.end() + int.from_bytes(data[found.end() : found.end() + 2], "big")
+    return scans
+
+
+def _pieces(data: bytes) -> int:
+    """The most strips or tiles that the first directory of a TIFF names."""
+    order, big = "<" if data[:1] == b"I" else ">", b"+" in data[2:4]
+    offset, number, entry = ("Q", "Q", "HHQ8x") if big else ("I", "H", "HHI4x")
+    try:
+        (start,) = struct.unpack_from(order + offset, data, 8 if big else 4)
+        (entries,) = struct.unpack_from(order + number, data, start)
+        first, size = start + struct.calcsize(order + number), struct.calcsize(order + entry)
+        found = (struct.unpack_from(order + entry, data, first + i * size) for i in range(min(entries, 2**16)))
+        return max((count for tag, _, count in found if tag in (273, 279, 324, 325)), default=0)
+    except struct.error:  # cut off: Pillow says so
+        return 0
 
 
 def read_clip(source: Path) -> tuple[Image.Image, ...]:

@@ -11,15 +11,19 @@ import inspect
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from mmrl import _load
-from mmrl.errors import UserError
+from mmrl.errors import UserError, plain
+from mmrl.report.notices import tell
 from mmrl.rewards.contract import Declaration, Input, declaration_of
 
+CLOSE_S = 10.0
+"""What a reward's own ``close`` may take."""
 _FORM = "def score(samples, *, context)"
 T = TypeVar("T")
 _PARSING = threading.Lock()
@@ -81,6 +85,25 @@ class Loaded:
         if self.sleeper is not None:
             self.sleeper.wake()
         return self
+
+    def close(self) -> None:
+        """Have it close what it holds, where it has a method ``close``: in a thread, since that may hang."""
+        close = getattr(getattr(self.call, "__self__", None), "close", None)
+        if not callable(close):
+            return
+        closed: Future[object] = Future()
+
+        def run() -> None:
+            try:
+                closed.set_result(close())
+            except BaseException as error:  # raised below
+                closed.set_exception(error)
+
+        threading.Thread(target=run, name="mmrl-reward-close", daemon=True).start()
+        if wait([closed], CLOSE_S).done:
+            closed.result()
+        else:
+            tell(f"warning: close() of the reward {self.name} ({self.place}) hangs; given up after {CLOSE_S:g} s")
 
 
 def find(name: str, root: Path | None = None) -> Found:
@@ -153,8 +176,8 @@ def asked_of_options(found: Found, ask: Callable[[], T]) -> T:
 
 
 def describe(error: BaseException) -> str:
-    """``ValueError: what it says``."""
-    text = str(error).strip()
+    """``ValueError: what it says``, fit to be printed."""
+    text = plain(str(error)).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

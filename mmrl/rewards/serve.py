@@ -1,13 +1,15 @@
 """Put any reward behind HTTP (``mmrl serve``), with the standard library's server. Imports no torch.
 
 What comes in may be hostile: sizes are bounded before anything is read or decoded, pictures are PNG only, nothing is
-unpickled. Without a token the server stays on the loopback interface. The format is in ``mmrl/rewards/wire.py``.
+unpickled; ``mmrl/rewards/room.py`` bounds time, connections and memory. Without a token the server stays on the
+loopback interface. The format is in ``mmrl/rewards/wire.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import io
 import ipaddress
 import json
 import math
@@ -26,12 +28,12 @@ from mmrl.rewards.calling import NAN, Answer, Caller
 from mmrl.rewards.contract import Context, Span
 from mmrl.rewards.images import MAX_PIXELS
 from mmrl.rewards.loading import build, find
+from mmrl.rewards.room import MAX_CONNECTIONS, PATIENCE_S, Connection, Room, Turns
 
 MAX_BYTES = 128 * 2**20
 """Of one request. About 60 pictures of 1024 x 1024."""
 MAX_REQUESTS = 8
-"""Under way at once; more are told to come again (503)."""
-_READ_S = 120.0
+"""Whole ones that are decoded or scored at once; the others wait, and are told to come again (503)."""
 _LINGER_S = 2.0
 
 
@@ -43,7 +45,7 @@ class RewardServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    request_queue_size = 64
+    request_queue_size = MAX_CONNECTIONS
 
     def __init__(
         self,
@@ -67,7 +69,9 @@ class RewardServer(ThreadingHTTPServer):
         self.reward = build(find(name), dict(options or {})).awake()
         self.device = device
         self.caller = Caller(self.reward, timeout_s)
-        self.slots = threading.BoundedSemaphore(MAX_REQUESTS)
+        self.room, self.slots = Room(), Turns(MAX_REQUESTS)
+        self.decoding = threading.Lock()
+        """One at a time: JSON takes several times its size while it is read."""
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -149,8 +153,33 @@ class RewardServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: RewardServer  # type: ignore[assignment]
     protocol_version = "HTTP/1.1"
-    timeout = 60
-    """Seconds for which a client may say nothing."""
+    disable_nagle_algorithm = True
+    wbufsize = 2**16
+    """Head and body go out together: apart, the second waits 40 ms for the acknowledgement of the first."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.client = Connection(self.connection)
+        self.rfile = io.BufferedReader(self.client)
+
+    def handle(self) -> None:
+        if not self.server.room.enter(self.client):
+            self.wfile.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+            return
+        try:
+            super().handle()
+        finally:
+            self.server.room.leave(self.client)
+
+    def handle_one_request(self) -> None:
+        self.client.expect_head()
+        super().handle_one_request()
+
+    def handle_expect_100(self) -> bool:
+        going_on = super().handle_expect_100()
+        self.wfile.flush()
+        return going_on
 
     def do_GET(self) -> None:
         if self.path != "/health":
@@ -171,34 +200,49 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(411, "send the body with a Content-Length")
         if len(length) > 18 or int(length) > self.server.max_bytes:
             return self._refuse(413, f"{length[:18]} bytes; at most {self.server.max_bytes}: lower batch_size")
-        if not self.server.slots.acquire(timeout=self.timeout):
+        self.client.expect_body()
+        try:
+            self._score(int(length))
+        finally:
+            self.server.room.give_back(self.client)
+
+    def _body(self, length: int) -> bytearray | None:
+        """None where the client went silent or away, or there is no memory for it."""
+        body = bytearray()  # grows: one of the declared length would be written over with zeros at once
+        with contextlib.suppress(TimeoutError):
+            while len(body) < length:
+                chunk = self.rfile.read1(min(length - len(body), 2**18))  # type: ignore[attr-defined]
+                if not chunk or not self.server.room.take(self.client, len(chunk)):
+                    break
+                body += chunk
+        self.client.reading = False
+        return body if len(body) == length else None
+
+    def _score(self, length: int) -> None:
+        body = self._body(length)
+        if body is None:
+            return self._refuse(400, f"the body ended, or took too long, before its {length} bytes were there")
+        if not self.server.slots.acquire(timeout=PATIENCE_S):
             return self._refuse(503, f"{MAX_REQUESTS} requests are under way; try again")
         try:
-            self._score(self._body(int(length)), int(length))
+            status, answer = self._scored(body)
         finally:
             self.server.slots.release()
+        self._answer(status, answer)
 
-    def _body(self, length: int) -> bytes:
-        body, until = bytearray(), time.monotonic() + _READ_S
-        while len(body) < length and time.monotonic() < until:
-            chunk = self.rfile.read1(min(length - len(body), 2**20))  # type: ignore[attr-defined]
-            if not chunk:
-                break
-            body += chunk
-        return bytes(body)
-
-    def _score(self, body: bytes, length: int) -> None:
-        if len(body) != length:
-            return self._refuse(400, f"the body ended, or took too long, after {len(body)} of {length} bytes")
+    def _scored(self, body: bytearray) -> tuple[int, bytes]:
+        server = self.server
+        tensor = "tensor" in server.reward.declaration.inputs
         try:
-            wants_tensor = "tensor" in self.server.reward.declaration.inputs
-            request = wire.decode_request(body, max_pixels=self.server.max_pixels, tensor=wants_tensor)
+            with server.decoding:
+                request = wire.decode_request(body, max_pixels=server.max_pixels, tensor=tensor)
+                if not server.room.take(self.client, wire.picture_bytes(request, tensor)):
+                    return 503, _error("the memory for requests is taken; try again, or lower batch_size")
+            return 200, wire.encode_reply(server.score(request))
         except wire.WireError as error:
-            return self._answer(400, _error(str(error)))
-        try:
-            self._answer(200, wire.encode_reply(self.server.score(request)))
+            return 400, _error(str(error))
         except RuntimeError as error:
-            self._answer(500, _error(str(error)))
+            return 500, _error(str(error))
 
     def _authorised(self) -> bool:
         if not self.server.token:
@@ -207,6 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
         return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {self.server.token}".encode())
 
     def _answer(self, status: int, body: bytes) -> None:
+        self.connection.settimeout(PATIENCE_S)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

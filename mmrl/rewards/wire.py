@@ -20,6 +20,7 @@ import binascii
 import io
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,11 @@ VERSION = 1
 MAX_SAMPLES = 4096
 MAX_TOTAL_PIXELS = 8 * MAX_PIXELS
 """Decoded for one request (128 pictures of 1024 x 1024): a few kB of PNG can hold any number of equal pixels."""
+MAX_VALUES = 2**22
+"""In one message, counted by what stands before each, commas in texts too: ``[],`` takes 20 times its size."""
+MAX_WIDE_BYTES = 32 * 2**20
+"""Of a message with characters beyond ASCII, base64 apart: one of them can make a whole text four times as large."""
+_BASE64 = re.compile(rb'"[A-Za-z0-9+/=]{1024,}"')
 
 
 class WireError(ValueError):
@@ -104,7 +110,7 @@ def encode_and_weigh(samples: Sequence[Sample], groups: Sequence[Sequence[int]],
         raise WireError(f"a prompt's meta cannot be written as JSON: {error}; keep JSON values in it") from None
 
 
-def decode_request(body: bytes, *, max_pixels: int = MAX_PIXELS, tensor: bool = False) -> Request:
+def decode_request(body: bytes | bytearray, *, max_pixels: int = MAX_PIXELS, tensor: bool = False) -> Request:
     """Read a body that may be hostile; ``tensor`` also makes ``sample.tensor``. Raises ``WireError``."""
     message = _versioned(body)
     items = _typed(message.get("samples"), list, "samples")
@@ -132,6 +138,12 @@ def decode_request(body: bytes, *, max_pixels: int = MAX_PIXELS, tensor: bool = 
         if decoded > MAX_TOTAL_PIXELS:
             raise WireError(f"samples: more than {MAX_TOTAL_PIXELS:,} pixels in one request; lower batch_size")
     return Request(samples, errors, groups, _typed(message.get("step", -1), int, "step"))
+
+
+def picture_bytes(request: Request, tensor: bool) -> int:
+    """The memory that the decoded pictures of a request take."""
+    pictures = [p for s in request.samples if s is not None for p in (s.image, *(s.video or ())) if p is not None]
+    return sum(p.width * p.height for p in pictures) * (16 if tensor else 4)
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -164,7 +176,20 @@ def _dump(message: Any) -> bytes:
     return json.dumps(message, allow_nan=False, separators=(",", ":")).encode("utf-8")
 
 
-def _versioned(body: bytes) -> dict[str, Any]:
+def _check_size(body: bytes | bytearray) -> None:
+    """Refuse what would take many times its size in memory, before it is read."""
+    if body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_VALUES:
+        raise WireError(f"more than {MAX_VALUES:,} values in one message; lower batch_size")
+    if len(body) > MAX_WIDE_BYTES:
+        text = len(body)
+        if body.isascii():
+            text -= sum(m.end() - m.start() for m in _BASE64.finditer(body)) if b"\\u" in body else text
+        if text > MAX_WIDE_BYTES:
+            raise WireError(f"more than {MAX_WIDE_BYTES:,} bytes of text beyond ASCII; lower batch_size")
+
+
+def _versioned(body: bytes | bytearray) -> dict[str, Any]:
+    _check_size(body)
     try:
         message = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

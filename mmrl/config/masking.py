@@ -1,0 +1,37 @@
+"""A recipe's text, and the command line's settings, as a run keeps them: with its secrets masked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from mmrl.config.layers import parse_key, parse_value
+from mmrl.secrets import mask_text, masked
+
+
+def masked_document(text: str, settings: Mapping[str, Any]) -> str:
+    """A recipe file without the secrets of ``settings``; comments and order stay where the text can be kept."""
+    shown = mask_text(text, settings)
+    values = masked(_parsed(text))
+    if values is None or _parsed(shown) == values:
+        return shown
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)  # for a tag, an escape, a folded text
+
+
+def masked_override(text: str, settings: Mapping[str, Any]) -> str:
+    """A ``key=value`` without the secrets of ``settings``."""
+    shown = mask_text(text, settings)
+    key, _, value = shown.partition("=")
+    names = [part for part in parse_key(key.strip()) or () if isinstance(part, str)]
+    safe = masked(_parsed(text.partition("=")[2].strip()), names[-1] if names else "")
+    return shown if safe == _parsed(value.strip()) else f"{key}={json.dumps(safe, ensure_ascii=False)}"
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return parse_value(text)
+    except ValueError:  # the recipe could not be read either
+        return None

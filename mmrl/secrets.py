@@ -1,0 +1,110 @@
+"""Secrets of a recipe: known by the names of their options, and hidden wherever a run writes or prints.
+
+A secret is what stands under a name such as ``api_key``, ``hf_token``, ``password`` or ``client_secret``, and the user
+and password in an address. ``$NAME``, an environment variable, is none: that is how a recipe should give one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mmrl.errors import UserError
+
+MASK = "<secret>"
+"""Plain text in YAML too, in lists and mappings."""
+_NAME = re.compile(
+    r"(^|[_-])(secret|passw(or)?d|passphrase|authorization|credentials?)$"
+    r"|(^|(api|auth|access|hf|hub|bearer|refresh|session|write|read|wandb|github|gitlab|bot|user|id)[_-]?)token$"
+    r"|(api|access|secret|private|auth|account|signing|encryption|license|hf|wandb|openai|anthropic)[_-]?key$",
+    re.IGNORECASE,
+)
+_MAYBE = re.compile(r"(token|key|secret|password)s?$", re.IGNORECASE)
+"""Names that other things have too (``key: answer``): what looks drawn at random is a secret."""
+_RANDOM = re.compile(r"(?=\S*[0-9])(?=\S*[A-Za-z])[^\s<>|{}]{16,}")
+_USER = re.compile(r"(?<=://)[^/\s@'\"<>]+(?=@)")
+_known: set[str] = set()
+
+
+def is_secret(name: str, value: object) -> bool:
+    """Whether an option ``name`` with this value holds a secret."""
+    if not isinstance(value, str | int) or isinstance(value, bool) or str(value).startswith("$") or value in ("", MASK):
+        return False
+    return bool(_NAME.search(name) or (_MAYBE.search(name) and _RANDOM.fullmatch(str(value))))
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """The same settings with ``<secret>`` for each secret."""
+    if isinstance(value, Mapping):
+        return {key: masked(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(inner, name) for inner in value]
+    if is_secret(name, value):
+        return MASK
+    return _USER.sub(MASK, value) if isinstance(value, str) else value
+
+
+def masks(settings: Any) -> list[tuple[Any, ...]]:
+    """Where settings hold a mask in place of a secret: the keys that lead there."""
+    return [path for path, _, value in _leaves(settings) if isinstance(value, str) and _masked(value)]
+
+
+def _masked(value: str) -> bool:
+    return value == MASK or f"://{MASK}@" in value
+
+
+def remember(settings: Any) -> None:
+    """Hide the secrets of ``settings`` from now on in what this process writes and prints."""
+    _known.update(str(value) for _, name, value in _leaves(settings) if is_secret(name, value))
+
+
+def hidden(text: str) -> str:
+    """``text`` without the secrets that this process knows, and without users and passwords in addresses."""
+    for secret in sorted(_known, key=len, reverse=True):
+        if len(secret) >= 6:  # a shorter one may be a part of any word
+            text = text.replace(secret, MASK)
+    return _USER.sub(MASK, text) if "://" in text else text
+
+
+def mask_text(text: str, settings: Any) -> str:
+    """The text of a recipe, or of one ``key=value``, with ``<secret>`` for each secret of its ``settings``."""
+    for _, name, value in _leaves(settings):
+        if is_secret(name, value):
+            before = rf"({re.escape(name)}[\"']?\s*[:=]\s*[\"']?){re.escape(str(value))}(?![\w])"
+            text = re.sub(before, lambda found: found[1] + MASK, text)
+    return hidden(text)
+
+
+def given_again(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a stored run with its secrets, which the environment gives. Raises ``UserError``."""
+    lacks = []
+    for path in masks(settings):
+        variable = "MMRL_" + "_".join(map(str, path)).upper()
+        if variable not in os.environ:
+            lacks.append(variable)
+            continue
+        inner: Any = settings
+        for part in path[:-1]:
+            inner = inner[part]
+        inner[path[-1]] = os.environ[variable]
+    if lacks:
+        raise UserError(
+            "the run directory does not hold the secrets of its recipe: set the environment "
+            f"variable{'s' if len(lacks) > 1 else ''} {', '.join(lacks)} (with token: $NAME in a recipe none is needed)"
+        )
+    remember(settings)
+    return settings
+
+
+def _leaves(value: Any, path: tuple[str | int, ...] = (), name: str = "") -> Iterator[tuple[tuple[Any, ...], str, Any]]:
+    """Each single value with the keys that lead to it and the last of them that is a name."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key), str(key))
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            yield from _leaves(inner, (*path, i), name)
+    else:
+        yield path, name, value
