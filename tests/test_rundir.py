@@ -17,9 +17,10 @@ import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.report.durations import duration
 from mmrl.report.grids import write_samples
 from mmrl.report.metrics import METRICS, MetricsLog, describe, read
-from mmrl.report.progress import Progress, duration, status_line
+from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir, looks_like_run, write_atomic
 from mmrl.report.trackers import check_trackers, open_trackers
 

@@ -38,9 +38,9 @@ FOLDERS = {
 
 LAYERS = {
     "core": "mmrl _checkout _load _torchvision errors finite media samples secrets trajectory controller.randomness "
-    "placement.hub placement.description report.clock report.notices pipelines.protocol rewards.contract "
-    "engines.rollout",
-    "config": "config.errors config.known_as config.layers config.sampling config.section",
+    "placement.hub placement.description report.clock report.durations report.notices pipelines.protocol "
+    "rewards.contract engines.rollout",
+    "config": "config.errors config.known_as config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms config.algorithms config.picture_algorithms",
     "recipe": "config",
     "datasets, rewards, judge": "datasets rewards judge",

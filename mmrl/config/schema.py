@@ -23,6 +23,7 @@ from pydantic import (
 from mmrl.config.algorithms import Algorithm
 from mmrl.config.dtype import Dtype, with_choice
 from mmrl.config.picture_algorithms import DiffusionNFT, DRaFT, FlowGRPO
+from mmrl.config.rollout import Partial, Rollout
 from mmrl.config.sampling import Sampling, Sde, TextSampling, Window, kind_of
 from mmrl.config.section import (
     MOST_REWARDS,
@@ -37,7 +38,18 @@ from mmrl.config.section import (
     Section,
 )
 
-__all__ = ["DRaFT", "DiffusionNFT", "FlowGRPO", "Sampling", "Sde", "Section", "TextSampling", "Window"]
+__all__ = [
+    "DRaFT",
+    "DiffusionNFT",
+    "FlowGRPO",
+    "Partial",
+    "Rollout",
+    "Sampling",
+    "Sde",
+    "Section",
+    "TextSampling",
+    "Window",
+]
 
 Makes = Literal["text", "image", "video"]
 """What a pipeline's samples are."""
@@ -124,35 +136,6 @@ def _trains_on_pairs(algorithm: Any) -> bool:
     name = algorithm.get("type") if isinstance(algorithm, Mapping) else getattr(algorithm, "type", None)
     sections: tuple[type[AlgorithmSection], ...] = get_args(get_args(Algorithm)[0])
     return any(s.kind == "offline" and s.model_fields["type"].default == name for s in sections)
-
-
-class Partial(Section):
-    """Cut long responses and go on with them in the next step, under the weights of then (partial rollout)."""
-
-    cut_after: Count
-    """Tokens drawn for a response at a time."""
-    extra: Many
-    """Groups in flight beyond train.prompts_per_step: the step trains on the first that are whole."""
-    pools: Many = 1
-    """Parts that a step's slots and ``extra`` are divided into; each has a flight of its own, on one controller. What
-    is trained on depends on their number and not on that of controllers, which must divide it."""
-
-
-class Rollout(Section):
-    """What samples text: the training process itself, or an engine with weights of its own."""
-
-    engine: Literal["transformers", "vllm", "vllm_server", "sglang"] = "transformers"
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the engine."""
-    importance: Literal["auto", "token", "sequence", "none"] = "auto"
-    """Truncated importance sampling against the gap between engine and trainer; ``auto`` is ``token`` for an engine
-    with weights of its own, and ``none`` in process."""
-    importance_cap: PositiveFloat = 2.0
-    update_bucket_mib: Count = 512
-    """MiB of weights that are gathered before they go on to an engine with weights of its own: a tensor that is larger
-    goes alone."""
-    partial: Partial | None = None
-    """None waits for the longest response of every step."""
 
 
 def _number_or_auto(value: Any) -> Any:

@@ -7,6 +7,7 @@ rubric. Text that tries neither stays as it is, byte for byte. Pure functions of
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -91,12 +92,12 @@ def fence_of(seed: int, texts: Sequence[str | None]) -> str:
     The same question has the same one, in a run that is repeated or resumed too; whoever wrote one of the texts cannot
     have known it.
     """
-    for attempt in range(1000):
+    for attempt in itertools.count():
         content = json.dumps([seed, attempt, *texts])
         fence = hashlib.blake2b(content.encode(), digest_size=4).hexdigest()
         if not any(text and fence in text for text in texts):
-            break
-    return fence
+            return fence
+    raise AssertionError("itertools.count has no end")
 
 
 def _any(patterns: Iterable[str]) -> re.Pattern[str] | None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+from mmrl.report.durations import duration
 from mmrl.report.metrics import of_pairs
 from mmrl.secrets import hidden
 
@@ -209,18 +210,6 @@ def status_line(
     if eta is not None and step < total and not brief:
         parts.append(f"{duration(eta)} left")
     return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
-    if not math.isfinite(seconds):
-        return "?"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def _number(value: float) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from mmrl.config.schema import Scoring as Settings
 from mmrl.errors import UnscoredError
 from mmrl.report import notices
-from mmrl.report.progress import duration
+from mmrl.report.durations import duration
 
 FIRST_PAUSE_S = 1.0
 """Seconds before the failed samples are asked for again; doubled each time, up to ``LONGEST_PAUSE_S``."""
