@@ -2,6 +2,7 @@
 
 import faulthandler
 import hashlib
+import json
 import resource
 import shutil
 import signal
@@ -255,6 +256,8 @@ def test_a_checkpoint_in_shards_goes_on_with_another_number_and_a_torn_one_is_pa
     for harm in damage.ALL:  # of one rank's shard
         newer = folder / "step_000003"
         shutil.copytree(folder / "step_000002", newer)
+        manifest = json.loads((newer / "manifest.json").read_text())
+        (newer / "manifest.json").write_text(json.dumps(manifest | {"step": 3}))  # which decides, not the name
         says = harm(newer, newer / "shard-00002-model-00001-of-00001.safetensors")
         assert says in damage.passed_over(folder, 2, 3)
         shutil.rmtree(newer)

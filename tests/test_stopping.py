@@ -18,6 +18,14 @@ from tests.recipes import ROOT
 from tests.test_divergence import PICTURES
 
 
+@pytest.fixture(autouse=True)
+def not_under_nohup():
+    """Under ``nohup`` SIGHUP is ignored, and mmrl leaves it so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def send(number):
     os.kill(os.getpid(), number)
 

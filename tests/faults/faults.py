@@ -83,8 +83,8 @@ FAULTS = [
     Fault(
         "dropped sample counted as 0",
         "mmrl.rewards.underway:Scoring._gather",
-        "raw[row] = NAN",
-        "raw[row] = 0.0",
+        "torch.full((len(self.samples),), NAN, dtype=torch.float64)",
+        "torch.zeros((len(self.samples),), dtype=torch.float64)",
         ("tests/test_rewards.py::test_a_bad_reward_stops_the_run_or_drops_samples_and_never_scores_0[wrong length]",),
     ),
     Fault(
