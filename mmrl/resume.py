@@ -19,13 +19,15 @@ _LAYOUT = (
     *("expert_parallel", "distributed_optimizer", "steps_per_forward"),
 )
 """Of ``train``, how weights and rows lie on devices, and how many go through a model at once."""
+_BEFORE = {"algorithm.guidance": "sampling", "algorithm.last_level": False, "algorithm.t_min": 0.0}
+"""What versions did that did not have these keys, where it is not today's default."""
 
 
 def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     """Refuse to go on with another recipe than the run's, but for how long it runs, where, and what it shows.
 
-    A key that the run's version of mmrl did not have counts as its default, and is named on the terminal. Raises
-    ``UserError`` naming the keys that differ.
+    A key that the run's version of mmrl did not have has the value that this version worked with, and is named on the
+    terminal. Raises ``UserError`` naming the keys that differ.
     """
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
     free |= {"controllers", "devices_per_controller", "placement", "ray", "scoring"}
@@ -35,17 +37,19 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
         free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
     stored = json.loads(directory.resolved.read_text())
     before, now = (flatten(masked(without_budgets(recipe))) for recipe in (stored, loaded.resolved()))
-    filled = flatten(masked(without_budgets(Recipe.model_validate(stored).model_dump(mode="json"))))
-    new = [key for key in sorted(now.keys() - before.keys()) if filled.get(key) == now[key]]
-    changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k) and k not in new]
+    filled = flatten(masked(without_budgets(Recipe.model_validate(stored).model_dump(mode="json")))) | _BEFORE
+    new = {key: filled.get(key) for key in sorted(now.keys() - before.keys()) if not {key, key.split(".")[0]} & free}
+    before |= new
+    changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     changed = [k for k in changed if k == "placement.staleness" or not {k, k.split(".")[0]} & free]
     if changed:
+        began = "".join(f"; it began with {k}={json.dumps(new[k])}" for k in changed if k in new)
         raise UserError(
-            f"--resume: {', '.join(changed)} differ from {directory.resolved}. Resume with the "
+            f"--resume: {', '.join(changed)} differ from {directory.resolved}{began}. Resume with the "
             "same recipe and overrides, or start a new run with --out"
         )
-    if told := [key for key in new if now[key] is not None and not {key, key.split(".")[0]} & free]:
-        print(f"the run began without {', '.join(told)}: it goes on with the defaults", file=sys.stderr)
+    if told := [f"{key}={json.dumps(value)}" for key, value in new.items() if value is not None]:
+        print(f"the run began before there was {', '.join(told)}: it goes on so", file=sys.stderr)
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,43 @@
+"""A run that an older mmrl began goes on: keys that it did not know are as it worked, and are named."""
+
+import json
+
+import pytest
+
+from mmrl.config.loader import load_recipe
+from mmrl.errors import UserError
+from mmrl.report.rundir import RunDir
+from mmrl.resume import same_run
+
+NEW = ("overlong", "guidance", "last_level")
+"""Keys that an older version did not have; of ``data`` and of ``algorithm``."""
+
+
+@pytest.fixture
+def older(tmp_path):
+    """The directory of a run of shapes-nft, without the new keys."""
+    resolved = load_recipe(["shapes-nft"]).resolved()
+    for section in ("data", "algorithm"):
+        resolved[section] = {key: value for key, value in resolved[section].items() if key not in NEW}
+    with RunDir.create(tmp_path / "run") as directory:
+        directory.resolved.write_text(json.dumps(resolved))
+        yield directory
+
+
+def test_keys_it_did_not_know_are_as_it_worked(older, capsys):
+    same_run(older, load_recipe(["shapes-nft"], ["algorithm.guidance=sampling"]))
+    assert capsys.readouterr().err == (
+        'the run began before there was algorithm.guidance="sampling", algorithm.last_level=false, '
+        'data.overlong="skip": it goes on so\n'
+    )
+
+
+def test_where_the_default_was_another_it_says_how_the_run_began(older):
+    with pytest.raises(UserError, match=r'guidance differ from .*; it began with algorithm\.guidance="sampling"'):
+        same_run(older, load_recipe(["shapes-nft"]))
+
+
+@pytest.mark.parametrize("change", ["data.overlong=cut", "algorithm.guidance=2.5", "optim.lr=1"])
+def test_another_value_is_another_recipe(older, change):
+    with pytest.raises(UserError, match=rf"--resume: .*{change.split('=')[0]}.* differ"):
+        same_run(older, load_recipe(["shapes-nft"], ["algorithm.guidance=sampling", change]))
