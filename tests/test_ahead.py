@@ -226,9 +226,10 @@ def test_clean_samples_are_compared_with_the_old_policy_that_drew_them(staleness
         assert (max(gaps) < 1e-6) == (n == of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "staleness"),
-    [(TEXT, 2), *(pytest.param(*r, marks=pytest.mark.slow) for r in ((TEXT, 1), (REPLACED, 2), (FORWARD, 2)))],
+    [(TEXT, 2), (TEXT, 1), (REPLACED, 2), (FORWARD, 2)],
 )
 def test_a_resumed_run_draws_again_what_was_under_way(recipe, staleness, tmp_path):
     whole = steps(opened(recipe, staleness), 0, 5)
@@ -247,7 +248,8 @@ def test_a_resumed_run_draws_again_what_was_under_way(recipe, staleness, tmp_pat
     assert figures(steps(without, 3, 5)) != figures(whole)[3:]
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [1, 2])
 def test_replacements_are_drawn_with_the_weights_of_their_step(staleness):
     devices = Lagging()
     run = opened(REPLACED, staleness, devices)

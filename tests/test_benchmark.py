@@ -144,6 +144,7 @@ def test_a_peer_without_its_fast_scripts_is_refused_with_their_names(modules, tm
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_settings_are_compared_by_whole_steps(modules, monkeypatch, capsys):
     settings = importlib.import_module("settings_step")
     tiny = ["train.prompts_per_step=1", "train.group_size=2", "train.micro_batch_size=2", "sampling.steps=3"]
@@ -217,6 +218,7 @@ def text_run(text_modules, text_model):
     return text_modules[1].make_run(text_modules[1].SIZES["tiny"], text_model)
 
 
+@pytest.mark.slow
 def test_output_of_the_text_benchmark_is_whole(text_modules, tmp_path, capsys):
     step, arms, _ = text_modules
     step.main(["--sizes", "tiny", "--repeats", "2", "--memory-repeats", "0", "--json", str(tmp_path / "out.json")])

@@ -79,7 +79,7 @@ def test_without_noise_it_is_the_stock_pipeline(guidance):
 
 
 @pytest.mark.parametrize("kind", ["flow", "cps", "dance"])
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("guidance", [pytest.param(1.0, marks=pytest.mark.slow), 3.0])
 def test_the_first_ratio_is_one_to_the_bit(kind, guidance):
     pipeline, policy = make(sde={"kind": kind, "noise_level": 0.6}, guidance_scale=guidance)
     move(policy)

@@ -80,6 +80,7 @@ def test_the_terminal_says_why(tmp_path, capsys):
         restored(tmp_path / "run", "best")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_stops_where_one_that_went_through_does(stopped, tmp_path):
     out, _ = stopped
     train(tmp_path / "run", STOPPING, "train.steps=2")

@@ -133,7 +133,9 @@ def test_an_editor_trains_on_prompts_that_carry_one_picture(folders, tmp_path):
         contract.Case(Recipe.model_validate(pairs))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in ("sd3", "sdxl", "wan"))) for f in FAMILIES]
+)
 def test_exported_lora_draws_the_same(folders, family):
     contract.exported_lora_draws_the_same(recipe(family, folders, guidance_scale=2.0))
 

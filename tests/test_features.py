@@ -237,7 +237,7 @@ def growth(name, steps, every, full):
     return found
 
 
-@pytest.mark.parametrize("name", list(RECIPES))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "text")) for n in RECIPES])
 def test_nothing_is_held_after_steps_on_other_prompts(name):
     found = growth(name, 6, 2, full=3)
     assert all(held == 0 for _, _, held, _ in found)

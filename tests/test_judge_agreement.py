@@ -95,6 +95,7 @@ def command(*arguments, cwd):
     )
 
 
+@pytest.mark.slow
 def test_a_judge_is_measured_against_rows_and_what_it_could_not_judge_is_named(critic, tmp_path):
     rows = [{"prompt": "p", "response": r, "truth": t} for r, t in [("good", 1), ("bad", 0), ("odd", 0)] * 2]
     truth = write(tmp_path / "truth.jsonl", [*rows, {"prompt": "long", "response": "x" * 600, "truth": 1}])

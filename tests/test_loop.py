@@ -222,6 +222,7 @@ def test_a_reward_without_gradient_is_refused_before_a_model_is_loaded():
         )
 
 
+@pytest.mark.slow
 def test_pathwise_learning_moves_the_reward():
     """Twelve DRaFT steps on the colour of the picture: a rise no seed shows by accident."""
     run = make(

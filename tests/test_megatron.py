@@ -326,6 +326,7 @@ def test_pictures_are_refused():
         load_recipe(["shapes-full"], TP)
 
 
+@pytest.mark.slow
 def test_plan_names_the_sizes_that_fit_and_halves_what_trains():
     (problem,) = [p for p in planned_in_short("sums", *SMALL, *WIDE).problems if "tensor_parallel" in p]
     assert problem.startswith(

@@ -301,7 +301,7 @@ def heldout(run):
     return [json.loads(line) for line in (run / "heldout.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["dpo", "dpo-lora"])
+@pytest.mark.parametrize("name", ["dpo", pytest.param("dpo-lora", marks=pytest.mark.slow)])
 def test_dpo_prefers_the_better_texts_of_pairs_it_has_not_seen(trained, name):
     before, after = heldout(trained(name))
     assert before["policy/loss"] == pytest.approx(0.693147, abs=1e-4)
@@ -311,7 +311,7 @@ def test_dpo_prefers_the_better_texts_of_pairs_it_has_not_seen(trained, name):
     assert after["samples"] == 64
 
 
-@pytest.mark.parametrize("name", ["score", "score-lora"])
+@pytest.mark.parametrize("name", ["score", pytest.param("score-lora", marks=pytest.mark.slow)])
 def test_a_reward_model_learns_the_rule(trained, name):
     before, after = heldout(trained(name))
     assert 0.2 < before["reward_model/accuracy"] < 0.8

@@ -269,7 +269,9 @@ def test_the_output_says_where_the_sizes_come_from(medium):
 
 LARGE = ("qwen-image", "sdxl", "flux-dev", "sana15-1.6b", "z-image", "flux2-klein-base-4b-edit", "sd15", "wan21-1.3b")
 """Recipes whose step takes half a minute and more to imagine."""
-SLOW = ("flux2-klein-base-4b", "qwen25-0.5b-long", "qwen25-vl-3b")
+SLOW = ("flux2-klein-base-4b", "qwen25-0.5b-gsm8k", "qwen25-0.5b-long", "qwen25-vl-3b")
+ALIKE = ("shapes-draft", "shapes-dpo", "shapes-full", "shapes-judge", "sums-capo", "sums-reward")
+"""Whose steps other recipes or other tests have as well."""
 PUBLISHED = {  # parameters of what trains, of all that encodes text, and of the VAE
     "sd15": (859_520_964, 123_060_480, 83_653_863),
     "sdxl": (2_567_463_684, 123_060_480 + 694_659_840, 83_653_863),
@@ -288,7 +290,9 @@ def real(name):
     return [*small, *(["sampling.max_new_tokens=2048"] if name.endswith("-long") else [])]
 
 
-@pytest.mark.parametrize("name", [*LARGE, *SLOW])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=[pytest.mark.slow] * (n == "qwen-image")) for n in LARGE), *SLOW]
+)
 def test_every_large_recipe_has_its_sizes_and_counts(name):
     """In short, without the step: what is read, built and counted before."""
     if name == "qwen25-vl-3b":
@@ -313,6 +317,7 @@ def test_every_published_size_is_looked_at():
     assert set(PUBLISHED) <= {*LARGE, *SLOW}
 
 
+@pytest.mark.slow
 def test_the_real_language_recipe_has_its_published_size():
     made = planned(*real("qwen25-0.5b-gsm8k"), name="qwen25-0.5b-gsm8k")
     assert made.problems == []
@@ -342,7 +347,7 @@ def test_the_real_vision_recipe_has_its_published_size():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=[pytest.mark.long] * (n in LARGE) + [pytest.mark.slow] * (n in SLOW))
+        pytest.param(n, marks=[pytest.mark.long] * (n in LARGE) + [pytest.mark.slow] * (n in SLOW or n in ALIKE))
         for n in shipped_recipes()
     ],
 )

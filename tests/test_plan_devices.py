@@ -136,6 +136,7 @@ def test_a_model_that_judges_is_there_always_or_only_while_it_judges():
     assert where["reward judge"] == "judge, else in host memory"
 
 
+@pytest.mark.slow
 def test_a_judge_in_a_server_counts_with_what_the_server_takes():
     judged = "rewards.0.options.model={{vllm: {model}, args: {{gpu_memory_utilization: 0.3, dtype: float32}}}}"
     weights = 2 * asked_of()[0][0].bytes

@@ -109,7 +109,9 @@ def ratio_of(loaded):
         pytest.param(
             ["train.micro_batch_size=24", "train.micro_batch_tokens=300"], id="packed", marks=pytest.mark.slow
         ),
-        pytest.param(["sampling.batch_size=24", "train.micro_batch_size=1"], id="sampling is the peak"),
+        pytest.param(
+            ["sampling.batch_size=24", "train.micro_batch_size=1"], id="sampling is the peak", marks=pytest.mark.slow
+        ),
         pytest.param([*PAIRS, "algorithm={type: dpo}"], id="dpo", marks=pytest.mark.slow),
         pytest.param([*PAIRS, "algorithm={type: reward_model}", "pipeline=llm/score"], id="reward model"),
     ],

@@ -161,6 +161,7 @@ def steps(folder, made, *overrides):
     return rows, [p.detach().clone() for p in run.policy.trainable.values()]
 
 
+@pytest.mark.slow
 def test_trying_ahead_trains_the_same_weights_to_the_bit(folder):
     """Where a micro-batch holds samples of one group, so that their shape is the same whatever is beside them."""
     ahead, weights = steps(folder, None)

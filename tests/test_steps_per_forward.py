@@ -116,6 +116,7 @@ def settled_with(made, memory=2**30, **sizes):
     return made
 
 
+@pytest.mark.slow
 def test_auto_is_planned_as_its_number_is(left_open):
     made = settled_with(left_open)
     explicit = elsewhere(3, 2**30)

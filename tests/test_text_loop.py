@@ -206,7 +206,10 @@ RESAMPLED = ["algorithm={type: dapo, max_attempts: 6}", "rewards[0].name=reward.
 RESUMED = {"full": [], "ppo lora": ["algorithm={type: ppo}", "model.lora={rank: 2}"], "resampled": RESAMPLED}
 
 
-@pytest.mark.parametrize("overrides", RESUMED.values(), ids=RESUMED)
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param(words, id=name, marks=[pytest.mark.slow] * (name != "ppo lora")) for name, words in RESUMED.items()],
+)
 def test_a_resumed_run_takes_the_steps_that_would_have_come(folder, tmp_path, overrides):
     loaded = load_recipe([folder / "recipe.yaml"], overrides)
     train(loaded, tmp_path / "whole")
