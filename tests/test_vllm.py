@@ -310,7 +310,7 @@ def test_an_adapter_is_worth_its_merged_weights_and_is_replaced(fresh, text):
 
 
 def test_what_cannot_work_says_so(text, tmp_path):
-    with pytest.raises(UserError, match=r"there is no model directory .*nowhere; set model.path"):
+    with pytest.raises(UserError, match=r"there is no model directory .*nowhere.*; set model.path"):
         VllmEngine(str(tmp_path / "nowhere"), max_model_len=64)
     with pytest.raises(UserError, match="engine options: logprobs_mode: set by the recipe's other keys"):
         VllmEngine(str(text[0]), max_model_len=64, options={"logprobs_mode": "raw_logprobs"})

@@ -93,7 +93,7 @@ def transcripts(folder: Path, n: int = 4) -> list[dict[str, Any]]:
     """
     from mmrl.judge.report import extremes
 
-    folders = [folder, *sorted((folder / "controllers").glob("*"))]
+    folders = [folder, *(path for path in sorted((folder / "controllers").glob("*")) if path.is_dir())]  # and logs
     usage = sum((usage_in(one) for one in folders), Counter())
     found = []
     for label, of in extremes(folder, n).items():
