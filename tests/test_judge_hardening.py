@@ -302,12 +302,10 @@ def test_a_budget_stops_a_run_that_goes_on_once_it_is_raised(tmp_path):
     assert "24 requests with 240 tokens and wrote 48" in write_report(out).read_text()
 
 
-def test_usage_of_several_controllers_is_summed_beside_their_logs(tmp_path):
+def test_a_report_takes_no_log_of_a_controller_for_its_folder(tmp_path):
     row = {"step": 1, "judge": "j", "calls": 2, "prompt_tokens": 3, "completion_tokens": 4, "unreported": 0}
     (tmp_path / "controllers" / "1").mkdir(parents=True)
     (tmp_path / "controllers" / "0.log").write_text("what the leader said\n")  # a file, as runs of several have
     for folder in (tmp_path, tmp_path / "controllers" / "1"):
         (folder / USAGE).write_text(json.dumps(row) + "\n")
-    verdict = {"step": 1, "label": "j", "score": 0.5, "prompt": "p", "responses": ["r"], "raw": ["yes"]}
-    (tmp_path / "transcripts.jsonl").write_text(json.dumps(verdict) + "\n")
-    assert transcripts(tmp_path) is not None
+    assert transcripts(tmp_path) == []  # there are none, and the log is passed over
