@@ -16,7 +16,7 @@ from mmrl.secrets import masked
 
 _LAYOUT = (
     *("backend", "tensor_parallel", "sequence_parallel", "context_parallel", "pipeline_parallel", "pipeline_chunks"),
-    *("expert_parallel", "distributed_optimizer", "steps_per_forward"),
+    *("expert_parallel", "distributed_optimizer", "steps_per_forward", "balance"),
 )
 """Of ``train``, how weights and rows lie on devices, and how many go through a model at once."""
 _BEFORE = {"algorithm.guidance": "sampling", "algorithm.last_level": False, "algorithm.t_min": 0.0}

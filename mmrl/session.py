@@ -24,6 +24,7 @@ from mmrl.divergence import Divergence, divergence, settle
 from mmrl.early_stopping import EarlyStop
 from mmrl.errors import NotFiniteError, UserError
 from mmrl.evaluation import Heldout, measure, unmeasured
+from mmrl.garbage import rarely_collected
 from mmrl.judge.usage import PREFIX, Spending
 from mmrl.loop import train_step
 from mmrl.placement.devices import Devices
@@ -140,7 +141,7 @@ class Session:
         remember(loaded.tree.values)  # of a controller in a process of its own
         self.checkpoints = checkpoints or directory.checkpoints
         self.controller = controller or Controller(self.recipe.seed)
-        with Progress(1, "load", "model") as progress:
+        with Progress(1, "load", "model") as progress, rarely_collected():
             self.run = build(self.recipe, loaded.root, self.controller, devices)
             self.heldout = Heldout(self.run, load_prompts(self.recipe, loaded.root, "heldout"), loaded.root)
             for rewards in self.heldout.rewards:  # those of training among them

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -302,8 +303,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def make(folder, controller=None):
-    loaded = load_recipe([folder / "recipe.yaml"], [])
+def make(folder, controller=None, *overrides):
+    loaded = load_recipe([folder / "recipe.yaml"], list(overrides))
     return build(loaded.recipe, loaded.root, controller)
 
 
@@ -326,19 +327,24 @@ def steps(run, n=STEPS):
     return out
 
 
-def serve(folder, rank, size, port, out):
-    """A controller in this process: the script's work."""
+def serve(folder, rank, size, port, out, by, lag):
+    """A controller in this process: the script's work. It takes ``lag`` seconds longer over each step's prompts."""
     torch.set_num_threads(1)
     peers = Group(rank, size, "127.0.0.1", port)
-    found = steps(make(Path(folder), Controller(0, rank, size, peers)))
+    run = make(Path(folder), Controller(0, rank, size, peers), f"train.balance={by}")
+    encode = run.pipeline.encode
+    run.pipeline.encode = lambda slots: (time.sleep(lag), encode(slots))[1]
+    found = steps(run)
+    found[-1]["weights"] = {name: p.detach().clone() for name, p in run.policy.module.named_parameters()}
     torch.save(found, out)
     peers.close()
 
 
-def together(folder, size, into):
+def together(folder, size, into, by="predicted", lags=(0.0, 0.0)):
     """What ``size`` controllers did, each in a process of its own."""
+    into.mkdir(exist_ok=True)
     outs = [into / f"{rank}.pt" for rank in range(size)]
-    return launched(__file__, outs, lambda rank, port, out: [folder, rank, size, port, out])
+    return launched(__file__, outs, lambda rank, port, out: [folder, rank, size, port, out, by, lags[rank]])
 
 
 @pytest.mark.slow
@@ -367,6 +373,42 @@ def test_two_controllers_share_long_and_short_prompts_evenly(folder, tmp_path):
     # Of the first step all samples are equal to the bit, and so is what is learned of them, whoever drew them.
     assert one[0]["known"]["lengths"] == alone[0]["known"]["lengths"]
     assert not any(key.startswith(("balance/load", "balance/residual")) for key in alone[0]["row"])
+
+
+@pytest.mark.slow
+def test_two_equal_runs_on_two_controllers_are_equal_to_the_bit(folder, tmp_path):
+    """However long each controller takes. Costs that follow the seconds give the prompts out differently."""
+
+    def run(name, lags, by="predicted"):
+        return together(folder, 2, tmp_path / name, by, lags)
+
+    first, second = run("first", (0.0, 0.0)), run("second", (0.0, 0.7))
+    for one, other in zip(first, second, strict=True):
+        assert [part["slots"] for part in one] == [part["slots"] for part in other]
+        assert [numbers(part["row"]) for part in one] == [numbers(part["row"]) for part in other]
+        weights = other[-1]["weights"]
+        assert all(torch.equal(value, weights[name]) for name, value in one[-1]["weights"].items())
+    assert first[0][-1]["row"]["balance/load"] != second[0][-1]["row"]["balance/load"]
+    slow = [run(f"slow{rank}", [0.7 * (rank == 0), 0.7 * (rank == 1)], "measured")[0] for rank in (0, 1)]
+    costs = [part["known"]["workload"]["coefficients"] for part in slow[0]]
+    assert costs != [part["known"]["workload"]["coefficients"] for part in slow[1]]
+
+
+def numbers(row):
+    """All of a row but what clocks say."""
+    clocked = ("time/", "perf/", "placement/", "balance/load", "balance/residual")
+    return {key: value for key, value in row.items() if not key.startswith(clocked) or key.endswith("_predicted")}
+
+
+def test_costs_follow_seconds_only_where_the_recipe_says_so(folder):
+    prompt = Prompt("p", "Say a." * 20)
+    for by, follows in (("predicted", False), ("measured", True)):
+        balance = make(folder, None, f"train.balance={by}").balance
+        before = balance.cost(prompt)
+        balance.workload.learn([([4.0, 2.0, 0.0, 0.0, 1.0, 0.0, 1.0], 50.0)])
+        balance.workload.adopt(balance.workload.fitted())
+        assert (balance.cost(prompt) != before) is follows
+        assert balance.seconds(prompt) != before
 
 
 class Threads:
@@ -440,16 +482,18 @@ def test_a_resumed_run_gives_prompts_to_the_controllers_that_would_have_had_them
     run = make(folder)
     steps(run)
     run.balance.workload.adopt(run.balance.workload.fitted())  # as several controllers do
+    before = [run.balance.seconds(p) for p in run.prompts]
     saving.save(tmp_path, checkpoint.of_run(run, STEPS, cpu_seconds=0.0), keep=1)
     again = make(folder)
     unlearned = given(3, again.prompts, 8, again.balance.cost)
     checkpoint.restore(again, checkpoint.load(tmp_path, STEPS))
     assert again.balance.state() == json.loads(json.dumps(run.balance.state()))
     assert [again.balance.cost(p) for p in again.prompts] == [run.balance.cost(p) for p in run.prompts]
+    assert [again.balance.seconds(p) for p in again.prompts] == before
     assert given(3, again.prompts, 8, again.balance.cost) == given(3, run.prompts, 8, run.balance.cost)
     assert sorted(s.index for part in unlearned for s in part) == list(range(8))
 
 
 if __name__ == "__main__":
-    folder, rank, size, port, out = sys.argv[1:]
-    serve(folder, int(rank), int(size), int(port), out)
+    folder, rank, size, port, out, by, lag = sys.argv[1:]
+    serve(folder, int(rank), int(size), int(port), out, by, float(lag))

@@ -38,12 +38,8 @@ from freeze_compare import ERROR, MEASURED, Compared, Record, RefusedError, Rena
 ROOT = Path(__file__).resolve().parents[1]
 RENAMES = Path("tools") / "freeze_renames.yaml"
 STEPS = 3
-SPREAD = {"shapes-lora": STEPS, "sums": 2, "scenes": 2}
-"""Recipes that also run with two controllers and with two devices: steps with two controllers."""
-FEWER_STEPS = (
-    "Text with two controllers trains 2 steps instead of 3: from the third on, prompts are given to controllers by "
-    "measured seconds, so that equal runs may differ in the last digits."
-)
+SPREAD = ("shapes-lora", "sums", "scenes")
+"""Recipes that also run with two controllers and with two devices."""
 SMALL = {
     "device": "cpu",
     "train.steps": STEPS,
@@ -109,8 +105,7 @@ def variants(name: str, recipe: dict[str, Any], old: Callable[[str], str]) -> It
 
     yield name, words()
     if name in SPREAD:
-        steps = {"train.steps": SPREAD[name], "eval.every": SPREAD[name]}
-        yield f"{name}:controllers=2", words(controllers=2, **steps)
+        yield f"{name}:controllers=2", words(controllers=2)
         yield f"{name}:devices=2", words(devices_per_controller=2)
 
 
@@ -305,8 +300,6 @@ def print_choice(chosen: Sequence[Case], left_out: dict[str, str]) -> None:
         say(f"Left out, {reason}: {', '.join(names)}.")
     if any(":" in case.name for case in chosen) and not find_spec("ray"):
         print("Ray is missing, so nothing runs on two controllers or devices: pip install 'mmrl[ray]'")
-    if any(SPREAD.get(case.name.removesuffix(":controllers=2"), STEPS) < STEPS for case in chosen if ":" in case.name):
-        say(FEWER_STEPS)
 
 
 def print_record(record: dict[str, Record], out: Path | None) -> int:

@@ -20,6 +20,7 @@ from mmrl.cli.arguments import (
     use_threads_of,
 )
 from mmrl.errors import UserError
+from mmrl.garbage import rarely_collected
 
 
 class Exported(StrEnum):
@@ -50,14 +51,15 @@ def train(
     def directory(name: str) -> Path:
         return out or Path("runs") / name
 
-    loaded = read_recipe(recipe, changes or (), directory if resume else None)
-    from mmrl.placement.plan import plan
+    with rarely_collected():
+        loaded = read_recipe(recipe, changes or (), directory if resume else None)
+        from mmrl.placement.plan import plan
 
-    planned = plan(loaded)
-    planned.render(console(), short=True)
-    if planned.problems:
-        raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
-    from mmrl.session import train as run
+        planned = plan(loaded)
+        planned.render(console(), short=True)
+        if planned.problems:
+            raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
+        from mmrl.session import train as run
 
     run(replace(loaded, recipe=planned.recipe), directory(loaded.recipe.name), resume, overwrite)
 
@@ -67,10 +69,11 @@ def plan(recipe: RecipeArgument, changes: ChangesArgument = None) -> None:
 
     Loads no model.
     """
-    loaded = read_recipe(recipe, changes or ())
-    from mmrl.placement.plan import plan as make
+    with rarely_collected():
+        loaded = read_recipe(recipe, changes or ())
+        from mmrl.placement.plan import plan as make
 
-    planned = make(loaded)
+        planned = make(loaded)
     planned.render(console())
     if planned.problems:
         raise typer.Exit(1)

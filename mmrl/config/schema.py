@@ -157,6 +157,9 @@ class Train(Section):
     whose batch and memory are as many times as large. The gradient is the same. ``auto``: as many as pay and as memory
     has room for, which the plan settles (docs/speed.md)."""
     updates_per_step: Many = 1
+    balance: Literal["predicted", "measured"] = "predicted"
+    """Text, several controllers: the costs that divide prompts, a fixed table or fitted to seconds. With ``measured``
+    two equal runs divide them differently, and differ in the last bits."""
     backend: Literal["replicated", "fsdp", "megatron"] = "replicated"
     """Of several devices, each holds all weights, gradients and optimizer state; its shard of them (FSDP2); or its part
     of every layer (Megatron-Core), where ``tensor_parallel`` devices of a controller compute a row together."""

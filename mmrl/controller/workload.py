@@ -33,11 +33,20 @@ class Balance:
     def __init__(self, recipe: Recipe) -> None:
         self.lengths = Lengths(recipe.decoding.max_new_tokens)
         self.workload = Workload()
+        """What was measured: costs of ``train.balance: measured``, and seconds of the metrics."""
+        self._costs = self.workload if recipe.train.balance == "measured" else Workload()
         self._rows = recipe.train.group_size
         self._pairs = recipe.algorithm.trains_on == "pairs"
 
     def cost(self, prompt: Prompt) -> float:
-        """Of the group of ``prompt``: seconds once calibrated, and before that in a unit of its own."""
+        """Of the group of ``prompt``, in a unit of its own; ``train.balance: measured``: in seconds, once known.
+
+        In its own unit it depends on the recipe and the responses so far: equal runs divide their prompts equally.
+        """
+        return self._rows * self._costs.cost(self._expected(prompt).terms)
+
+    def seconds(self, prompt: Prompt) -> float:
+        """Predicted for the group of ``prompt``, once something was measured."""
         return self._rows * self.workload.cost(self._expected(prompt).terms)
 
     def learn(self, controller: Controller, batch: Batch, slots: Sequence[Slot], seconds: float) -> dict[str, float]:
@@ -48,7 +57,8 @@ class Balance:
         known = self.workload.calibrated
         mine = {
             "seconds": seconds,
-            "predicted": sum(self.cost(slot.prompt) for slot in slots),
+            "cost": sum(self.cost(slot.prompt) for slot in slots),
+            "predicted": sum(self.seconds(slot.prompt) for slot in slots),
             "terms": self._terms(batch.micro_batches),
             "groups": [] if self._pairs else self._groups(batch.micro_batches),
             "coefficients": self.workload.fitted() if controller.leads and controller.size > 1 else None,
@@ -62,7 +72,8 @@ class Balance:
             return {}
         predicted, measured = ([one[name] for one in everyone] for name in ("predicted", "seconds"))
         error = {"balance/residual": residual(predicted, measured)} if known else {}
-        return {"balance/load": unevenness(measured), "balance/load_predicted": unevenness(predicted), **error}
+        divided = unevenness([one["cost"] for one in everyone])
+        return {"balance/load": unevenness(measured), "balance/load_predicted": divided, **error}
 
     def state(self) -> dict[str, Any]:
         """Anything JSON has."""

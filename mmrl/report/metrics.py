@@ -69,7 +69,7 @@ METRICS: dict[str, str] = {
     "sampling/stale_steps": "Partial rollout, sampling ahead: age in steps of the oldest weights that drew any of it.",
     "balance/padding": "Text: fraction of the update's tokens that are padding.",
     "balance/load": "Text, several controllers: seconds that the busiest worked, waiting left out, over their mean.",
-    "balance/load_predicted": "The same as it was predicted when the step's prompts were given out.",
+    "balance/load_predicted": "The same of the costs by which the step's prompts were divided.",
     "balance/residual": "Sum of errors of the predicted seconds over the seconds worked, of all controllers.",
     "policy/kl_k2": "reinforce_pp, variant baseline: half the squared log-ratio to the reference, mean.",
     "advantage/overlong_fraction": "dapo: fraction of responses punished for their length.",

@@ -1,0 +1,16 @@
+"""Cycles are collected less often while a command loads, and as ever in training."""
+
+import gc
+
+import pytest
+
+from mmrl.garbage import rarely_collected
+
+
+def test_thresholds_are_as_before_after_an_error_too():
+    usual = gc.get_threshold()
+    with pytest.raises(KeyError), rarely_collected():
+        raise KeyError(gc.get_threshold())
+    with rarely_collected():
+        assert gc.get_threshold()[0] > 10 * usual[0]
+    assert gc.get_threshold() == usual
