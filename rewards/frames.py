@@ -10,7 +10,6 @@ It knows nothing of motion: a clip that stands still loses nothing.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,18 +38,27 @@ class Frames:
     def __init__(self, name: str, count: int = 4, options: Mapping[str, Any] | None = None) -> None:
         found = loading.find(name)
         declared = found.declaration
-        if declared.inputs != ("image",) or declared.per != "sample" or inspect.iscoroutinefunction(found.target):
+        if declared.inputs != ("image",) or declared.per != "sample":
             raise UserError(f"options.name: frames asks a reward that reads pictures one by one, and {name} is another")
         if count < 1:
             raise UserError(f"options.count is {count}; set it to 1 or more")
         self.count, self.inner = count, loading.build(found, options or {})
+        if self.inner.is_async:
+            self.score = self._score_awaited
 
-    def score(self, samples: Sequence[Sample], *, context: Context) -> list[float | Failed]:
+    def score(self, samples: Sequence[Sample], *, context: Context) -> Any:
         """One number per clip."""
-        pictures = [dataclasses.replace(s, image=f, video=None) for s in samples for f in self._frames(s)]
-        values = _totals(self.inner.call(pictures, context=context))
-        per = len(pictures) // max(1, len(samples))
-        return [_mean(values[i * per : (i + 1) * per]) for i in range(len(samples))]
+        return self._means(self.inner.call(self._pictures(samples), context=context))
+
+    async def _score_awaited(self, samples: Sequence[Sample], *, context: Context) -> list[float | Failed]:
+        return self._means(await self.inner.call(self._pictures(samples), context=context))
+
+    def _pictures(self, samples: Sequence[Sample]) -> list[Sample]:
+        return [dataclasses.replace(s, image=f, video=None) for s in samples for f in self._frames(s)]
+
+    def _means(self, returned: Any) -> list[float | Failed]:
+        values = _totals(returned)
+        return [_mean(values[i : i + self.count]) for i in range(0, len(values), self.count)]
 
     def _frames(self, sample: Sample) -> list[Any]:
         clip = sample.video or ()

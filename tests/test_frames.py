@@ -5,8 +5,10 @@ import pytest
 from PIL import Image
 
 import mmrl
+from mmrl.config.schema import Reward
 from mmrl.errors import UserError
 from mmrl.rewards.contract import Context, Failed
+from mmrl.rewards.scoring import RewardSet
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 frames = mmrl.load("rewards", "frames")
@@ -35,6 +37,16 @@ def test_parts_are_averaged_and_a_frame_that_fails_fails_its_clip(tmp_path, monk
     made = frames.Frames("half.py", 2).score([clip(9, 9), clip(9, 0)], context=Context())
     assert made[0] == 0.5
     assert isinstance(made[1], Failed)
+
+
+def test_a_reward_that_is_awaited_is_asked_about_frames_too(tmp_path, monkeypatch):
+    (tmp_path / "half.py").write_text(HALF.replace("def score", "async def score"))
+    monkeypatch.chdir(tmp_path)
+    rewards = RewardSet([Reward(name="frames", options={"name": "half.py", "count": 2}, on_failure="drop")], tmp_path)
+    found = rewards.score([clip(9, 9), clip(9, 0)], [[0, 1]])
+    rewards.close()
+    assert found.parts["frames"][0] == 0.5
+    assert len(found.failures) == 1
 
 
 def test_rewards_of_another_kind_are_refused():
