@@ -19,7 +19,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.resume import as_it_worked
 from mmrl.session import train
 from mmrl.verify.notes import of_environment, of_servers
-from tests import judging, tiny
+from tests import flights, judging, tiny
 
 RECIPE = """
 name: verified
@@ -161,6 +161,39 @@ def test_the_learning_rate_follows_the_cpu_time_that_was_recorded(folder, tmp_pa
     for step in ("1", "5"):
         code, out, _ = verify(capsys, run, "--step", step)
         assert code == 0, out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["algorithm={type: ppo, critic_lr: 1.0e-3}", "train.group_size=1", "optim.ema_decay=0.9"],
+        ["algorithm={type: dapo, dynamic_sampling: true}", "optim.schedule=linear", "train.updates_per_step=2"],
+    ],
+    ids=["critic and moving average", "dynamic sampling"],
+)
+def test_what_a_run_keeps_beside_its_weights_is_taken_up(folder, tmp_path, capsys, changes):
+    loaded = load_recipe([folder / "recipe.yaml"], [*changes, "train.steps=3", "eval.every=null"])
+    run = train(loaded, tmp_path / "run")
+    code, out, _ = verify(capsys, run, "--step", "3")
+    assert code == 0, out
+    assert out.startswith("step 3, replayed from the checkpoint of step 2\n")
+
+
+def test_responses_in_flight_are_taken_up(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("mmrl.text.external._engine", lambda name: flights.Sampler)
+    loaded = flights.load(flights.write(tmp_path), "train.steps=4", "checkpoint.every=3", "eval.every=null")
+    run = train(loaded, tmp_path / "run")
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[3])["sampling/stale_tokens"] > 0
+    code, out, _ = verify(capsys, run, "--step", "4")
+    assert code == 0, out
+    assert out.startswith("step 4, replayed from the checkpoint of step 3\n")
+
+
+def test_a_run_without_a_step_is_refused(copy, capsys):
+    (copy / "metrics.jsonl").write_text("")
+    code, _, err = verify(capsys, copy)
+    assert code == 2
+    assert "has no finished step yet" in err
 
 
 # ---- a run that is not
