@@ -123,7 +123,7 @@ def verify(
         ),
     ] = None,
 ) -> None:
-    """Repeat a step of a run and show which numbers are the same to the bit.
+    """Repeat a step of a run, and compare it to the bit.
 
     Goes on from the newest checkpoint before the step, and changes nothing in RUN. Exit code 0 where all is the same, 1
     where something differs, 2 where the step cannot be repeated (the message names those that can).
