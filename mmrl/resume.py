@@ -52,6 +52,18 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
         print(f"the run began before there was {', '.join(told)}: it goes on so", file=sys.stderr)
 
 
+def as_it_worked(stored: dict[str, Any]) -> dict[str, Any]:
+    """A resolved recipe of a run with what its version of mmrl did for the keys that it did not have, where that is not
+    today's default."""
+    known, given = (flatten(tree) for tree in (Recipe.model_validate(stored).model_dump(mode="json"), stored))
+    filled = {name: dict(section) if isinstance(section, dict) else section for name, section in stored.items()}
+    for key, value in _BEFORE.items():
+        section, _, name = key.partition(".")
+        if key in known and key not in given:
+            filled[section][name] = value
+    return filled
+
+
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists stay whole."""
     if not isinstance(tree, dict):

@@ -30,6 +30,7 @@ from mmrl.flight import Flight
 from mmrl.placement.devices import Devices, Single
 from mmrl.report.rundir import RunDir
 from mmrl.resampling import Attempts
+from mmrl.resume import as_it_worked
 from mmrl.rewards.patience import Patience
 from mmrl.rewards.scoring import RewardSet
 from mmrl.secrets import given_again
@@ -184,7 +185,7 @@ def open_run(path: Path) -> tuple[Recipe, RunDir]:
     """A finished or interrupted run's recipe. Raises ``UserError`` where ``path`` is no run."""
     directory = RunDir(path)
     try:
-        settings = given_again(json.loads(directory.resolved.read_text()))
+        settings = as_it_worked(given_again(json.loads(directory.resolved.read_text())))
         return Recipe.model_validate_json(json.dumps(settings)), directory
     except (OSError, ValueError) as error:
         raise UserError(

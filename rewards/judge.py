@@ -19,12 +19,13 @@ from mmrl.errors import UserError
 from mmrl.judge.answers import Words, parse_kind
 from mmrl.judge.asking import Ask, Outcome, Settings
 from mmrl.judge.modes import Job, Mode
+from mmrl.judge.replay import recorded_here
 from mmrl.judge.rubric import Rubric
 from mmrl.judge.sampling import seed_of_samples, seeded
 from mmrl.judge.store import TRANSCRIPTS, Cache, lines_of, thumbnail
 from mmrl.judge.usage import note, parse_budget
 from mmrl.rewards.contract import Context, Declaration, Input, Weights
-from mmrl.trajectory import Sample
+from mmrl.trajectory import Sample, SampleId
 
 if TYPE_CHECKING:
     from mmrl.judge.server import ServedJudge
@@ -114,6 +115,7 @@ class Judge:
             reads=_reads,
         )
         self._caches: dict[Path | None, Cache] = {}
+        self._recorded = recorded_here()
         self.local: Any = None
         self.remote: Any = None
         self.served: ServedJudge | None = None
@@ -153,6 +155,8 @@ class Judge:
 
     def wake(self) -> bool:
         """Have it ready; returns whether a server was started for good. Raises ``UserError``."""
+        if self.served is not None and self._recorded is not None:
+            return False  # it starts where it is asked after all
         return bool((own := self.local or self.served) is not None and own.wake())
 
     def close(self) -> None:
@@ -165,14 +169,25 @@ class Judge:
         keys = [None if job.ask is None else job.ask.digest(self.identity, job.ask.seed) for job in jobs]
         known, open_ = {}, {}
         cache = self._cache(context.folder) if self.cache else None
+        times: Counter[tuple[int, ...]] = Counter()
         for job, key in zip(jobs, keys, strict=True):
+            nth = times[job.rows]
+            times[job.rows] += 1
             if key is not None and job.ask is not None:
-                found = cache.get(key) if cache is not None else None
+                found = self._found(job.ask, [samples[row].id for row in job.rows], nth, context)
+                found = cache.get(key) if found is None and cache is not None else found
                 if found is not None:
                     known[key] = found
                 else:
                     open_[key] = job.ask
         return _Hearing(jobs, keys, known, open_)
+
+    def _found(self, ask: Ask, samples: Sequence[SampleId], nth: int, context: Context) -> Outcome | None:
+        """What a run that is repeated recorded of this question."""
+        if self._recorded is None:
+            return None
+        outside = self.remote is not None
+        return self._recorded.outcome(context.step, context.label, samples, ask.text, nth, outside)
 
     def _seeded(self, job: Job, samples: Sequence[Sample]) -> Job:
         """With the seed of its question: of its content, so that what is asked again is answered again; without a

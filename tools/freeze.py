@@ -33,7 +33,9 @@ from typing import Any
 
 import psutil
 import yaml
-from freeze_compare import ERROR, MEASURED, Compared, Record, RefusedError, Renames, compare, without_measured
+from freeze_compare import ERROR, Compared, Record, RefusedError, Renames, compare, without_measured
+
+from mmrl.report.measured import MEASURED
 
 ROOT = Path(__file__).resolve().parents[1]
 RENAMES = Path("tools") / "freeze_renames.yaml"

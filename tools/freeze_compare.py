@@ -15,32 +15,14 @@ from typing import Any
 
 import yaml
 
+from mmrl.report.measured import MEASURED, matches
+
 Record = dict[str, dict[str, Any]]
 
 SECTIONS = {"metrics": "metrics", "heldout": "metrics", "tensors": "tensors", "state": "state", "recipe": "recipe"}
 """Of a record, each with the section of the map that renames its keys."""
 ERROR = "error"
 """The section of a record that has no other: why the recipe did not run."""
-MEASURED = {
-    "metrics": {
-        "time/*": "times",
-        "perf/cpu_seconds": "times",
-        "perf/engine_update_seconds": "times",
-        "placement/*_busy": "times",
-        "placement/wake": "times",
-        "placement/idle": "shares of times",
-        "placement/cpu": "shares of times",
-        "balance/load*": "shares of times",
-        "balance/residual": "shares of times",
-        "perf/peak_memory_mib": "memory",
-    },
-    "state": {
-        "cpu_seconds": "times",
-        "balance.workload.measured[*][1]": "times",
-        "balance.workload.coefficients": "fitted to times",
-    },
-}
-"""By the map's section: values that differ between equal runs, and why. They must be there, whatever they are."""
 _PLACEHOLDER = "(measured)"
 _WIDTH = 80
 
@@ -217,8 +199,7 @@ def without_measured(record: Record) -> Record:
     for section, values in record.items():
         patterns = MEASURED.get(SECTIONS.get(section, section), {})
         found[section] = {
-            name: _marked(value) if any(renamed(name, p, p) is not None for p in patterns) else value
-            for name, value in values.items()
+            name: _marked(value) if any(matches(name, p) for p in patterns) else value for name, value in values.items()
         }
     return found
 

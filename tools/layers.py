@@ -54,7 +54,7 @@ LAYERS = {
     "rollout": "ahead flight resampling rollout",
     "training": "batch early_stopping evaluation loop tally",
     "planner, simulator, report": "placement report",
-    "app": "divergence doctor export resume run session stopping",
+    "app": "divergence doctor export resume run session stopping verify",
     "runtime": "runtime",
     "cli": "cli",
 }

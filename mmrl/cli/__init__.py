@@ -1,4 +1,4 @@
-"""The command line: ``mmrl train plan simulate score eval report export serve judge ls cp data doctor``.
+"""The command line: ``mmrl train plan simulate score eval report export verify serve judge ls cp data doctor``.
 
 Commands import what they run when they run it, so that ``--help`` answers at once and no mistake in a recipe waits for
 torch. What a user can mend (``UserError``) is printed without a traceback and exits with 2, a run that waited in vain
@@ -44,6 +44,7 @@ for _command in (
     runs.evaluate,
     runs.report,
     runs.export,
+    runs.verify,
     rewards.serve,
     judge.judge,
     shelf.ls,

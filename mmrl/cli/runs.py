@@ -1,4 +1,4 @@
-"""``train plan eval report export``: from a recipe to a run, and from a run to what it is worth."""
+"""``train plan eval report export verify``: from a recipe to a run, and from a run to what it is worth."""
 
 from __future__ import annotations
 
@@ -112,3 +112,26 @@ def export(
     from mmrl.export import export as write
 
     print(write(run, out, what.value, checkpoint))
+
+
+def verify(
+    run: RunArgument,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Which step.", show_default="the first after the newest checkpoint that has one"
+        ),
+    ] = None,
+) -> None:
+    """Repeat a step of a run, and compare it to the bit.
+
+    Goes on from the newest checkpoint before the step, and changes nothing in RUN. Exit code 0 where all is the same, 1
+    where something differs, 2 where the step cannot be repeated (the message names those that can).
+    """
+    use_threads_of(run)
+    from mmrl.verify import verify as repeat
+
+    verified = repeat(run, step)
+    print(verified)
+    if not verified.equal:
+        raise typer.Exit(1)

@@ -5,5 +5,6 @@ answers.py   what the judge wrote, or its log-probs -> a verdict, checked
 modes.py     samples -> questions, and verdicts -> scores: pointwise, pairwise, ranking, steps
 local.py     transformers in this process        remote.py  an OpenAI-compatible endpoint        server.py  our own vLLM
 store.py     the cache by content and the transcripts        report.py  their lowest and highest
+replay.py    recorded verdicts in place of asking (``mmrl verify``)
 agreement.py a judge against held-out truth (``mmrl judge``)
 """

@@ -27,6 +27,7 @@ from mmrl.engines.served import png_url
 from mmrl.errors import UserError
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, first_words, unread
+from mmrl.judge.replay import recorded_here
 from mmrl.judge.sampling import seeded
 from mmrl.judge.usage import used
 from mmrl.rewards.serve import is_loopback
@@ -95,7 +96,8 @@ class Endpoint:
         }
         self._state, self._socket_path = state, socket_path
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._check_health()
+        if recorded_here() is None:
+            self._check_health()
 
     async def ask(
         self, asks: Sequence[Ask], kind: Kind, settings: Settings, sent: Counter[str] | None = None

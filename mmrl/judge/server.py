@@ -25,6 +25,7 @@ from mmrl.judge.answers import Kind
 from mmrl.judge.asking import Ask, Outcome, Settings
 from mmrl.judge.local import fingerprint
 from mmrl.judge.remote import Endpoint
+from mmrl.judge.replay import recorded_here
 from mmrl.report.notices import starting, tell
 from mmrl.rewards.contract import Weights
 
@@ -122,7 +123,7 @@ class ServedJudge:
         extra: Mapping[str, Any] | None = None,
         **numbers: Any,
     ) -> None:
-        if python is None:
+        if python is None and recorded_here() is None:
             require_vllm()
         self.path, self._args, self._python, self._start_s = path, args, python, start_s
         self._asked = {"extra": dict(extra or {}), "identity": f"vllm {fingerprint(path)}", **numbers}

@@ -1,0 +1,78 @@
+"""Verdicts that a run recorded, in place of asking again: whoever repeats a step of it builds its judges ``within``.
+
+The transcripts of the run say what came of the same question about the same sample, failures too. A judge with a model
+in this process answers anew; only what the run itself took from its cache is taken from the records, so that the model
+gets the same batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from mmrl.judge.asking import Outcome
+from mmrl.judge.store import TRANSCRIPTS, rows_of
+from mmrl.trajectory import SampleId
+
+_Key = tuple[int, str, tuple[tuple[int, ...], ...], str]
+
+
+class Recorded:
+    """Final class: the outcomes of some ``steps`` of a run, counted from 0; -1 is evaluation. ``folders``: those of its
+    controllers.
+
+    ``taken`` and ``missing`` count, by a judge's label, questions that were looked for, found and not found. Of a judge
+    that is not ``outside`` this process nothing is missed.
+    """
+
+    def __init__(self, folders: Iterable[Path], steps: Sequence[int]) -> None:
+        self.taken: Counter[str] = Counter()
+        self.missing: Counter[str] = Counter()
+        self._counting = Lock()  # rewards are called by several threads
+        self._rows: dict[_Key, dict[str, Any]] = {}
+        for row in (
+            row for folder in folders for row in rows_of(folder / TRANSCRIPTS)
+        ):  # asked again: the later counts
+            if row.get("step") in steps and isinstance(row.get("request"), str):
+                samples = tuple(tuple(sample) for sample in row.get("samples") or ())
+                self._rows[row["step"], str(row.get("judge")), samples, row["request"]] = row
+
+    def outcome(
+        self, step: int, label: str, samples: Sequence[SampleId], request: str, nth: int, outside: bool
+    ) -> Outcome | None:
+        """What came of the ``nth`` time that ``request`` was asked about ``samples``; None where it is to be asked."""
+        row = self._rows.get((step, label, tuple((i.slot, i.attempt, i.sample) for i in samples), request))
+        verdicts = (row or {}).get("verdicts") or ()
+        there = row is not None and nth < len(verdicts) and bool(outside or row.get("cached"))
+        with self._counting:
+            self.taken[label] += there
+            self.missing[label] += outside and not there
+        if row is None or not there:
+            return None
+        verdict = verdicts[nth]
+        reason = None if verdict is not None else str(row.get("reason") or "no verdict")
+        answers = [str(text) for text in row.get("answers") or ()]
+        return Outcome(verdict, answers if nth == 0 else [], reason, cached=True)
+
+
+_recorded: ContextVar[Recorded | None] = ContextVar("recorded", default=None)
+
+
+@contextmanager
+def within(recorded: Recorded) -> Iterator[None]:
+    """Judges that are built inside take their verdicts from ``recorded``; their endpoints need not be there."""
+    token = _recorded.set(recorded)
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
+
+
+def recorded_here() -> Recorded | None:
+    """What judges that are built now take their verdicts from; None where they ask, as they do in training."""
+    return _recorded.get()

@@ -1,0 +1,94 @@
+"""What is to be said of a replay beside the numbers: what was taken, what was asked, what is not as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmrl.config.checks import label_of
+from mmrl.config.schema import Recipe
+from mmrl.judge.replay import Recorded
+from mmrl.manifest import entries
+from mmrl.report.environment import environment
+from mmrl.report.rundir import RunDir
+from mmrl.report.verified import Part
+from mmrl.resume import flatten
+from mmrl.secrets import hidden
+from mmrl.verify.span import Rows
+
+
+def of_judges(recorded: Recorded) -> list[str]:
+    """What was taken from the run's records, and what was asked again."""
+    taken, missing = (dict(sorted(counts.items())) for counts in (recorded.taken, recorded.missing))
+    notes = [f"{n} verdicts of {label} were taken from the run's records." for label, n in taken.items() if n]
+    asked = [
+        f"{label} was asked again: {n} questions are not in the run's records." for label, n in missing.items() if n
+    ]
+    return notes + asked
+
+
+def of_servers(recipe: Recipe, evaluated: bool) -> list[str]:
+    """The rewards that a server computed anew: it may have changed since."""
+    rewards = [*recipe.rewards, *(recipe.eval.rewards if evaluated else ())]
+    asked = {
+        label_of(r.name, r.label): r.options["url"]
+        for r in rewards
+        if Path(r.name.partition(":")[0]).stem == "http" and "url" in r.options
+    }
+    return [f"The reward {label} was asked again, at {hidden(str(url))}." for label, url in asked.items()]
+
+
+def of_environment(directory: RunDir) -> list[str]:
+    """What is not as it was when the run was started last."""
+    try:
+        before = json.loads(directory.env.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return [f"What the run was made with is not known: {directory.env.name} cannot be read."]
+    before, now = (flatten(_that_counts(env)) for env in (before, environment()))
+    changed = [
+        f"{key} {_word(before.get(key))}, now {_word(now.get(key))}"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
+    ]
+    if not changed:
+        return ["Versions, processor, devices and threads are those of the run."]
+    return [f"Not as in the run, which may change numbers: {'; '.join(changed)}."]
+
+
+def _that_counts(env: Mapping[str, Any]) -> dict[str, Any]:
+    """Of env.json what may change the last bits of a number."""
+    kept = {key: env.get(key) for key in ("python", "devices", "versions", "threads", "git")}
+    return kept | {"cpu": {"name": (env.get("cpu") or {}).get("name")}}
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def of_weights(directory: RunDir, rows: Rows, verified: int, step: int | None) -> list[str]:
+    """Where no step was named: a later one of which weights can be compared too."""
+    kept = [e.step for e in entries(directory.checkpoints) if e.usable and e.step in rows and e.step >= verified]
+    if step is not None or not kept or verified in kept:
+        return []
+    return [f"No checkpoint of step {verified} is kept. With --step {kept[0]} weights are compared too."]
+
+
+def hints(recipe: Recipe, parts: list[Part]) -> list[str]:
+    """Where numbers differ, what is known to make them differ."""
+    if all(part.equal for part in parts):
+        return []
+    differ = dict.fromkeys(one.name for part in parts for one in part.found if not one.same)
+    found = []
+    labels = [label_of(r.name, r.label) for r in (*recipe.rewards, *recipe.eval.rewards)]
+    if named := [label for label in dict.fromkeys(labels) if f"reward/{label}" in differ]:
+        found.append(
+            f"Of {', '.join(named)}: a reward that draws at random, or depends on the time or on another machine, "
+            "cannot be repeated."
+        )
+    if torch.cuda.is_available() and recipe.device != "cpu":
+        found.append("On a GPU equal work need not give equal bits: kernels may add in another order.")
+    return [*found, "A run that was resumed with other settings has only the last of them on record."]

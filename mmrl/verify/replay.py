@@ -1,0 +1,169 @@
+"""Takes the steps again, and compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl import checkpoint
+from mmrl.batch import Run
+from mmrl.checkpoint import Saved
+from mmrl.config.schema import Recipe
+from mmrl.errors import NotFiniteError, UnscoredError, UserError
+from mmrl.evaluation import Heldout, measure
+from mmrl.loop import train_step
+from mmrl.manifest import entries
+from mmrl.report.clock import Clock
+from mmrl.report.measured import MEASURED, OF_PROCESS, why_not_compared
+from mmrl.report.metrics import MetricsLog, read
+from mmrl.report.progress import Progress
+from mmrl.report.rundir import RunDir
+from mmrl.report.verified import Compared, Part, compared, metrics_of
+from mmrl.run import build, load_prompts
+from mmrl.verify.span import Rows, Span, fault
+
+NOT_COMPARED = MEASURED["metrics"] | OF_PROCESS
+"""Metrics that say nothing of what was computed, and why."""
+
+
+class Replay:
+    """Final class: takes steps of the run in ``directory`` again; what they leave goes into ``scratch``."""
+
+    def __init__(self, recipe: Recipe, directory: RunDir, scratch: RunDir) -> None:
+        self.recipe, self.directory, self.scratch = recipe, directory, scratch
+        scratch.samples.mkdir()
+        self.notes: list[str] = []
+        self._skipped: dict[str, str] = {}
+        self._new: dict[str, None] = {}
+        self._heldout: Heldout | None = None
+        with Progress(1, "load", "model") as progress:
+            self.run: Run = build(recipe, directory.path)
+            self.run.rewards.folder = scratch.path
+            progress.advance()
+
+    def parts(self, span: Span, rows: Rows, evaluated: Rows) -> Iterator[Part]:
+        """Compare every step of ``span`` with its row; of the last one also an evaluation, its samples, and the
+        checkpoint, where the run has them."""
+        try:
+            if span.found is not None:
+                checkpoint.restore(self.run, span.found)
+        except OSError as error:
+            raise UserError(
+                f"{span.start} went while it was read ({error}); where the run goes on, call mmrl verify again"
+            ) from error
+        with Progress(len(span.steps), "verify", "steps") as progress:
+            for n in span.steps:
+                listed = n == span.last
+                try:
+                    row = self._step(n, _spent(n, span, rows, self.recipe.train.max_cpu_seconds))
+                except NotFiniteError as error:
+                    yield Part("numbers", f"step {n}", [Compared("the step", False, ("not finite",))])
+                    self.notes.append(f"Step {n} ended there: {error}")
+                    return
+                yield Part("numbers", f"step {n}", self._compared(rows[n], row), listed)
+                progress.advance()
+        if span.last in evaluated:
+            yield from self._evaluation(span.last, evaluated[span.last])
+        if tensors := self._checkpoint(span.last):
+            yield tensors
+        self.notes += self._about()
+
+    def close(self) -> None:
+        for rewards in [self.run.rewards] if self._heldout is None else self._heldout.rewards:
+            rewards.close()
+        self.run.pipeline.close()
+        self.run.devices.close()
+
+    def _step(self, n: int, spent: float) -> dict[str, Any]:
+        """The row of step ``n``, as it would be recorded."""
+        try:
+            row, _ = train_step(self.run, n - 1, Clock(self.run.device), spent)
+        except UnscoredError as error:
+            raise UserError(f"the replay needs rewards that do not answer now: {error}") from error
+        with MetricsLog(self.scratch.metrics) as log:
+            log.write(n, row)
+        return read(self.scratch.metrics)[-1]
+
+    def _compared(self, recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[Compared]:
+        why = {name: why_not_compared(name, NOT_COMPARED) for name in metrics_of(recorded)}
+        self._skipped |= {name: reason for name, reason in why.items() if reason is not None}
+        new = [n for n in metrics_of(replayed) if n not in recorded and why_not_compared(n, NOT_COMPARED) is None]
+        self._new |= dict.fromkeys(new)
+        return compared(recorded, replayed, [name for name, reason in why.items() if reason is None])
+
+    def _evaluation(self, step: int, recorded: Mapping[str, Any]) -> Iterator[Part]:
+        root = self.directory.path
+        self._heldout = Heldout(self.run, load_prompts(self.recipe, root, "heldout"), root)
+        for rewards in self._heldout.rewards:
+            rewards.folder = self.scratch.path
+        with MetricsLog(self.scratch.heldout) as log:
+            measure(self.run, self._heldout, self.recipe.eval.samples, self.scratch, step, log)
+        row = read(self.scratch.heldout)[-1]
+        yield Part("held-out numbers", f"evaluation after step {step}", self._compared(recorded, row), True)
+        if files := sorted(self._files(self.directory.samples, step)):
+            found = [Compared(name, _same_file(self.directory, self.scratch, name)) for name in files]
+            yield Part("files of samples", f"samples after step {step}", found)
+
+    def _files(self, folder: Path, step: int) -> Iterator[str]:
+        name = f"step_{step:06d}"
+        for file in [*folder.glob(f"{name}.*"), *(folder / name).rglob("*")]:
+            if file.is_file():
+                yield file.relative_to(folder).as_posix()
+
+    def _checkpoint(self, step: int) -> Part | None:
+        """The tensors that are trained, against those that the run saved after this step."""
+        entry = next((e for e in entries(self.directory.checkpoints) if e.step == step), None)
+        if entry is None:
+            return None
+        of = f"checkpoint of step {step}"
+        if why := fault(entry):
+            if not entry.directory.is_dir():
+                self.notes.append(f"The checkpoint of step {step} was removed meanwhile, and is not compared.")
+                return None
+            self.notes.append(f"Checkpoint {entry.directory.name} is not whole: {why}.")
+            return Part("tensors", of, [Compared(entry.directory.name, False, ("not whole",))])
+        saved = Saved(step, {}, entry.directory).tensors
+        theirs = {f"{part}/{name}": t for part, tensors in saved.items() for name, t in tensors.items()}
+        ours = checkpoint.of_run(self.run, step).flat
+        found = [_tensor(name, theirs.get(name), ours.get(name)) for name in {**theirs, **ours}]
+        return Part("tensors", of, found)
+
+    def _about(self) -> list[str]:
+        """What was not compared, and why."""
+        reasons: dict[str, list[str]] = {}
+        for name, why in self._skipped.items():
+            reasons.setdefault(why, []).append(name)
+        if self._new:
+            reasons["not in the run's records"] = list(self._new)
+        return [f"Not compared ({why}): {', '.join(names)}." for why, names in reasons.items()]
+
+
+def _spent(n: int, span: Span, rows: Rows, limit: float | None) -> float:
+    """The share of train.max_cpu_seconds that the run took before step ``n``, as it recorded that."""
+    if limit is None or n == 1:
+        return 0.0
+    if span.found is not None and span.found.step == n - 1:
+        return span.found.state["cpu_seconds"] / limit
+    return rows[n - 1]["perf/cpu_seconds"] / limit
+
+
+def _same_file(one: RunDir, other: RunDir, name: str) -> bool:
+    paths = one.samples / name, other.samples / name
+    return paths[1].is_file() and paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def _tensor(name: str, recorded: Tensor | None, replayed: Tensor | None) -> Compared:
+    if recorded is None or replayed is None:
+        return Compared(name, False, ("only the replay has it" if recorded is None else "the replay has none",))
+    replayed = replayed.detach().cpu()
+    if (recorded.shape, recorded.dtype) != (replayed.shape, replayed.dtype):
+        return Compared(name, False, ("another shape or type",))
+    one, other = (t.contiguous().flatten().view(torch.uint8) for t in (recorded, replayed))
+    if torch.equal(one, other):
+        return Compared(name, True)
+    apart = (recorded.double() - replayed.double()).abs()
+    return Compared(name, False, (f"{int((apart != 0).sum())} of {apart.numel()} values,", f"by {apart.max():.1e}"))
