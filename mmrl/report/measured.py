@@ -17,7 +17,7 @@ MEASURED = {
         "placement/wake": "times",
         "placement/idle": "shares of times",
         "placement/cpu": "shares of times",
-        "balance/load*": "shares of times",
+        "balance/load": "shares of times",
         "balance/residual": "shares of times",
         "perf/peak_memory_mib": "memory",
     },
