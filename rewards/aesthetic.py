@@ -14,6 +14,7 @@ import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.contract import Context, Weights
+from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
 
 from .clip import load_clip, resized
@@ -30,27 +31,31 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
 
 
 @mmrl.reward(device=True, paths=("path", "clip"), models=_models)
-class Aesthetic:
+class Aesthetic(Sleeping):
     """The aesthetic score of each picture."""
 
     def __init__(self, path: str, clip: str = CLIP) -> None:
-        self.model, self.images = _load(path, clip)
+        model, self.images = _load(path, clip)
+        self.model = self.frozen(model, lambda: _load(path, clip)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``."""
+        self.wake(context.device)
         pixels = self.images([s.image for s in samples], return_tensors="pt")["pixel_values"]
         return _rate(self.model, pixels, context)
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "clip"))
-class PathwiseAesthetic:
+class PathwiseAesthetic(Sleeping):
     """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 
     def __init__(self, path: str, clip: str = CLIP) -> None:
-        self.model, self.images = _load(path, clip)
+        model, self.images = _load(path, clip)
+        self.model = self.frozen(model, lambda: _load(path, clip)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``, with a graph."""
+        self.wake(context.device)
         return _rate(self.model, resized(samples, self.model["vision"].config.image_size, self.images), context)
 
 
@@ -89,6 +94,5 @@ def _load(path: str, clip: str) -> tuple[Any, Any]:
 def _rate(model: Any, pixels: torch.Tensor, context: Context) -> torch.Tensor:
     import torch
 
-    model.to(context.device)
     seen = model["projection"](model["vision"](pixel_values=pixels.to(context.device)).pooler_output)
     return model["head"](torch.nn.functional.normalize(seen, dim=-1))[:, 0]

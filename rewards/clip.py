@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards.contract import Context, Weights
+from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
 
 if TYPE_CHECKING:
@@ -26,27 +27,31 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
 
 
 @mmrl.reward(device=True, paths=("path",), models=_models)
-class ClipScore:
+class ClipScore(Sleeping):
     """CLIPScore of each picture with its prompt, 0 to 2.5. Prompts are cut at the text encoder's length."""
 
     def __init__(self, path: str = DEFAULT) -> None:
-        self.model, self.processor = load_clip(path, path)
+        model, self.processor = load_clip(path, path)
+        self.model = self.frozen(model, lambda: load_clip(path, path)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``."""
+        self.wake(context.device)
         pixels = self.processor.image_processor([s.image for s in samples], return_tensors="pt")["pixel_values"]
         return WEIGHT * cosine(self.model, self.processor, samples, pixels, context).clamp(min=0)
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path",))
-class PathwiseClip:
+class PathwiseClip(Sleeping):
     """2.5 * cosine, with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 
     def __init__(self, path: str = DEFAULT) -> None:
-        self.model, self.processor = load_clip(path, path)
+        model, self.processor = load_clip(path, path)
+        self.model = self.frozen(model, lambda: load_clip(path, path)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``, with a graph."""
+        self.wake(context.device)
         pixels = resized(samples, self.model.config.vision_config.image_size, self.processor.image_processor)
         return WEIGHT * cosine(self.model, self.processor, samples, pixels, context)
 
@@ -100,13 +105,13 @@ def normalised(pictures: torch.Tensor, images: Any) -> torch.Tensor:
 def cosine(
     model: Any, processor: Any, samples: Sequence[Sample], pixels: torch.Tensor, context: Context
 ) -> torch.Tensor:
-    """Cosine ``[B]`` of each picture (normalised ``pixels`` ``[B, 3, H, W]``) with its prompt.
+    """Cosine ``[B]`` of each picture (normalised ``pixels`` ``[B, 3, H, W]``) with its prompt, by a ``model`` that is
+    on the device.
 
     The prompts of a group are equal, so each different one is encoded once.
     """
     import torch
 
-    model.to(context.device)
     texts = list(dict.fromkeys(sample.prompt.text for sample in samples))
     tokens = processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(context.device)
     found = model(

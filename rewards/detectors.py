@@ -46,7 +46,10 @@ class Found:
 
 
 class Detector:
-    """Finds the objects that are likelier than ``threshold``. Raises ``UserError`` where ``path`` holds no detector."""
+    """Finds the objects that are likelier than ``threshold``. Raises ``UserError`` where ``path`` holds no detector.
+
+    It is asked where ``model`` is.
+    """
 
     def __init__(self, path: str, threshold: float) -> None:
         from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetection
@@ -57,14 +60,14 @@ class Detector:
             config = AutoConfig.from_pretrained(path)
             self._outlines = type(config) in OUTLINING
             kind = Outlining if self._outlines else AutoModelForObjectDetection
-            self._model = kind.from_pretrained(path, use_safetensors=True).eval().requires_grad_(False)
+            self.model = kind.from_pretrained(path, use_safetensors=True).eval().requires_grad_(False)
             self._processor = AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError, ImportError) as error:
             raise UserError(
                 f"cannot load a detector from {path}: {str(error).splitlines()[0]}; set the reward's options.path to "
                 "a directory that save_pretrained wrote (Mask2Former or DETR), or to a hub name while online"
             ) from error
-        self.names = {int(i): _OTHERWISE.get(str(name), str(name)) for i, name in self._model.config.id2label.items()}
+        self.names = {int(i): _OTHERWISE.get(str(name), str(name)) for i, name in self.model.config.id2label.items()}
         self._threshold = threshold
 
     def find(self, images: Sequence[Image], device: Any) -> list[dict[str, list[Found]]]:
@@ -83,7 +86,7 @@ class Detector:
 
     def _of_one_size(self, images: list[Image], device: Any) -> Iterator[Iterator[tuple[int, Found]]]:
         inputs = self._processor(images=images, return_tensors="pt").to(device)
-        outputs = self._model.to(device)(**inputs)
+        outputs = self.model(**inputs)
         size = images[0].height, images[0].width
         if self._outlines:
             for classes, masks in zip(outputs.class_queries_logits, outputs.masks_queries_logits, strict=True):

@@ -60,6 +60,14 @@ class Frames:
         values = _totals(returned)
         return [_mean(values[i : i + self.count]) for i in range(0, len(values), self.count)]
 
+    def sleep(self, device: torch.device | str) -> None:
+        """Have the reward that is asked free the memory of ``device``, where it can."""
+        self.inner.sleep(device)
+
+    def wake(self, device: torch.device | str) -> bool:
+        """Have it ready; returns whether for good."""
+        return self.inner.wake(device)
+
     def _frames(self, sample: Sample) -> list[Any]:
         clip = sample.video or ()
         last = max(1, self.count - 1)

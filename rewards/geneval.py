@@ -22,6 +22,7 @@ import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards.contract import Context, Failed, Value, Weights
 from mmrl.rewards.loading import describe
+from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
 
 from .clip import load_clip
@@ -71,7 +72,7 @@ class Verdict:
 
 
 @mmrl.reward(device=True, paths=("path", "clip"), models=_models)
-class GenEval:
+class GenEval(Sleeping):
     """GenEval's verdicts on each picture. ``clip`` tells colours.
 
     ``reward``: which verdict is the score, ``partial``, ``correct`` or ``strict``; the others are logged.
@@ -83,9 +84,12 @@ class GenEval:
         self.names = {name: "score" if name == reward else name for name in VERDICTS}
         self.detector = Detector(path, THRESHOLD)
         self.colours = Colours(clip)
+        self.frozen(self.detector.model, lambda: Detector(path, THRESHOLD).model)
+        self.frozen(self.colours.model, lambda: Colours(clip).model)
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[Value]]:
         """``score`` and the other two verdicts of each sample; a prompt whose meta is not GenEval's fails."""
+        self.wake(context.device)
         wanted = [self._wanted(sample) for sample in samples]
         images = [s.image for s, wishes in zip(samples, wanted, strict=True) if isinstance(wishes, list) and s.image]
         found = iter(self.detector.find(images, context.device))
@@ -134,20 +138,22 @@ score = GenEval
 
 
 class Colours:
-    """Which of ``COLOURS`` an object has, told by a CLIP model from its pixels on grey. Raises ``UserError``."""
+    """Which of ``COLOURS`` an object has, told by a CLIP model from its pixels on grey. Raises ``UserError``.
+
+    It is asked where ``model`` is.
+    """
 
     def __init__(self, path: str) -> None:
-        self._model, self._processor = load_clip(path, path, "clip")
+        self.model, self._processor = load_clip(path, path, "clip")
         self._known: dict[str, torch.Tensor] = {}
 
     def of(self, image: Image, objects: Sequence[Found], name: str, context: Context) -> list[str]:
         """One colour for each of ``objects`` of the class ``name``."""
         import torch
 
-        model = self._model.to(context.device)
         crops = [_cut_out(image, one) for one in objects]
         pixels = self._processor.image_processor(crops, return_tensors="pt")["pixel_values"].to(context.device)
-        seen = model.visual_projection(model.vision_model(pixel_values=pixels).pooler_output)
+        seen = self.model.visual_projection(self.model.vision_model(pixel_values=pixels).pooler_output)
         said = self._said(name, context)
         best = (torch.nn.functional.normalize(seen, dim=-1) @ said.T).argmax(1)
         return [COLOURS[i] for i in best.tolist()]
@@ -159,8 +165,8 @@ class Colours:
         if name not in self._known:
             texts = [text.format(colour=colour, name=name) for colour in COLOURS for text in _TEMPLATES]
             tokens = self._processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
-            read = self._model.text_model(**tokens.to(context.device)).pooler_output
-            each = torch.nn.functional.normalize(self._model.text_projection(read), dim=-1)
+            read = self.model.text_model(**tokens.to(context.device)).pooler_output
+            each = torch.nn.functional.normalize(self.model.text_projection(read), dim=-1)
             mean = each.view(len(COLOURS), len(_TEMPLATES), -1).mean(1)
             self._known[name] = torch.nn.functional.normalize(mean, dim=-1)
         return self._known[name].to(context.device)

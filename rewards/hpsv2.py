@@ -16,6 +16,7 @@ import mmrl
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.contract import Context, Weights
 from mmrl.rewards.images import to_tensor
+from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
 
 from .clip import cosine, no_model, normalised
@@ -58,27 +59,31 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
 
 
 @mmrl.reward(device=True, paths=("path", "base"), models=_models)
-class HPSv2:
+class HPSv2(Sleeping):
     """HPS v2.1 of each picture with its prompt. Prompts are cut at the text encoder's length."""
 
     def __init__(self, path: str = DEFAULT, base: str = BASE) -> None:
-        self.model, self.processor = _load(path, base)
+        model, self.processor = _load(path, base)
+        self.model = self.frozen(model, lambda: _load(path, base)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``."""
+        self.wake(context.device)
         pictures = [to_tensor(sample.image) for sample in samples if sample.image is not None]
         return cosine(self.model, self.processor, samples, _prepared(self.model, self.processor, pictures), context)
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "base"))
-class PathwiseHPSv2:
+class PathwiseHPSv2(Sleeping):
     """The same with the gradient to ``sample.tensor``."""
 
     def __init__(self, path: str = DEFAULT, base: str = BASE) -> None:
-        self.model, self.processor = _load(path, base)
+        model, self.processor = _load(path, base)
+        self.model = self.frozen(model, lambda: _load(path, base)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``, with a graph."""
+        self.wake(context.device)
         pictures = [sample.tensor for sample in samples if sample.tensor is not None]
         return cosine(self.model, self.processor, samples, _prepared(self.model, self.processor, pictures), context)
 

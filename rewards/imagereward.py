@@ -15,6 +15,7 @@ import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.contract import Context, Weights
+from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
 
 from .aesthetic import linear_head
@@ -51,27 +52,31 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
 
 
 @mmrl.reward(device=True, paths=("path", "tokenizer"), models=_models)
-class ImageReward:
+class ImageReward(Sleeping):
     """ImageReward of each picture with its prompt."""
 
     def __init__(self, path: str = DEFAULT, tokenizer: str = TOKENIZER) -> None:
-        self.model, self.tokenizer, self.images = _load(path, tokenizer)
+        model, self.tokenizer, self.images = _load(path, tokenizer)
+        self.model = self.frozen(model, lambda: _load(path, tokenizer)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``."""
+        self.wake(context.device)
         pixels = self.images([s.image for s in samples], return_tensors="pt")["pixel_values"]
         return _rate(self.model, self.tokenizer, samples, pixels, context)
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "tokenizer"))
-class PathwiseImageReward:
+class PathwiseImageReward(Sleeping):
     """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 
     def __init__(self, path: str = DEFAULT, tokenizer: str = TOKENIZER) -> None:
-        self.model, self.tokenizer, self.images = _load(path, tokenizer)
+        model, self.tokenizer, self.images = _load(path, tokenizer)
+        self.model = self.frozen(model, lambda: _load(path, tokenizer)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``, with a graph."""
+        self.wake(context.device)
         pixels = resized(samples, self.model["vision"].config.image_size, self.images)
         return _rate(self.model, self.tokenizer, samples, pixels, context)
 
@@ -163,7 +168,6 @@ def _build(vision: Any, text: Any) -> torch.nn.ModuleDict:
 def _rate(
     model: Any, tokenizer: Any, samples: Sequence[Sample], pixels: torch.Tensor, context: Context
 ) -> torch.Tensor:
-    model.to(context.device)
     texts = [sample.prompt.text for sample in samples]
     tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt")
     seen = model["vision"](pixel_values=pixels.to(context.device)).last_hidden_state

@@ -28,6 +28,9 @@ from mmrl.rewards.contract import Context, Declaration, Input, Weights
 from mmrl.trajectory import Sample, SampleId
 
 if TYPE_CHECKING:
+    import torch
+
+    from mmrl.judge.local import LocalModel
     from mmrl.judge.server import ServedJudge
 
 _LOCAL = ("path", "batch", "dtype", "template")
@@ -116,7 +119,7 @@ class Judge:
         )
         self._caches: dict[Path | None, Cache] = {}
         self._recorded = recorded_here()
-        self.local: Any = None
+        self.local: LocalModel | None = None
         self.remote: Any = None
         self.served: ServedJudge | None = None
         if _is_local(model):
@@ -135,6 +138,7 @@ class Judge:
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[Any]]:
         """``score`` for each sample; in mode steps also ``right``, ``wrong`` and ``spans``."""
+        assert self.local is not None
         hearing = self._open(samples, context)
         outcomes = self.local.ask(list(hearing.open.values()), self.kind, self.settings, context.device)
         return self._close(samples, hearing, outcomes, context)
@@ -148,16 +152,20 @@ class Judge:
             note(sent, context)
         return self._close(samples, hearing, outcomes, context)
 
-    def sleep(self) -> None:
-        """Have a model of ours give its memory back until it is asked again."""
-        if (own := self.local or self.served) is not None:
-            own.sleep()
+    def sleep(self, device: torch.device | str) -> None:
+        """Have a model of ours give the memory of ``device`` back until it is asked again."""
+        if self.local is not None:
+            self.local.sleep(device)
+        if self.served is not None:
+            self.served.sleep()
 
-    def wake(self) -> bool:
-        """Have it ready; returns whether a server was started for good. Raises ``UserError``."""
+    def wake(self, device: torch.device | str) -> bool:
+        """Have it ready; returns whether a model came, or a server was started, for good. Raises ``UserError``."""
+        if self.local is not None:
+            return self.local.wake(device)
         if self.served is not None and self._recorded is not None:
             return False  # it starts where it is asked after all
-        return bool((own := self.local or self.served) is not None and own.wake())
+        return self.served is not None and self.served.wake()
 
     def close(self) -> None:
         """End the server, where it is ours."""

@@ -15,6 +15,7 @@ from typing import Any
 import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards.contract import Context, Failed, Weights
+from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
 
 DEFAULT = "stepfun-ai/GOT-OCR-2.0-hf"
@@ -28,7 +29,7 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
 
 
 @mmrl.reward(device=True, paths=("path",), models=_models)
-class OCR:
+class OCR(Sleeping):
     """How much of the words a picture shows, 0 to 1.
 
     ``meta``: the key of a prompt's meta that may hold the words. ``max_tokens``: read of a picture at most. ``dtype``:
@@ -41,7 +42,8 @@ class OCR:
         if dtype not in DTYPES:
             raise UserError(f"options.dtype is {dtype!r}; set it to {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
         self.meta, self.max_tokens = meta, max_tokens
-        self.model, self.processor = _load(path, dtype)
+        model, self.processor = _load(path, dtype)
+        self.model = self.frozen(model, lambda: _load(path, dtype)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> list[float | Failed]:
         """One number per sample; a prompt that asks for no words fails."""
@@ -52,7 +54,8 @@ class OCR:
 
     def read(self, images: Sequence[Any], context: Context) -> list[str]:
         """The text in each picture, as the model writes it down (greedily)."""
-        model, tokenizer = self.model.to(context.device), self.processor.tokenizer
+        self.wake(context.device)
+        model, tokenizer = self.model, self.processor.tokenizer
         inputs = self.processor(images=list(images), return_tensors="pt").to(context.device)
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
         end, pad = tokenizer.convert_tokens_to_ids(_END), tokenizer.pad_token_id

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import mmrl
 from mmrl.rewards.contract import Context, Weights
+from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
 
 from .clip import cosine, load_clip, resized
@@ -28,27 +29,31 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
 
 
 @mmrl.reward(device=True, paths=("path", "processor"), models=_models)
-class PickScore:
+class PickScore(Sleeping):
     """PickScore of each picture with its prompt."""
 
     def __init__(self, path: str = DEFAULT, processor: str = PROCESSOR) -> None:
-        self.model, self.processor = load_clip(path, processor)
+        model, self.processor = load_clip(path, processor)
+        self.model = self.frozen(model, lambda: load_clip(path, processor)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``."""
+        self.wake(context.device)
         pixels = self.processor.image_processor([s.image for s in samples], return_tensors="pt")["pixel_values"]
         return self.model.logit_scale.exp() * cosine(self.model, self.processor, samples, pixels, context) / SCALE
 
 
 @mmrl.reward(inputs=("tensor",), differentiable=True, paths=("path", "processor"))
-class PathwisePickScore:
+class PathwisePickScore(Sleeping):
     """The same with the gradient to ``sample.tensor``: pictures are resized on the way by torch (bicubic)."""
 
     def __init__(self, path: str = DEFAULT, processor: str = PROCESSOR) -> None:
-        self.model, self.processor = load_clip(path, processor)
+        model, self.processor = load_clip(path, processor)
+        self.model = self.frozen(model, lambda: load_clip(path, processor)[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> torch.Tensor:
         """``[B]``, with a graph."""
+        self.wake(context.device)
         pixels = resized(samples, self.model.config.vision_config.image_size, self.processor.image_processor)
         return self.model.logit_scale.exp() * cosine(self.model, self.processor, samples, pixels, context) / SCALE
 

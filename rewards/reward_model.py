@@ -12,12 +12,14 @@ be read (too long, broken pictures, control tokens in its text) fails and gets n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards.contract import Context, Failed, Weights
+from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
 
 
@@ -26,7 +28,7 @@ def _models(options: Mapping[str, Any]) -> list[Weights]:
 
 
 @mmrl.reward(inputs=("text",), device=True, paths=("path",), models=_models)
-class RewardModel:
+class RewardModel(Sleeping):
     """The reward model's number for each response.
 
     ``batch_size``: responses in a forward. ``dtype``: of its weights. ``chat_template``: variables of the template, and
@@ -55,11 +57,13 @@ class RewardModel:
         if name not in ("llm/score", "vlm/score"):
             raise UserError(f"options.pipeline is {name!r}; set it to llm/score, or vlm/score for a model that sees")
         self.batch_size = batch_size
-        self._scorer = mmrl.load("pipelines", name).scorer(path, variables, getattr(torch, dtype))
+        load = partial(mmrl.load("pipelines", name).scorer, path, variables, getattr(torch, dtype))
+        self._scorer = load()
+        self.frozen(self._scorer.model, lambda: load().model)
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> list[float | Failed]:
         """One number per sample."""
-        self._scorer.model.to(context.device)
+        self.wake(context.device)
         return self._scorer.score([s.prompt for s in samples], [s.text or "" for s in samples], self.batch_size)
 
 

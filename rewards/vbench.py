@@ -13,6 +13,7 @@ VBench keeps DINO's frames in their shape.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import numpy as np
 import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards.contract import Context, Failed, Weights
+from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
 
 if TYPE_CHECKING:
@@ -54,28 +56,34 @@ def _background_models(options: Mapping[str, Any]) -> list[Weights]:
 
 
 @mmrl.reward(inputs=("video",), device=True, paths=("path",), models=_subject_models)
-class Subject:
+class Subject(Sleeping):
     """Consistency by the class token of a ViT, 0 to 1. ``path``: a directory or hub name."""
 
     def __init__(self, path: str = DINO) -> None:
-        self.model, self.images = _load(path, "a vision transformer (ViT, DINO, DINOv2)")
+        load = partial(_load, path, "a vision transformer (ViT, DINO, DINOv2)")
+        model, self.images = load()
+        self.model = self.frozen(model, lambda: load()[0])
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> list[float | Failed]:
         """One number per clip."""
+        self.wake(context.device)
         return _consistencies(self.model, self.images, samples, context)
 
 
 @mmrl.reward(inputs=("video",), device=True, paths=("path",), models=_background_models)
-class Background:
+class Background(Sleeping):
     """Consistency by a CLIP model's image features, 0 to 1. ``path``: a directory or hub name."""
 
     def __init__(self, path: str = CLIP) -> None:
-        self.model, self.images = _load(path, "a CLIP model")
+        load = partial(_load, path, "a CLIP model")
+        model, self.images = load()
+        self.model = self.frozen(model, lambda: load()[0])
         if not hasattr(self.model, "visual_projection"):
             raise UserError(f"options.path: {path} is no CLIP model; give one, or use vbench:subject")
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> list[float | Failed]:
         """One number per clip."""
+        self.wake(context.device)
         return _consistencies(self.model, self.images, samples, context)
 
 
@@ -100,7 +108,7 @@ def _load(path: str, what: str) -> tuple[Any, Any]:
 def _consistencies(model: Any, images: Any, samples: Sequence[Sample], context: Context) -> list[float | Failed]:
     clips = [sample.video or () for sample in samples]
     frames = [frame for clip in clips if len(clip) > 1 for frame in clip]
-    rows = iter(_features(model.to(context.device), images, frames, context) if frames else ())
+    rows = iter(_features(model, images, frames, context) if frames else ())
     found: list[float | Failed] = []
     for clip in clips:
         found.append(consistency(np.stack([next(rows) for _ in clip])) if len(clip) > 1 else SHORT)

@@ -167,11 +167,14 @@ def test_a_judge_sleeps_for_real_and_answers_as_before():
     ask = [Ask(["Is 2 + 2 = 4? Answer yes or no."], None, 7)]
     kind = parse_kind("pointwise", {"type": "yes_no"})
     before = model.ask(ask, kind, Settings(0.0, 4, 0), "cpu")[0].verdict
-    model.sleep()
-    model.sleep()
-    assert {p.device.type for p in model.model.parameters()} == {"meta"}  # no byte of the weights is left
+    model.sleep("cpu")
+    model.sleep("cpu")
+    assert {p.nbytes for p in model.model.parameters()} == {0}  # no byte of the weights is left
     assert size > 1e6
     assert model.ask(ask, kind, Settings(0.0, 4, 0), "cpu")[0].verdict == before
+    model.sleep("cpu")
+    model.wake("cpu")
+    assert sum(p.nbytes for p in model.model.parameters()) == size  # before it is asked
 
 
 def task(role):

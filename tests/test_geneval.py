@@ -16,7 +16,7 @@ from mmrl.rewards.detectors import Detector, Found
 from mmrl.rewards.geneval import COLOURS, Colours, judged, placed, read_wishes
 from mmrl.rewards.loading import build, find
 from mmrl.trajectory import Prompt, Sample, SampleId
-from tests import tiny
+from tests import asleep, tiny
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -329,3 +329,14 @@ def test_used_wrongly_it_says_the_edit(outlines, clip, tmp_path):
         build(find("geneval"), {"path": clip, "clip": clip})
     with pytest.raises(UserError, match=r"cannot load a CLIP model from .*options\.clip"):
         build(find("geneval"), {"path": outlines, "clip": str(tmp_path)})
+
+
+def test_its_detector_and_its_clip_sleep_and_it_scores_the_same(outlines, clip, monkeypatch):
+    reward = build(find("geneval"), {"path": outlines, "clip": clip}).sleeper
+    given = [
+        Sample(Prompt(str(i), "a red cat", meta(CAT | {"color": "red"})), SampleId(0, i, 0, 0), image)
+        for i, image in enumerate(pictures())
+    ]
+    assert len(asleep.modules(reward)) == 2
+    with torch.no_grad():
+        asleep.scores_the_same(reward, lambda: reward.score(given, context=Context()), monkeypatch)

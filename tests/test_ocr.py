@@ -14,7 +14,7 @@ from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import build, find
 from mmrl.rewards.ocr import edit_distance, likeness
 from mmrl.trajectory import Prompt, Sample, SampleId
-from tests import tiny
+from tests import asleep, tiny
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -153,3 +153,8 @@ def test_used_wrongly_it_says_the_edit(got, tmp_path):
         build(find("ocr"), {"path": got, "dtype": "half"})
     with pytest.raises(UserError, match=r"cannot load GOT-OCR2 from .*; set the reward's options\.path"):
         build(find("ocr"), {"path": str(tmp_path)})
+
+
+def test_it_sleeps_whole_and_reads_the_same(got, monkeypatch):
+    reward = build(find("ocr"), {"path": got, "max_tokens": 4}).sleeper
+    asleep.scores_the_same(reward, lambda: reward.read(pictures(2), Context()), monkeypatch)

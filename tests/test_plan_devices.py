@@ -394,3 +394,19 @@ def test_a_note_on_idle_devices_is_true_and_its_edit_mends_it(
     assert not [note for note in rest if "set " in note and note in notes]
     if not [note for note in notes if "lower" in note]:
         assert not [note for note in rest if "sampling micro" in note or "slice" in note]
+
+
+def test_a_reward_that_cannot_sleep_is_not_said_to(tmp_path):
+    head = f"import mmrl\nfrom mmrl.rewards.contract import Weights\nM = lambda options: [Weights({str(JUDGE)!r})]\n"
+    own = "@mmrl.reward(device=True, models=M)\nclass Own:\n"
+    own += "    def score(self, samples, *, context):\n        return [0.0 for _ in samples]\n"
+    sleeps = "    def sleep(self, device):\n        pass\n    def wake(self, device):\n        pass\n"
+    recipe = load_recipe(
+        ["shapes-judge"], [*JUDGED, "devices_per_controller=2", "placement={type: partial, sleep: true}"]
+    ).recipe
+    for name, able in (("awake", False), ("asleep", True)):
+        file = tmp_path / f"{name}.py"
+        file.write_text(head + own + sleeps * able)
+        asked, _, _ = asked_of(f"rewards=[{{name: {file}:Own}}]")
+        assert [one.sleeps for one in asked] == [able]
+        assert ("Own asleep" in str(rows(counted(recipe, asked)))) == able

@@ -22,7 +22,7 @@ from mmrl.rewards.hpsv2 import letterboxed
 from mmrl.rewards.loading import build, find
 from mmrl.rewards.scoring import RewardSet
 from mmrl.trajectory import Prompt, Sample, SampleId
-from tests import tiny
+from tests import asleep, tiny
 
 allow_cpu_only()  # before transformers imports torchvision
 REPO = Path(__file__).resolve().parent.parent
@@ -443,3 +443,10 @@ def test_shapes_are_read_without_the_numbers(made):
     found = read_tensors(made["imagereward"]["path"], "meta", fetch=False)
     assert {t.device.type for t in found.values()} == {"meta"}
     assert found["mlp.layers.0.weight"].shape == (1024, 64)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_sleeps_whole_and_scores_the_same(name, made, monkeypatch):
+    call, given = reward(name, made[name]), samples()[:2]
+    with torch.no_grad():
+        asleep.scores_the_same(call.__self__, lambda: call(given, context=Context()).tolist(), monkeypatch)

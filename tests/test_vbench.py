@@ -14,7 +14,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.contract import Context, Failed
 from mmrl.rewards.scoring import RewardSet
 from mmrl.trajectory import Prompt, Sample, SampleId
-from tests import tiny
+from tests import asleep, tiny
 
 allow_cpu_only()  # before transformers imports torchvision
 REPO = Path(__file__).resolve().parents[1]
@@ -107,3 +107,10 @@ def test_background_is_of_clips_image_features(dino, tmp_path):
         vbench.Background(dino)
     with pytest.raises(UserError, match=r"cannot load a vision transformer .* options\.path"):
         vbench.Subject(str(tmp_path / "nowhere"))
+
+
+def test_each_sleeps_whole_and_scores_the_same(dino, tmp_path, monkeypatch):
+    clips = [clip(*noise(0)), clip(*noise(1), k=1)]
+    for reward in (vbench.Subject(dino), vbench.Background(str(tiny.clip(tmp_path)))):
+        with monkeypatch.context() as only:
+            asleep.scores_the_same(reward, lambda one=reward: one.score(clips, context=Context()), only)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, unread
 from mmrl.judge.jsonschema import ends_in_a_thought
 from mmrl.judge.sampling import seeded
+from mmrl.rewards.sleeping import Sleeping
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +29,7 @@ _WHOLE = 64 << 20
 """Bytes up to which a file of a model is read in full to know it again; larger ones by size and time."""
 
 
-class LocalModel:
+class LocalModel(Sleeping):
     """A judge model at ``path``, a directory or a hub name. Loaded when built, on the CPU; raises ``UserError``.
 
     ``batch``: questions answered at once. ``dtype``: ``auto`` takes the checkpoint's. ``template``: arguments for the
@@ -36,7 +38,8 @@ class LocalModel:
 
     def __init__(self, path: str, batch: int = 16, dtype: str = "auto", template: Mapping[str, Any] | None = None):
         self.path, self.batch, self.dtype, self.template = path, batch, dtype, dict(template or {})
-        self.model, self.processor, self.tokenizer = _load(path, dtype)
+        model, self.processor, self.tokenizer = _load(path, dtype)
+        self.model = self.frozen(model, lambda: _load_model(path, dtype)[0])
         self.sees = self.processor is not None
         self.tokenizer.padding_side = "left"
         if getattr(self.processor or self.tokenizer, "chat_template", None) is None:
@@ -55,8 +58,7 @@ class LocalModel:
 
     def ask(self, asks: Sequence[Ask], kind: Kind, settings: Settings, device: torch.device | str) -> list[Outcome]:
         """An outcome for each question, in order. Never raises for what the model wrote."""
-        self.wake()
-        self.model.to(device)
+        self.wake(device)
         outcomes: list[Outcome] = [Outcome()] * len(asks)
         pending = list(range(len(asks)))
         for round_ in range(1 if isinstance(kind, Words) else settings.reasks + 1):
@@ -71,16 +73,6 @@ class LocalModel:
             if not pending:
                 break
         return outcomes
-
-    def sleep(self) -> None:
-        """Free the device's memory: the weights of an accelerator wait in the host's, those of a CPU on the disk."""
-        here = self.model.device.type
-        self.model.to("meta" if here in ("cpu", "meta") else "cpu")
-
-    def wake(self) -> None:
-        """Have the weights again, the very same."""
-        if self.model.device.type == "meta":
-            self.model = _load(self.path, self.dtype)[0]
 
     def _batches(self, asks: Sequence[Ask], index: Sequence[int]) -> list[list[int]]:
         """Indices in batches of about equal length, those with pictures apart."""
@@ -199,25 +191,40 @@ def _messages(ask: Ask, plain: bool) -> list[dict[str, Any]]:
 
 def _load(path: str, dtype: str) -> tuple[Any, Any, Any]:
     """The model, its processor (None where it reads text only) and its tokenizer."""
+    model, sees = _load_model(path, dtype)
+    from transformers import AutoProcessor, AutoTokenizer
+
+    with _refused(path):
+        if not sees:
+            return model, None, AutoTokenizer.from_pretrained(path)
+        processor = AutoProcessor.from_pretrained(path)
+        return model, processor, processor.tokenizer
+
+
+def _load_model(path: str, dtype: str) -> tuple[Any, bool]:
+    """The model alone, frozen and on the CPU, and whether it sees."""
     from mmrl._torchvision import allow_cpu_only
 
     allow_cpu_only()
     import torch
     import transformers.utils.logging
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     transformers.utils.logging.disable_progress_bar()
-    try:
+    with _refused(path):
         config = AutoConfig.from_pretrained(path)
         sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
-        model = auto.from_pretrained(path, dtype=kind, use_safetensors=True).eval().requires_grad_(False)
-        if not sees:
-            return model, None, AutoTokenizer.from_pretrained(path)
-        processor = AutoProcessor.from_pretrained(path)
-        return model, processor, processor.tokenizer
+        return auto.from_pretrained(path, dtype=kind, use_safetensors=True).eval().requires_grad_(False), sees
+
+
+@contextmanager
+def _refused(path: str) -> Iterator[None]:
+    """Say what to mend where a judge cannot be loaded."""
+    try:
+        yield
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         raise UserError(
             f"options.model: the judge {path} cannot be loaded: {(str(error).splitlines() or [''])[0]}\n"

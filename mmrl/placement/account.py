@@ -143,7 +143,7 @@ def roles_of(
         yield Role(one.role, one.what, 0, _held(made, one), where)
     for asked in made.asked:
         where = "always"
-        if sleeps(made.recipe) and asked.trained_on:
+        if sleeps(made.recipe) and asked.sleeps:
             where = f"judge, else {asleep}"
         yield Role(f"reward {asked.label}", asked.what, asked.parameters, asked.bytes, where)
     yield Role("prompt features", f"{amount(measured.features)} a prompt", 0, features, "always")
@@ -187,7 +187,7 @@ def phases_of(
     assert measured is not None
     assert counts is not None
     copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
-    sleeping = sum(one.bytes for one in made.asked if one.trained_on) if sleeps(made.recipe) else 0
+    sleeping = sum(one.bytes for one in made.asked if one.sleeps) if sleeps(made.recipe) else 0
     engine = {one.role: _held(made, one) for one in description.beside}
     always = {
         "optimizer state": measured.adam,

@@ -15,7 +15,7 @@ from mmrl.errors import UserError
 from mmrl.placement.tables import size
 from mmrl.rewards.checkpoints import read_tensors
 from mmrl.rewards.contract import Weights
-from mmrl.rewards.loading import asked_of_options
+from mmrl.rewards.loading import asked_of_options, can_sleep
 
 if TYPE_CHECKING:
     from mmrl.config.loader import LoadedRecipe
@@ -32,7 +32,8 @@ _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 class Asked:
     """A reward that computes on a device. ``parameters`` and ``bytes`` of its models are 0 where they are not known.
 
-    ``trained_on`` is False of one in ``eval.rewards``, which is asked in the controller's process and never sleeps.
+    ``trained_on`` is False of one in ``eval.rewards``, which is asked in the controller's process and never sleeps;
+    ``can_sleep`` of one that has no ``sleep`` and ``wake``.
     """
 
     label: str
@@ -43,6 +44,12 @@ class Asked:
     bytes: int = 0
     weights: int = 0
     """Bytes of them that are weights: a server may take more of the device."""
+    can_sleep: bool = True
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it gives its memory back under ``placement.sleep``."""
+        return self.trained_on and self.can_sleep
 
 
 def on_devices(
@@ -71,12 +78,12 @@ def on_devices(
             problems.append(f"{key} ({label}): {error}")
             continue
         if models is None:
-            asked.append(Asked(label, key == "rewards", config.batch_size))
+            asked.append(Asked(label, key == "rewards", config.batch_size, can_sleep=can_sleep(one.target)))
             notes.append(f"{key} ({label}): it does not say which model it computes with, so that is not counted")
         elif models:
-            one = _sized(label, key, config, models, problems, notes)
-            problems += [f"{key} ({label}): {why}" for why in _refused(recipe, one, models, device, memory)]
-            asked.append(_served(one, models, device, memory, notes))
+            sized = replace(_sized(label, key, config, models, problems, notes), can_sleep=can_sleep(one.target))
+            problems += [f"{key} ({label}): {why}" for why in _refused(recipe, sized, models, device, memory)]
+            asked.append(_served(sized, models, device, memory, notes))
     return asked, problems, notes
 
 

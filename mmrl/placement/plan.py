@@ -237,7 +237,7 @@ def _account(
         moved = (c for c in description.components if len(c.needed) < len(PHASES))
         made.host = sum(sizes[id(c)].total for c in moved)
     if sleeps(recipe) and made.device != "cpu":
-        made.host += sum(one.weights for one in made.asked if one.trained_on)
+        made.host += sum(one.weights for one in made.asked if one.sleeps)
     shown = measured.picture if "tensor" in inputs else measured.picture // 4 if inputs & {"image", "video"} else 0
     made.inside = inside(made, objective, shown)
 

@@ -122,7 +122,8 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
     judging = ", ".join(one.label for one in plan.asked if one.trained_on)
     judge = "judge" if judging == "judge" else f"judge ({judging})"
     engine = "" if recipe.rollout.engine == "transformers" else "engine"
-    asleep = _asleep(recipe, judging)
+    resting = ", ".join(one.label for one in plan.asked if one.sleeps)
+    asleep = _asleep(recipe, resting)
     at_first = ", at first" * (recipe.placement.type == "adaptive")
     done = []
     for device in range(recipe.devices_per_controller):
@@ -139,7 +140,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
             generate = f"sample{at_first}{asleep}"
         else:
             generate = f"{judge}{at_first}{_asleep(recipe, engine)}"
-        done.append((generate, f"train{_asleep(recipe, judging, engine)}"))
+        done.append((generate, f"train{_asleep(recipe, resting, engine)}"))
     out, first = [], 0
     for (generate, train), same in groupby(done):
         last = first + len(list(same)) - 1

@@ -67,7 +67,7 @@ def score_folder(
     files = _files(images)
     told = _prompts(prompts, files)
     with _PeakMemory() as memory:
-        caller = Caller(build(find(name), dict(options or {})).awake(), _TIMEOUT_S)
+        caller = Caller(build(find(name), dict(options or {})).awake(device), _TIMEOUT_S)
         rows = list(track(_rows(caller, files, told, device), "scoring", len(files), console=_bar(console)))
         caller.close()
     _print(console, rows)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
 
 if TYPE_CHECKING:
     import torch
@@ -90,10 +90,10 @@ class Declaration:
     tensor ``[B]`` whose graph reaches it. ``spans``: it returns a part ``spans`` beside ``score``. ``own_deadline``: it
     gives up by itself what takes too long, so the recipe's ``timeout`` is not applied. ``device``: it computes with a
     model on ``context.device``; where a controller has several devices, the one that judges calls it, in its own
-    process (such a class may have ``sleep`` and ``wake``, to free its memory meanwhile; either may be called first, and
-    twice). ``paths``: its options that may name files (``"model"``, or ``"model.path"`` inside a mapping); the core
-    looks them up from the recipe's folder. Spell them out in the decorator: a recipe's paths are resolved without
-    importing its rewards. Raises ``ValueError`` for ``inputs`` and ``per`` that do not exist.
+    process (such a class may be a ``Sleeper``, to free its memory meanwhile). ``paths``: its options that may name
+    files (``"model"``, or ``"model.path"`` inside a mapping); the core looks them up from the recipe's folder. Spell
+    them out in the decorator: a recipe's paths are resolved without importing its rewards. Raises ``ValueError`` for
+    ``inputs`` and ``per`` that do not exist.
     """
 
     inputs: tuple[Input, ...] = ("image",)
@@ -140,6 +140,25 @@ class Context:
     label: str = ""
     sent: Counter[str] = field(default_factory=Counter, compare=False)
     round: int = 0
+
+
+class Sleeper(Protocol):
+    """A reward, or what is behind one, whose models leave their device while that does other work.
+
+    ``device`` is the ``context.device`` of its calls. Either method may be called first, and twice. ``score`` must work
+    where nobody has called ``wake``. ``mmrl.rewards.sleeping.Sleeping`` is one for models of torch.
+    """
+
+    def sleep(self, device: torch.device | str, /) -> None:
+        """Free the memory of ``device``."""
+        ...
+
+    def wake(self, device: torch.device | str, /) -> bool | None:
+        """Have everything ready on ``device`` when it returns: the time it takes is what the placement counts with.
+
+        Returns true where something was done for good, so that no later waking takes as long.
+        """
+        ...
 
 
 R = TypeVar("R", bound=Callable[..., Any])

@@ -15,12 +15,15 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl import _load
 from mmrl.errors import UserError, plain
 from mmrl.report.notices import tell
-from mmrl.rewards.contract import Declaration, Input, declaration_of
+from mmrl.rewards.contract import Declaration, Input, Sleeper, declaration_of
+
+if TYPE_CHECKING:
+    import torch
 
 CLOSE_S = 10.0
 """What a reward's own ``close`` may take."""
@@ -74,17 +77,37 @@ class Loaded:
     place: str
 
     @property
-    def sleeper(self) -> Any:
+    def sleeper(self) -> Sleeper | None:
         """The object behind it where that computes on a device and can ``sleep`` and ``wake``; else None."""
         holder = getattr(self.call, "__self__", None)
-        sleeps = self.declaration.device and hasattr(holder, "sleep") and hasattr(holder, "wake")
-        return holder if sleeps else None
+        return holder if self.declaration.device and can_sleep(holder) else None
 
-    def awake(self) -> Loaded:
-        """Itself, with what it computes with ready at once and not when it is first asked. Raises ``UserError``."""
-        if self.sleeper is not None:
-            self.sleeper.wake()
+    def awake(self, device: torch.device | str) -> Loaded:
+        """Itself, with what it computes with ready on ``device`` at once, and not when it is first asked.
+
+        Raises ``UserError``.
+        """
+        self.wake(device)
         return self
+
+    def wake(self, device: torch.device | str) -> bool:
+        """Have what it computes with ready on ``device``; returns whether for good. Raises ``UserError``."""
+        return bool(self._turned("wake", device))
+
+    def sleep(self, device: torch.device | str) -> None:
+        """Have it free the memory of ``device``, where it can. Raises ``UserError``."""
+        self._turned("sleep", device)
+
+    def _turned(self, method: str, device: torch.device | str) -> bool | None:
+        try:
+            return None if self.sleeper is None else getattr(self.sleeper, method)(device)
+        except UserError:
+            raise
+        except Exception as error:
+            place = place_of(error, self.file)
+            raise UserError(
+                f"the {method}() of the reward {self.name} raised {describe(error)} at {place}; mend {place}"
+            ) from error
 
     def close(self) -> None:
         """Have it close what it holds, where it has a method ``close``: in a thread, since that may hang."""
@@ -133,7 +156,8 @@ def problems(found: Found, options: Mapping[str, Any]) -> list[str]:
     method = getattr(target, "score", None)
     if method is None:
         return [f"{found.place}: the class {target.__name__} has no method score; add {_FORM[:10]}self, {_FORM[10:]}"]
-    return _call_problems(found, functools.partial(method, None), {}) + _option_problems(found, target, options, set())
+    wrong = _call_problems(found, functools.partial(method, None), {}) + _option_problems(found, target, options, set())
+    return wrong + _sleep_problems(found)
 
 
 def build(found: Found, options: Mapping[str, Any]) -> Loaded:
@@ -230,6 +254,25 @@ def _call_problems(found: Found, function: Callable[..., Any], options: Mapping[
     if "context" not in by_name and not wide:
         return [f"{found.place}: {found.name} takes no 'context'; write {_FORM}"]
     return _option_problems(found, function, options, {first, "context"})
+
+
+def can_sleep(target: Any) -> bool:
+    """Whether a reward, or its class, has the methods of a ``Sleeper``."""
+    return hasattr(target, "sleep") and hasattr(target, "wake")
+
+
+def _sleep_problems(found: Found) -> list[str]:
+    """What is wrong with the methods that put a class to sleep and wake it."""
+    if not (found.declaration.device and can_sleep(found.target)):
+        return []
+    wrong = []
+    for name in ("sleep", "wake"):
+        try:
+            inspect.signature(getattr(found.target, name)).bind(None, "cpu")
+        except TypeError:
+            edit = f"write def {name}(self, device)"
+            wrong.append(f"{found.place}: {name} of {found.target.__name__} must take the device alone; {edit}")
+    return wrong
 
 
 def _option_problems(

@@ -9,10 +9,9 @@ Rewards work while samples are still being made: ``start`` a step, ``add`` each 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -104,9 +103,9 @@ class RewardSet:
 
     ``root`` is the recipe's folder, ``device`` where a reward's model computes. ``all_sum`` adds a small tensor over
     all controllers, for the statistics of ``normalize: batch``; the default is one controller. ``folder``: the run's
-    directory, for caches and transcripts; may be set later. ``awake``: have servers of rewards up at once, not when
-    they are first asked. ``patience``: of training steps whose samples fail; None takes failures as they come. Raises
-    ``UserError``.
+    directory, for caches and transcripts; may be set later. ``awake``: have models on the device and servers up at
+    once, not when they are first asked. ``patience``: of training steps whose samples fail; None takes failures as they
+    come. Raises ``UserError``.
     """
 
     def __init__(
@@ -184,14 +183,14 @@ class RewardSet:
         return replace(self._here[label].one(samples, context), sent=context.sent)
 
     def sleep(self) -> None:
-        """Have the rewards that compute on a device free its memory, where they can."""
-        for reward in self._sleepers():
-            reward.sleep()
+        """Have the rewards that compute on a device free its memory, where they can. Raises ``UserError``."""
+        for entry in self._entries:
+            entry.loaded.sleep(self.device)
 
     def wake(self) -> bool:
-        """Have them ready (again); returns whether one was started for good. Raises ``UserError``."""
-        started = [reward.wake() for reward in self._sleepers()]
-        return any(started)
+        """Have them ready there (again); returns whether one came or was started for good. Raises ``UserError``."""
+        came = [entry.loaded.wake(self.device) for entry in self._entries]
+        return any(came)
 
     def _wake_or_close(self) -> None:
         try:
@@ -199,9 +198,6 @@ class RewardSet:
         except BaseException:
             self.close()
             raise
-
-    def _sleepers(self) -> Iterator[Any]:
-        return (e.loaded.sleeper for e in self._entries if e.loaded.sleeper is not None)
 
     @property
     def by_batch(self) -> list[str]:

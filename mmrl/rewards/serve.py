@@ -66,7 +66,7 @@ class RewardServer(ThreadingHTTPServer):
                 "or serve on 127.0.0.1"
             )
         self.token, self.max_bytes, self.max_pixels = token, max_bytes, max_pixels
-        self.reward = build(find(name), dict(options or {})).awake()
+        self.reward = build(find(name), dict(options or {})).awake(device)
         self.device = device
         self.caller = Caller(self.reward, timeout_s)
         self.room, self.slots = Room(), Turns(MAX_REQUESTS)
