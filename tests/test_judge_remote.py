@@ -408,7 +408,7 @@ def test_a_server_of_our_own_that_is_lost_is_started_again_and_says_the_same(tmp
     one = judge(None, model=model, answer=NUMBER, votes=3, vote="mean", temperature=1.0, cache=False)
     calm = judge(None, model=model, answer=NUMBER, votes=3, vote="mean", temperature=1.0, cache=False)
     try:
-        one.wake()
+        one.wake("cpu")
         first = one.served.server
         asking = ThreadPoolExecutor(2)
         found = [asking.submit(ask, one, *texts) for texts in (("good", "bad"), ("fair", "bad", "worse"))]
