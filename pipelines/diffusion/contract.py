@@ -35,13 +35,14 @@ CLOSE = 1e-5
 
 
 class Case:
-    """A pipeline of a recipe on the CPU, its policy, and four samples of two prompts."""
+    """A pipeline of a recipe on its device (``auto`` is the CPU), its policy, and four samples of two prompts."""
 
     def __init__(self, recipe: Recipe) -> None:
         sampling = recipe.denoising.model_copy(update={"same_initial_noise": False})  # each sample its own picture
         self.recipe = recipe = recipe.model_copy(update={"sampling": sampling})
         family = mmrl.load("pipelines", recipe.pipeline)
-        self.pipeline: FlowPipeline = family.build(recipe, recipe.model.path, torch.device("cpu"))
+        self.device = torch.device("cpu" if recipe.device == "auto" else recipe.device)
+        self.pipeline: FlowPipeline = family.build(recipe, recipe.model.path, self.device)
         self.policy = Policy(self.pipeline.policy, recipe.optim, total_updates=2)
         media = [(_picture(n),) if self.pipeline.adapter.edits else () for n in range(2)]
         self.slots = [Slot(0, i // 2, 0, Prompt(str(i // 2), PROMPTS[i // 2], media=media[i // 2])) for i in range(4)]
@@ -53,12 +54,13 @@ class Case:
         drawn one at a time: matrices then have the shapes that the stock pipeline's have, on which their last
         digits hang."""
         rows = [self.pipeline.sample([s], [i], [], seed=5) for s, i in self._of_each_prompt()]
-        return torch.cat([self.pipeline.images(row) for row in rows])
+        return torch.cat([self.pipeline.images(row).cpu() for row in rows])
 
     def stock(self, pipe: Any) -> Tensor:
         """The same pictures by the stock pipeline's own call."""
         adapter, sampling = self.pipeline.adapter, self.recipe.denoising
         pipe.set_progress_bar_config(disable=True)
+        pipe.to(self.device)
         rows = [
             adapter.shown(
                 pipe(
@@ -66,7 +68,7 @@ class Case:
                     num_inference_steps=sampling.steps,
                     height=sampling.height,
                     width=sampling.width,
-                    latents=adapter.as_given(noise(5, [name], "initial", self.pipeline.shape)),
+                    latents=adapter.as_given(noise(5, [name], "initial", self.pipeline.shape).to(self.device)),
                     output_type="pt",
                     **adapter.call(),
                     **self._given(slot.prompt),
@@ -74,7 +76,7 @@ class Case:
             )
             for slot, name in self._of_each_prompt()
         ]
-        return torch.cat(rows).float()
+        return torch.cat(rows).float().cpu()
 
     def _of_each_prompt(self) -> list[tuple[Slot, SampleId]]:
         return list(zip(self.slots, self.ids, strict=True))[::2]
@@ -132,7 +134,7 @@ def two_steps_move_every_parameter(recipe: Recipe, but: Sequence[str] = ()) -> s
     for seed in range(2):
         trajectory = case.pipeline.sample(case.slots, case.ids, case.pipeline.noisy_steps(0)[:1], seed=seed)
         new = case.pipeline.replay(trajectory, [0], frozenset({"log_probs"}), case.policy.using)
-        case.policy.backward((new["log_probs"] * torch.randn(4, 1)).sum())
+        case.policy.backward((new["log_probs"] * torch.randn(4, 1).to(case.device)).sum())
         case.policy.apply()
     still = [name for name, p in case.policy.trainable.items() if torch.equal(p.detach(), before[name])]
     unexpected = [name for name in still if not any(part in name for part in but)]

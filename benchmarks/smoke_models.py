@@ -1,0 +1,293 @@
+"""Checks of ``gpu_smoke.py`` on models of true width with random weights: speed, memory, waits, engines."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from smoke_place import MissedError, Place, SkippedError
+from smoke_recipes import settings, trained
+
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
+"""Dense bfloat16, by a part of the device's name (NVIDIA's data sheets of the SXM models)."""
+MEMORY_WITHIN = 0.10
+"""Of the plan's peak, by which a step's may differ."""
+
+
+def share_of_peak(flops: float, seconds: float) -> str:
+    """Of the device's bfloat16 peak; ``unknown`` where the table lacks the device."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+    peak = next((tflops for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+    return "unknown" if peak is None else f"{flops / seconds / peak / 1e12:.1%}"
+
+
+def synchronize(place: Place) -> None:
+    if place.gpu:
+        torch.cuda.synchronize()
+
+
+def timed(place: Place, work: Callable[[], Any], repeats: int) -> float:
+    """Median seconds of ``work``, after one that warms up."""
+    work()
+    found = []
+    for _ in range(repeats):
+        synchronize(place)
+        began = time.perf_counter()
+        work()
+        synchronize(place)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def peak_gib() -> float:
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+# -- a language model --------------------------------------------------------------------------------------------------
+
+
+def decoder(place: Place) -> tuple[Path, int]:
+    """A folder with a random decoder as wide as Qwen2.5-1.5B, four layers deep, and a shipped tokenizer; its
+    parameters."""
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        Path(__file__).resolve().parents[1] / "pipelines" / "llm" / "models" / "sums-qwen3"
+    )
+    true: dict[str, Any] = {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "vocab_size": 151_936,
+    }
+    small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 512}
+    config = Qwen2Config(
+        **(small if place.small else true),
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    folder = place.folder / "decoder"
+    with torch.device(place.device):
+        model: Any = Qwen2ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder, sum(p.numel() for p in model.parameters())
+
+
+def language_model(place: Place) -> dict[str, Any]:
+    """GRPO on it: tokens a second, share of the peak in the update, and peak memory against the plan."""
+    from mmrl.config.loader import load_recipe
+    from mmrl.placement.plan import plan
+
+    length, rows = (16, 8) if place.small else (256, 64)
+    folder, parameters = decoder(place)
+    made = [f"model.path={folder}", "model.dtype=bfloat16", f"sampling.max_new_tokens={length}"]
+    made += ["train.prompts_per_step=4", f"train.group_size={rows // 4}", "train.micro_batch_size=16"]
+    made += ["eval.samples=8", "data.train={count: 64}", "data.heldout={count: 16}"]
+    expected = plan(load_recipe(["sums"], [*settings(place.device, 3), *made]))
+    if expected.problems:
+        raise MissedError(f"the plan: {expected.problems[0]}", {})
+    last = trained(place, "sums", *made, steps=3)[-1]
+    tokens = last["text/length"] * rows
+    figures = {
+        "tokens/s sampled": round(tokens / last["time/sample"]),
+        "tokens/s trained": round(tokens / last["time/train"]),
+        "share of the bf16 peak in the update": share_of_peak(6 * parameters * tokens, last["time/train"]),
+    }
+    if not place.gpu:
+        return figures
+    assert expected.peak is not None
+    peak, planned = last["perf/peak_memory_mib"], expected.peak.total / 2**20
+    figures |= {"peak MiB": round(peak), "planned MiB": round(planned)}
+    if abs(peak - planned) > MEMORY_WITHIN * planned:
+        raise MissedError(f"the peak is not within {MEMORY_WITHIN:.0%} of the plan's", figures)
+    return figures
+
+
+# -- slices of diffusion transformers ----------------------------------------------------------------------------------
+
+
+def sd3(place: Place) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The transformer of SD3.5-medium with random weights, and inputs of four pictures of 512 x 512."""
+    from diffusers import SD3Transformer2DModel
+
+    true: dict[str, Any] = {
+        "num_layers": 24,
+        "num_attention_heads": 24,
+        "caption_projection_dim": 1536,
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 2048,
+        "dual_attention_layers": tuple(range(13)),
+    }
+    small: dict[str, Any] = {
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "caption_projection_dim": 128,
+        "joint_attention_dim": 32,
+        "pooled_projection_dim": 32,
+        "dual_attention_layers": (0,),
+    }
+    size = small if place.small else true
+    batch, latent, tokens = (1, 8, 5) if place.small else (4, 64, 333)
+    with torch.device(place.device):
+        torch.manual_seed(0)
+        model = SD3Transformer2DModel(
+            sample_size=latent if place.small else 128,
+            patch_size=2,
+            in_channels=16,
+            out_channels=16,
+            attention_head_dim=64,
+            pos_embed_max_size=latent if place.small else 384,
+            qk_norm="rms_norm",
+            **size,
+        ).requires_grad_(False)
+        inputs = {
+            "hidden_states": torch.randn(batch, 16, latent, latent),
+            "encoder_hidden_states": torch.randn(batch, tokens, size["joint_attention_dim"]),
+            "pooled_projections": torch.randn(batch, size["pooled_projection_dim"]),
+            "timestep": torch.full((batch,), 500.0),
+        }
+    from peft import LoraConfig
+
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    model.add_adapter(LoraConfig(r=8 if place.small else 32, lora_alpha=64, target_modules=targets))
+    return model, inputs
+
+
+def slice_of(model: Any, inputs: dict[str, torch.Tensor], seen: list[torch.Tensor]) -> None:
+    """Forward and backward; the prediction goes into ``seen``."""
+    made = model(**inputs, return_dict=False)[0].float()
+    made.square().mean().backward()
+    seen[:] = [made.detach()]
+
+
+@contextlib.contextmanager
+def tf32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def sd35_slice(place: Place) -> dict[str, Any]:
+    """Seconds of a slice in each way, and how far its prediction is from float32's, relative to its size."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    model, inputs = sd3(place)
+    kind, seen, repeats = place.device.partition(":")[0], list[torch.Tensor](), 1 if place.small else 5
+    figures: dict[str, Any] = {}
+    reference: torch.Tensor | None = None
+
+    def measured(label: str, context: Any = None) -> None:
+        nonlocal reference
+        with context or contextlib.nullcontext():
+            seconds = timed(place, lambda: slice_of(model, inputs, seen), repeats)
+        reference = seen[0] if reference is None else reference
+        gap = ((seen[0] - reference).norm() / reference.norm()).item()
+        figures[label] = f"{seconds:.4f} s, off by {gap:.1g}"
+
+    measured("float32")
+    measured("TF32", tf32())
+    measured("autocast", torch.autocast(kind, torch.bfloat16))
+    model.to(torch.bfloat16)
+    inputs.update({k: v.to(torch.bfloat16) for k, v in inputs.items() if k != "timestep"})
+    measured("bfloat16")
+    for label, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        if place.gpu:
+            measured(f"bfloat16, {label} attention", sdpa_kernel(backend))
+    if place.gpu:
+        model.compile_repeated_blocks(fullgraph=True)
+        measured("bfloat16, blocks compiled")
+        figures["peak GiB"] = round(peak_gib(), 1)
+    return figures
+
+
+def qwen_image_slice(place: Place) -> dict[str, Any]:
+    """LoRA on the transformer of Qwen-Image, one picture of 1024 x 1024: a slice fits, and offload takes seconds."""
+    from diffusers import QwenImageTransformer2DModel
+    from peft import LoraConfig
+
+    if place.gpu and torch.cuda.get_device_properties(0).total_memory < 70 * 2**30:
+        raise SkippedError("the device has less than 70 GiB of memory")
+    layers, heads, joint, side, tokens = (2, 2, 64, 4, 5) if place.small else (60, 24, 3584, 64, 128)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(place.device):
+            model: Any = QwenImageTransformer2DModel(
+                num_layers=layers, num_attention_heads=heads, joint_attention_dim=joint
+            )
+            inputs = {
+                "hidden_states": torch.randn(1, side * side, 64),
+                "encoder_hidden_states": torch.randn(1, tokens, joint),
+                "encoder_hidden_states_mask": torch.ones(1, tokens, dtype=torch.long),
+                "timestep": torch.full((1,), 0.5),
+                "img_shapes": [[(1, side, side)]],
+            }
+    finally:
+        torch.set_default_dtype(default)
+    model.requires_grad_(False)
+    model.add_adapter(LoraConfig(r=8 if place.small else 32, target_modules=["to_q", "to_k", "to_v"]))
+    model.enable_gradient_checkpointing()
+    model.train()
+    seconds = timed(place, lambda: slice_of(model, inputs, []), 1 if place.small else 3)
+    figures: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "slice s": round(seconds, 3)}
+    if place.gpu:
+        figures["peak GiB"] = round(peak_gib(), 1)
+    for label, where in (("offload s", "cpu"), ("back s", place.device)):
+        began = time.perf_counter()
+        model.to(where)
+        synchronize(place)
+        figures[label] = round(time.perf_counter() - began, 2)
+    return figures
+
+
+# -- waits and engines -------------------------------------------------------------------------------------------------
+
+
+def waits(place: Place) -> dict[str, Any]:
+    """How often the host waits for the device in a step of ``shapes-lora``, by the profiler."""
+    if not place.gpu:
+        raise SkippedError("the CPU computes at once: there is nothing to wait for")
+    from torch.profiler import ProfilerActivity, profile
+
+    from mmrl.config.loader import load_recipe
+    from mmrl.loop import train_step
+    from mmrl.report.clock import Clock
+    from mmrl.run import build
+
+    loaded = load_recipe(["shapes-lora"], [f"device={place.device}", "train.prompts_per_step=4"])
+    run = build(loaded.recipe, loaded.root)
+    train_step(run, 0, Clock(run.device))
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        train_step(run, 1, Clock(run.device))
+    run.rewards.close()
+    counts = {event.key: event.count for event in profiled.key_averages()}
+    return {name: counts.get(name, 0) for name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "aten::item")}
+
+
+def engine(place: Place) -> dict[str, Any]:
+    """Sampling by vLLM, which is given new weights each step."""
+    if not find_spec("vllm"):
+        raise SkippedError("vLLM is not installed")
+    words = ["rollout={engine: vllm}", "train.prompts_per_step=8", "train.group_size=4", "eval.samples=16"]
+    rows = trained(place, "sums", *words)
+    names = ("perf/engine_updates", "perf/engine_update_seconds", "perf/engine_update_bytes")
+    return {name: rows[-1].get(name, "-") for name in names}
+
+
+if __name__ == "__main__":
+    sys.exit("run gpu_smoke.py")

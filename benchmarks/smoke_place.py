@@ -1,0 +1,33 @@
+"""What the checks of ``gpu_smoke.py`` share: where they run, and how they end without figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class SkippedError(Exception):
+    """What a check needs is not here; the message says what."""
+
+
+class MissedError(Exception):
+    """What a check measured is not as it must be. ``figures``: what was measured."""
+
+    def __init__(self, why: str, figures: Mapping[str, Any]) -> None:
+        super().__init__(why)
+        self.figures = dict(figures)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where checks run. ``small``: sizes that a CPU computes in seconds. ``folder``: for what a check writes."""
+
+    device: str
+    small: bool
+    folder: Path
+
+    @property
+    def gpu(self) -> bool:
+        return self.device.startswith("cuda")

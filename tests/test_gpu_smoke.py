@@ -1,0 +1,67 @@
+"""``benchmarks/gpu_smoke.py``: it tells checks that hold from those that do not, on the CPU at small sizes."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def smoke():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        yield importlib.import_module("gpu_smoke")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def test_slices_of_small_models_run_and_the_results_are_written(smoke, tmp_path, capsys):
+    words = ["--device", "cpu", "--small", "--together", "--only", "1", "11", "13", "14", "15", "--out", str(tmp_path)]
+    assert smoke.main(words) == 0
+    shown = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("/"))
+    (file,) = tmp_path.glob("*.json")
+    found = json.loads(file.read_text())
+    assert {one["number"]: one["status"] for one in found["checks"]} == {
+        **{1: "ok", 11: "ok", 13: "ok", 14: "ok"},
+        15: "skipped",
+    }
+    assert found["device"] == "the CPU"
+    assert found["date"]
+    assert found["command"]
+    assert found["environment"]["versions"]
+    assert file.with_suffix(".txt").read_text().count("ok") >= 4
+
+
+def test_a_check_that_misses_fails_or_takes_too_long_is_told_apart(smoke, tmp_path, monkeypatch):
+    def missed(place):
+        raise smoke.MissedError("too large", {"gap": 0.1})
+
+    def failed(place):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(smoke, "checks", lambda: [("one", missed, 9), ("two", failed, 9)])
+    place = smoke.Place("cpu", True, tmp_path)
+    first, second = (smoke.run(n, place, together=True) for n in range(2))
+    assert (first.status, first.why, first.figures, first.bad) == ("missed", "too large", {"gap": 0.1}, True)
+    assert (second.status, second.why, second.bad) == ("failed", "RuntimeError: out of memory", True)
+    assert "RuntimeError: out of memory" in smoke.table([first, second])
+
+
+@pytest.mark.slow
+def test_checks_that_train_run_in_processes_of_their_own(smoke, capsys):
+    assert smoke.main(["--device", "cpu", "--small", "--only", "3", "10"]) == 0
+    assert capsys.readouterr().out.count(" ok ") == 2
+
+
+def test_what_cannot_run_is_refused(smoke, capsys):
+    assert smoke.main(["--device", "cpu", "--only", "17"]) == 2
+    assert "there is no check 17; they are 1 to 16" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert smoke.main([]) == 2
+        assert "torch sees no GPU here; give --device cpu --small" in capsys.readouterr().err
