@@ -1,6 +1,7 @@
 """Every combination of Megatron-Core's cuts trains as one process does, or is refused."""
 
 import faulthandler
+import re
 import sys
 from itertools import product
 from math import lcm
@@ -138,6 +139,7 @@ def test_a_model_that_sees_with_several_cuts_has_the_gradients_and_log_probs_of_
 def serve(out, rank, size, port, path, *overrides):
     """One rank of a layout of a policy and its critic: the script's work."""
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # as in test_megatron
     faulthandler.dump_traceback_later(280, exit=True)
     devices = load_recipe(["sums"], overrides).recipe.devices_per_controller
     peers = Group(rank, size, "127.0.0.1", port, devices=devices)
@@ -273,6 +275,15 @@ def test_a_refusal_names_the_edits_that_lead_to_what_is_tested(kind, name, probl
     base = load_recipe(["sums"]).recipe.train.model_dump()
     words = dict(word.removeprefix("train.").split("=", 1) for cut in name.split("+") for word in WORDS[cut])
     assert list(untested(kind, load_recipe(["sums"]).recipe.train.model_validate(base | words))) == [problem]
+
+
+def test_the_documentation_lists_what_is_allowed():
+    text = (Path(__file__).parents[1] / "docs" / "megatron.md").read_text()
+    rows = re.findall(r"^\| (?:one|two|three|four) \|(.+)\|$", text, re.M)
+    for column, (kind, allowed) in enumerate(TESTED.items()):
+        cells = [row.split("|")[column].strip() for row in rows]
+        names = [name for cell in cells if cell != "none" for name in cell.split(", ")]
+        assert sorted(map(sorted, (name.split("+") for name in names))) == sorted(map(sorted, allowed)), kind
 
 
 def test_a_plan_refuses_what_no_test_compares_and_takes_what_one_does():
