@@ -127,6 +127,7 @@ def of_all(run, name, part):
 def serve(out, rank, size, port, path, *overrides, name="sums"):
     """One rank of a layout: the script's work."""
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody wrote is nan, so that its use shows
     faulthandler.dump_traceback_later(280, exit=True)  # a rank that waits for another says where
     recipe = load_recipe([name], [*SMALL, *overrides]).recipe
     devices = recipe.devices_per_controller

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from mmrl.config.cuts import untested
+
 if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
 
@@ -209,6 +211,8 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
         yield f"train.pipeline_parallel: pairs are compared with a reference in one pass; set it to 1, or {fsdp}"
     if train.pipeline_parallel > 1 and algorithm.type == "ppo":
         yield f"train.pipeline_parallel: log-probs and values are computed in one pass; set it to 1, or {fsdp}"
+    elif algorithm.type == "ppo" and train.context_parallel == 1:
+        yield from untested("critic", train)
     if devices % size:
         yield (
             f"devices_per_controller: the {size} devices that share a model belong to one controller, and "

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from mmrl.config.cuts import Kind, untested
 from mmrl.config.schema import Train
 from mmrl.text.critic import Critic
 
@@ -152,20 +153,32 @@ def parts(place: Place, parameter: Tensor, heads: int, groups: int, rows: int) -
             return [parameter]
 
 
+def kind(module: Any) -> Kind:
+    """What ``module`` is to ``mmrl.config.cuts``."""
+    if isinstance(module, Critic):
+        return "critic"
+    return "sees" if tower(module) else "mixture" if sparse(module) else "dense"
+
+
 def refusals(module: Any, train: Train) -> Iterator[str]:
-    """Why ``module`` cannot be trained by ranks that share it so, with the edit that mends it."""
+    """Why ``module`` is not trained by ranks that share it so, with the edit that mends it."""
+    impossible = list(_impossible(module, train))
+    yield from impossible or untested(kind(module), train)
+
+
+def _impossible(module: Any, train: Train) -> Iterator[str]:
     size = train.tensor_parallel
-    kind, config = type(module).__name__, text_config(module)
+    of, config = type(module).__name__, text_config(module)
     known = {name for place in places(module) for name in place.tensors}
     other = sorted(name for name, _ in module.named_parameters() if name not in known)
     mend = "set train.backend to fsdp"
     if other or not known:
-        yield f"train.backend: megatron has no place for {', '.join(other[:3]) or 'any tensor'} of {kind}; {mend}"
+        yield f"train.backend: megatron has no place for {', '.join(other[:3]) or 'any tensor'} of {of}; {mend}"
         return
     yield from _trained_apart(module, train)
     for what, is_it in _unusual(config).items():
         if is_it:
-            yield f"train.backend: megatron trains no {kind} with {what} yet; {mend}"
+            yield f"train.backend: megatron trains no {of} with {what} yet; {mend}"
     yield from _of_experts(module, train)
     sizes = {
         "attention heads": config.num_attention_heads,
@@ -191,14 +204,14 @@ def refusals(module: Any, train: Train) -> Iterator[str]:
 
 def _of_experts(module: Any, train: Train) -> Iterator[str]:
     """A layer of experts is given each token once, and each expert is whole on one device."""
-    config, size, kind = text_config(module), train.expert_parallel, type(module).__name__
+    config, size, of = text_config(module), train.expert_parallel, type(module).__name__
     if not sparse(module):
         if size > 1:
-            yield f"train.expert_parallel: {kind} has no experts to divide; remove it"
+            yield f"train.expert_parallel: {of} has no experts to divide; remove it"
         return
     one_stage = train.tensor_parallel * train.context_parallel
     if not hasattr(config, "norm_topk_prob") or (config.norm_topk_prob and config.num_experts_per_tok == 1):
-        yield f"train.backend: megatron does not know how {kind} weighs its experts; set train.backend to fsdp"
+        yield f"train.backend: megatron does not know how {of} weighs its experts; set train.backend to fsdp"
     if config.num_experts % size:
         fitting = _fitting(config.num_experts)
         yield f"train.expert_parallel: {size} does not divide the model's {config.num_experts} experts; {fitting}"

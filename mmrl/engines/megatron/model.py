@@ -60,7 +60,8 @@ def arrange(train: Train, mixture: bool) -> Groups:
         pipeline_model_parallel_size=train.pipeline_parallel,
         virtual_pipeline_model_parallel_size=train.pipeline_chunks if train.pipeline_chunks > 1 else None,
         context_parallel_size=train.context_parallel,
-        expert_model_parallel_size=train.expert_parallel,
+        # stages of experts must lie where those of the rest do; where there are none, so that they do
+        expert_model_parallel_size=train.expert_parallel if mixture else train.context_parallel,
         expert_tensor_parallel_size=1 if mixture else None,  # no expert is cut
         order="tp-cp-ep-pp-dp",  # what shares a model lies side by side: in one controller
         distributed_timeout_minutes=_PATIENCE,

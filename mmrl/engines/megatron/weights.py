@@ -181,6 +181,11 @@ class ModelParallel:
         for name, whole in self._theirs.items():
             if (mine := self.mine.get(name)) is not None:
                 mine.copy_(self._share(name, whole).view_as(mine))
+        for place, exact in self._exact.items():
+            if (
+                place.cut == "rows"
+            ):  # padding of the vocabulary: 0 is its gradient, and 0 times what is not finite is nan
+                exact[self._rows :].zero_()
 
     def _share(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor of Hugging Face."""
