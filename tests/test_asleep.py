@@ -140,6 +140,16 @@ def test_on_a_cpu_waking_reads_from_disk_and_without_a_way_to_read_nothing_is_fr
     asleep.assert_same(model, before)
 
 
+def test_what_was_dropped_is_never_taken_for_the_weights(monkeypatch):
+    model = Model()
+    before, frozen = asleep.state(model), Frozen(model, Model)
+    frozen.sleep("cpu")
+    asleep.apart(monkeypatch)
+    frozen.sleep("cpu")  # of another device than before
+    frozen.wake("cpu")
+    asleep.assert_same(model, before)
+
+
 def test_a_module_whose_weights_cannot_be_read_again_stays_asleep_and_may_try_again():
     model, answers = Model(), [OSError("gone"), Model()]
     before = asleep.state(model)

@@ -488,3 +488,22 @@ def members(group):
             if int(fields[2]) == group and fields[0] != "Z":
                 found.append(int(entry))
     return found
+
+
+def test_a_judge_with_a_server_of_its_own_ends_it_to_sleep_and_starts_it_to_wake(tmp_path):
+    program, mark = tmp_path / "python", tmp_path / "mark"
+    mark.write_text("")  # no answer takes long
+    program.write_text(SERVER.format(python=sys.executable, mark=str(mark)))
+    program.chmod(0o755)
+    one = judge(None, model={"vllm": "x", "python": str(program)}, answer=NUMBER, cache=False)
+    try:
+        one.sleep("cpu")  # before it was started
+        assert one.wake("cpu") is False
+        first, answers = one.served.server, ask(one, "good", "fair")
+        one.sleep("cpu")
+        assert one.served.server is None
+        assert one.wake("cpu") is False  # it will be ended again, so this is what waking takes
+        assert one.served.server is not first
+        assert ask(one, "good", "fair") == answers
+    finally:
+        one.close()

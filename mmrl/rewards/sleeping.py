@@ -73,12 +73,14 @@ class Frozen:
         device = torch.device(device)
         with self._turn:
             self._at, self._sleeps = None, True
+            if self._dropped:
+                return
             if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in _tensors(self.module)):
                 self.module.to("cpu")  # quantised weights of a class of their own know themselves how to move
             elif apart(device):
                 kept = self._storages or (_Storage(t, device.type == "cuda") for t in _by_storage(self.module))
                 self._storages = [storage.dropped() for storage in kept]  # one by one: never two copies of all
-            elif self._read is not None and not self._dropped:
+            elif self._read is not None:
                 _drop(self.module.parameters())
                 self._dropped = True
 
