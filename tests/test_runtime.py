@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import re
 import signal
+import time
 
 import psutil
 import pytest
@@ -185,3 +187,91 @@ def test_no_prompt_is_lost_or_trained_on_twice(tmp_path):
         [(row["sampling/groups"], row["sampling/valid_ema"]) for row in rows(f / "run")] for f in (whole, killed)
     ]
     assert sampled[0] == sampled[1]
+
+
+HOLDS = """
+import ctypes
+import time
+from pathlib import Path
+
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    time.sleep(0.4)
+    held = Path(__file__).with_suffix(".held")
+    if context.step == 1 and any(s.id.slot % 2 for s in samples) and not held.exists():
+        held.touch()
+        ctypes.PyDLL(None).sleep(SECONDS)  # with Python's lock held
+    return [float(len(sample.text or "") % 2) for sample in samples]
+"""
+
+
+def holding(out, seconds, *overrides):
+    """A run with the scores of ``start``, whose reward once holds Python's lock in the second step."""
+    reward = out.parent / "holds.py"
+    reward.write_text(HOLDS.replace("SECONDS", str(seconds)))
+    return start(out, f'rewards=[{{name: "{reward}:score"}}]', "controllers=2", *overrides)
+
+
+def ray_process(process, name):
+    return next(c for c in children(process.pid) if c.name() == name)
+
+
+def kill_of_ray(process, name):
+    """Kill a process of Ray's; returns what the run said until it found that, which must be soon, and all processes
+    that were there."""
+    there = children(process.pid)
+    ray_process(process, name).kill()
+    deadline, said = time.monotonic() + 20, ""
+    while "a new cluster is started" not in said:
+        assert time.monotonic() < deadline, said
+        time.sleep(0.1)
+        said += process.stdout.read()
+    return said, there
+
+
+@pytest.mark.slow
+def test_a_reward_that_holds_the_lock_is_waited_for_and_a_killed_raylet_is_replaced(one, tmp_path):
+    out = tmp_path / "run"
+    process = holding(out, 12)
+    wait_for(process, out, 2)
+    said = process.stdout.read()
+    assert "controller 1 of 2 has not answered for 10 s; it waits for something" in said
+    assert "start again" not in said
+    said, before = kill_of_ray(process, "raylet")
+    assert "Ray's raylet on this machine" in said
+    code, said = ended(process)
+    assert code == 0, said
+    assert "done: 4 steps" in said
+    assert not psutil.wait_procs([p for p in before if p.pid != process.pid], timeout=20)[1]
+    assert learned(out) == learned(one)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gcs_server", "ray::DashboardAgent"])
+def test_any_process_that_ray_needs_may_be_killed(one, tmp_path, name):
+    out = tmp_path / "run"
+    process = start(out, "controllers=2")
+    wait_for(process, out, 1)
+    _, before = kill_of_ray(process, name)
+    wait_for(process, out, 3)
+    process.send_signal(signal.SIGTERM)
+    code, said = ended(process)
+    assert code in (0, 143), said
+    assert not psutil.wait_procs(before, timeout=20)[1]
+    if code:  # the signal came before the end
+        assert "continue with" in said
+    assert learned(out) == learned(one)[: len(rows(out))]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_patience_has_an_end(one, tmp_path):
+    out = tmp_path / "run"
+    code, said = ended(holding(out, 200, "runtime.patience=13s"))
+    assert code == 0, said
+    assert 13 <= int(re.findall(r"controller 1 of 2 is frozen: no sign of life for (\d+) s; it waits", said)[0]) <= 16
+    assert "raise runtime.patience" in said
+    assert learned(out) == learned(one)
