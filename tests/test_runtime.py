@@ -237,7 +237,7 @@ def test_a_reward_that_holds_the_lock_is_waited_for_and_a_killed_raylet_is_repla
     process = holding(out, 12)
     wait_for(process, out, 2)
     said = process.stdout.read()
-    assert "controller 1 of 2 has not answered for 10 s; it waits for something" in said
+    assert re.search(r"controller \d of 2 has not answered for 1\d s; it waits for something", said), said
     assert "start again" not in said
     said, before = kill_of_ray(process, "raylet")
     assert "Ray's raylet on this machine" in said
@@ -272,6 +272,6 @@ def test_patience_has_an_end(one, tmp_path):
     out = tmp_path / "run"
     code, said = ended(holding(out, 200, "runtime.patience=13s"))
     assert code == 0, said
-    assert 13 <= int(re.findall(r"controller 1 of 2 is frozen: no sign of life for (\d+) s; it waits", said)[0]) <= 16
+    assert 13 <= int(re.findall(r"controller . of 2 is frozen: no sign of life for (\d+) s; it waits", said)[0]) <= 16
     assert "raise runtime.patience" in said
     assert learned(out) == learned(one)
