@@ -19,12 +19,14 @@ from mmrl.config.schema import Recipe
 from mmrl.errors import UserError, plain
 from mmrl.runtime.outside import STOPPED
 
+START_S = 180.0
+"""Seconds in which an actor must have started."""
 _STORE = 100_000_000
 """Bytes of the object store of a cluster started here. Controllers put next to nothing into it, and by default Ray
 takes a share of all memory for it, in /dev/shm."""
 _CORE = ("gcs_server", "raylet")
 """The processes that a cluster cannot do without. A raylet ends where one of its agents does."""
-_AWAY = 10.0
+_AWAY = 6.0
 """Seconds in which Ray's processes of somebody else's cluster may accept no connection."""
 _LOOK = 0.9
 _END = 5.0
@@ -82,6 +84,10 @@ class Cluster:
                 if seconds > _AWAY:
                     return f"ray: Ray's {name} at {address[0]}:{address[1]} is gone ({error}, for {seconds:.0f} s)"
         return ""
+
+    def resources(self) -> tuple[dict[str, float], dict[str, float]]:
+        """What is free, and all there is."""
+        return self.ray.available_resources(), self.ray.cluster_resources()
 
     def know(self, pid: int) -> None:
         """Learn of a controller's process."""
@@ -275,3 +281,29 @@ def on_gpu(device: str) -> bool:
     import torch
 
     return torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
+
+
+def room_on_one_host(there: Cluster, devices: int, gpus: int) -> Any:
+    """Room for a controller's devices, all on one host. Raises ``UserError`` where none has so many free."""
+    ray = there.ray
+    group = ray.util.placement_group([{"CPU": 1, **({"GPU": 1} if gpus else {})}] * devices, strategy="STRICT_PACK")
+    until = time.monotonic() + START_S
+    while not group.wait(1):
+        there.check()
+        if time.monotonic() > until:
+            raise UserError(
+                f"devices_per_controller: no host of the cluster has {devices} devices free for a controller; lower "
+                "it, or add a larger host"
+            )
+    return group
+
+
+def inside(group: Any) -> Any:
+    """Where to start an actor: in the room of its controller, or where there is most."""
+    if group is None:
+        return "SPREAD"
+    from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]  # an extra
+        PlacementGroupSchedulingStrategy,
+    )
+
+    return PlacementGroupSchedulingStrategy(group)

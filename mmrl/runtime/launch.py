@@ -20,13 +20,20 @@ from mmrl.manifest import entries
 from mmrl.report.durations import duration
 from mmrl.report.rundir import RunDir
 from mmrl.runtime.actor import PATIENCE, Actor, Beat, versions
-from mmrl.runtime.cluster import Cluster, ClusterLostError, LostError, cluster, on_gpu
+from mmrl.runtime.cluster import (
+    START_S,
+    Cluster,
+    ClusterLostError,
+    LostError,
+    cluster,
+    inside,
+    on_gpu,
+    room_on_one_host,
+)
 from mmrl.runtime.outside import Outlook, Silence
 from mmrl.runtime.pulse import Stuck
 from mmrl.session import Outcome, Stop
 
-_START = 180.0
-"""Seconds in which an actor must have started."""
 _EVERY = 0.5
 _GRACE = 5.0
 """Seconds to wait, where one controller failed because another is gone, for the other to be known as gone."""
@@ -121,34 +128,8 @@ def _saved(directory: RunDir) -> int:
     return max((entry.step for entry in entries(directory.checkpoints) if entry.usable), default=0)
 
 
-def _one_host(there: Cluster, devices: int, gpus: int) -> Any:
-    """Room for a controller's devices, all on one host. Raises ``UserError`` where none has so many free."""
-    ray = there.ray
-    group = ray.util.placement_group([{"CPU": 1, **({"GPU": 1} if gpus else {})}] * devices, strategy="STRICT_PACK")
-    until = time.monotonic() + _START
-    while not group.wait(1):
-        there.check()
-        if time.monotonic() > until:
-            raise UserError(
-                f"devices_per_controller: no host of the cluster has {devices} devices free for a controller; lower "
-                "it, or add a larger host"
-            )
-    return group
-
-
 def _last_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
-
-
-def _inside(group: Any) -> Any:
-    """Where to start an actor: in the room of its controller, or where there is most."""
-    if group is None:
-        return "SPREAD"
-    from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]  # an extra
-        PlacementGroupSchedulingStrategy,
-    )
-
-    return PlacementGroupSchedulingStrategy(group)
 
 
 class Watch:
@@ -158,11 +139,12 @@ class Watch:
         recipe, ray = loaded.recipe, there.ray
         self.cluster, self.ray, self.directory, self.size = there, ray, directory, recipe.controllers
         gpus = 1 if on_gpu(recipe.device) else 0
+        self._kind = "GPU" if gpus else "CPU"
         self.actors: dict[Place, Any] = {}
         devices = recipe.devices_per_controller
-        self._rooms = [_one_host(there, devices, gpus) for _ in range(self.size)] if devices > 1 else []
+        self._rooms = [room_on_one_host(there, devices, gpus) for _ in range(self.size)] if devices > 1 else []
         for rank in range(self.size):
-            place = _inside(self._rooms[rank] if self._rooms else None)
+            place = inside(self._rooms[rank] if self._rooms else None)
             made = ray.remote(Actor).options(
                 num_cpus=1, num_gpus=gpus, max_concurrency=4, max_restarts=0, scheduling_strategy=place
             )
@@ -215,11 +197,15 @@ class Watch:
 
     def _get(self, ref: Any) -> Any:
         """What an actor that has just been started answers. Raises ``LostError`` where it takes too long."""
-        until = time.monotonic() + _START
+        until = time.monotonic() + START_S
         while not self.ray.wait([ref], timeout=_EVERY)[0]:
             self.cluster.check()
             if time.monotonic() > until:
-                raise LostError(f"a controller has not started within {_START:.0f} s")
+                free, has = (resources.get(self._kind, 0) for resources in self.cluster.resources())
+                raise LostError(
+                    f"a controller has not started within {START_S:.0f} s; {free:g} of the cluster's {has:g} "
+                    f"{self._kind}s are free"
+                )
         return self.ray.get(ref)
 
     def _check_nodes(self) -> None:
@@ -230,6 +216,7 @@ class Watch:
         try:
             nodes = [self._get(ref) for ref in [actor.describe.remote(str(mark)) for actor in leading]]
         except self.ray.exceptions.RayActorError as error:
+            self.cluster.check_nodes()
             why = " ".join(str(error).split()[-60:])
             raise UserError(
                 f"controllers: one could not start on its node ({why}); install the same mmrl on all nodes"
