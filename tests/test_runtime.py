@@ -3,8 +3,13 @@
 import contextlib
 import json
 import re
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -274,4 +279,42 @@ def test_patience_has_an_end(one, tmp_path):
     assert code == 0, said
     assert 13 <= int(re.findall(r"controller . of 2 is frozen: no sign of life for (\d+) s; it waits", said)[0]) <= 16
     assert "raise runtime.patience" in said
+    assert learned(out) == learned(one)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_cluster_of_others_that_loses_its_gcs_stops_the_run_which_can_be_resumed(one, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 40)
+    out, ray = tmp_path / "run", Path(sys.executable).parent / "ray"
+    options = ["--port=6415", "--include-dashboard=false", "--num-cpus=2", "--object-store-memory=100000000"]
+    short = tempfile.mkdtemp(prefix="ray")  # the names of its sockets must be short
+    log = tmp_path / "ray.log"
+    with log.open("w") as file:
+        head = subprocess.Popen(
+            [ray, "start", "--head", "--block", "--disable-usage-stats", f"--temp-dir={short}", *options], stdout=file
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while "Ray runtime started" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        process = start(out, "controllers=2", "ray=127.0.0.1:6415")
+        wait_for(process, out, 2)
+        next(c for c in children(head.pid) if c.name() == "gcs_server").kill()
+        killed = time.monotonic()
+        code, said = ended(process)
+        assert time.monotonic() - killed < 40  # 20 on a machine that has nothing else to do
+    finally:
+        for child in [psutil.Process(head.pid), *children(head.pid)]:
+            child.kill()
+        head.wait()
+        shutil.rmtree(short, ignore_errors=True)
+    assert code == 2, said
+    assert "Ray's GCS at" in said
+    assert "start Ray again there" in said
+    assert "--resume" in said
+    code, said = ended(start(out, "controllers=2", "--resume"))
+    assert code == 0, said
     assert learned(out) == learned(one)
