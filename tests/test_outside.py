@@ -1,5 +1,6 @@
 """What a process does is read from outside: controllers that do not answer, and Ray's own processes."""
 
+import json
 import os
 import shutil
 import signal
@@ -14,6 +15,8 @@ import pytest
 
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
+from mmrl.report.rundir import RunDir
+from mmrl.resume import same_run
 from mmrl.runtime import outside
 from mmrl.runtime.cluster import Cluster, ClusterLostError, Local
 from mmrl.runtime.outside import Silence, read
@@ -84,6 +87,17 @@ def test_the_patience_is_a_duration_that_lets_a_minute_pass_by_default():
     assert load_recipe(["sums"], ["runtime.patience=3m"]).recipe.runtime.patience == 180
     with pytest.raises(RecipeError, match=r"runtime\.patience"):
         load_recipe(["sums"], ["runtime.patience=long"])
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_patience_may_change_where_a_run_goes_on(older, tmp_path, capsys):
+    resolved = load_recipe(["sums"]).resolved()
+    if older:  # than the section
+        del resolved["runtime"]
+    with RunDir.create(tmp_path / "run") as directory:
+        directory.resolved.write_text(json.dumps(resolved))
+        same_run(directory, load_recipe(["sums"], ["runtime.patience=5m"]))
+    assert capsys.readouterr().err == ""
 
 
 # Ray's own processes

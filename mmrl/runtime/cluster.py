@@ -43,6 +43,8 @@ class ClusterLostError(LostError):
 class Cluster:
     """A cluster that others have started, of which this process depends on ``services``. Final but for ``Local``."""
 
+    local = False
+
     def __init__(self, ray: Any, services: Mapping[str, tuple[str, int]]) -> None:
         self.ray = ray
         self.lost = ""
@@ -100,9 +102,11 @@ class Cluster:
 class Local(Cluster):
     """Final class: a cluster that this process has started, whose processes ``own`` are its children."""
 
+    local = True
+
     def __init__(self, ray: Any, own: Collection[psutil.Process]) -> None:
         self._own = set(own)
-        self._core = {process: process.name() for process in own if process.name() in _CORE}
+        self._core = {process: name for process in own if (name := _name(process)) in _CORE}
         self._stopped: set[psutil.Process] = set()
         self._known: set[int] = set()
         super().__init__(ray, {})
@@ -151,6 +155,12 @@ def _services(ray: Any) -> dict[str, tuple[str, int]]:
         if node["NodeID"] == here.get_node_id():
             found["raylet"] = node["NodeManagerAddress"], node["NodeManagerPort"]
     return found
+
+
+def _name(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return process.name()
+    return ""
 
 
 def _status(process: psutil.Process) -> str:

@@ -70,31 +70,31 @@ class Losses:
 def launch(loaded: LoadedRecipe, directory: RunDir, resume: bool, stop: Stop) -> Outcome:
     """Run the recipe's controllers to the end of training, or to a stop. Raises ``UserError``."""
     losses = Losses(directory)
-    while True:
-        try:
-            with cluster(loaded.recipe) as there:
-                return _train(there, loaded, directory, resume, stop, losses)
-        except ClusterLostError as error:
-            if loaded.recipe.ray != "local":
-                saved = _saved(directory)
-                return Outcome(False, saved, saved, 0.0, f"{error}; start Ray again there (ray start)")
-            losses.add(error)
-            resume = True
+    outcome = None
+    while outcome is None:
+        with cluster(loaded.recipe) as there:
+            outcome = _train(there, loaded, directory, resume, stop, losses)
+        resume = True
+    return outcome
 
 
 def _train(
     there: Cluster, loaded: LoadedRecipe, directory: RunDir, resume: bool, stop: Stop, losses: Losses
-) -> Outcome:
-    """All starts of the controllers in one cluster. Raises ``ClusterLostError``."""
+) -> Outcome | None:
+    """All starts of the controllers in one cluster. None where it was lost, and another can be started."""
     while True:
         try:
             return Watch(there, loaded, directory, resume).run(stop)
-        except ClusterLostError:
-            raise
         except LostError as error:
-            there.check_nodes()
-            losses.add(error)
-            loaded = loaded if loaded.recipe.ray == "local" else _that_fits(there.ray, loaded)
+            if there.usable():
+                losses.add(error)
+            elif there.local:
+                losses.add(ClusterLostError(there.lost))
+                return None
+            else:
+                saved = _saved(directory)
+                return Outcome(False, saved, saved, 0.0, f"{there.lost}; start Ray again there (ray start)")
+            loaded = loaded if there.local else _that_fits(there.ray, loaded)
             resume = True
 
 

@@ -70,7 +70,8 @@ class Outlook:
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
-        self.here: str = ray.get_runtime_context().get_node_id()
+        apart = ray.util.client.ray.is_connected()  # to a server that may be on another machine
+        self.here: str = "" if apart else ray.get_runtime_context().get_node_id()
         self._asked: dict[tuple[str, int], Any] = {}
 
     def read(self, node: str, pid: int) -> Reading | None:
