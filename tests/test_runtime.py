@@ -287,6 +287,7 @@ def test_patience_has_an_end(one, tmp_path):
 def test_a_cluster_of_others_that_loses_its_gcs_stops_the_run_which_can_be_resumed(one, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 40)
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # of the head's; other work would starve controllers
     out, ray = tmp_path / "run", Path(sys.executable).parent / "ray"
     options = ["--port=6415", "--include-dashboard=false", "--num-cpus=2", "--object-store-memory=100000000"]
     short = tempfile.mkdtemp(prefix="ray")  # the names of its sockets must be short

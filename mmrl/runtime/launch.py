@@ -152,7 +152,8 @@ class Watch:
                 self.actors[rank, device] = made.remote(rank, device, str(Path.cwd()))
         self._arguments = loaded, str(directory.path.absolute()), resume
         self._patience = max(PATIENCE, recipe.runtime.patience)
-        self._shown = 0
+        log = self._log
+        self._shown = log.stat().st_size if resume and log.exists() else 0  # the rest was shown
         self._outlook = Outlook(ray)
         self._where: dict[Place, tuple[str, int]] = {}
         self._beats: dict[Place, tuple[Any, float]] = {}
@@ -358,10 +359,14 @@ class Watch:
         if sum(stuck is not None for stuck in self._stuck.values()) == self.size:
             raise LostError("all controllers wait for one another, far longer than usual")
 
+    @property
+    def _log(self) -> Path:
+        return self.directory.path / "controllers" / "0.log"
+
     def _show(self) -> None:
         """Print what the leader's log has grown by."""
         try:
-            with (self.directory.path / "controllers" / "0.log").open("rb") as file:
+            with self._log.open("rb") as file:
                 file.seek(self._shown)
                 new = file.read()
         except OSError:
