@@ -30,7 +30,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     terminal. Raises ``UserError`` naming the keys that differ.
     """
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
-    free |= {"controllers", "devices_per_controller", "placement", "ray", "scoring"}
+    free |= {"controllers", "devices_per_controller", "placement", "ray", "runtime", "scoring"}
     free |= {f"train.{key}" for key in _LAYOUT}
     free |= set(CHANGEABLE) if diverged(directory) else set()
     if loaded.recipe.optim.schedule == "linear":

@@ -2,7 +2,14 @@
 
 import contextlib
 import json
+import re
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -185,3 +192,132 @@ def test_no_prompt_is_lost_or_trained_on_twice(tmp_path):
         [(row["sampling/groups"], row["sampling/valid_ema"]) for row in rows(f / "run")] for f in (whole, killed)
     ]
     assert sampled[0] == sampled[1]
+
+
+HOLDS = """
+import ctypes
+import time
+from pathlib import Path
+
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    time.sleep(0.4)
+    held = Path(__file__).with_suffix(".held")
+    if context.step == 1 and any(s.id.slot % 2 for s in samples) and not held.exists():
+        held.touch()
+        ctypes.PyDLL(None).sleep(SECONDS)  # with Python's lock held
+    return [float(len(sample.text or "") % 2) for sample in samples]
+"""
+
+
+def holding(out, seconds, *overrides):
+    """A run with the scores of ``start``, whose reward once holds Python's lock in the second step."""
+    reward = out.parent / "holds.py"
+    reward.write_text(HOLDS.replace("SECONDS", str(seconds)))
+    return start(out, f'rewards=[{{name: "{reward}:score"}}]', "controllers=2", *overrides)
+
+
+def ray_process(process, name):
+    return next(c for c in children(process.pid) if c.name() == name)
+
+
+def kill_of_ray(process, name):
+    """Kill a process of Ray's; returns what the run said until it found that, which must be soon, and all processes
+    that were there."""
+    there = children(process.pid)
+    ray_process(process, name).kill()
+    deadline, said = time.monotonic() + 20, ""
+    while "a new cluster is started" not in said:
+        assert time.monotonic() < deadline, said
+        time.sleep(0.1)
+        said += process.stdout.read()
+    return said, there
+
+
+@pytest.mark.slow
+def test_a_reward_that_holds_the_lock_is_waited_for_and_a_killed_raylet_is_replaced(one, tmp_path):
+    out = tmp_path / "run"
+    process = holding(out, 12)
+    wait_for(process, out, 2)
+    said = process.stdout.read()
+    assert re.search(r"controller \d of 2 has not answered for 1\d s; it waits for something", said), said
+    assert "start again" not in said
+    said, before = kill_of_ray(process, "raylet")
+    assert "Ray's raylet on this machine" in said
+    code, said = ended(process)
+    assert code == 0, said
+    assert "done: 4 steps" in said
+    assert not psutil.wait_procs([p for p in before if p.pid != process.pid], timeout=20)[1]
+    assert learned(out) == learned(one)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gcs_server", "ray::DashboardAgent"])
+def test_any_process_that_ray_needs_may_be_killed(one, tmp_path, name):
+    out = tmp_path / "run"
+    process = start(out, "controllers=2")
+    wait_for(process, out, 1)
+    _, before = kill_of_ray(process, name)
+    wait_for(process, out, 3)
+    process.send_signal(signal.SIGTERM)
+    code, said = ended(process)
+    assert code in (0, 143), said
+    assert not psutil.wait_procs(before, timeout=20)[1]
+    if code:  # the signal came before the end
+        assert "continue with" in said
+    assert learned(out) == learned(one)[: len(rows(out))]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_patience_has_an_end(one, tmp_path):
+    out = tmp_path / "run"
+    code, said = ended(holding(out, 200, "runtime.patience=13s"))
+    assert code == 0, said
+    assert 13 <= int(re.findall(r"controller . of 2 is frozen: no sign of life for (\d+) s; it waits", said)[0]) <= 16
+    assert "raise runtime.patience" in said
+    assert learned(out) == learned(one)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_cluster_of_others_that_loses_its_gcs_stops_the_run_which_can_be_resumed(one, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 40)
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # of the head's; other work would starve controllers
+    out, ray = tmp_path / "run", Path(sys.executable).parent / "ray"
+    options = ["--port=6415", "--include-dashboard=false", "--num-cpus=2", "--object-store-memory=100000000"]
+    short = tempfile.mkdtemp(prefix="ray")  # the names of its sockets must be short
+    log = tmp_path / "ray.log"
+    with log.open("w") as file:
+        head = subprocess.Popen(
+            [ray, "start", "--head", "--block", "--disable-usage-stats", f"--temp-dir={short}", *options], stdout=file
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while "Ray runtime started" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        process = start(out, "controllers=2", "ray=127.0.0.1:6415")
+        wait_for(process, out, 2)
+        next(c for c in children(head.pid) if c.name() == "gcs_server").kill()
+        killed = time.monotonic()
+        code, said = ended(process)
+        assert time.monotonic() - killed < 40  # 20 on a machine that has nothing else to do
+    finally:
+        for child in children(head.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        head.kill()
+        head.wait()
+        shutil.rmtree(short, ignore_errors=True)
+    assert code == 2, said
+    assert "Ray's GCS at" in said
+    assert "start Ray again there" in said
+    assert "--resume" in said
+    code, said = ended(start(out, "controllers=2", "--resume"))
+    assert code == 0, said
+    assert learned(out) == learned(one)

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BeforeValidator,
-    ByteSize,
     Discriminator,
     Field,
     PositiveFloat,
@@ -24,6 +23,7 @@ from mmrl.config.algorithms import Algorithm
 from mmrl.config.dtype import Dtype, with_choice
 from mmrl.config.picture_algorithms import DiffusionNFT, DRaFT, FlowGRPO
 from mmrl.config.rollout import Partial, Rollout
+from mmrl.config.runtime import Features, Runtime
 from mmrl.config.sampling import Sampling, Sde, TextSampling, Window, kind_of
 from mmrl.config.section import (
     MOST_REWARDS,
@@ -204,18 +204,6 @@ class Train(Section):
     is repeated."""
 
 
-class Features(Section):
-    """What prompts are encoded to (embeddings, tokens, processor outputs) stays in the controller that encoded them."""
-
-    budget: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(2 << 30)
-    """Of a controller's memory (``512 MiB``): past it what no step holds is dropped, then the rest goes to disk."""
-    folder: str | None = None
-    """A local folder for what goes to disk; None takes the system's temporary files (TMPDIR)."""
-    cache: str | None = None
-    """Pictures and clips: a folder where embeddings of prompts stay, for later runs and other processes. None keeps
-    none."""
-
-
 class Optim(Section):
     lr: PositiveFloat = 3e-4
     betas: tuple[Decay, Decay] = (0.9, 0.999)
@@ -341,6 +329,7 @@ class Recipe(Section):
     """``colocate``, ``partial``, ``adaptive``, or a section."""
     ray: str = "local"
     """Where several controllers run: ``local`` starts Ray on this machine, ``auto`` or an address takes a cluster."""
+    runtime: Runtime = Runtime()
     device: str = "auto"
     """``auto`` takes an accelerator where there is one; ``cpu``, ``cuda:1`` say which."""
     threads: Few | None = 1

@@ -11,7 +11,7 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from mmrl.config.loader import LoadedRecipe
@@ -26,7 +26,18 @@ _SEEN = 5.0
 
 
 PATIENCE = 10.0
-"""Seconds without an answer after which a process is taken for frozen, and a step's phase for stuck at the least."""
+"""Seconds without an answer after which a process that is stopped is lost, and a step's phase stuck at the least. One
+that is not stopped has ``runtime.patience``."""
+
+
+class Beat(NamedTuple):
+    """A sign of life of the process ``pid`` on Ray's ``node``: what takes too long there, and what was told since the
+    last one."""
+
+    stuck: Stuck | None
+    told: list[str]
+    node: str
+    pid: int
 
 
 class Actor:
@@ -70,10 +81,12 @@ class Actor:
             time.sleep(0.2)
         return {"name": platform.node(), "versions": versions(), "sees": "yes" if seen else ""}
 
-    def beat(self) -> tuple[Stuck | None, list[str]]:
-        """A sign of life: what takes too long, where something does, and what was told since the last one."""
+    def beat(self) -> Beat:
+        import ray  # pyright: ignore[reportMissingImports]  # an extra
+
         told = [self._told.popleft() for _ in range(len(self._told))]
-        return self._pulse.stuck() if self._pulse else None, told
+        node = ray.get_runtime_context().get_node_id()
+        return Beat(self._pulse.stuck() if self._pulse else None, told, node, os.getpid())
 
     def tell(self, line: str) -> None:
         """Have the launcher hear ``line``, which is in this process's log already."""
@@ -92,6 +105,10 @@ class Actor:
         """Stop after the step."""
         self._stop.asked = True
 
+    def leave(self) -> None:
+        """End this process: of a cluster that is lost, where Ray cannot do it."""
+        os._exit(1)
+
     def train(self, loaded: LoadedRecipe, path: str, resume: bool, host: str, port: int) -> Outcome:
         """Train this controller's part; what it prints goes into ``controllers/RANK.log`` of the run."""
         from mmrl.errors import UserError
@@ -104,8 +121,9 @@ class Actor:
         _log_to(whole.path / "controllers" / f"{self._rank}.log", keep=resume)
         directory = whole.of_controller(self._rank)
         recipe = loaded.recipe
-        slowest = max((r.timeout * (r.retries + 1) for r in recipe.rewards), default=0.0)
-        least = {"reward": PATIENCE + slowest}  # what rewards take is for their own deadline
+        rewards = (*recipe.rewards, *recipe.eval.rewards)
+        slowest = PATIENCE + max((r.timeout * (r.retries + 1) for r in rewards), default=0.0)
+        least = {"reward": slowest, "evaluation": slowest}  # what rewards take is for their own deadline
         self._pulse = Pulse(PATIENCE, least, ("sample", "reward") if recipe.placement.apart else ())
         notices.listen(self)
         controller = self._join(loaded, host, port)

@@ -6,31 +6,39 @@ The launcher takes no part in a step. Controllers are Ray actors; each runs ``mm
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mmrl.config.loader import LoadedRecipe
 from mmrl.errors import UnscoredError, UserError
 from mmrl.manifest import entries
+from mmrl.report.durations import duration
 from mmrl.report.rundir import RunDir
-from mmrl.runtime.actor import PATIENCE, Actor, versions
+from mmrl.runtime.actor import PATIENCE, Actor, Beat, versions
+from mmrl.runtime.cluster import (
+    START_S,
+    Cluster,
+    ClusterLostError,
+    LostError,
+    cluster,
+    inside,
+    on_gpu,
+    room_on_one_host,
+)
+from mmrl.runtime.outside import Outlook, Silence
 from mmrl.runtime.pulse import Stuck
 from mmrl.session import Outcome, Stop
 
-_START = 180.0
-"""Seconds in which an actor must have started."""
 _EVERY = 0.5
 _GRACE = 5.0
 """Seconds to wait, where one controller failed because another is gone, for the other to be known as gone."""
+_LOOK = PATIENCE / 2
+"""Seconds without an answer after which a process is looked at from outside."""
 _NODE_GONE = 15.0
 """Seconds after which a lost node is known as lost; a controller's end is known before that of its node."""
 _RESTARTS = 3
@@ -41,25 +49,53 @@ Place = tuple[int, int]
 """A controller's rank, and which of its devices."""
 
 
-class LostError(Exception):
-    """A controller, or a device of one, is dead or frozen."""
+class Losses:
+    """Final class: how often in a row a run was lost without a checkpoint between."""
+
+    def __init__(self, directory: RunDir) -> None:
+        self._directory = directory
+        self._lost, self._saved = 0, _saved(directory)
+
+    def add(self, error: LostError) -> None:
+        """Say that all start again. Raises ``UserError`` where that was to no avail."""
+        before, self._saved = self._saved, _saved(self._directory)
+        self._lost = self._lost + 1 if self._saved == before else 1
+        if self._lost > _RESTARTS:
+            logs = self._directory.path / "controllers"
+            raise UserError(f"{error}, for the {self._lost}th time after step {self._saved}; see {logs}") from error
+        new = "a new cluster is started, and " if isinstance(error, ClusterLostError) else ""
+        print(f"{error}; {new}all controllers start again after step {self._saved}", file=sys.stderr)
 
 
 def launch(loaded: LoadedRecipe, directory: RunDir, resume: bool, stop: Stop) -> Outcome:
     """Run the recipe's controllers to the end of training, or to a stop. Raises ``UserError``."""
-    lost, saved = 0, _saved(directory)
-    with cluster(loaded) as ray:
-        while True:
-            try:
-                return Watch(ray, loaded, directory, resume).run(stop)
-            except LostError as error:
-                lost, saved = (lost + 1, saved) if _saved(directory) == saved else (1, _saved(directory))
-                if lost > _RESTARTS:
-                    logs = directory.path / "controllers"
-                    raise UserError(f"{error}, for the {lost}th time after step {saved}; see {logs}") from error
-                loaded = loaded if loaded.recipe.ray == "local" else _that_fits(ray, loaded)
-                print(f"{error}; all controllers start again after step {saved}", file=sys.stderr)
-                resume = True
+    losses = Losses(directory)
+    outcome = None
+    while outcome is None:
+        with cluster(loaded.recipe) as there:
+            outcome = _train(there, loaded, directory, resume, stop, losses)
+        resume = True
+    return outcome
+
+
+def _train(
+    there: Cluster, loaded: LoadedRecipe, directory: RunDir, resume: bool, stop: Stop, losses: Losses
+) -> Outcome | None:
+    """All starts of the controllers in one cluster. None where it was lost, and another can be started."""
+    while True:
+        try:
+            return Watch(there, loaded, directory, resume).run(stop)
+        except LostError as error:
+            if there.usable():
+                losses.add(error)
+            elif there.local:
+                losses.add(ClusterLostError(there.lost))
+                return None
+            else:
+                saved = _saved(directory)
+                return Outcome(False, saved, saved, 0.0, f"{there.lost}; start Ray again there (ray start)")
+            loaded = loaded if there.local else _that_fits(there.ray, loaded)
+            resume = True
 
 
 def _that_fits(ray: Any, loaded: LoadedRecipe) -> LoadedRecipe:
@@ -92,137 +128,86 @@ def _saved(directory: RunDir) -> int:
     return max((entry.step for entry in entries(directory.checkpoints) if entry.usable), default=0)
 
 
-@contextmanager
-def cluster(loaded: LoadedRecipe) -> Iterator[Any]:
-    """Ray, started here or connected to. Raises ``UserError`` where it is missing, away or too small."""
-    recipe = loaded.recipe
-    if recipe.train.backend == "megatron" and not find_spec("megatron"):
-        raise UserError(
-            "train.backend: Megatron-Core is not installed: pip install 'mmrl[megatron]', or set it to fsdp"
-        )
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster started here; 15 would starve controllers
-    local = recipe.ray == "local"
-    if local:  # read when Ray is imported: nodes on the loopback alone, which it does by itself on macOS and Windows
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    try:
-        import ray  # pyright: ignore[reportMissingImports]  # an extra
-        from ray import init  # pyright: ignore[reportMissingImports]  # a folder named ray is none
-    except ImportError as error:
-        raise UserError(
-            f"controllers: {recipe.controllers} controllers are Ray actors: pip install 'mmrl[ray]', or controllers=1"
-        ) from error
-    where: dict[str, Any] = {"address": recipe.ray}
-    if local:
-        cpus = max(recipe.controllers * recipe.devices_per_controller, os.cpu_count() or 1)  # more share the cores
-        where = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
-    try:
-        _answers(recipe.ray)
-        init(log_to_driver=False, logging_level="error", **where)
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        if "ersion mismatch" in reason:
-            raise UserError(
-                f"ray: the cluster at {recipe.ray!r} and this environment differ ({reason}); install the same Ray and "
-                "Python on all nodes, or set ray=local"
-            ) from error
-        raise UserError(
-            f"ray: there is no usable Ray cluster at {recipe.ray!r} ({reason}); correct the address, start one "
-            "(ray start --head), give its token where it asks for one (RAY_AUTH_TOKEN), or set ray=local"
-        ) from error
-    try:
-        kind, has = ("GPU" if on_gpu(recipe.device) else "CPU"), ray.cluster_resources()
-        devices = recipe.controllers * recipe.devices_per_controller
-        if has.get(kind, 0) < devices:
-            raise UserError(
-                f"controllers: {recipe.controllers} of {recipe.devices_per_controller} devices need {devices} {kind}s, "
-                f"and Ray has {has.get(kind, 0):g}; lower controllers or devices_per_controller, or add nodes"
-            )
-        yield ray
-    finally:
-        ray.shutdown()
-
-
-def _answers(address: str) -> None:
-    """Raises ``OSError`` where nothing listens at ``host:port``: Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=5).close()
-
-
-def on_gpu(device: str) -> bool:
-    """Whether a controller computes on a GPU."""
-    import torch
-
-    return torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
-
-
-def _one_host(ray: Any, devices: int, gpus: int) -> Any:
-    """Room for a controller's devices, all on one host. Raises ``UserError`` where none has so many free."""
-    group = ray.util.placement_group([{"CPU": 1, **({"GPU": 1} if gpus else {})}] * devices, strategy="STRICT_PACK")
-    if not group.wait(_START):
-        raise UserError(
-            f"devices_per_controller: no host of the cluster has {devices} devices free for a controller; lower it, or "
-            "add a larger host"
-        )
-    return group
-
-
-def _inside(group: Any) -> Any:
-    """Where to start an actor: in the room of its controller, or where there is most."""
-    if group is None:
-        return "SPREAD"
-    from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]  # an extra
-        PlacementGroupSchedulingStrategy,
-    )
-
-    return PlacementGroupSchedulingStrategy(group)
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 class Watch:
     """Final class: one start of all controllers, until they are through or one is lost."""
 
-    def __init__(self, ray: Any, loaded: LoadedRecipe, directory: RunDir, resume: bool) -> None:
-        recipe = loaded.recipe
-        self.ray, self.directory, self.size = ray, directory, recipe.controllers
+    def __init__(self, there: Cluster, loaded: LoadedRecipe, directory: RunDir, resume: bool) -> None:
+        recipe, ray = loaded.recipe, there.ray
+        self.cluster, self.ray, self.directory, self.size = there, ray, directory, recipe.controllers
         gpus = 1 if on_gpu(recipe.device) else 0
+        self._kind = "GPU" if gpus else "CPU"
         self.actors: dict[Place, Any] = {}
         devices = recipe.devices_per_controller
-        self._rooms = [_one_host(ray, devices, gpus) for _ in range(self.size)] if devices > 1 else []
+        self._rooms = [room_on_one_host(there, devices, gpus) for _ in range(self.size)] if devices > 1 else []
         for rank in range(self.size):
-            place = _inside(self._rooms[rank] if self._rooms else None)
+            place = inside(self._rooms[rank] if self._rooms else None)
             made = ray.remote(Actor).options(
                 num_cpus=1, num_gpus=gpus, max_concurrency=4, max_restarts=0, scheduling_strategy=place
             )
             for device in range(devices):
                 self.actors[rank, device] = made.remote(rank, device, str(Path.cwd()))
         self._arguments = loaded, str(directory.path.absolute()), resume
-        self._shown = 0
+        self._patience = max(PATIENCE, recipe.runtime.patience)
+        log = self._log
+        self._shown = log.stat().st_size if resume and log.exists() else 0  # the rest was shown
+        self._outlook = Outlook(ray)
+        self._where: dict[Place, tuple[str, int]] = {}
         self._beats: dict[Place, tuple[Any, float]] = {}
+        self._silences: dict[Place, Silence] = {}
         self._stuck: dict[Place, Stuck | None] = {}
 
     def run(self, stop: Stop) -> Outcome:
         """Raises ``LostError``, and what a controller raised that the user cannot mend."""
         try:
+            return self._watch(self._start(), stop)
+        finally:
+            self._settle()
+            if not self.cluster.usable():
+                left = [actor.leave.remote() for actor in self.actors.values()]
+                self.ray.wait(left, num_returns=len(left), timeout=1)
+            else:
+                for actor in self.actors.values():
+                    self.ray.kill(actor)
+                for room in self._rooms:
+                    self.ray.util.remove_placement_group(room)
+            self._show()
+
+    def _start(self) -> dict[Any, Place]:
+        """Set all to work; returns what they will answer at the end. Raises ``LostError`` and ``UserError``."""
+        errors = self.ray.exceptions
+        running = {}
+        try:
             self._check_nodes()
-            where = self.ray.get(self.actors[0, 0].listen.remote(), timeout=_START)
-            running = {}
+            where = self._get(self.actors[0, 0].listen.remote())
             receptions = {}
             for (rank, device), actor in self.actors.items():
                 if (rank, 1) in self.actors and device == 0:
-                    receptions[rank] = self.ray.get(actor.receive.remote(), timeout=_START)
+                    receptions[rank] = self._get(actor.receive.remote())
                 work = actor.train.remote if device == 0 else actor.serve.remote
                 running[work(*self._arguments, *where, *(receptions[rank] if device else ()))] = rank, device
-            return self._watch(running, stop)
-        except self.ray.exceptions.GetTimeoutError as error:
-            raise LostError(f"a controller has not started within {_START:.0f} s") from error
-        finally:
-            self._settle()
-            for actor in self.actors.values():
-                self.ray.kill(actor)
-            for room in self._rooms:
-                self.ray.util.remove_placement_group(room)
-            self._show()
+        except errors.RayActorError as error:
+            raise LostError(f"a controller died while it started ({_last_line(error)})") from error
+        except errors.RayError as error:
+            logs = self.directory.path / "controllers"
+            raise UserError(f"controllers: one could not start ({_last_line(error)}); see {logs}") from error
+        return running
+
+    def _get(self, ref: Any) -> Any:
+        """What an actor that has just been started answers. Raises ``LostError`` where it takes too long."""
+        until = time.monotonic() + START_S
+        while not self.ray.wait([ref], timeout=_EVERY)[0]:
+            self.cluster.check()
+            if time.monotonic() > until:
+                free, has = (resources.get(self._kind, 0) for resources in self.cluster.resources())
+                raise LostError(
+                    f"a controller has not started within {START_S:.0f} s; {free:g} of the cluster's {has:g} "
+                    f"{self._kind}s are free"
+                )
+        return self.ray.get(ref)
 
     def _check_nodes(self) -> None:
         """Raise ``UserError`` where a controller's node lacks the run's directory, or runs other versions."""
@@ -230,8 +215,9 @@ class Watch:
         mark.touch()
         leading = [self.actors[rank, 0] for rank in range(self.size)]
         try:
-            nodes = self.ray.get([actor.describe.remote(str(mark)) for actor in leading], timeout=_START)
+            nodes = [self._get(ref) for ref in [actor.describe.remote(str(mark)) for actor in leading]]
         except self.ray.exceptions.RayActorError as error:
+            self.cluster.check_nodes()
             why = " ".join(str(error).split()[-60:])
             raise UserError(
                 f"controllers: one could not start on its node ({why}); install the same mmrl on all nodes"
@@ -303,31 +289,64 @@ class Watch:
             raise
 
     def _lost(self, place: Place, error: Exception) -> LostError:
-        return LostError(f"{self._name(place)} died ({str(error).strip().splitlines()[-1]})")
+        return LostError(f"{self._name(place)} died ({_last_line(error)})")
 
     def _name(self, place: Place) -> str:
         rank, device = place
         return f"{f'device {device} of ' if device else ''}controller {rank} of {self.size}"
 
     def _listen(self, running: dict[Any, Place], wait: float = 0.0) -> None:
-        """Ask every controller for a sign of life. Raises ``LostError`` where one has given none for ``PATIENCE``."""
+        """Ask every controller for a sign of life. Raises ``LostError`` where one gives none for too long."""
         until = time.monotonic() + wait
         while True:
+            self.cluster.check()
             for place in running.values():
                 ref, asked = self._beats.setdefault(place, (self.actors[place].beat.remote(), time.monotonic()))
                 answered, _ = self.ray.wait([ref], timeout=0)
                 if answered:
                     del self._beats[place]
                     with suppress(self.ray.exceptions.RayError):  # of the dead ``_outcome`` hears
-                        self._stuck[place], told = self.ray.get(ref)
-                        for line in told if place[0] else ():  # the leader's log is shown
-                            print(f"{self._name(place)}: {line}", file=sys.stderr)
-                elif (silent := time.monotonic() - asked) > PATIENCE:
-                    raise LostError(f"{self._name(place)} is frozen: no sign of life for {silent:.0f} s")
+                        self._hear(place, self.ray.get(ref))
+                else:
+                    self._silent(place, time.monotonic() - asked)
             self._gets_on()
             if time.monotonic() >= until:
                 return
             time.sleep(_EVERY)
+
+    def _hear(self, place: Place, beat: Beat) -> None:
+        self._silences.pop(place, None)
+        self._stuck[place], self._where[place] = beat.stuck, (beat.node, beat.pid)
+        if beat.node == self._outlook.here:
+            self.cluster.know(beat.pid)
+        for line in beat.told if place[0] else ():  # the leader's log is shown
+            print(f"{self._name(place)}: {line}", file=sys.stderr)
+
+    def _silent(self, place: Place, seconds: float) -> None:
+        """Look from outside at a process that has not answered for ``seconds``. Raises ``LostError`` where it is
+        stopped, or has been at something for longer than ``runtime.patience``."""
+        if seconds < _LOOK:
+            return
+        silence = self._silences.setdefault(place, Silence())
+        if place in self._where:
+            silence.see(self._outlook.read(*self._where[place]))
+        if seconds <= PATIENCE:
+            return
+        frozen = f"{self._name(place)} is frozen: no sign of life for {seconds:.0f} s"
+        if silence.stopped:
+            raise LostError(f"{frozen}; {silence}")
+        if seconds > self._patience:
+            raise LostError(
+                f"{frozen}; {silence}. Where a reward or a data set of yours needs so long without releasing "
+                "Python's lock (GIL), raise runtime.patience"
+            )
+        if not silence.told:
+            silence.told = True
+            most = f"at most {duration(self._patience)} (runtime.patience)"
+            print(
+                f"{self._name(place)} has not answered for {seconds:.0f} s; {silence}. The run waits {most}",
+                file=sys.stderr,
+            )
 
     def _gets_on(self) -> None:
         """Raises ``LostError`` where a controller makes no progress and does not only wait for another, or all wait."""
@@ -340,10 +359,14 @@ class Watch:
         if sum(stuck is not None for stuck in self._stuck.values()) == self.size:
             raise LostError("all controllers wait for one another, far longer than usual")
 
+    @property
+    def _log(self) -> Path:
+        return self.directory.path / "controllers" / "0.log"
+
     def _show(self) -> None:
         """Print what the leader's log has grown by."""
         try:
-            with (self.directory.path / "controllers" / "0.log").open("rb") as file:
+            with self._log.open("rb") as file:
                 file.seek(self._shown)
                 new = file.read()
         except OSError:

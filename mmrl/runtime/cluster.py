@@ -1,0 +1,319 @@
+"""Ray, started here or connected to: how it starts, whether its own processes live, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from typing import Any
+
+import psutil
+
+from mmrl.config.schema import Recipe
+from mmrl.errors import UserError, plain
+from mmrl.runtime.outside import STOPPED
+
+START_S = 180.0
+"""Seconds in which an actor must have started."""
+_STORE = 100_000_000
+"""Bytes of the object store of a cluster started here. Controllers put next to nothing into it, and by default Ray
+takes a share of all memory for it, in /dev/shm."""
+_CORE = ("gcs_server", "raylet")
+"""The processes that a cluster cannot do without. A raylet ends where one of its agents does."""
+_AWAY = 6.0
+"""Seconds in which Ray's processes of somebody else's cluster may accept no connection."""
+_LOOK = 0.9
+_END = 5.0
+
+
+class LostError(Exception):
+    """A controller, or a device of one, is dead or frozen."""
+
+
+class ClusterLostError(LostError):
+    """One of Ray's own processes is gone, and the cluster with it."""
+
+
+class Cluster:
+    """A cluster that others have started, of which this process depends on ``services``. Final but for ``Local``."""
+
+    local = False
+
+    def __init__(self, ray: Any, services: Mapping[str, tuple[str, int]]) -> None:
+        self.ray = ray
+        self.lost = ""
+        """What became of it. Controllers may still answer then; Ray's own services must not be called."""
+        self._services = services
+        self._looked = 0.0
+        self._away: dict[str, float] = {}
+
+    def check(self) -> None:
+        """Raise ``ClusterLostError`` where one of Ray's own processes is gone."""
+        now = time.monotonic()
+        if not self.lost and now - self._looked >= _LOOK:
+            self._looked = now
+            self.lost = self._fault()
+        if self.lost:
+            raise ClusterLostError(self.lost)
+
+    def check_nodes(self) -> None:
+        """``check``, until it is known: what is asked of a GCS that is away is never answered."""
+        self._looked = 0.0
+        self.check()
+        while self._away:
+            time.sleep(_LOOK)
+            self.check()
+
+    def usable(self) -> bool:
+        """Whether Ray's own services answer."""
+        with suppress(ClusterLostError):
+            self.check_nodes()
+        return not self.lost
+
+    def _fault(self) -> str:
+        for name, address in self._services.items():
+            try:
+                socket.create_connection(address, timeout=1).close()
+                self._away.pop(name, None)
+            except OSError as error:
+                seconds = time.monotonic() - self._away.setdefault(name, time.monotonic())
+                if seconds > _AWAY:
+                    return f"ray: Ray's {name} at {address[0]}:{address[1]} is gone ({error}, for {seconds:.0f} s)"
+        return ""
+
+    def resources(self) -> tuple[dict[str, float], dict[str, float]]:
+        """What is free, and all there is."""
+        return self.ray.available_resources(), self.ray.cluster_resources()
+
+    def know(self, pid: int) -> None:
+        """Learn of a controller's process."""
+
+    def close(self) -> None:
+        """Disconnect."""
+        self.ray.shutdown()
+
+
+class Local(Cluster):
+    """Final class: a cluster that this process has started, whose processes ``own`` are its children."""
+
+    local = True
+
+    def __init__(self, ray: Any, own: Collection[psutil.Process]) -> None:
+        self._own = set(own)
+        self._core = {process: name for process in own if (name := _name(process)) in _CORE}
+        self._stopped: set[psutil.Process] = set()
+        self._known: set[int] = set()
+        super().__init__(ray, {})
+
+    def check_nodes(self) -> None:
+        super().check_nodes()
+        if not any(node["Alive"] for node in self.ray.nodes()):  # and its raylet is about to end
+            self.lost = "ray: Ray's raylet on this machine has ended"
+            raise ClusterLostError(self.lost)
+
+    def _fault(self) -> str:
+        stopped = set()
+        for process, name in self._core.items():
+            status = _status(process)
+            if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                return f"ray: Ray's {name} on this machine (process {process.pid}) was killed or has ended"
+            if status in STOPPED:
+                stopped.add(process)
+                if process in self._stopped:
+                    return f"ray: Ray's {name} on this machine (process {process.pid}) is stopped (SIGSTOP)"
+        self._stopped = stopped
+        return ""
+
+    def know(self, pid: int) -> None:
+        """Learn of a controller's process: without a raylet it would stay."""
+        if pid not in self._known:
+            self._known.add(pid)
+            with suppress(psutil.Error):
+                self._own.add(psutil.Process(pid))
+
+    def close(self) -> None:
+        """End it. What is lost cannot end its processes itself."""
+        if self.lost:
+            _kill(self._own)
+        self.ray.shutdown()
+
+
+def _services(ray: Any) -> dict[str, tuple[str, int]]:
+    """Where the cluster's GCS listens, and this node's raylet. Ray's client (``ray://``) knows of none."""
+    if ray.util.client.ray.is_connected():
+        return {}
+    here = ray.get_runtime_context()
+    host, _, port = here.gcs_address.rpartition(":")
+    found = {"GCS": (host.strip("[]"), int(port))}
+    for node in ray.nodes():
+        if node["NodeID"] == here.get_node_id():
+            found["raylet"] = node["NodeManagerAddress"], node["NodeManagerPort"]
+    return found
+
+
+def _name(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return process.name()
+    return ""
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return process.status() if process.is_running() else psutil.STATUS_DEAD
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_DEAD
+
+
+def _kill(processes: Collection[psutil.Process]) -> None:
+    """End ``processes`` and what they have started."""
+    every = set(processes)
+    for process in processes:
+        with suppress(psutil.Error):
+            every |= set(process.children())
+    for process in every:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(every, timeout=_END)
+
+
+@contextmanager
+def cluster(recipe: Recipe) -> Iterator[Cluster]:
+    """Ray, started here or connected to. Raises ``UserError`` where it is missing, away or too small."""
+    ray = _imported(recipe)
+    there = _connected(ray, recipe)
+    try:
+        kind, has = ("GPU" if on_gpu(recipe.device) else "CPU"), ray.cluster_resources()
+        devices = recipe.controllers * recipe.devices_per_controller
+        if has.get(kind, 0) < devices:
+            raise UserError(
+                f"controllers: {recipe.controllers} of {recipe.devices_per_controller} devices need {devices} {kind}s, "
+                f"and Ray has {has.get(kind, 0):g}; lower controllers or devices_per_controller, or add nodes"
+            )
+        yield there
+    finally:
+        there.close()
+
+
+def _imported(recipe: Recipe) -> Any:
+    if recipe.train.backend == "megatron" and not find_spec("megatron"):
+        raise UserError(
+            "train.backend: Megatron-Core is not installed: pip install 'mmrl[megatron]', or set it to fsdp"
+        )
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster started here; 15 would starve controllers
+    if recipe.ray == "local":  # read when Ray is imported: nodes on the loopback alone, as on macOS and Windows
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    try:
+        import ray  # pyright: ignore[reportMissingImports]  # an extra
+        from ray import init  # noqa: F401  # pyright: ignore[reportMissingImports]  # a folder named ray has none
+    except ImportError as error:
+        raise UserError(
+            f"controllers: {recipe.controllers} controllers are Ray actors: pip install 'mmrl[ray]', or controllers=1"
+        ) from error
+    return ray
+
+
+def _connected(ray: Any, recipe: Recipe) -> Cluster:
+    """Raises ``UserError`` where Ray does not start or is away."""
+    where: dict[str, Any] = {"address": recipe.ray}
+    local = recipe.ray == "local"
+    if local:
+        cpus = max(recipe.controllers * recipe.devices_per_controller, os.cpu_count() or 1)  # more share the cores
+        where |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": _STORE}
+    before = set(psutil.Process().children())
+    try:
+        with _signals_kept():
+            _answers(recipe.ray)
+            ray.init(log_to_driver=False, logging_level="error", **where)
+        return Local(ray, set(psutil.Process().children()) - before) if local else Cluster(ray, _services(ray))
+    except Exception as error:  # Ray raises bare ones too
+        _undo(ray, before)
+        raise UserError(_why(error, recipe.ray)) from error
+    except BaseException:
+        _undo(ray, before)
+        raise
+
+
+def _undo(ray: Any, before: set[psutil.Process]) -> None:
+    """End what was started by a start that has failed."""
+    _kill(set(psutil.Process().children()) - before)
+    with suppress(Exception):
+        ray.shutdown()
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself, and would end all at once."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+def _why(error: Exception, address: str) -> str:
+    """What to tell the user of a start that has failed with ``error``."""
+    reason = plain(" ".join(str(error).split()) or type(error).__name__, 600)
+    if "ersion mismatch" in reason:
+        return (
+            f"ray: the cluster at {address!r} and this environment differ ({reason}); install the same Ray and "
+            "Python on all nodes, or set ray=local"
+        )
+    if address != "local":
+        return (
+            f"ray: there is no usable Ray cluster at {address!r} ({reason}); correct the address, start one "
+            "(ray start --head), give its token where it asks for one (RAY_AUTH_TOKEN), or set ray=local"
+        )
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    if isinstance(error, OSError) or re.search("No space left|AF_UNIX path|/dev/shm", reason):
+        edit = f"make room in {folder} and in /dev/shm, or name a folder with a short path: RAY_TMPDIR=/path"
+    else:
+        edit = f"see Ray's logs in {folder}/ray/session_latest/logs, and try again when the machine is less busy"
+    return f"ray: Ray did not start on this machine ({reason}); {edit}"
+
+
+def _answers(address: str) -> None:
+    """Raises ``OSError`` where nothing listens at ``host:port``: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=5).close()
+
+
+def on_gpu(device: str) -> bool:
+    """Whether a controller computes on a GPU."""
+    import torch
+
+    return torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
+
+
+def room_on_one_host(there: Cluster, devices: int, gpus: int) -> Any:
+    """Room for a controller's devices, all on one host. Raises ``UserError`` where none has so many free."""
+    ray = there.ray
+    group = ray.util.placement_group([{"CPU": 1, **({"GPU": 1} if gpus else {})}] * devices, strategy="STRICT_PACK")
+    until = time.monotonic() + START_S
+    while not group.wait(1):
+        there.check()
+        if time.monotonic() > until:
+            raise UserError(
+                f"devices_per_controller: no host of the cluster has {devices} devices free for a controller; lower "
+                "it, or add a larger host"
+            )
+    return group
+
+
+def inside(group: Any) -> Any:
+    """Where to start an actor: in the room of its controller, or where there is most."""
+    if group is None:
+        return "SPREAD"
+    from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]  # an extra
+        PlacementGroupSchedulingStrategy,
+    )
+
+    return PlacementGroupSchedulingStrategy(group)

@@ -1,0 +1,97 @@
+"""What a process does, read from outside: one that holds Python's lock (GIL) in a call cannot answer for itself."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+_COMPUTES = 0.1
+"""The share of a core above which a process computes. Threads that wait for the lock take far less."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """``status`` in psutil's words, and the CPU seconds of the process so far; ``at``: when, in monotonic seconds."""
+
+    status: str
+    cpu_seconds: float
+    at: float
+
+    @property
+    def stopped(self) -> bool:
+        return self.status in STOPPED
+
+
+def read(pid: int) -> Reading | None:
+    """Of the process ``pid`` of this machine; None where it cannot be read."""
+    try:
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        return Reading(process.status(), times.user + times.system, time.monotonic())
+    except psutil.Error:
+        return None
+
+
+class Silence:
+    """Final class: what was seen of a process since it does not answer."""
+
+    def __init__(self) -> None:
+        self._first: Reading | None = None
+        self._last: Reading | None = None
+        self.told = False
+
+    def see(self, reading: Reading | None) -> None:
+        """Take a reading; None says nothing."""
+        self._last = reading or self._last
+        self._first = self._first or reading
+
+    @property
+    def stopped(self) -> bool:
+        return self._last is not None and self._last.stopped
+
+    def __str__(self) -> str:
+        if self._first is None or self._last is None:
+            return "its state is not known"
+        if self._last.stopped:
+            return "it is stopped (SIGSTOP)"
+        used, seconds = self._last.cpu_seconds - self._first.cpu_seconds, self._last.at - self._first.at
+        what = "it computes" if used > _COMPUTES * seconds else f"it waits for something ({self._last.status})"
+        return f"{what}: {used:.1f} s of CPU time in {seconds:.0f} s"
+
+
+class Outlook:
+    """Final class: readings of processes on every node of a Ray cluster. Those of this node are taken at once; of
+    another, by a task there that is not waited for.
+    """
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        apart = ray.util.client.ray.is_connected()  # to a server that may be on another machine
+        self.here: str = "" if apart else ray.get_runtime_context().get_node_id()
+        self._asked: dict[tuple[str, int], Any] = {}
+
+    def read(self, node: str, pid: int) -> Reading | None:
+        """A new reading; None where there is none yet."""
+        if node == self.here:
+            return read(pid)
+        place = node, pid
+        if place not in self._asked:
+            self._asked[place] = self._ask(node, pid)
+        if not self._ray.wait([self._asked[place]], timeout=0)[0]:
+            return None
+        try:
+            return self._ray.get(self._asked.pop(place))
+        except self._ray.exceptions.RayError:  # the node is lost: Ray reports it soon
+            return None
+
+    def _ask(self, node: str, pid: int) -> Any:
+        from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]  # an extra
+            NodeAffinitySchedulingStrategy,
+        )
+
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        return self._ray.remote(read).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid)

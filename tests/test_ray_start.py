@@ -1,0 +1,85 @@
+"""A Ray that does not start is a message with the edit that mends it; one whose processes are killed is found out, ends
+whole, and another takes its place. Nothing is trained here."""
+
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from mmrl.config.loader import load_recipe
+from mmrl.errors import UserError
+from mmrl.runtime.cluster import ClusterLostError, cluster
+from mmrl.runtime.outside import Outlook
+
+pytest.importorskip("ray")
+
+
+def local():
+    return cluster(load_recipe(["sums"], ["controllers=2"]).recipe)
+
+
+def refused():
+    """What is said of a cluster of this machine that does not start."""
+    before, handler = psutil.Process().children(), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(UserError) as error, local():
+        pass
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert psutil.Process().children() == before
+    return str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
+    said = refused()
+    assert said.startswith("ray: Ray did not start on this machine ([Errno 20] Not a directory")
+    assert f"make room in {tmp_path}/file" in said
+    assert "RAY_TMPDIR=/path" in said
+
+
+@pytest.mark.slow
+def test_a_raylet_that_does_not_start_is_told_with_where_its_logs_are(monkeypatch):
+    """Ray waits half a minute for it and raises a bare ``Exception``."""
+    monkeypatch.setattr("ray._private.services.RAYLET_EXECUTABLE", "/bin/false")
+    said = refused()
+    assert said.startswith("ray: Ray did not start on this machine (The current node timed out during startup")
+    assert "session_latest/logs" in said
+
+
+def until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.slow
+def test_clusters_that_lose_a_process_are_found_out_and_leave_nothing():
+    before, handler = psutil.Process().children(recursive=True), signal.getsignal(signal.SIGTERM)
+    for name in ("raylet", "gcs_server"):
+        with local() as there:
+            assert signal.getsignal(signal.SIGTERM) is handler  # Ray takes it for itself
+            if name == "raylet":
+                reads_processes_of_another_node(there.ray)
+            assert there.usable()
+            next(p for p in psutil.Process().children() if p.name() == name).kill()
+            time.sleep(1)
+            with pytest.raises(ClusterLostError, match=f"Ray's {name} on this machine"):
+                there.check()
+        assert until(lambda: psutil.Process().children(recursive=True) == before)
+
+
+def reads_processes_of_another_node(ray):
+    outlook = Outlook(ray)
+    node, outlook.here = outlook.here, "another"
+    sleeper = subprocess.Popen(["sleep", "100"])
+    try:
+        assert until(lambda: outlook.read(node, sleeper.pid)).status == psutil.STATUS_SLEEPING
+        sleeper.send_signal(signal.SIGSTOP)
+        assert until(lambda: outlook.read(node, sleeper.pid)).stopped
+    finally:
+        sleeper.kill()
+        sleeper.wait()
