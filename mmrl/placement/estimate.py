@@ -102,8 +102,9 @@ def _tokens(made: Plan, description: Description, rate: float, bandwidth: float)
 def assumptions(gpu: Gpu, dtype: str) -> str:
     """What an estimate rests on, to be read beside it."""
     return (
-        f"Operations at {OF_PEAK:.0%} of {gpu.rate(dtype) / 1e12:,.0f} TFLOP/s ({dtype}; {gpu.source}); tokens, optimizer "
-        f"and judges at {OF_BANDWIDTH:.0%} of {gpu.bandwidth:,.0f} GB/s where that takes longer. A judge is counted as "
-        "reading its weights once a call, which is the least it takes. Not counted: loading, evaluation, rewards on the "
-        "host, what goes between GPUs, and the time of Python and of starting kernels, which is most of a small model's."
+        f"Operations at {OF_PEAK:.0%} of {gpu.rate(dtype) / 1e12:,.0f} TFLOP/s ({dtype}; {gpu.source}); tokens, "
+        f"optimizer and judges at {OF_BANDWIDTH:.0%} of {gpu.bandwidth:,.0f} GB/s where that takes longer. A judge is "
+        "counted as reading its weights once a call, which is the least it takes. Not counted: loading, evaluation, "
+        "rewards on the host, what goes between GPUs, and the time of Python and of starting kernels, which is most of "
+        "a small model's."
     )

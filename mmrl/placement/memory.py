@@ -96,15 +96,8 @@ def measure(
     """
     fake(component.module for component in description.components)
     pipeline = description.pipeline
-    total = recipe.train.steps * recipe.train.updates_per_step
-    policy = Policy(pipeline.policy, recipe.optim, total)
-    for name in kept_copies(objective):
-        policy.keep(name)
-    others = [c.module for c in description.components if c.role == "critic"]
-    trained = [policy, *(Policy(module, recipe.optim, total) for module in others)]
-    for one in trained:
-        for group in one.optimizer.param_groups:
-            group["foreach"] = foreach
+    trained = _trained(description, recipe, objective, foreach)
+    policy = trained[0]
     slots, ids = _rows(max(counts.batch, counts.slice_rows), prompt)
 
     budget, pipeline.features.budget_bytes = pipeline.features.budget_bytes, sys.maxsize  # nothing fake goes to disk
@@ -150,6 +143,20 @@ def measure(
         train_token=token,
         train_step=step,
     )
+
+
+def _trained(description: Description, recipe: Recipe, objective: Objective, foreach: bool) -> list[Policy]:
+    """The policy with its copies, and the critic where there is one."""
+    total = recipe.train.steps * recipe.train.updates_per_step
+    policy = Policy(description.pipeline.policy, recipe.optim, total)
+    for name in kept_copies(objective):
+        policy.keep(name)
+    others = [c.module for c in description.components if c.role == "critic"]
+    trained = [policy, *(Policy(module, recipe.optim, total) for module in others)]
+    for one in trained:
+        for group in one.optimizer.param_groups:
+            group["foreach"] = foreach
+    return trained
 
 
 def _optimizers(trained: Sequence[Policy]) -> tuple[int, int]:

@@ -58,7 +58,7 @@ def _too_big(plan: Plan, peak: PhaseMemory, memory: int) -> str:
     listed = ", ".join(f"{name} {size(n)}" for name, n in largest)
     return (
         f"the phase {peak.name} needs {size(peak.total)} and {plan.where} has {size(memory)} "
-        f"(most of it: {listed}). Try: {'; '.join(_edits(plan, peak))}"
+        f"(most of it: {listed}). Try: {'; '.join(edits(plan, peak))}"
     )
 
 
@@ -78,7 +78,7 @@ def _smaller_engine(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     yield f"a lower rollout.options.{setting}"
 
 
-def _edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
+def edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     """Edits that lower the peak, the cheapest first."""
     recipe = plan.recipe
     train, sampling, text = recipe.train, recipe.sampling, recipe.sampling.type == "text"

@@ -202,12 +202,8 @@ def _time(plan: Plan, console: Console) -> None:
     """How long a step would take on the GPU that is planned for."""
     if plan.time is None or plan.gpu is None:
         return
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"time of a step on {plan.gpu.name}: an estimate, not measured",
-        title_justify="left",
-        title_style="bold",
-    )
+    console.print(f"time of a step on {plan.gpu.name}: an estimate, not measured", style="bold", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     table.add_column("estimate", justify="right", no_wrap=True)
     for name, seconds in plan.time.seconds.items():
