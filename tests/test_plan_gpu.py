@@ -218,12 +218,12 @@ def test_an_unknown_gpu_is_refused_and_the_known_ones_named():
     assert all(name in str(refused.value) for name in GPUS)
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=str)
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
 def test_the_figures_of_a_gpu_are_plausible(gpu):
     promised = int(gpu.name.rpartition("-")[2].removesuffix("g"))
     assert 0.9 * promised < gpu.gib <= promised, "torch reports a little less than the name"
     assert gpu.half > 1.9 * gpu.single
-    assert 100 < gpu.half * 1e3 / gpu.bandwidth < 500, "operations for each byte"
+    assert 70 < gpu.half * 1e3 / gpu.bandwidth < 500, "operations for each byte"
     assert gpu.source.startswith(("NVIDIA", "AMD"))
 
 

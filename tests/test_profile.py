@@ -24,6 +24,7 @@ SMALL = [
     "eval.every=null",
     "rewards=[{name: 'jpeg:incompressibility'}]",
     "train.steps=4",
+    "optim.schedule=constant",
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from mmrl.report.rundir import remove
@@ -46,7 +46,8 @@ class Traces:
             export(str(partial))
             partial.replace(path)
         except OSError as error:
-            remove(partial)
+            with suppress(OSError):
+                remove(partial)
             print(f"warning: profile: {path} cannot be written ({error}); training goes on", file=sys.stderr)
             return
         print(f"profile: {path}", file=sys.stderr)
