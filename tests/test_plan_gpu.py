@@ -3,6 +3,7 @@
 import io
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -225,6 +226,14 @@ def test_the_figures_of_a_gpu_are_plausible(gpu):
     assert gpu.half > 1.9 * gpu.single
     assert 70 < gpu.half * 1e3 / gpu.bandwidth < 500, "operations for each byte"
     assert gpu.source.startswith(("NVIDIA", "AMD"))
+
+
+def test_the_documentation_has_the_table_of_the_code():
+    text = (Path(__file__).resolve().parents[1] / "docs" / "gpus.md").read_text()
+    for gpu in GPUS.values():
+        half = f"{gpu.half:g}" + " (no bfloat16)" * (not gpu.bfloat16)
+        row = [gpu.name, f"{gpu.gib:.1f}", half, f"{gpu.single:g}", f"{gpu.bandwidth}", gpu.source]
+        assert f"| {' | '.join(row)} |" in text
 
 
 def test_a_gpu_without_bfloat16_computes_it_as_slowly_as_float32():
