@@ -1,4 +1,4 @@
-"""A device runs out of memory: in which phase, what the plan expected there, and the edits that help.
+"""A device runs out of memory: in which phase (``mmrl.placement.shortage`` says what the plan expected there).
 
 Sampling and decoding go on with fewer rows at once: each sample has randomness of its own, so that it is the same but
 for rounding. Training never does so by itself.
@@ -10,15 +10,12 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from mmrl.errors import UserError, plain
 from mmrl.report.notices import tell
-
-if TYPE_CHECKING:
-    from mmrl.config.loader import LoadedRecipe
 
 T = TypeVar("T")
 _SAID = re.compile(
@@ -86,30 +83,3 @@ def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def explained(error: OutOfMemoryError, loaded: LoadedRecipe) -> str:
-    """The error with what the plan expected in its phase, and the edits that lower it."""
-    from mmrl.placement.account import PhaseMemory
-    from mmrl.placement.plan import plan
-    from mmrl.placement.room import edits
-    from mmrl.placement.tables import size
-
-    free()
-    try:
-        made = plan(loaded)
-    except Exception:  # of whatever kind: the explanation must not stand in the error's place
-        return str(error)
-    name = {"prepare": "train"}.get(error.phase, error.phase)
-    phases = {phase.name: phase for phase in (*made.phases, *([made.load] if made.load else []))}
-    phase, peak = phases.get(name), made.peak
-    expected = "The plan does not know what it takes"
-    if peak is not None:
-        has = f" of {made.device}'s {size(made.device_memory)}" if made.device_memory else ""
-        there = f"{size(phase.total)} there and " if phase else ""
-        expected = f"The plan expected {there}{size(peak.total)} at most (in {peak.name}){has}"
-    listed = "; ".join(edits(made, phase or PhaseMemory(name, peak.parts if peak else {})))
-    return (
-        f"{error}\n{expected}; it counts no other process on the device, no workspaces of kernels and no memory that "
-        f"is in pieces too small to use. Try: {listed}"
-    )

@@ -27,8 +27,9 @@ from mmrl.evaluation import Heldout, measure, unmeasured
 from mmrl.garbage import rarely_collected
 from mmrl.judge.usage import PREFIX, Spending
 from mmrl.loop import train_step
-from mmrl.out_of_memory import OutOfMemoryError, explained, in_phase
+from mmrl.out_of_memory import OutOfMemoryError, in_phase
 from mmrl.placement.devices import Devices
+from mmrl.placement.shortage import explained
 from mmrl.placement.stacking import settled
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import MetricsLog, read

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from mmrl.placement.sharing import calls, models_of, split_of
-
 if TYPE_CHECKING:
     from mmrl.algorithms.objective import Objective
+    from mmrl.config.schema import Recipe
+    from mmrl.placement.arithmetic import Counts
     from mmrl.placement.description import Description
     from mmrl.placement.gpus import Gpu
-    from mmrl.placement.plan import Plan
+    from mmrl.placement.operations import Operations
 
 OF_PEAK = 0.4
 """The share of a GPU's peak that sampling and training come to."""
@@ -45,32 +45,42 @@ class Estimate:
 _TRAINING = ("prepare", "train", "optimizer")
 
 
-def estimated(made: Plan, description: Description, objective: Objective) -> Estimate | None:
-    """For the plan's GPU; None where the work of a step is not known."""
-    gpu, c, m, recipe = made.gpu, made.counts, made.measured, made.recipe
-    if gpu is None or c is None or m is None or not m.operations.train:
+@dataclass(frozen=True)
+class Step:
+    """What a controller has to do on its devices: ``samplers`` of them sample, ``models`` slices are computed at once,
+    and the one that judges most reads ``judged`` bytes of weights."""
+
+    recipe: Recipe
+    counts: Counts
+    operations: Operations
+    adam: int
+    """Bytes of the optimizer's state."""
+    samplers: int
+    models: int
+    judged: int
+
+
+def estimated(step: Step, gpu: Gpu, description: Description, objective: Objective) -> Estimate | None:
+    """On ``gpu``; None where the work of a step is not known."""
+    c, o, recipe = step.counts, step.operations, step.recipe
+    if not o.train:
         return None
     rate, bandwidth = OF_PEAK * gpu.rate(recipe.model.dtype), OF_BANDWIDTH * 1e9 * gpu.bandwidth
-    split, models, o = split_of(made), models_of(recipe), m.operations
     found = {"encode": c.prompts * o.encode / rate}
     if c.micro_batches and recipe.sampling.type == "text":
-        found["sample"] = _tokens(made, description, rate, bandwidth)
+        found["sample"] = _tokens(step, description, rate, bandwidth)
     elif c.micro_batches:
-        turns = c.samples / c.batch if split.rollout == 1 else ceil(c.micro_batches / split.rollout)
+        turns = c.samples / c.batch if step.samplers == 1 else ceil(c.micro_batches / step.samplers)
         found["sample"] = turns * o.sample / rate
         found["decode"] = turns * o.decode / (OF_PEAK * gpu.rate("float32"))  # a VAE stays float32
-    found["judge"] = sum(
-        ceil(calls(c, one.batch_size) / (split.judge or split.rollout)) * one.weights / bandwidth
-        for one in made.asked
-        if one.trained_on and c.micro_batches
-    )
-    slices = c.optimizer_steps * ceil(c.slices / c.optimizer_steps / models)
+    found["judge"] = step.judged / bandwidth
+    slices = c.optimizer_steps * ceil(c.slices / c.optimizer_steps / step.models)
     if recipe.sampling.type == "text":
         found["prepare"] = (
             slices * len(_prepared(objective, c.optimizer_steps)) * o.forward / recipe.train.sharing / rate
         )
     found["train"] = slices * o.train / recipe.train.sharing / rate
-    found["optimizer"] = c.optimizer_steps * _ADAM * m.adam / bandwidth
+    found["optimizer"] = c.optimizer_steps * _ADAM * step.adam / bandwidth
     return Estimate({name: seconds for name, seconds in found.items() if seconds}, recipe.placement.apart)
 
 
@@ -80,16 +90,14 @@ def _prepared(objective: Objective, updates: int) -> frozenset[str]:
     return objective.prepares | (frozenset({"log_probs"}) if moves else frozenset())
 
 
-def _tokens(made: Plan, description: Description, rate: float, bandwidth: float) -> float:
+def _tokens(step: Step, description: Description, rate: float, bandwidth: float) -> float:
     """Seconds of drawing a step's responses, all as long as they may be: the prompts' forwards, then for every token
     of the rows under way the operations, or reading the weights and the rows' caches, whichever takes longer."""
-    c, m, recipe = made.counts, made.measured, made.recipe
-    assert c is not None
-    assert m is not None
+    c, recipe = step.counts, step.recipe
     own = recipe.rollout.engine == "transformers"
-    mine = ceil(c.samples / split_of(made).rollout)
+    mine = ceil(c.samples / step.samplers)
     rows, new = min(c.batch if own else _AT_ONCE, mine), recipe.decoding.max_new_tokens
-    each = m.operations.forward * recipe.train.context_parallel / (c.slice_rows * c.row_tokens)
+    each = step.operations.forward * recipe.train.context_parallel / (c.slice_rows * c.row_tokens)
     policy = next(one.module for one in description.components if one.role == "policy")
     width = {"float32": 4}.get(recipe.model.dtype, 2)
     weights = sum(p.numel() * (p.element_size() if own else width) for p in policy.parameters())

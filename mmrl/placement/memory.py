@@ -31,6 +31,7 @@ from mmrl.pipelines.protocol import Pipeline
 from mmrl.placement.arithmetic import Counts
 from mmrl.placement.description import Description
 from mmrl.placement.fakes import KnownMasks, LiveBytes, fake, nbytes
+from mmrl.placement.operations import Operations
 from mmrl.placement.stacking import with_steps
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
@@ -38,21 +39,6 @@ from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 def known_masks(pipeline: Pipeline, live: LiveBytes) -> AbstractContextManager[Any]:
     """``KnownMasks`` where a model may see; it costs time, and diffusion needs none."""
     return KnownMasks(live) if pipeline.makes == "text" else nullcontext()
-
-
-@dataclass(frozen=True)
-class Operations:
-    """On numbers: of encoding a prompt, of sampling and decoding a micro-batch, and of a training slice, forward and
-    backward; ``forward`` is the first call of the policy in that.
-
-    Of text ``sample`` has the prompt's forward and one token's; of an engine with weights of its own it is 0.
-    """
-
-    encode: int
-    sample: int
-    decode: int
-    train: int
-    forward: int
 
 
 @dataclass(frozen=True)

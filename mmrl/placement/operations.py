@@ -8,6 +8,7 @@ counted whole, causal or not.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
@@ -15,6 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
+
+
+@dataclass(frozen=True)
+class Operations:
+    """On numbers: of encoding a prompt, of sampling and decoding a micro-batch, and of a training slice, forward and
+    backward; ``forward`` is the first call of the policy in that.
+
+    Of text ``sample`` has the prompt's forward and one token's; of an engine with weights of its own it is 0.
+    """
+
+    encode: int
+    sample: int
+    decode: int
+    train: int
+    forward: int
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> int:

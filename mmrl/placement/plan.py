@@ -18,9 +18,9 @@ from mmrl.errors import UserError
 from mmrl.media import Media
 from mmrl.placement.account import PHASES, PhaseMemory, Role, load_of, offloads, phases_of, roles_of, sizes_of
 from mmrl.placement.arithmetic import Counts, count
-from mmrl.placement.estimate import Estimate, estimated
+from mmrl.placement.estimate import Estimate, Step, estimated
 from mmrl.placement.room import room
-from mmrl.placement.sharing import SAMPLED, idle, inside, refusals, sleeps
+from mmrl.placement.sharing import SAMPLED, calls, idle, inside, models_of, refusals, sleeps, split_of
 from mmrl.placement.stacking import settle
 from mmrl.rewards.loading import Found
 
@@ -120,10 +120,21 @@ def plan(
         return made
     _account(made, description, objective, prompts, inputs)
     settle(made)
-    made.time = estimated(made, description, objective)
+    made.time = _time(made, description, objective)
     made.problems += room(made)
     made.notes += [*idle(made), *_unused(made)]
     return made
+
+
+def _time(made: Plan, description: Description, objective: Objective) -> Estimate | None:
+    """Of a step on the GPU that is planned for."""
+    c, m, split = made.counts, made.measured, split_of(made)
+    if made.gpu is None or c is None or m is None:
+        return None
+    asked = [one for one in made.asked if one.trained_on and c.micro_batches]
+    judged = sum(-(-calls(c, one.batch_size) // (split.judge or split.rollout)) * one.weights for one in asked)
+    step = Step(made.recipe, c, m.operations, m.adam, split.rollout, models_of(made.recipe), judged)
+    return estimated(step, made.gpu, description, objective)
 
 
 def _unused(made: Plan) -> Iterator[str]:

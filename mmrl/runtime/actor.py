@@ -126,7 +126,6 @@ class Actor:
         Returns what the user must mend, where this device cannot begin.
         """
         from mmrl.errors import UserError
-        from mmrl.out_of_memory import in_phase
         from mmrl.report.rundir import RunDir
         from mmrl.run import build
         from mmrl.runtime.worker import call, serve
@@ -138,8 +137,7 @@ class Actor:
         controller = self._join(loaded, host, port)
         connection = call(self._device, address, key)
         try:
-            with in_phase("load"):
-                run = build(loaded.recipe, loaded.root, controller)
+            run = build(loaded.recipe, loaded.root, controller)
         except UserError as error:  # the controller meets the same and says it, or misses this device
             return Outcome(False, 0, 0, 0.0, str(error))
         run.rewards.folder = whole.of_controller(self._rank).path
