@@ -142,7 +142,9 @@ def _unused(made: Plan) -> Iterator[str]:
     recipe = made.recipe
     n = recipe.controllers * recipe.devices_per_controller
     if made.gpus is not None and n < made.gpus:
-        yield f"the recipe uses {n} of {made.gpus} GPUs; set devices_per_controller={made.gpus // recipe.controllers}"
+        each = made.gpus // recipe.controllers
+        edit = f"devices_per_controller={each}" if each > recipe.devices_per_controller else f"controllers={made.gpus}"
+        yield f"the recipe uses {n} of {made.gpus} GPUs; set {edit}"
 
 
 def _device(name: str) -> tuple[str, int | None]:
