@@ -55,6 +55,8 @@ class Run:
     """Dynamic sampling, where the recipe asks for it."""
     ahead: Ahead | None = None
     """Steps that are sampled while earlier ones train, where devices train apart."""
+    at_once: dict[str, int] = field(default_factory=dict)
+    """Rows of a micro-batch that the phases ``sample`` and ``decode`` have memory for, once it has run out."""
     phase: ExitStack = field(default_factory=ExitStack)
     """What this device has entered beside others, and leaves with them (``mmrl.placement.work``)."""
 

@@ -19,6 +19,11 @@ _LAYOUT = (
     *("expert_parallel", "distributed_optimizer", "steps_per_forward", "balance"),
 )
 """Of ``train``, how weights and rows lie on devices, and how many go through a model at once."""
+_MEMORY = (
+    *("train.micro_batch_size", "train.micro_batch_tokens", "sampling.batch_size"),
+    *("model.offload", "model.gradient_checkpointing"),
+)
+"""What a run that has run out of memory goes on with otherwise: the same work, in other parts."""
 _BEFORE = {"algorithm.guidance": "sampling", "algorithm.last_level": False, "algorithm.t_min": 0.0}
 """What versions did that did not have these keys, where it is not today's default."""
 
@@ -30,8 +35,8 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     terminal. Raises ``UserError`` naming the keys that differ.
     """
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
-    free |= {"controllers", "devices_per_controller", "placement", "ray", "runtime", "scoring"}
-    free |= {f"train.{key}" for key in _LAYOUT}
+    free |= {"controllers", "devices_per_controller", "placement", "ray", "runtime", "scoring", "profile"}
+    free |= {f"train.{key}" for key in _LAYOUT} | set(_MEMORY)
     free |= set(CHANGEABLE) if diverged(directory) else set()
     if loaded.recipe.optim.schedule == "linear":
         free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them

@@ -16,6 +16,7 @@ from mmrl.batch import Batch, Run, chunks, rows_of_update, samples_of, slices
 from mmrl.config.checks import label_of
 from mmrl.config.section import AdvantageAggregation
 from mmrl.errors import BadPromptError
+from mmrl.out_of_memory import in_phase
 from mmrl.placement.work import Drawing
 from mmrl.report.clock import Clock
 from mmrl.resampling import resample
@@ -140,7 +141,8 @@ def encode(
     other = other or (lambda slot, attempt: run.controller.replacement(slot, attempt, run.prompts))
     while True:
         try:
-            return slots, run.pipeline.encode(slots), bad
+            with in_phase("encode"):
+                return slots, run.pipeline.encode(slots), bad
         except BadPromptError as error:
             places = [n for n, slot in enumerate(slots) if slot.prompt.id == error.prompt]
             if not places or len(bad) >= MOST_REPLACED * len(slots):

@@ -27,6 +27,7 @@ from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
 from mmrl.evaluation import Heldout, told
 from mmrl.flight import Flight
+from mmrl.out_of_memory import in_phase
 from mmrl.placement.devices import Devices, Single
 from mmrl.report.rundir import RunDir
 from mmrl.resampling import Attempts
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from mmrl.algorithms.objective import Objective
 
 
+@in_phase("load")
 def build(recipe: Recipe, root: Path, controller: Controller | None = None, devices: Devices | None = None) -> Run:
     """Load everything a step needs; what fails cheaply fails first. ``root``: where relative paths are looked up.
 

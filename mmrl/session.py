@@ -27,10 +27,13 @@ from mmrl.evaluation import Heldout, measure, unmeasured
 from mmrl.garbage import rarely_collected
 from mmrl.judge.usage import PREFIX, Spending
 from mmrl.loop import train_step
+from mmrl.out_of_memory import OutOfMemoryError, in_phase
 from mmrl.placement.devices import Devices
+from mmrl.placement.shortage import explained
 from mmrl.placement.stacking import settled
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import MetricsLog, read
+from mmrl.report.profile import Traces, named
 from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Tracker, check_trackers, open_trackers
@@ -137,13 +140,20 @@ class Session:
         devices: Devices | None = None,
         pulse: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.recipe, self.directory, self.pulse = loaded.recipe, directory, pulse
+        self.recipe, self.directory = loaded.recipe, directory
         remember(loaded.tree.values)  # of a controller in a process of its own
         self.checkpoints = checkpoints or directory.checkpoints
         self.controller = controller or Controller(self.recipe.seed)
+        self._loaded = loaded
+        self._traces = Traces(directory.path) if self.recipe.profile else None
+        self.pulse = named(pulse) if self.recipe.profile else pulse
         with Progress(1, "load", "model") as progress, rarely_collected():
-            self.run = build(self.recipe, loaded.root, self.controller, devices)
-            self.heldout = Heldout(self.run, load_prompts(self.recipe, loaded.root, "heldout"), loaded.root)
+            try:
+                with in_phase("load"):
+                    self.run = build(self.recipe, loaded.root, self.controller, devices)
+                    self.heldout = Heldout(self.run, load_prompts(self.recipe, loaded.root, "heldout"), loaded.root)
+            except OutOfMemoryError as error:
+                raise UserError(explained(error, loaded)) from error
             for rewards in self.heldout.rewards:  # those of training among them
                 rewards.folder = directory.path
             progress.advance()
@@ -182,6 +192,8 @@ class Session:
         except NotFiniteError as raised:
             met = divergence(self.run, raised, self.done, self._evaluating, self._proved)
             error = met.what
+        except OutOfMemoryError as raised:
+            error = explained(raised, self._loaded)
         except UserError as raised:
             error, code = str(raised), raised.exit_code
         return Outcome(finished, self.done, self.saver.saved, self.cpu_seconds, error, self.saver.failed, met, code)
@@ -234,7 +246,8 @@ class Session:
                 if self.controller.gather(due)[0] and not self._agreed(stop.asked):  # others may be new to the run
                     progress.line(self._measure(heldout))
                 while not self.finished and not self.spending.over() and not self._agreed(stop.asked):
-                    self._step(metrics, progress)
+                    with nullcontext() if self._traces is None else self._traces.step(self.done + 1):
+                        self._step(metrics, progress)
                     if self._due():
                         progress.line(f"step {self.done}  {self._measure(heldout)}")
                     if self.done % recipe.checkpoint.every == 0 or self._best_now:
@@ -296,7 +309,8 @@ class Session:
         clock, cpu, wall = Clock(device, self.pulse), self.run.devices.cpu_seconds(self.run), time.perf_counter()
         sent, features = self._sent(), self.run.pipeline.features
         written = features.written_bytes
-        row, failures = train_step(self.run, self.done, clock, self._spent)
+        with in_phase("step"):
+            row, failures = train_step(self.run, self.done, clock, self._spent)
         self.cpu_seconds += self.controller.count(self.run.devices.cpu_seconds(self.run) - cpu)
         self.done += 1
         self.updates = self.run.policy.updates
@@ -333,7 +347,7 @@ class Session:
     def _measure(self, log: MetricsLog) -> str:
         """Evaluate on the held-out prompts: a row, a grid, and a line for the terminal."""
         self._evaluating = True
-        with self.pulse("evaluation"):
+        with self.pulse("evaluation"), in_phase("evaluation"):
             row, text = measure(self.run, self.heldout, self.recipe.eval.samples, self.directory, self.done, log)
         self._evaluating, self._measured = False, self.done
         if self.early is not None:

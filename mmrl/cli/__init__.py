@@ -24,6 +24,7 @@ QUIET = {
     "DIFFUSERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "KINETO_LOG_LEVEL": "5",  # torch's profiler tells of every start and stop
 }
 """Defaults of the environment, set before torch and the model libraries are imported; what the user set stays."""
 

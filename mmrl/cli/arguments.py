@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mmrl.config.loader import LoadedRecipe
+    from mmrl.placement.gpus import Gpu
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
 ChangesArgument = Annotated[
@@ -39,10 +40,13 @@ OptionsOption = Annotated[
 ]
 
 
-def read_recipe(recipe: str, changes: Sequence[str], run: Callable[[str], Path] | None = None) -> LoadedRecipe:
+def read_recipe(
+    recipe: str, changes: Sequence[str], run: Callable[[str], Path] | None = None, gpu: Gpu | None = None
+) -> LoadedRecipe:
     """The recipe with its overlays and overrides; sets the threads it asks for. Raises ``RecipeError``.
 
-    ``run``: by the recipe's name, the directory of the run that goes on with it.
+    ``run``: by the recipe's name, the directory of the run that goes on with it. ``gpu``: what ``model.dtype: auto`` is
+    chosen for, in place of this machine's device.
     """
     from mmrl.config.dtype import chosen_by, with_choice
     from mmrl.config.loader import load_recipe
@@ -58,6 +62,8 @@ def read_recipe(recipe: str, changes: Sequence[str], run: Callable[[str], Path] 
         threads = values.get("threads", Recipe.model_fields["threads"].default)
         use_threads(threads if isinstance(threads, int) else None)  # before a choice imports torch
         chosen = chosen_by(run(str(values.get("name")))) if run else None
+        if gpu is not None:
+            chosen, values = "bfloat16" if gpu.bfloat16 else "float32", {**values, "device": "cuda"}
         return values if chosen is None else with_choice(values, chosen)
 
     return load_recipe([recipe, *overlays], overrides, prepare)

@@ -64,16 +64,29 @@ def train(
     run(replace(loaded, recipe=planned.recipe), directory(loaded.recipe.name), resume, overwrite)
 
 
-def plan(recipe: RecipeArgument, changes: ChangesArgument = None) -> None:
+def plan(
+    recipe: RecipeArgument,
+    changes: ChangesArgument = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Plan for this GPU, which need not be here (h100-80g, rtx4090-24g, ...)."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many of it there are.", show_default="enough")] = None,
+) -> None:
     """Show what a recipe would hold and do; exit 1 if it cannot fit.
 
-    Loads no model.
+    Loads no model. With --gpu also estimates the time of a step.
     """
+    from mmrl.placement.gpus import gpu_of
+
+    if gpus is not None and gpu is None:
+        raise UserError("--gpus says how many there are of --gpu; add --gpu h100-80g, say")
+    meant = gpu_of(gpu) if gpu else None
     with rarely_collected():
-        loaded = read_recipe(recipe, changes or ())
+        loaded = read_recipe(recipe, changes or (), gpu=meant)
         from mmrl.placement.plan import plan as make
 
-        planned = make(loaded)
+        planned = make(loaded, gpu=meant, gpus=gpus)
     planned.render(console())
     if planned.problems:
         raise typer.Exit(1)

@@ -334,6 +334,8 @@ class Recipe(Section):
     """``auto`` takes an accelerator where there is one; ``cpu``, ``cuda:1`` say which."""
     threads: Few | None = 1
     """CPU threads of the process; None leaves torch's choice."""
+    profile: bool = False
+    """Write a trace of the second and third step of a process, by torch's profiler, into the run's folder."""
     log: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     """Trackers beside metrics.jsonl; each needs its extra (pip install mmrl[wandb])."""
     architecture: str | None = None

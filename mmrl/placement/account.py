@@ -170,6 +170,27 @@ def _held(made: Plan, one: Beside) -> int:
     return one.bytes + int(one.share * (made.device_memory or 0))
 
 
+def load_of(made: Plan, description: Description, sizes: dict[int, Size]) -> PhaseMemory:
+    """What an accelerator holds while a run is loaded.
+
+    Every rank puts the whole model on its device, in the dtypes it will train in, before it keeps its part. Models that
+    judge and an engine of the device's own are there before.
+    """
+    train, n = made.recipe.train, made.recipe.devices_per_controller
+    weights: dict[str, int] = {}
+    for component in description.components:
+        if not offloads(made) or "train" in component.needed:
+            size = sizes[id(component)]
+            weights[component.role] = weights.get(component.role, 0) + (size.gathered or size.total)
+    parts = {
+        **weights,
+        "this device's part of the model": sum(s.total for s in sizes.values()) if train.backend == "megatron" else 0,
+        **{one.role: _held(made, one) for one in description.beside},
+        "rewards' models": sum(one.bytes for one in made.asked if one.trained_on) if n == 1 else 0,
+    }
+    return PhaseMemory("load", {name: size for name, size in parts.items() if size})
+
+
 def phases_of(
     made: Plan,
     description: Description,

@@ -57,7 +57,7 @@ class Description:
     ``pipeline`` is the pipeline itself, as ``build`` makes it (the adapters of LoRA too) but on the meta device;
     ``source`` says where the sizes come from. ``longest``, of a pipeline whose samples are of many lengths: given some
     prompts, the one that takes most; raises ``UserError`` where none can be used. ``pictures``: how many every prompt
-    carries.
+    carries. ``cache_numbers``: how many numbers a token leaves in the cache of keys and values.
     """
 
     pipeline: Pipeline
@@ -66,3 +66,4 @@ class Description:
     longest: Callable[[Sequence[Prompt]], Longest] | None = None
     beside: Sequence[Beside] = ()
     pictures: int = 0
+    cache_numbers: int = 0

@@ -1,4 +1,5 @@
-"""Tensors that have shapes and no data, and what a plan learns of them: the bytes that a step would take."""
+"""Tensors that have shapes and no data, and what a plan learns of them: the bytes that a step would take, and the
+operations on numbers."""
 
 from __future__ import annotations
 
@@ -12,16 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mmrl.placement.operations import operations_of, times_expert
 from mmrl.placement.shapes import DEVICE, Shapes, leaves
 
 
 class LiveBytes(TorchDispatchMode):
     """``with LiveBytes() as live:`` counts the bytes of storages made inside it and still alive (``now``), and their
-    maximum (``peak``). What existed before does not count, nor do views of it."""
+    maximum (``peak``). What existed before does not count, nor do views of it. ``operations``: multiplications and
+    additions of matrices, convolutions and attention (``mmrl.placement.operations``)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.operations = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     @classmethod
@@ -33,6 +36,7 @@ class LiveBytes(TorchDispatchMode):
         out = _run(func, types, args, kwargs or {})
         if func is DEVICE:  # asked more often than anything is computed
             return out
+        self.operations += operations_of(func, args, out)
         given: set[int] | None = None
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
@@ -59,9 +63,10 @@ class LiveBytes(TorchDispatchMode):
         self.now += size
         self.peak = max(self.peak, self.now)
 
-    def again(self, working: int) -> None:
-        """Count work that was measured before and takes ``working`` bytes more than what is alive now."""
+    def again(self, working: int, operations: int) -> None:
+        """Count work that was measured before: it takes ``working`` bytes more than what is alive now."""
         self.peak = max(self.peak, self.now + working)
+        self.operations += operations
 
 
 def _run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -76,13 +81,19 @@ class KnownMasks(TorchDispatchMode):
 
     A model that sees puts its pictures where their placeholders stand. The placeholders are real, but on a fake tensor
     torch counts no mask; so masks become the indices that they stand for. What multiplies the tokens of each expert
-    takes float32 too, and torch's rule for shapes has bfloat16 alone.
+    takes float32 too, and torch's rule for shapes has bfloat16 alone. Its operations are ``live``'s.
     """
+
+    def __init__(self, live: LiveBytes | None = None) -> None:
+        super().__init__()
+        self._live = live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _INDEXED:
             args = (args[0], [i for given in args[1] for i in _counted(given)], *args[2:])
         if func is _GROUPED and isinstance(args[0], FakeTensor):
+            if self._live is not None:
+                self._live.operations += times_expert(args[0], args[1])
             return _product(*args[:3])
         return func(*args, **(kwargs or {}))
 

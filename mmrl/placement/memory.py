@@ -1,4 +1,5 @@
 """What a step needs of a device, measured rather than guessed: the pipeline's own code runs on tensors without data.
+Bytes, and with them the operations on numbers.
 
 Sampling, decoding, a training slice and the optimizer's step run as they do in training, but on fake tensors: shapes,
 dtypes, autocast, gradient checkpointing and the autograd graph are real, the numbers are not there. ``LiveBytes``
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +31,14 @@ from mmrl.pipelines.protocol import Pipeline
 from mmrl.placement.arithmetic import Counts
 from mmrl.placement.description import Description
 from mmrl.placement.fakes import KnownMasks, LiveBytes, fake, nbytes
+from mmrl.placement.operations import Operations
 from mmrl.placement.stacking import with_steps
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
 
-def known_masks(pipeline: Pipeline) -> AbstractContextManager[Any]:
+def known_masks(pipeline: Pipeline, live: LiveBytes) -> AbstractContextManager[Any]:
     """``KnownMasks`` where a model may see; it costs time, and diffusion needs none."""
-    return KnownMasks() if pipeline.makes == "text" else nullcontext()
+    return KnownMasks(live) if pipeline.makes == "text" else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Measured:
     graph_forwards: int
     guided: bool
     guided_loss: bool
+    operations: Operations
     train_token: float = 0.0
     train_step: int = 0
 
@@ -79,15 +82,8 @@ def measure(
     """
     fake(component.module for component in description.components)
     pipeline = description.pipeline
-    total = recipe.train.steps * recipe.train.updates_per_step
-    policy = Policy(pipeline.policy, recipe.optim, total)
-    for name in kept_copies(objective):
-        policy.keep(name)
-    others = [c.module for c in description.components if c.role == "critic"]
-    trained = [policy, *(Policy(module, recipe.optim, total) for module in others)]
-    for one in trained:
-        for group in one.optimizer.param_groups:
-            group["foreach"] = foreach
+    trained = _trained(description, recipe, objective, foreach)
+    policy = trained[0]
     slots, ids = _rows(max(counts.batch, counts.slice_rows), prompt)
 
     budget, pipeline.features.budget_bytes = pipeline.features.budget_bytes, sys.maxsize  # nothing fake goes to disk
@@ -98,10 +94,11 @@ def measure(
     encode = max(0, live.peak - features)  # where an encoder only makes what is kept, that is not counted twice
 
     picture = sample = decode = 0
+    drawn = 0, 0
     if counts.micro_batches:
         with policy.using(objective.samples_with(0)):
             of = slots[: counts.batch], ids[: counts.batch]
-            trajectory, sample, picture, decode = _micro_batch(pipeline, recipe, objective, *of)
+            trajectory, sample, picture, decode, drawn = _micro_batch(pipeline, recipe, objective, *of)
             if counts.slice_rows > counts.batch:  # a slice of training has rows of several
                 trajectory = _micro_batch(pipeline, recipe, objective, slots, ids)[0]
     else:
@@ -109,7 +106,8 @@ def measure(
         trajectory = Trajectory(slots[:n], ids[:n], torch.empty(n, 0), keys[:1] * n)
     kept = nbytes(t for t in vars(trajectory).values() if isinstance(t, Tensor)) // len(trajectory)
 
-    train, forwards, graph_forwards = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
+    made = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
+    train, forwards, graph_forwards = made.bytes, made.calls[False], made.calls[True]
     token, step = _growth(pipeline, recipe, objective, trained, trajectory, counts, train)
     optimizer, state = _optimizers(trained)
     pipeline.features.budget_bytes = budget
@@ -127,9 +125,24 @@ def measure(
         graph_forwards,
         guided=negative and recipe.denoising.guidance_scale > 1,
         guided_loss=negative and recipe.algorithm.loss_guidance(recipe.denoising.guidance_scale) > 1,
+        operations=Operations(live.operations, *drawn, made.operations, made.forward),
         train_token=token,
         train_step=step,
     )
+
+
+def _trained(description: Description, recipe: Recipe, objective: Objective, foreach: bool) -> list[Policy]:
+    """The policy with its copies, and the critic where there is one."""
+    total = recipe.train.steps * recipe.train.updates_per_step
+    policy = Policy(description.pipeline.policy, recipe.optim, total)
+    for name in kept_copies(objective):
+        policy.keep(name)
+    others = [c.module for c in description.components if c.role == "critic"]
+    trained = [policy, *(Policy(module, recipe.optim, total) for module in others)]
+    for one in trained:
+        for group in one.optimizer.param_groups:
+            group["foreach"] = foreach
+    return trained
 
 
 def _optimizers(trained: Sequence[Policy]) -> tuple[int, int]:
@@ -158,10 +171,10 @@ def _growth(
     if recipe.train.context_parallel > 1 and trajectory.mask is not None:
         less = trajectory.clean.shape[1] // 2
         short = replace(trajectory, **{name: getattr(trajectory, name)[:, less:] for name in _COLUMNS})
-        token = (train - _slice(pipeline, recipe, objective, trained, short, counts.slice_rows)[0]) / max(1, less)
+        token = (train - _slice(pipeline, recipe, objective, trained, short, counts.slice_rows).bytes) / max(1, less)
     if recipe.train.steps_per_forward == "auto" and counts.entries > 1:
         two = with_steps(recipe, 2)
-        step = _slice(pipeline, two, objective, trained, trajectory, counts.slice_rows)[0] - train
+        step = _slice(pipeline, two, objective, trained, trajectory, counts.slice_rows).bytes - train
     return token, step
 
 
@@ -183,21 +196,30 @@ def _rows(n: int, prompt: Prompt) -> tuple[list[Slot], list[SampleId]]:
 @torch.no_grad()
 def _micro_batch(
     pipeline: Pipeline, recipe: Recipe, objective: Objective, slots: list[Slot], ids: list[SampleId]
-) -> tuple[Trajectory, int, int, int]:
-    """A micro-batch sampled and decoded, and the bytes of sampling, of a picture for rewards and of decoding."""
+) -> tuple[Trajectory, int, int, int, tuple[int, int]]:
+    """A micro-batch sampled and decoded, the bytes of sampling, of a picture for rewards and of decoding, and the
+    operations of both."""
     actions = pipeline.noisy_steps(0) if "log_probs" in objective.needs else []
-    with LiveBytes() as live, once(pipeline, live), known_masks(pipeline):
+    with LiveBytes() as live, once(pipeline, live), known_masks(pipeline, live):
         trajectory = pipeline.sample(slots, ids, actions, recipe.seed)
-    sample = live.peak - live.now
+    sample, operations = live.peak - live.now, live.operations
     with LiveBytes() as live:
         made = pipeline.samples(trajectory, frozenset({"tensor"}))
     picture = 0 if made[0].tensor is None else made[0].tensor.nbytes
-    return trajectory, sample, picture, live.peak
+    return trajectory, sample, picture, live.peak, (operations, live.operations)
+
+
+class _Slice(NamedTuple):
+    bytes: int
+    calls: dict[bool, int]
+    operations: int
+    forward: int
+    """Operations of the first call of the policy."""
 
 
 def _slice(
     pipeline: Pipeline, recipe: Recipe, objective: Objective, trained: list[Policy], trajectory: Trajectory, n: int
-) -> tuple[int, int, int]:
+) -> _Slice:
     """One training slice of ``n`` rows, forward and backward, with gradients already there from an earlier one.
 
     ``trained``: the policy, and the critic where there is one.
@@ -207,7 +229,7 @@ def _slice(
         p.grad = p.detach().clone()
     old = {"advantages": torch.zeros(n), "weights": torch.ones(n), "groups": torch.zeros(n, dtype=torch.long)}
     cut = imagined(pipeline.policy, recipe.train.context_parallel)
-    with LiveBytes() as live, counted(pipeline.policy) as calls, known_masks(pipeline), cut:
+    with LiveBytes() as live, counted(pipeline.policy, live) as (calls, spent), known_masks(pipeline, live), cut:
         rows = trajectory if n == len(trajectory) else trajectory.rows(list(range(n)))
         at_once = range(recipe.train.at_once)
         match objective.kind:
@@ -229,22 +251,28 @@ def _slice(
                 rewards = new.pop("images").flatten(1).mean(1).view(-1, n)
                 new["rewards"] = rewards.repeat(max(1, len(objective.phrases(0))), 1)
         policy.backward(objective.loss(new, old, float(n)).value)
-    return live.peak, calls[False], calls[True]
+    return _Slice(live.peak, calls, live.operations, spent[0] if spent else 0)
 
 
 @contextmanager
-def counted(module: nn.Module) -> Iterator[dict[bool, int]]:
-    """Count the module's forwards inside the block, by whether gradients are on; recomputed ones count again."""
-    calls = {False: 0, True: 0}
+def counted(module: nn.Module, live: LiveBytes) -> Iterator[tuple[dict[bool, int], list[int]]]:
+    """Count the module's forwards inside the block, by whether gradients are on; recomputed ones count again. And the
+    operations of each, as ``live`` counts them."""
+    calls, spent, begun = {False: 0, True: 0}, list[int](), list[int]()
 
     def count(*_: Any) -> None:
         calls[torch.is_grad_enabled()] += 1
+        begun.append(live.operations)
 
-    handle = module.register_forward_pre_hook(count)
+    def ended(*_: Any) -> None:
+        spent.append(live.operations - begun.pop())
+
+    handles = module.register_forward_pre_hook(count), module.register_forward_hook(ended)
     try:
-        yield calls
+        yield calls, spent
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -259,7 +287,7 @@ def once(pipeline: Pipeline, live: LiveBytes) -> Iterator[None]:
         return
     module = pipeline.policy
     original: Callable[..., Any] = module.forward
-    seen: dict[Any, tuple[Any, int]] = {}
+    seen: dict[Any, tuple[Any, int, int]] = {}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -267,16 +295,16 @@ def once(pipeline: Pipeline, live: LiveBytes) -> Iterator[None]:
         leaves = tree_leaves((args, kwargs))
         key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
         if key not in seen:
-            before, highest = live.now, live.peak
+            before, highest, operations = live.now, live.peak, live.operations
             live.peak = before
             out = original(*args, **kwargs)
             working = live.peak - before
             live.peak = max(highest, live.peak)
             blanks = tree_map(lambda x: Blank(x.new_empty(0), x.shape) if isinstance(x, Tensor) else x, out)
-            seen[key] = blanks, working
+            seen[key] = blanks, working, live.operations - operations
             return out
-        blanks, working = seen[key]
-        live.again(working)
+        blanks, working, operations = seen[key]
+        live.again(working, operations)
         return tree_map(lambda x: x.like.new_empty(x.shape) if isinstance(x, Blank) else x, blanks)
 
     module.forward = forward

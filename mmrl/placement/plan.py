@@ -16,10 +16,11 @@ from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.media import Media
-from mmrl.placement.account import PHASES, PhaseMemory, Role, offloads, phases_of, roles_of, sizes_of
+from mmrl.placement.account import PHASES, PhaseMemory, Role, load_of, offloads, phases_of, roles_of, sizes_of
 from mmrl.placement.arithmetic import Counts, count
+from mmrl.placement.estimate import Estimate, Step, estimated
 from mmrl.placement.room import room
-from mmrl.placement.sharing import SAMPLED, idle, inside, refusals, sleeps
+from mmrl.placement.sharing import SAMPLED, calls, idle, inside, models_of, refusals, sleeps, split_of
 from mmrl.placement.stacking import settle
 from mmrl.rewards.loading import Found
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from mmrl.algorithms.objective import Objective
     from mmrl.placement.description import Description
+    from mmrl.placement.gpus import Gpu
     from mmrl.placement.judges import Asked
     from mmrl.placement.memory import Measured
     from mmrl.trajectory import Prompt
@@ -51,6 +53,8 @@ class Plan:
     measured: Measured | None = None
     roles: list[Role] = field(default_factory=list)
     phases: list[PhaseMemory] = field(default_factory=list)
+    load: PhaseMemory | None = None
+    """What the device holds while the run is loaded; None of a CPU, where weights are read from their files."""
     host: int = 0
     asked: list[Asked] = field(default_factory=list)
     """The rewards that compute on a device."""
@@ -58,11 +62,22 @@ class Plan:
     """Bytes that go between a controller and its further devices in a step, the most, by kind."""
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    gpu: Gpu | None = None
+    """A GPU to plan for that need not be on this machine, and how many ``gpus`` of it there are to be."""
+    gpus: int | None = None
+    time: Estimate | None = None
+    """Of a step on that GPU."""
 
     @property
     def peak(self) -> PhaseMemory | None:
-        """The phase that needs most."""
-        return max(self.phases, key=lambda phase: phase.total, default=None)
+        """The phase that needs most, loading among them."""
+        phases = [*self.phases, *([self.load] if self.load else [])]
+        return max(phases, key=lambda phase: phase.total, default=None)
+
+    @property
+    def where(self) -> str:
+        """What it computes on, as the user calls it."""
+        return self.gpu.name if self.gpu else self.device
 
     def render(self, console: Console, short: bool = False) -> None:
         """Print it; ``short`` is three lines, without the problems (for a caller who raises them)."""
@@ -71,17 +86,22 @@ class Plan:
         (render_short if short else render)(self, console)
 
 
-def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
+def plan(
+    loaded: LoadedRecipe, device_memory: int | None = None, gpu: Gpu | None = None, gpus: int | None = None
+) -> Plan:
     """Resolve a recipe on the meta device. Loads no weight; what is wrong becomes ``problems``, all of it at once.
 
-    ``device_memory`` in bytes stands for the device's own, to plan for a machine that is not this one.
+    ``device_memory`` in bytes stands for the device's own, to plan for a machine that is not this one; ``gpu`` for the
+    whole device, which then is cuda, and ``gpus`` for how many of it there are.
     """
     import mmrl
     from mmrl.run import load_objective
 
+    if gpu is not None:
+        loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"device": "cuda"}))
     recipe = loaded.recipe
-    device, memory = _device(recipe.device)
-    made = Plan(recipe, device, device_memory or memory)
+    device, memory = ("cuda", gpu.memory) if gpu else _device(recipe.device)
+    made = Plan(recipe, device, device_memory or memory, gpu=gpu, gpus=gpus)
     made.notes += _about_dtype(made, loaded.chose_dtype)
     objective = load_objective(recipe)
     inputs = _rewards(loaded, objective, made)
@@ -100,9 +120,31 @@ def plan(loaded: LoadedRecipe, device_memory: int | None = None) -> Plan:
         return made
     _account(made, description, objective, prompts, inputs)
     settle(made)
+    made.time = _time(made, description, objective)
     made.problems += room(made)
-    made.notes += idle(made)
+    made.notes += [*idle(made), *_unused(made)]
     return made
+
+
+def _time(made: Plan, description: Description, objective: Objective) -> Estimate | None:
+    """Of a step on the GPU that is planned for."""
+    c, m, split = made.counts, made.measured, split_of(made)
+    if made.gpu is None or c is None or m is None:
+        return None
+    asked = [one for one in made.asked if one.trained_on and c.micro_batches]
+    judged = sum(-(-calls(c, one.batch_size) // (split.judge or split.rollout)) * one.weights for one in asked)
+    step = Step(made.recipe, c, m.operations, m.adam, split.rollout, models_of(made.recipe), judged)
+    return estimated(step, made.gpu, description, objective)
+
+
+def _unused(made: Plan) -> Iterator[str]:
+    """GPUs that the recipe leaves idle."""
+    recipe = made.recipe
+    n = recipe.controllers * recipe.devices_per_controller
+    if made.gpus is not None and n < made.gpus:
+        each = made.gpus // recipe.controllers
+        edit = f"devices_per_controller={each}" if each > recipe.devices_per_controller else f"controllers={made.gpus}"
+        yield f"the recipe uses {n} of {made.gpus} GPUs; set {edit}"
 
 
 def _device(name: str) -> tuple[str, int | None]:
@@ -120,7 +162,14 @@ def _device(name: str) -> tuple[str, int | None]:
 def _about_dtype(made: Plan, chosen: bool) -> Iterator[str]:
     """What ``model.dtype: auto`` came to, where it was ``chosen``; or that this CPU is slow in what the recipe says."""
     model, device = made.recipe.model, made.recipe.device
-    if chosen:
+    if made.gpu is not None:
+        lacks = f"{made.gpu.name} has no instructions for bfloat16"
+        if chosen:
+            why = lacks if not made.gpu.bfloat16 else f"{made.gpu.name} has instructions for it"
+            yield f"model.dtype: auto is {model.dtype}, because {why}"
+        elif model.dtype == "bfloat16" and not made.gpu.bfloat16:
+            yield f"{lacks} and computes it slowly; set model.dtype=float16 or float32"
+    elif chosen:
         dtype, why = choose(device)
         yield f"model.dtype: auto is {model.dtype}, {why if model.dtype == dtype else 'as the run began'}"
     elif made.device == "cpu" and model.dtype == "bfloat16" and not has_bfloat16(device):
@@ -233,6 +282,8 @@ def _account(
     features = measured.features * kept
     made.roles = list(roles_of(made, description, sizes, objective, features))
     made.phases = list(phases_of(made, description, sizes, objective, features, inputs, pathwise))
+    if made.device != "cpu":
+        made.load = load_of(made, description, sizes)
     if offloads(made):
         moved = (c for c in description.components if len(c.needed) < len(PHASES))
         made.host = sum(sizes[id(c)].total for c in moved)

@@ -20,7 +20,10 @@ def room(plan: Plan) -> list[str]:
         return []
     if peak.total > memory:
         return [_too_big(plan, peak, memory)]
-    if n == 1 or plan.recipe.ray != "local":
+    if plan.gpus is not None and n > plan.gpus:
+        lower = "controllers or devices_per_controller" if devices > 1 else "controllers"
+        return [f"--gpus {plan.gpus}: {_all(plan)} take a GPU each; lower {lower}, or write --gpus {n}"]
+    if n == 1 or plan.recipe.ray != "local" or plan.gpu is not None:
         return []
     if plan.device.startswith("cuda"):
         import torch
@@ -54,8 +57,8 @@ def _too_big(plan: Plan, peak: PhaseMemory, memory: int) -> str:
     largest = sorted(peak.parts.items(), key=lambda item: -item[1])[:3]
     listed = ", ".join(f"{name} {size(n)}" for name, n in largest)
     return (
-        f"the phase {peak.name} needs {size(peak.total)} and {plan.device} has {size(memory)} "
-        f"(most of it: {listed}). Try: {'; '.join(_edits(plan, peak))}"
+        f"the phase {peak.name} needs {size(peak.total)} and {plan.where} has {size(memory)} "
+        f"(most of it: {listed}). Try: {'; '.join(edits(plan, peak))}"
     )
 
 
@@ -75,7 +78,7 @@ def _smaller_engine(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     yield f"a lower rollout.options.{setting}"
 
 
-def _edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
+def edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     """Edits that lower the peak, the cheapest first."""
     recipe = plan.recipe
     train, sampling, text = recipe.train, recipe.sampling, recipe.sampling.type == "text"

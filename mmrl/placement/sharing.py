@@ -69,7 +69,7 @@ def idle(plan: Plan) -> Iterator[str]:
     c, recipe, devices = plan.counts, plan.recipe, plan.recipe.devices_per_controller
     if c is None or devices == 1:
         return
-    split, trainers = split_of(plan), _models(recipe)
+    split, trainers = split_of(plan), models_of(recipe)
     if 0 < c.micro_batches < split.rollout:
         edit = _fewer_rows("sampling.batch_size", c.samples, split.rollout)
         yield (
@@ -91,7 +91,7 @@ def idle(plan: Plan) -> Iterator[str]:
         yield f"{of} cannot keep {trainers} {what} busy; {edit}"
 
 
-def _models(recipe: Recipe) -> int:
+def models_of(recipe: Recipe) -> int:
     """How many slices of an update a controller computes at once: devices that share a model or rows are one."""
     return recipe.placement.training(recipe.devices_per_controller) // recipe.train.width
 
@@ -174,7 +174,7 @@ def shares(plan: Plan) -> str:
         for one in plan.asked:
             if one.trained_on:
                 parts.append(f"{calls(c, one.batch_size):,} calls of {one.label} on {split.judge or devices}")
-    parts.append(f"{c.slices // c.optimizer_steps:,} slices of an update on {_models(recipe)}{_shared(recipe)}")
+    parts.append(f"{c.slices // c.optimizer_steps:,} slices of an update on {models_of(recipe)}{_shared(recipe)}")
     return "; ".join(parts)
 
 

@@ -47,7 +47,8 @@ def settle(made: Plan) -> None:
     if c is None or m is None or n == 1:
         return
     made.counts = replace(c, slices=c.slices // c.passes * -(-c.entries // n), at_once=n)
-    made.measured = replace(m, train=m.train + (n - 1) * m.train_step)
+    work = replace(m.operations, train=m.operations.train * n, forward=m.operations.forward * n)
+    made.measured = replace(m, train=m.train + (n - 1) * m.train_step, operations=work)
     for i, phase in enumerate(made.phases):
         if phase.name == "train":
             made.phases[i] = replace(phase, parts=phase.parts | {"working memory": made.measured.train})

@@ -8,8 +8,10 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from mmrl.placement.estimate import assumptions
 from mmrl.placement.longest import longest
 from mmrl.placement.sharing import rows, shares
+from mmrl.report.durations import duration
 from mmrl.secrets import hidden
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ def render(plan: Plan, console: Console) -> None:
 
     recipe = plan.recipe
     several = f", the first of {recipe.devices_per_controller} devices" if recipe.devices_per_controller > 1 else ""
-    say(f"{recipe.name} on {plan.device}, one controller{several}")
+    say(f"{recipe.name} on {plan.where}, one controller{several}")
     if plan.source:
         say(f"sizes from {plan.source}")
     if plan.counts and plan.measured:
@@ -57,6 +59,8 @@ def render(plan: Plan, console: Console) -> None:
         console.print(_roles(plan))
         console.print(_phases(plan))
         say(_peak(plan))
+        if plan.load:
+            console.print(_loading(plan), markup=False, highlight=False)
         if plan.recipe.train.context_parallel > 1:
             say(_cut(plan))
         if plan.host:
@@ -67,6 +71,7 @@ def render(plan: Plan, console: Console) -> None:
             parts = ", ".join(f"{kind} {size(n)}" for kind, n in plan.inside.items())
             say(f"between a controller and its further devices, on their host, a step: up to about {parts}")
         say(NOT_COUNTED)
+        _time(plan, console)
     for note in plan.notes:
         say(f"note: {note}")
     for problem in plan.problems:
@@ -137,7 +142,7 @@ def _roles(plan: Plan) -> Table:
 
 def _phases(plan: Plan) -> Table:
     table = Table(
-        box=box.SIMPLE_HEAD, title=f"{plan.device} by phase of a step", title_justify="left", title_style="bold"
+        box=box.SIMPLE_HEAD, title=f"{plan.where} by phase of a step", title_justify="left", title_style="bold"
     )
     table.add_column("")
     for phase in plan.phases:
@@ -183,7 +188,40 @@ def _peak(plan: Plan) -> str:
             f"peak: {size(peak.total)} in {peak.name} ({plan.device} is not on this machine: its memory is not known)"
         )
     share = peak.total / plan.device_memory
-    return f"peak: {size(peak.total)} in {peak.name}, {share:.0%} of {plan.device}'s {size(plan.device_memory)}"
+    return f"peak: {size(peak.total)} in {peak.name}, {share:.0%} of {plan.where}'s {size(plan.device_memory)}"
+
+
+def _loading(plan: Plan) -> str:
+    """What the run holds before its first step; each rank has the whole model on its device for a moment."""
+    assert plan.load is not None
+    listed = ", ".join(f"{name} {size(n)}" for name, n in plan.load.parts.items())
+    return f"loading: {size(plan.load.total)} ({listed}); each process first has the weights in the host's memory"
+
+
+def _time(plan: Plan, console: Console) -> None:
+    """How long a step would take on the GPU that is planned for."""
+    if plan.time is None or plan.gpu is None:
+        return
+    console.print(f"time of a step on {plan.gpu.name}: an estimate, not measured", style="bold", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    table.add_column("estimate", justify="right", no_wrap=True)
+    for name, seconds in plan.time.seconds.items():
+        table.add_row(f"{name}, at least" if name == "judge" else name, _about(seconds))
+    table.add_section()
+    beside = " (training beside the rest)" if plan.time.beside else ""
+    table.add_row(f"a step{beside}", _about(plan.time.step), style="bold")
+    steps = plan.recipe.train.steps
+    table.add_row(f"{steps:,} steps", _about(steps * plan.time.step), style="bold")
+    console.print(table)
+    console.print(assumptions(plan.gpu, plan.recipe.model.dtype), markup=False, highlight=False)
+
+
+def _about(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms" if seconds >= 1e-4 else "< 0.1 ms"
+    days = seconds / 86400
+    return f"{days:,.1f} days" if days >= 2 else duration(seconds)
 
 
 def _cut(plan: Plan) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmrl.batch import Piece, Run
 from mmrl.errors import NotFiniteError
+from mmrl.out_of_memory import in_parts, in_phase
 from mmrl.placement.utilisation import of_gpu
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
@@ -50,9 +51,30 @@ def sample(
     with run.policy.using(how.weights), torch.no_grad():
         with clock("sample"):
             run.pipeline.sync(run.policy)
-            trajectory = run.pipeline.sample(slots, ids, how.actions, how.seed, how.evaluate)
+
+            def drawn(rows: range) -> Trajectory:
+                of = slots[rows.start : rows.stop], ids[rows.start : rows.stop]
+                return run.pipeline.sample(*of, how.actions, how.seed, how.evaluate)
+
+            parts = in_parts(run.at_once, "sample", len(ids), drawn, _begin_with_fewer(run))
+            trajectory = parts[0] if len(parts) == 1 else Trajectory.join(parts)
         with clock("decode"):
-            return trajectory, run.pipeline.samples(trajectory, how.inputs)
+
+            def shown(rows: range) -> list[Sample]:
+                part = trajectory if len(rows) == len(trajectory) else trajectory.rows(list(rows))
+                return run.pipeline.samples(part, how.inputs)
+
+            shown_parts = in_parts(run.at_once, "decode", len(ids), shown, "sampling.batch_size={} begins so")
+            return trajectory, [sample for part in shown_parts for sample in part]
+
+
+def _begin_with_fewer(run: Run) -> str:
+    """The edit that has sampling begin with the rows that there is memory for."""
+    edit = "sampling.batch_size={} begins so"
+    if run.recipe.model.dtype == "float32" or run.objective.kind != "policy_gradient":
+        return edit
+    dtype = run.recipe.model.dtype
+    return f"{edit}; {dtype} rounds otherwise in training's larger batch, so lower train.micro_batch_size as well"
 
 
 def go_on(run: Run, trajectory: Trajectory, most: int, how: Drawing) -> Trajectory:
@@ -214,4 +236,9 @@ def perform(run: Run, name: str, arguments: tuple[Any, ...]) -> Any:
         cpu_seconds,
         gpu,
     )
-    return {f.__name__: f for f in known}[name](run, *arguments)
+    with in_phase(_PHASES.get(name, name)):
+        return {f.__name__: f for f in known}[name](run, *arguments)
+
+
+_PHASES = {"go_on": "sample", "enter": "sample", "score": "judge", "backward": "train", "apply": "optimizer"}
+"""What the plan calls a phase in which a function is called, where that is not its name."""

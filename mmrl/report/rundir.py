@@ -8,6 +8,7 @@ failures.jsonl     every sample or record left out, by name
 placement.jsonl    what each device did when, and why roles were moved (several devices to a controller)
 judge-*.jsonl      what generative judges read and wrote (transcripts), verdicts by content (cache), and their usage
 samples/           step_000000.png (a grid), .json (prompts and scores) and the pictures themselves
+profile/           step_000002.json.gz, a trace by torch's profiler (profile: true)
 controllers/1/     the same of another controller: its own log, failures, verdicts and samples
 checkpoints/       report.html        run.lock (held by the process that writes here)
 """
@@ -45,7 +46,7 @@ FILES = (
     "judge-usage.jsonl",
     "report.html",
 )
-FOLDERS = ("samples", "checkpoints", "controllers", "tensorboard", "wandb", "trackio")
+FOLDERS = ("samples", "checkpoints", "controllers", "profile", "tensorboard", "wandb", "trackio")
 LOCK = "run.lock"
 _OVERRIDE = "# override: "
 _LOCK_PATIENCE = 0.5

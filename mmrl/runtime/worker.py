@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmrl import checkpoint
 from mmrl.errors import NotFiniteError, UserError
+from mmrl.out_of_memory import OutOfMemoryError
 from mmrl.placement.work import perform
 from mmrl.report import notices
 from mmrl.runtime.wire import receive, send
@@ -88,6 +89,8 @@ class There:
             raise LostDeviceError(f"device {self.device} is gone ({error or type(error).__name__})") from error
         if how == "not finite":
             raise NotFiniteError(answer)
+        if how == "out of memory":
+            raise OutOfMemoryError(answer[0], f"device {self.device}: {answer[1]}")
         if how == "mend":
             raise UserError(answer)
         if how == "failed":
@@ -195,6 +198,8 @@ def _answer(
         return "done", None
     except NotFiniteError as error:
         return "not finite", str(error)
+    except OutOfMemoryError as error:
+        return "out of memory", (error.phase, error.what)
     except UserError as error:
         return "mend", str(error)
     except Exception:

@@ -91,7 +91,18 @@ def describe(pipeline: TextPipeline, files: Files) -> Description:
         components.append(Component("critic", type(pipeline.critic.body).__name__, pipeline.critic, phases))
     if recipe.rollout.engine != "transformers":
         pipeline.engine = _FullLength()  # type: ignore[assignment]  # sampling asks it for nothing else
-    return Description(pipeline, components, files.source, _longest_of(pipeline), _beside(recipe, policy))
+    beside = _beside(recipe, policy)
+    return Description(
+        pipeline, components, files.source, _longest_of(pipeline), beside, cache_numbers=_cached(policy.config)
+    )
+
+
+def _cached(config: Any) -> int:
+    """Keys and values of a token in all layers; 0 of a model that does not say so."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
+    width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, heads)
+    return 2 * getattr(text, "num_hidden_layers", 0) * heads * width
 
 
 def _longest_of(pipeline: TextPipeline) -> Callable[[Sequence[Prompt]], Longest]:

@@ -1,0 +1,67 @@
+"""GPUs that a plan knows without having one: memory, peak rates of arithmetic and memory bandwidth.
+
+``memory`` is what torch reports of such a GPU (``total_memory``), a few per cent less than the name says. Rates are
+the peaks that the vendor prints, without sparsity: ``half`` of bfloat16 (of float16 where the GPU has no bfloat16) with
+float32 accumulation, ``single`` of float32 without TF32. Where a GPU comes in several forms, those of the SXM module.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from mmrl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Memory in GiB, rates in TFLOP/s, ``bandwidth`` in GB/s, and the vendor's document that the rates are of."""
+
+    name: str
+    gib: float
+    half: float
+    single: float
+    bandwidth: float
+    source: str
+    bfloat16: bool = True
+
+    @property
+    def memory(self) -> int:
+        """Bytes."""
+        return int(self.gib * 2**30)
+
+    def rate(self, dtype: str) -> float:
+        """Operations a second at most, of arithmetic in ``dtype``."""
+        half = dtype == "float16" or (dtype == "bfloat16" and self.bfloat16)
+        return 1e12 * (self.half if half else self.single)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-40g", 39.4, 312, 19.5, 1555, "NVIDIA A100 data sheet"),
+        Gpu("a100-80g", 79.1, 312, 19.5, 2039, "NVIDIA A100 data sheet"),
+        Gpu("a40-48g", 44.3, 149.7, 37.4, 696, "NVIDIA A40 data sheet"),
+        Gpu("b200-180g", 178.3, 2250, 80, 7700, "NVIDIA Blackwell data sheet (HGX B200)"),
+        Gpu("h100-80g", 79.1, 989, 67, 3350, "NVIDIA H100 data sheet"),
+        Gpu("h200-141g", 139.8, 989, 67, 4800, "NVIDIA H200 data sheet"),
+        Gpu("l4-24g", 22.0, 121, 30.3, 300, "NVIDIA L4 data sheet"),
+        Gpu("l40s-48g", 44.3, 362, 91.6, 864, "NVIDIA L40S data sheet"),
+        Gpu("mi300x-192g", 191.6, 1307.4, 163.4, 5300, "AMD Instinct MI300X data sheet"),
+        Gpu("rtx3090-24g", 23.5, 71, 35.6, 936, "NVIDIA Ampere GA102 white paper"),
+        Gpu("rtx4090-24g", 23.5, 165.2, 82.6, 1008, "NVIDIA Ada white paper"),
+        Gpu("rtx5090-32g", 31.3, 209.5, 104.8, 1792, "NVIDIA RTX Blackwell white paper"),
+        Gpu("t4-16g", 14.7, 65, 8.1, 320, "NVIDIA T4 data sheet", bfloat16=False),
+        Gpu("v100-32g", 31.7, 125, 15.7, 900, "NVIDIA V100 data sheet", bfloat16=False),
+    )
+}
+
+
+def gpu_of(name: str) -> Gpu:
+    """The GPU ``name``. Raises ``UserError`` that names the known ones."""
+    found = GPUS.get(name.lower())
+    if found is not None:
+        return found
+    near = difflib.get_close_matches(name.lower(), GPUS, 1, 0.5)
+    edit = f"write --gpu {near[0]}, or another of" if near else "write one of"
+    raise UserError(f"--gpu {name}: no figures are known of this GPU; {edit} {', '.join(GPUS)}")

@@ -1,0 +1,71 @@
+"""Operations on numbers, from shapes alone: a multiplication and an addition are two, as vendors count them.
+
+Counted are products of matrices, convolutions and attention (torch's own formulas, ``torch.utils.flop_counter``, and
+here the kernel that a CPU has in place of flash attention); all else is next to nothing beside them. Attention is
+counted whole, causal or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+
+@dataclass(frozen=True)
+class Operations:
+    """On numbers: of encoding a prompt, of sampling and decoding a micro-batch, and of a training slice, forward and
+    backward; ``forward`` is the first call of the policy in that.
+
+    Of text ``sample`` has the prompt's forward and one token's; of an engine with weights of its own it is 0.
+    """
+
+    encode: int
+    sample: int
+    decode: int
+    train: int
+    forward: int
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Scores, and the values that they weigh: of ``[..., S, D]``."""
+    return 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def attention_backward(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """The scores again, and gradients of scores, values, queries and keys."""
+    return 2 * prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def times_expert(a: Tensor, b: Tensor) -> int:
+    """Of ``[N, I]`` rows of several groups, each times its own of ``[G, I, J]``; or ``[I, N]`` times ``[N, J]``."""
+    return 2 * a.numel() * b.shape[-1]
+
+
+_Formula = Callable[[tuple[Any, ...], Any], int]
+
+
+def operations_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
+    """Of one call of an operator."""
+    formula = _formula(func)
+    return 0 if formula is None else formula(args, out)
+
+
+@cache
+def _formula(func: Any) -> _Formula | None:
+    packet = getattr(func, "overloadpacket", None)
+    aten = torch.ops.aten
+    if packet is getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", ...):
+        return lambda args, _: attention(*args[:3])
+    if packet is getattr(aten, "_scaled_dot_product_flash_attention_for_cpu_backward", ...):
+        return lambda args, _: attention_backward(*args[1:4])
+    if packet is getattr(aten, "_grouped_mm", ...):
+        return lambda args, _: times_expert(*args[:2])
+    known = flop_registry.get(packet)
+    return None if known is None else lambda args, out: known(*args, out_val=out)

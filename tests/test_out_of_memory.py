@@ -1,0 +1,163 @@
+"""Memory runs out: sampling goes on with fewer rows, training stops and says what the plan expected and what helps."""
+
+import threading
+from contextlib import contextmanager
+from multiprocessing import Pipe
+
+import pytest
+import torch
+
+from mmrl import session
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.loader import load_recipe
+from mmrl.errors import UserError
+from mmrl.out_of_memory import OutOfMemoryError, in_phase
+from mmrl.placement import work
+from mmrl.placement.fakes import LiveBytes
+from mmrl.placement.work import Drawing
+from mmrl.run import build
+from mmrl.runtime.worker import There, serve
+from mmrl.trajectory import SampleId, Slot
+from tests.tiny_diffusion import two_blocks
+
+allow_cpu_only()
+
+SMALL = [
+    "device=cpu",
+    "model.dtype=float32",
+    "train.steps=1",
+    "train.prompts_per_step=1",
+    "train.group_size=8",
+    "train.micro_batch_size=8",
+    "sampling.steps=2",
+    "sampling.window=null",
+    "eval.every=null",
+    "rewards=[{name: 'jpeg:incompressibility'}]",
+]
+
+
+class Device(LiveBytes):
+    """A device of ``limit`` bytes, which refuses as torch does. What was there before it was entered takes none."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.limit = limit
+
+    def _count(self, key, storage):
+        if storage.device.type == "meta":  # of a plan's
+            return
+        if self.now + storage.nbytes() > self.limit:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes. GPU 0 has a total capacity of "
+                f"{self.limit} bytes. If reserved but unallocated memory is large try setting something."
+            )
+        super()._count(key, storage)
+
+
+def loaded(*overrides):
+    return load_recipe(["shapes-lora"], [*SMALL, f"model.path={two_blocks()}", *overrides])
+
+
+@pytest.fixture(scope="module")
+def run():
+    of = loaded()
+    return build(of.recipe, of.root)
+
+
+@pytest.fixture(scope="module")
+def asked(run):
+    """Eight samples of one prompt."""
+    slots = [Slot(0, 0, 0, run.prompts[0])] * 8
+    run.pipeline.encode(slots)
+    run.pipeline.features.hold(run.pipeline.encode(slots[:1]))
+    return slots, [SampleId(0, 0, 0, k) for k in range(8)], Drawing([0], "current", 0, frozenset({"image"}))
+
+
+@contextmanager
+def a_run_that_begins(run):
+    run.at_once.clear()
+    yield
+    run.at_once.clear()
+
+
+def takes(run, asked, n):
+    """Bytes that sampling ``n`` of them takes, and decoding."""
+    slots, ids, how = asked
+    with torch.no_grad():
+        with LiveBytes() as sampling:
+            trajectory = run.pipeline.sample(slots[:n], ids[:n], how.actions, how.seed)
+        with LiveBytes() as decoding:
+            run.pipeline.samples(trajectory, how.inputs)
+    return sampling.peak, sampling.now + decoding.peak
+
+
+def test_sampling_goes_on_with_half_the_rows_and_draws_the_same_samples(run, asked, capsys):
+    half, whole = takes(run, asked, 4), takes(run, asked, 8)
+    limit = (max(half) + 2**20 + min(whole)) // 2
+    assert max(half) < limit < min(whole)
+    with a_run_that_begins(run):
+        expected, shown = work.sample(run, *asked)
+        assert run.at_once == {}
+        with Device(limit):
+            drawn, said = work.sample(run, *asked)
+        told = capsys.readouterr().err
+        assert run.at_once == {"sample": 4, "decode": 4}
+        assert "out of memory in the phase sample with 8 samples at once: it goes on with 4" in told
+        assert "sampling.batch_size=4" in told
+        with Device(limit):
+            work.sample(run, *asked)
+        assert capsys.readouterr().err == "", "it begins with what there is memory for"
+    assert drawn.ids == expected.ids
+    for name in ("clean", "states", "log_probs"):
+        torch.testing.assert_close(getattr(drawn, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+    assert [s.id for s in said] == [s.id for s in shown]
+
+
+def test_where_one_row_is_too_much_the_phase_is_named(run, asked):
+    with (
+        a_run_that_begins(run),
+        Device(2**16),
+        pytest.raises(OutOfMemoryError, match="phase sample: CUDA out of memory"),
+    ):
+        work.sample(run, *asked)
+
+
+def test_a_device_in_another_process_names_the_phase_too(run, asked):
+    here, there = Pipe()
+
+    def device():
+        with Device(2**16):
+            serve(run, there)
+
+    thread = threading.Thread(target=device, daemon=True)
+    thread.start()
+    with pytest.raises(OutOfMemoryError, match="phase sample: device 1: CUDA out of memory"):
+        There(1, here).perform(run, "sample", asked, {})
+    here.close()
+    thread.join(10)
+
+
+def test_training_stops_says_what_helps_and_goes_on_with_that(tmp_path):
+    fewer = "sampling.batch_size=2"  # so that training takes most
+    whole = loaded(fewer)
+    with LiveBytes() as live:
+        session.train(whole, tmp_path / "whole")
+    limit = int(0.8 * live.peak)
+    with Device(limit), pytest.raises(UserError) as stopped:
+        session.train(whole, tmp_path / "run")
+    said = str(stopped.value)
+    assert "out of memory in the phase train: CUDA out of memory. Tried to allocate" in said
+    assert "If reserved" not in said
+    assert "The plan expected" in said
+    assert "Try: model.gradient_checkpointing=true; train.micro_batch_size=4;" in said
+    assert "steps up to 0 are saved" in said
+    with Device(limit):
+        session.train(loaded(fewer, "train.micro_batch_size=4"), tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_the_hosts_memory_runs_out_too():
+    with pytest.raises(OutOfMemoryError, match="out of memory in the phase load: "), in_phase("load"):
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="shape"), in_phase("load"):  # another error stays what it is
+        torch.zeros(2) @ torch.zeros(3, 3)

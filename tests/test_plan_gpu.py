@@ -1,0 +1,260 @@
+"""``mmrl plan --gpu``: operations against closed forms, loading, and what is said of a GPU that is not there."""
+
+import io
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch.nn.functional import conv2d, scaled_dot_product_attention
+
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.loader import load_recipe
+from mmrl.errors import UserError
+from mmrl.placement import estimate
+from mmrl.placement.account import PhaseMemory
+from mmrl.placement.fakes import LiveBytes
+from mmrl.placement.gpus import GPUS, Gpu, gpu_of
+from mmrl.placement.operations import times_expert
+from mmrl.placement.plan import plan
+from mmrl.placement.room import room
+from tests.planning import without_the_step
+from tests.tiny import language_model
+from tests.tiny_diffusion import two_blocks
+
+allow_cpu_only()
+
+SMALL = [
+    "train.prompts_per_step=2",
+    "train.group_size=4",
+    "train.micro_batch_size=4",
+    "sampling.steps=3",
+    "sampling.window=null",
+    "rewards=[{name: 'jpeg:incompressibility'}]",
+    "device=cpu",
+]
+H100 = GPUS["h100-80g"]
+
+
+@cache
+def planned(*overrides, gpu=H100, gpus=None, name="shapes-lora"):
+    less = [*SMALL, f"model.path={two_blocks()}"] if name == "shapes-lora" else []
+    return plan(load_recipe([name], [*less, *overrides]), gpu=gpu, gpus=gpus)
+
+
+def rendered(made, width=80):
+    console = Console(file=io.StringIO(), width=width)
+    made.render(console)
+    return console.file.getvalue()
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
+def operations(work):
+    with LiveBytes() as live:
+        work()
+    return live.operations
+
+
+def test_operations_of_products_and_convolutions_worked_out_by_hand():
+    x, weight = torch.zeros(4, 8, requires_grad=True), torch.zeros(16, 8, requires_grad=True)
+    each = 2 * 4 * 8 * 16
+    assert operations(lambda: torch.nn.functional.linear(x, weight)) == each
+    assert operations(lambda: torch.nn.functional.linear(x, weight).sum().backward()) == 3 * each
+    picture, kernel = torch.zeros(2, 3, 10, 10), torch.zeros(5, 3, 3, 3)
+    assert operations(lambda: conv2d(picture, kernel)) == 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
+    assert operations(lambda: x.exp() + 1) == 0
+    assert times_expert(torch.zeros(6, 8), torch.zeros(3, 8, 5)) == 2 * 6 * 8 * 5
+
+
+def test_operations_of_attention_worked_out_by_hand():
+    q, k, v = (torch.zeros(2, 3, n, 8, requires_grad=True) for n in (5, 7, 7))
+    product = 2 * 2 * 3 * 5 * 7 * 8  # the scores; the values that they weigh are as many
+    assert operations(lambda: scaled_dot_product_attention(q, k, v)) == 2 * product
+    assert operations(lambda: scaled_dot_product_attention(q, k, v).sum().backward()) == (2 + 5) * product
+
+
+def test_operations_of_a_small_language_model_worked_out_by_hand():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    width, inner, heads, kv, head, layers, words = 32, 64, 4, 2, 8, 2, 100
+    config = Qwen3Config(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=head,
+        num_hidden_layers=layers,
+        vocab_size=words,
+    )
+    model, rows, tokens = Qwen3ForCausalLM(config).eval(), 3, 10
+    weights = layers * (width * head * (2 * heads + 2 * kv) + 3 * width * inner) + width * words
+    attention = layers * 4 * rows * heads * tokens * tokens * head
+    rotary = 2 * rows * (head // 2) * tokens  # positions times frequencies
+    said = operations(lambda: model(input_ids=torch.zeros(rows, tokens, dtype=torch.long)))
+    assert said - 2 * rows * tokens * weights - attention in (0, rotary)
+
+
+def test_a_plan_counts_every_denoising_step_though_it_runs_one():
+    m = planned().measured
+    assert m.operations.sample == 3 * m.operations.forward > 0
+    assert m.operations.train > 2 * m.operations.forward
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_recipe_is_planned_for_the_gpu_whatever_its_device():
+    made = planned()
+    assert (made.device, made.recipe.device, made.device_memory) == ("cuda", "cuda", H100.memory)
+    assert made.where == "h100-80g"
+    assert made.problems == []
+
+
+def test_a_gpu_with_too_little_memory_is_refused_and_one_with_enough_is_not():
+    made = planned()
+    (problem,) = room(replace(made, device_memory=made.peak.total - 1))
+    assert f"the phase {made.peak.name} needs " in problem
+    assert "h100-80g has " in problem
+    assert room(replace(made, device_memory=made.peak.total)) == []
+
+
+def test_loading_puts_the_whole_model_on_every_rank_before_it_is_sharded():
+    whole, shards = (planned("model.lora=null", *more) for more in ([], ["controllers=2", "train.backend=fsdp"]))
+    assert shards.load.parts["policy"] == whole.load.parts["policy"]
+    optimizer = next(phase for phase in shards.phases if phase.name == "optimizer")
+    assert optimizer.parts["policy"] == pytest.approx(whole.load.parts["policy"] / 2, rel=0.01)
+    assert "text encoders" not in whole.load.parts, "they stay in the host's memory"
+
+
+def test_where_loading_needs_most_it_is_what_is_refused():
+    made = planned()
+    most = replace(made, load=PhaseMemory("load", {"policy": made.peak.total + 2}))
+    assert most.peak.name == "load"
+    (problem,) = room(replace(most, device_memory=made.peak.total + 1))
+    assert "the phase load needs " in problem
+
+
+def test_a_cpu_has_no_load_phase():
+    loaded = load_recipe(["shapes-lora"], [*SMALL, f"model.path={two_blocks()}"])
+    made = plan(loaded)
+    assert made.load is None
+    assert made.time is None
+
+
+def test_gpus_that_are_too_few_or_idle_are_said():
+    made = planned("controllers=2", gpus=8)
+    assert "the recipe uses 2 of 8 GPUs; set devices_per_controller=4" in made.notes
+    assert made.problems == room(replace(made, gpus=2)) == []
+    assert room(replace(made, gpus=1)) == ["--gpus 1: 2 take a GPU each; lower controllers, or write --gpus 2"]
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_time_of_pictures_is_operations_over_the_stated_share_of_the_peak():
+    made = planned()
+    c, o, seconds = made.counts, made.measured.operations, made.time.seconds
+    rate = 0.4 * (989e12 if made.recipe.model.dtype == "bfloat16" else 67e12)
+    assert seconds["sample"] == pytest.approx(c.micro_batches * o.sample / rate)
+    assert seconds["decode"] == pytest.approx(c.micro_batches * o.decode / (0.4 * 67e12)), "a VAE stays float32"
+    assert seconds["train"] == pytest.approx(c.slices * o.train / rate)
+    assert seconds["optimizer"] == pytest.approx(c.optimizer_steps * 3.5 * made.measured.adam / (0.6 * 3350e9))
+    assert "judge" not in seconds
+    assert made.time.step == pytest.approx(sum(seconds.values()))
+
+
+def test_devices_of_a_controller_share_the_work():
+    one, two = planned(), planned("devices_per_controller=2")
+    for name in ("sample", "train"):
+        assert two.time.seconds[name] == pytest.approx(one.time.seconds[name] / 2)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return language_model(tmp_path_factory.mktemp("text"), "qwen3", max_position_embeddings=512)
+
+
+def test_tokens_take_as_long_as_reading_the_weights_where_memory_is_the_bound(text):
+    wide = Gpu("wide", 64, 1e9, 1e9, 1e-9, "the test")  # a byte a second, and no bound of arithmetic
+    overrides = [f"model.path={text}", "sampling.max_new_tokens=8", "model.lora=null", "train.prompts_per_step=2"]
+    made = planned(*overrides, "train.group_size=4", "sampling.batch_size=8", name="sums", gpu=wide)
+    assert made.problems == []
+    policy = next(role for role in made.roles if role.name == "policy, trained")
+    rows, prompt = 8, made.counts.row_tokens - 8
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(text)
+    width = 4 if made.recipe.model.dtype == "float32" else 2
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    read = policy.bytes + rows * width * numbers * (prompt + 4)
+    assert made.time.seconds["sample"] == pytest.approx(8 * read / 0.6, rel=1e-6)
+
+
+def test_a_disaggregated_step_is_as_long_as_its_longer_half():
+    both = estimate.Estimate({"sample": 5.0, "judge": 1.0, "train": 4.0, "optimizer": 1.0})
+    assert both.step == 11
+    assert estimate.Estimate(both.seconds, beside=True).step == 6
+
+
+def test_the_output_says_that_it_is_an_estimate_and_fits_a_terminal():
+    said = rendered(planned())
+    assert "time of a step on h100-80g: an estimate, not measured" in said
+    assert "40% of 989 TFLOP/s" in said or "40% of 67 TFLOP/s" in said
+    assert "loading: " in said
+    mine = said[said.index("time of a step") :].split("note:")[0] + said[said.index("loading:") :].split("in host")[0]
+    assert max(map(len, mine.splitlines()[:-1])) <= 80
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_gpu_is_refused_and_the_known_ones_named():
+    assert gpu_of("H100-80G") is H100
+    with pytest.raises(UserError, match=r"--gpu h100-80: no figures .* write --gpu h100-80g") as refused:
+        gpu_of("h100-80")
+    assert all(name in str(refused.value) for name in GPUS)
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
+def test_the_figures_of_a_gpu_are_plausible(gpu):
+    promised = int(gpu.name.rpartition("-")[2].removesuffix("g"))
+    assert 0.9 * promised < gpu.gib <= promised, "torch reports a little less than the name"
+    assert gpu.half > 1.9 * gpu.single
+    assert 70 < gpu.half * 1e3 / gpu.bandwidth < 500, "operations for each byte"
+    assert gpu.source.startswith(("NVIDIA", "AMD"))
+
+
+def test_the_documentation_has_the_table_of_the_code():
+    text = (Path(__file__).resolve().parents[1] / "docs" / "gpus.md").read_text()
+    for gpu in GPUS.values():
+        half = f"{gpu.half:g}" + " (no bfloat16)" * (not gpu.bfloat16)
+        row = [gpu.name, f"{gpu.gib:.1f}", half, f"{gpu.single:g}", f"{gpu.bandwidth}", gpu.source]
+        assert f"| {' | '.join(row)} |" in text
+
+
+def test_a_gpu_without_bfloat16_computes_it_as_slowly_as_float32():
+    v100 = gpu_of("v100-32g")
+    assert v100.rate("float16") == 125e12
+    assert v100.rate("bfloat16") == v100.rate("float32") == 15.7e12
+    with without_the_step():
+        notes = plan(load_recipe(["shapes-lora"], [*SMALL, "model.dtype=bfloat16"]), gpu=v100).notes
+    assert any("no instructions for bfloat16" in note for note in notes)
+
+
+def test_the_command_plans_for_the_gpu_and_refuses_what_it_cannot():
+    from typer.testing import CliRunner
+
+    from mmrl.cli import app
+
+    def asked(*words):
+        return CliRunner().invoke(app, ["plan", "shapes-lora", *SMALL, f"model.path={two_blocks()}", *words])
+
+    made = asked("--gpu", "v100-32g", "model.dtype=auto")
+    assert made.exit_code == 0
+    assert "model.dtype: auto is float32, because v100-32g has no instructions for bfloat16" in made.output
+    assert isinstance(asked("--gpus", "2").exception, UserError)
+    assert "--gpu h1" in str(asked("--gpu", "h1").exception)
