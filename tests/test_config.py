@@ -61,8 +61,8 @@ REWARD_KEYS = "name, label, weight, normalize, batch_size, timeout, retries, on_
 TYPES = ", ".join(s.model_fields["type"].default for s in get_args(get_args(Algorithm)[0]))
 TOP = (
     "name, seed, pipeline, model, data, sampling, rollout, rewards, scoring, algorithm, train, optim, eval, "
-    "checkpoint, features, controllers, devices_per_controller, placement, ray, runtime, device, threads, profile, log, "
-    "architecture"
+    "checkpoint, features, controllers, devices_per_controller, placement, ray, runtime, device, threads, profile, "
+    "log, architecture"
 )
 
 # (what, text of RECIPE, what replaces it, the line shown)
