@@ -37,7 +37,7 @@ FOLDERS = {
 """Where modules lie, and the package they are in when mmrl runs: the drop-in folders join it."""
 
 LAYERS = {
-    "core": "mmrl _checkout _load _torchvision errors finite garbage media samples secrets trajectory "
+    "core": "mmrl _checkout _load _torchvision errors finite garbage media samples secrets trajectory transfer "
     "controller.randomness placement.hub placement.description report.clock report.durations report.notices "
     "pipelines.protocol rewards.contract engines.rollout",
     "config": "config.errors config.known_as config.layers config.rollout config.sampling config.section",

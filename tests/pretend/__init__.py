@@ -58,7 +58,8 @@ def compiler() -> str | None:
 def built() -> Path:
     """The device as a library for the installed torch; built once for each torch and each version of its source."""
     spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
+    assert spec
+    assert spec.origin
     torch = Path(spec.origin).parent
     source = HERE / "device.cpp"
     version = (torch / "version.py").read_bytes()
@@ -86,7 +87,8 @@ def load() -> None:
         raise RuntimeError("the pretended device must be loaded before torch is imported")
     made = built()
     spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
+    assert spec
+    assert spec.origin
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     device = ctypes.CDLL(str(made), mode=ctypes.RTLD_GLOBAL)
@@ -207,7 +209,7 @@ def _patch(device: ctypes.CDLL) -> None:
         setattr(torch.cuda, name, function)
     torch.accelerator.synchronize = _synchronize
 
-    resize = torch.UntypedStorage.resize_
+    resize, clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
     device.resize_storage.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
     def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -216,4 +218,10 @@ def _patch(device: ctypes.CDLL) -> None:
         device.resize_storage(storage._cdata, size)
         return storage
 
+    def cloned(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if storage.device.type != "cuda":
+            return clone(storage)
+        return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage).clone().untyped_storage()
+
+    torch.UntypedStorage.clone = cloned  # type: ignore[method-assign, assignment]
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
