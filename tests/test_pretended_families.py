@@ -20,6 +20,19 @@ KINDS = {
     },
     "offline": {"algorithm": {"type": "picture_dpo"}, "data": {"name": "shape_pairs"}, "rewards": []},
 }
+CLIPS = """
+import mmrl
+import numpy as np
+import torch
+
+@mmrl.reward(inputs=("video",))
+def dark(samples, *, context):
+    return [-float(np.mean([np.asarray(frame) for frame in s.video])) for s in samples]
+
+@mmrl.reward(inputs=("tensor",), differentiable=True)
+def light(samples, *, context):
+    return torch.stack([s.tensor.mean() for s in samples])
+"""
 COMBINED = [
     (family, kind, lora)
     for family in FAMILIES
@@ -60,6 +73,7 @@ def settings(family, folder, kind, lora):
         "checkpoint": {"every": 2},
         **OWN.get(family, {}),
         **KINDS[kind],
+        **({"rewards": [{"name": f"clips.py:{'light' if kind == 'pathwise' else 'dark'}"}]} if family == "wan" else {}),
     }
 
 
@@ -70,6 +84,7 @@ def test_no_devices_are_mixed(folder_of, tmp_path, family, kind, lora):
     from mmrl.session import Session, Stop
 
     (tmp_path / "recipe.yaml").write_text(json.dumps(settings(family, folder_of(family), kind, lora)))
+    (tmp_path / "clips.py").write_text(CLIPS)
     for steps in (2, 3):
         loaded = load_recipe([tmp_path / "recipe.yaml"], [f"train.steps={steps}"])
         with RunDir(tmp_path / "run") if steps == 3 else RunDir.create(tmp_path / "run") as directory:

@@ -207,7 +207,10 @@ class FlowPipeline:
             return self._decoded(trajectory.clean, trajectory.ids)
 
     def _decoded(self, x: Tensor, ids: Sequence[SampleId]) -> Tensor:
-        return finite.checked_pictures((self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float(), x, ids)
+        return finite.checked_pictures(self._shown(x), x, ids)
+
+    def _shown(self, x: Tensor) -> Tensor:
+        return (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()
 
     def token_values(self, row: Trajectory, spans: Sequence[tuple[int, int, float]]) -> list[float]:
         raise TypeError("pictures have no tokens; rewards of spans belong to text")
@@ -371,7 +374,7 @@ class FlowPipeline:
         x = torch.cat(predicted[1:] if path.jumps else predicted)
         if self.offloads:  # not only while it decodes: the backward comes after this returns
             self.adapter.vae.to(self.device)
-        out = {"images": self._decoded(x, ids)}
+        out = {"images": self._shown(x), "latents": x.detach()}
         out |= {"from": torch.tensor([a for a, _ in path.jumps])} if path.jumps else {}
         return out | ({"reference_distance": torch.stack(distances).mean(0)} if distances else {})
 
