@@ -20,6 +20,7 @@ from mmrl.engines.policy import Policy
 from mmrl.pipelines.protocol import Pipeline
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+from mmrl.transfer import to_device
 
 if TYPE_CHECKING:
     from mmrl.ahead import Ahead
@@ -111,12 +112,12 @@ def slices(run: Run, batch: Batch, mine: list[int], in_step: Callable[[int], int
     own = list(packed(mine, sizes, train.micro_batch_size, train.micro_batch_tokens))
     for n, index in enumerate(own + own[-1:] * (in_step(len(own)) - len(own))):
         rows = gather(batch.micro_batches, [batch.places[n] for n in index])
-        groups = groups_of(rows).to(device)
+        groups = to_device(groups_of(rows), device)
         for entries in chunks(chosen(run, rows), train.at_once):
             columns = {"advantages": batch.advantages, "weights": batch.weights, **batch.prepared}
             of = entries if rows.mask is None else slice(rows.clean.shape[1])
             cut = {k: v[index] if v.ndim == 1 else v[index][:, of] for k, v in columns.items()}
-            old = {name: value.to(device) for name, value in cut.items()} | {"groups": groups}
+            old = {name: to_device(value, device) for name, value in cut.items()} | {"groups": groups}
             old["weights"] = old["weights"] * (n < len(own))
             found = run.pipeline.recorded(rows, entries)
             known = old | recorded(found if run.ahead is None else drawn_before(found), old)
@@ -134,8 +135,7 @@ def parts(pipeline: Pipeline, trajectory: Trajectory) -> list[tuple[int, ...]]:
     lengths = pipeline.lengths(trajectory)
     if trajectory.mask is None:
         return [(n,) for n in lengths]
-    responses = trajectory.mask.sum(1).long().tolist()
-    return [(n - response, response) for n, response in zip(lengths, responses, strict=True)]
+    return [(n - response, response) for n, response in zip(lengths, trajectory.responses, strict=True)]
 
 
 def rows_of_update(batch: Batch, update: int, updates: int) -> list[int]:

@@ -15,12 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mmrl import finite
 from mmrl.algorithms.mismatch import mismatch
 from mmrl.batch import Piece, Run, counted, of_group, rows_of_update, slices
 from mmrl.controller.randomness import generator
 from mmrl.engines.policy import aged
 from mmrl.report.clock import Clock
-from mmrl.rewards.scoring import Failure
+from mmrl.rewards.scoring import Failure, RewardError
 from mmrl.rollout import rollout, unsampled
 from mmrl.samples import make_samples
 from mmrl.tally import Sums, Tally
@@ -133,12 +134,18 @@ def generated(run: Run, rows: Trajectory, step: int, tally: Tally) -> dict[str, 
     draw = torch.rand((), generator=generator(run.recipe.seed, step, "graph_steps")).item()
     path = run.objective.graph_steps(run.recipe.denoising.steps, draw)
     made = run.pipeline.generate(rows.slots, rows.ids, path, run.recipe.seed, run.objective.needs, run.policy.using)
-    images = made.pop("images")
+    images, latents = made.pop("images"), made.pop("latents")
     times = len(images) // len(rows)  # a picture and what was predicted anew from it
     shown = make_samples(rows.rows(list(range(len(rows))) * times), images, run.rewards.inputs)
     phrases = run.objective.phrases(step) or [""]
     asked = [replace(s, prompt=replace(s.prompt, text=phrase + s.prompt.text)) for phrase in phrases for s in shown]
-    parts = run.rewards.gradient_parts(asked, step=step)
+    try:
+        parts = run.rewards.gradient_parts(asked, step=step)
+    except (
+        RewardError
+    ):  # where the picture is at fault it is named: asking before would be one more wait for the device
+        finite.checked_pictures(images, latents, rows.ids)
+        raise
     total = run.rewards.weighted(parts)
     for name, values in {**parts, "mean": total}.items():
         tally.extend(f"reward/{name}", values.detach())

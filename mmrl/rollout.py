@@ -266,9 +266,9 @@ def mask_of(batch: Batch) -> Tensor | None:
     if batch.micro_batches[0].mask is None:
         return None
     mask = torch.zeros(len(batch.places), max(t.clean.shape[1] for t in batch.micro_batches))
+    masks = [t.mask.cpu() for t in batch.micro_batches]  # type: ignore[union-attr]
     for n, (m, i) in enumerate(batch.places):
-        row = batch.micro_batches[m].mask[i]  # type: ignore[index]
-        mask[n, : len(row)] = row
+        mask[n, : masks[m].shape[1]] = masks[m][i]
     return mask
 
 
@@ -308,5 +308,6 @@ def reward_metrics(
 
 def text_metrics(batch: Batch, mask: Tensor) -> dict[str, float]:
     """Length of the responses and how many were cut."""
-    cut = [batch.micro_batches[m].truncated[i].item() for m, i in batch.places]  # type: ignore[index]
+    truncated = [t.truncated.tolist() for t in batch.micro_batches]  # type: ignore[union-attr]
+    cut = [truncated[m][i] for m, i in batch.places]
     return {"text/length": mask.sum(1).mean().item(), "text/truncated": sum(cut) / len(cut)}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from mmrl.algorithms.objective import Loss
 from mmrl.errors import NotFiniteError, UserError
+from mmrl.transfer import read
 
 FIRST_RATIO_TOLERANCE = {"float32": 1e-5, "half": 5e-3}
 """Largest |ratio - 1| before the first update of a step (DESIGN 9). In half precision the same code on the same shapes
@@ -25,6 +26,8 @@ _FIRST = {
     "policy/loss": "the loss",
 }
 """What it means that this is the first metric that is not finite."""
+Number = float | Tensor
+"""A tensor has one number, which is read when it is asked for."""
 Sums = dict[str, Any]
 """What one device, or one controller, adds to the metrics: plain numbers by name."""
 
@@ -32,18 +35,20 @@ Sums = dict[str, Any]
 class Tally:
     """Sums become means over an update's entries, maxima stay maxima; values set several times are averaged.
 
+    Tensors are read when all is asked for (``sums``), together: no slice waits for its device.
+
     ``weight``: what a value counts that is set here, beside those of other controllers; their number of slots.
     """
 
     def __init__(self, weight: float = 1.0) -> None:
         self._weight = weight
         self._means: defaultdict[str, list[Tensor]] = defaultdict(list)
-        self._pairs: defaultdict[str, list[tuple[Tensor, float]]] = defaultdict(list)
+        self._pairs: defaultdict[str, list[tuple[Tensor, Number]]] = defaultdict(list)
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._updates = 0
-        self._maxima: dict[str, float] = {}
-        self._first: float | None = None
-        self._values: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        self._maxima: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self._first: list[Number] = []
+        self._values: defaultdict[str, list[tuple[Number, float]]] = defaultdict(list)
         self._merged: list[Sums] = []
 
     def add(self, loss: Loss, total: float, *, first_update: bool) -> None:
@@ -51,16 +56,16 @@ class Tally:
         for name, value in loss.sums.items():
             self._means[name].append(value / total)
         for name, value in loss.maxima.items():
-            self._maxima[name] = _larger(self._maxima.get(name, 0.0), value.item())
+            self._maxima[name].append(value.detach())
         if first_update and "policy/ratio_max_dev" in loss.maxima:
-            self._first = _larger(self._first or 0.0, loss.maxima["policy/ratio_max_dev"].item())
+            self._first.append(loss.maxima["policy/ratio_max_dev"].detach())
 
-    def gather(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor], count: float) -> None:
+    def gather(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor], count: Number) -> None:
         """Of a slice with ``count`` tokens: ``sums`` become means over the step's tokens, ``maxima`` stay maxima."""
         for name, value in sums.items():
             self._pairs[name].append((value, count))
         for name, value in maxima.items():
-            self._maxima[name] = _larger(self._maxima.get(name, 0.0), value.item())
+            self._maxima[name].append(value.detach())
 
     def set(self, values: Mapping[str, float]) -> None:
         """Values of the step; of several updates' (gradient norms) the mean is shown."""
@@ -69,7 +74,7 @@ class Tally:
 
     def extend(self, name: str, values: Tensor) -> None:
         """Values per sample that were met inside the update; their mean is shown."""
-        self._values[name].extend((value, 1.0) for value in values.double().tolist())
+        self._values[name].extend((value, 1.0) for value in values.double().unbind())
 
     def count(self, values: Mapping[str, float]) -> None:
         """Numbers of things in the step, added over all controllers."""
@@ -81,12 +86,13 @@ class Tally:
 
     def check_first_ratio(self, *, exact: bool) -> None:
         """Raise ``UserError`` where sampling and replay disagree before any weight has moved."""
-        if self._first is None:
+        if not self._first:
             return
         tolerance = FIRST_RATIO_TOLERANCE["float32" if exact else "half"]
-        if not self._first <= tolerance:
+        found = _largest(map(_known(self._first), self._first))
+        if not found <= tolerance:
             raise UserError(
-                f"before the first update the largest |ratio - 1| is {self._first:.3g}, above {tolerance:g}: sampling "
+                f"before the first update the largest |ratio - 1| is {found:.3g}, above {tolerance:g}: sampling "
                 "and replay do not compute the same thing, and clipping at such differences trains on noise. Use the "
                 "same batch shapes (leave sampling.batch_size out), the same attention, no dropout, and torch.compile "
                 "on both sides or neither."
@@ -116,18 +122,21 @@ class Tally:
         for one in found:
             first = one["maxima"].get("policy/first_ratio_max_dev")
             if first is not None:
-                self._first = _larger(self._first or 0.0, first)
+                self._first.append(first)
 
     def sums(self) -> Sums:
         """What has been counted, to be merged or gathered."""
-        values = {k: (sum(v * w for v, w in of), sum(w for _, w in of)) for k, of in self._values.items()}
-        pairs = {k: (sum(total.item() for total, _ in of), sum(n for _, n in of)) for k, of in self._pairs.items()}
-        first = {} if self._first is None else {"policy/first_ratio_max_dev": self._first}
+        summed = {**self._pairs, **self._values}
+        each = [value for of in (*self._means.values(), *self._maxima.values()) for value in of]
+        number = _known([*each, *self._first, *(value for of in summed.values() for pair in of for value in pair)])
+        first = {"policy/first_ratio_max_dev": _largest(map(number, self._first))} if self._first else {}
+        pairs = {k: (sum(number(v) for v, _ in of), sum(number(n) for _, n in of)) for k, of in self._pairs.items()}
+        values = {k: (sum(number(v) * w for v, w in of), sum(w for _, w in of)) for k, of in self._values.items()}
         own = {
             "updates": self._updates,
-            "means": {name: sum(v.item() for v in of) for name, of in self._means.items()},
-            "pairs": {**pairs, **values},
-            "maxima": self._maxima | first,
+            "means": {name: sum(map(number, of)) for name, of in self._means.items()},
+            "pairs": pairs | values,
+            "maxima": {name: _largest(map(number, of)) for name, of in self._maxima.items()} | first,
             "counts": self._counts,
         }
         return _added([own, *self._merged])
@@ -151,6 +160,18 @@ def _together(found: Sequence[Sums], kind: str) -> dict[str, list[Any]]:
     """What the controllers have under each name."""
     names = dict.fromkeys(name for one in found for name in one[kind])
     return {name: [one[kind][name] for one in found if name in one[kind]] for name in names}
+
+
+def _known(given: Iterable[Number]) -> Callable[[Number], float]:
+    """What gives the value of each of ``given``; those that lie on a device are read together."""
+    tensors = {id(one): one for one in given if isinstance(one, Tensor)}
+    values = dict(zip(tensors, read(list(tensors.values())), strict=True))
+    return lambda one: values[id(one)] if isinstance(one, Tensor) else one
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The maximum of ``values``, and 0 where all are below."""
+    return functools.reduce(_larger, values, 0.0)
 
 
 def _larger(a: float, b: float) -> float:

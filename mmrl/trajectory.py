@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mmrl.media import Media
+from mmrl.transfer import picked
 
 if TYPE_CHECKING:
     import torch
@@ -105,6 +107,12 @@ class Trajectory:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @cached_property
+    def responses(self) -> list[int]:
+        """Of text, the tokens of each response, read from the device once."""
+        assert self.mask is not None
+        return self.mask.sum(1).long().tolist()
+
     @staticmethod
     def join(parts: Sequence[Trajectory]) -> Trajectory:
         """The rows of several trajectories, which recorded the same actions, one after another.
@@ -122,12 +130,10 @@ class Trajectory:
 
     def rows(self, index: list[int]) -> Trajectory:
         """The trajectory of the rows ``index`` alone; responses end with the longest of them."""
-        longest = None if self.mask is None else max(1, int(self.mask[index].sum(1).max()))
+        longest = None if self.mask is None else max(1, *(self.responses[i] for i in index))
         columns = {name: getattr(self, name) for name in _ROWS}
-        cut = {
-            name: None if column is None else column[index] if column.ndim == 1 else column[index][:, :longest]
-            for name, column in columns.items()
-        }
+        found = {name: None if column is None else picked(column, index) for name, column in columns.items()}
+        cut = {name: c if c is None or c.ndim == 1 else c[:, :longest] for name, c in found.items()}
         return replace(
             self,
             slots=[self.slots[i] for i in index],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import mmrl
 from mmrl.rewards.contract import Context
 from mmrl.trajectory import Sample
+from mmrl.transfer import to_device
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +44,7 @@ def target(samples: Sequence[Sample], *, context: Context, rgb: Sequence[float])
     import torch
 
     pictures = torch.stack([sample.tensor for sample in samples if sample.tensor is not None])
-    wanted = torch.tensor(list(rgb), dtype=pictures.dtype, device=pictures.device) / 255
+    wanted = to_device(torch.tensor(list(rgb), dtype=pictures.dtype), pictures.device) / 255
     return -(pictures.mean((2, 3)) - wanted).square().mean(1)
 
 

@@ -16,11 +16,39 @@ for name, value in {
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+PRETENDED = pytest.StashKey[str]()
+"""With ``--pretend-cuda``: why there is no pretended device; empty where there is one."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pretend-cuda", action="store_true", help="run the tests of a CUDA device that is pretended")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("pretend_cuda"):
+        from tests import pretend
+
+        if not (why := pretend.missing()):
+            pretend.load()  # before a test imports torch
+        config.stash[PRETENDED] = why
+
+
+def only_pretended(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--pretend-cuda`` leave out all other tests; without it, or a compiler, skip these."""
+    marked = [item for item in items if item.get_closest_marker("pretend_cuda")]
+    why = config.stash.get(PRETENDED, "runs with pytest --pretend-cuda")
+    if PRETENDED in config.stash:
+        config.hook.pytest_deselected(items=[item for item in items if item not in marked])
+        items[:] = marked
+    for item in marked if why else ():
+        item.add_marker(pytest.mark.skip(reason=why))
+
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is long is slow. Leave out what passed in another environment, where ``MMRL_TESTS_PASSED`` names the report
     of ``pytest -rp``. Tests of torchvision's own effects run in both."""
+    only_pretended(config, items)
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)

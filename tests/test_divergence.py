@@ -284,6 +284,15 @@ def test_pictures_are_named_where_the_autoencoder_ruins_them(folder):
         step(run)
 
 
+def test_a_picture_that_a_gradient_goes_through_is_named_too(folder):
+    reward = "rewards=[{name: 'colour:target', options: {rgb: [60, 95, 235]}}]"
+    run = make(folder, "picture", "algorithm={type: draft}", "sampling.window=null", "train.group_size=1", reward)
+    decode = run.pipeline.adapter.decode
+    run.pipeline.adapter.decode = lambda x: decode(x) * math.nan
+    with pytest.raises(NotFiniteError, match=r"the pictures that the autoencoder decoded .*sample 0; 1 of 1"):
+        step(run)
+
+
 @pytest.mark.parametrize("kind", ["text", "picture"])
 def test_a_loss_is_named_before_its_gradient(folder, kind):
     run = make(folder, kind)

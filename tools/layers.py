@@ -38,7 +38,7 @@ FOLDERS = {
 
 LAYERS = {
     "core": "mmrl _checkout _load _torchvision errors finite garbage media out_of_memory samples secrets trajectory "
-    "controller.randomness placement.hub placement.description report.clock report.durations report.notices "
+    "transfer controller.randomness placement.hub placement.description report.clock report.durations report.notices "
     "pipelines.protocol rewards.contract engines.rollout",
     "config": "config.errors config.known_as config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms config.algorithms config.picture_algorithms",

@@ -36,11 +36,12 @@ class Mismatch:
     weights: Tensor | None
     sums: Mapping[str, Tensor]
     maxima: Mapping[str, Tensor]
-    tokens: float
+    tokens: Tensor
+    """A number on the device, as the sums are."""
 
     def metrics(self) -> dict[str, float]:
         """The means and maxima of this batch."""
-        means = {name: (value / max(1.0, self.tokens)).item() for name, value in self.sums.items()}
+        means = {name: (value / max(1.0, self.tokens.item())).item() for name, value in self.sums.items()}
         return means | {name: value.item() for name, value in self.maxima.items()}
 
 
@@ -68,4 +69,4 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, level: Level, cap: f
         logged |= {"mismatch/weight_mean": weights, "mismatch/weight_clipped": (raw > cap).to(d.dtype)}
     sums = {name: (value * inside).sum() for name, value in logged.items()}
     maxima = {"mismatch/log_prob_gap_max": gap.max() if gap.numel() else gap.sum()}
-    return Mismatch(weights, sums, maxima, float(inside.sum()))
+    return Mismatch(weights, sums, maxima, inside.sum())

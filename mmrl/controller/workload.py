@@ -128,4 +128,4 @@ def pixels(medium: Media) -> float:
 
 def _responses(trajectory: Trajectory) -> list[int]:
     """Tokens of each row's response; 0 where nothing was sampled."""
-    return [0] * len(trajectory) if trajectory.mask is None else trajectory.mask.sum(1).long().tolist()
+    return [0] * len(trajectory) if trajectory.mask is None else trajectory.responses

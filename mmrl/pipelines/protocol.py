@@ -153,7 +153,8 @@ class Pipeline(Protocol):
     ) -> dict[str, Tensor]:
         """Sample with a graph through some steps and the decoder: ``images`` ``[(1 + path.renoised) * B, 3, H, W]`` in
         [0, 1], those that were predicted anew after the others; of ``J`` jumps those recovered, ``[J * B, 3, H, W]``,
-        and ``from`` ``[J]``, the first level of each. ``reference_distance`` ``[B]``, where needed: the squared
+        and ``from`` ``[J]``, the first level of each. ``latents`` are what the pictures were decoded from, without a
+        graph; whether they are finite was not looked at. ``reference_distance`` ``[B]``, where needed: the squared
         distance to the velocity under ``weights("reference")``, mean over dimensions and over the steps with a
         graph."""
         ...

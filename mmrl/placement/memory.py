@@ -248,6 +248,7 @@ def _slice(
                 with once(pipeline, live):
                     path = objective.graph_steps(recipe.denoising.steps, 0.0)
                     new = pipeline.generate(rows.slots, rows.ids, path, recipe.seed, objective.needs, policy.using)
+                del new["latents"]
                 rewards = new.pop("images").flatten(1).mean(1).view(-1, n)
                 new["rewards"] = rewards.repeat(max(1, len(objective.phrases(0))), 1)
         policy.backward(objective.loss(new, old, float(n)).value)

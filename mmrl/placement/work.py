@@ -125,7 +125,8 @@ def prepare(
 
             def made(piece: Piece, names: frozenset[str] = names) -> tuple[list[int], list[int], dict[str, Tensor]]:
                 new = run.pipeline.replay(piece.rows, piece.entries, names, run.policy.using)
-                return piece.index, piece.entries, {name: new[name].cpu() for name in names}
+                kept = torch.stack([new[name] for name in names]).cpu()  # one wait for all
+                return piece.index, piece.entries, dict(zip(names, kept, strict=True))
 
             out += run.policy.each(pieces, made)
     return out

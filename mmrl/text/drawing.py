@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from mmrl.controller.randomness import generator
 from mmrl.text.likelihood import Vocabulary
 from mmrl.trajectory import SampleId
+from mmrl.transfer import to_device
 
 BLOCK = 128
 """Tokens of a block in ``choose``."""
@@ -72,7 +73,7 @@ def without(logits: Tensor, forbidden: list[int], vocabulary: Vocabulary | None 
         forbidden = [token for token in forbidden if first <= token < first + logits.shape[-1]]
     if not forbidden:
         return logits
-    return logits.index_fill(-1, torch.tensor(forbidden, device=logits.device) - first, -torch.inf)
+    return logits.index_fill(-1, to_device(torch.tensor(forbidden) - first, logits.device), -torch.inf)
 
 
 def choose(log_probs: Tensor, u: Tensor, top_p: float = 1.0, top_k: int | None = None) -> Tensor:

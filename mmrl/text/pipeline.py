@@ -33,6 +33,7 @@ from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
 from mmrl.text.overlong import Fitter, Limit, limit_of
 from mmrl.text.pairs import Pairs, key_of_pair
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
+from mmrl.transfer import to_device
 
 __all__ = ["PER_TOKEN", "Conditioner", "TextPipeline", "key_of"]
 
@@ -124,7 +125,9 @@ class TextPipeline:
         return keys
 
     def _encoded(self, prompt: Prompt) -> dict[str, Tensor]:
-        return {name: tensor.to(self.device) for name, tensor in self.fitter.encode(prompt, self.limit)[1].items()}
+        return {
+            name: to_device(tensor, self.device) for name, tensor in self.fitter.encode(prompt, self.limit)[1].items()
+        }
 
     @property
     def limit(self) -> Limit | None:
@@ -240,7 +243,8 @@ class TextPipeline:
         from transformers import LogitsProcessorList
 
         settings, most = self.settings, self.settings.max_new_tokens
-        draw = Draw(uniforms(seed, ids, most), temperature, settings.top_p, settings.top_k, self.conditioner.forbidden)
+        u = to_device(uniforms(seed, ids, most), self.device)
+        draw = Draw(u, temperature, settings.top_p, settings.top_k, self.conditioner.forbidden)
         inputs = self._inputs(keys)
         inputs.pop("position_ids", None)  # generate counts them itself, from the mask
         model: Any = self.policy
@@ -255,7 +259,7 @@ class TextPipeline:
                 synced_gpus=False,  # it would wait for other ranks wherever it sees sharded weights
             )
         tokens = out[:, inputs["input_ids"].shape[1] :]
-        stops = torch.isin(tokens, torch.tensor(self.conditioner.stop_tokens, device=tokens.device))
+        stops = torch.isin(tokens, to_device(torch.tensor(self.conditioner.stop_tokens), tokens.device))
         mask = (stops.long().cumsum(1) - stops.long() == 0).float()
         return tokens, torch.stack(draw.log_probs, 1), mask, ~stops.any(1)
 
@@ -272,7 +276,7 @@ class TextPipeline:
     def samples(self, trajectory: Trajectory, inputs: frozenset[str]) -> list[Sample]:
         assert trajectory.mask is not None
         assert trajectory.truncated is not None
-        lengths = trajectory.mask.sum(1).long().tolist()
+        lengths = trajectory.responses
         texts = [self.conditioner.decode(row[:n]) for row, n in zip(trajectory.clean.tolist(), lengths, strict=True)]
         cut = trajectory.truncated.tolist()
         return [
@@ -296,16 +300,14 @@ class TextPipeline:
 
     def actions(self, trajectory: Trajectory, kind: Kind) -> list[int]:
         assert trajectory.mask is not None
-        return trajectory.mask.sum(1).long().tolist()
+        return trajectory.responses
 
     def lengths(self, trajectory: Trajectory) -> list[int]:
         if self.pairs is not None:
             return self.pairs.lengths(trajectory)
         assert trajectory.mask is not None
-        responses = trajectory.mask.sum(1).long().tolist()
-        return [
-            self.features.ref(k).shapes["input_ids"][0] + n for k, n in zip(trajectory.features, responses, strict=True)
-        ]
+        found = zip(trajectory.features, trajectory.responses, strict=True)
+        return [self.features.ref(key).shapes["input_ids"][0] + n for key, n in found]
 
     def recorded(self, trajectory: Trajectory, entries: Sequence[int]) -> dict[str, Tensor]:
         if self.pairs is not None:

@@ -23,7 +23,7 @@ class Schedule(NamedTuple):
     sigmas: Tensor
     """``[steps + 1]``, falling."""
     timesteps: Tensor
-    """``[steps]``, as the model takes them."""
+    """``[steps]``, as the model takes them, on its device."""
     start: float = 1.0
     end: float = 1.0
 
@@ -127,7 +127,8 @@ class Adapter(ABC):
 
     def schedule(self, steps: int) -> Schedule:
         if steps not in self._schedules:
-            self._schedules[steps] = self._schedule(steps)
+            made = self._schedule(steps)
+            self._schedules[steps] = made._replace(timesteps=made.timesteps.to(self.device))
         return self._schedules[steps]
 
     def timestep(self, sigma: Tensor) -> Tensor:

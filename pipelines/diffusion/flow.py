@@ -29,6 +29,7 @@ from mmrl.pipelines.protocol import Usage, Weights, What
 from mmrl.report.card import public
 from mmrl.samples import make_samples
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
+from mmrl.transfer import picked, to_device
 
 from . import export, pictures
 from .adapter import Adapter, Schedule
@@ -181,7 +182,7 @@ class FlowPipeline:
                 continue
             if not states:
                 states.append(x)
-            z = noise(seed, ids, f"step{i}", self.shape).to(self.device)
+            z = self._noise(ids, f"step{i}", seed)
             x = mean + c.std[i].item() * z
             states.append(x)
             log_probs.append(sde.log_prob(x, mean, c, i))
@@ -206,7 +207,10 @@ class FlowPipeline:
             return self._decoded(trajectory.clean, trajectory.ids)
 
     def _decoded(self, x: Tensor, ids: Sequence[SampleId]) -> Tensor:
-        return finite.checked_pictures((self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float(), x, ids)
+        return finite.checked_pictures(self._shown(x), x, ids)
+
+    def _shown(self, x: Tensor) -> Tensor:
+        return (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()
 
     def token_values(self, row: Trajectory, spans: Sequence[tuple[int, int, float]]) -> list[float]:
         raise TypeError("pictures have no tokens; rewards of spans belong to text")
@@ -239,14 +243,17 @@ class FlowPipeline:
     def _initial(self, ids: Sequence[SampleId], seed: int, schedule: Schedule) -> Tensor:
         if self.recipe.denoising.same_initial_noise:
             ids = [SampleId(i.step, i.slot, i.attempt, 0) for i in ids]
-        return schedule.start * noise(seed, ids, "initial", self.shape).to(self.device)
+        return schedule.start * self._noise(ids, "initial", seed)
+
+    def _noise(self, ids: Sequence[SampleId], purpose: str, seed: int) -> Tensor:
+        return to_device(noise(seed, ids, purpose, self.shape), self.device)
 
     def _coefficients(self, schedule: Schedule, actions: Sequence[int]) -> sde.Coefficients:
         settings = self.recipe.denoising.sde
         return sde.coefficients(schedule.sigmas, settings.kind, settings.noise_level, actions)
 
     def _timestep(self, schedule: Schedule, step: int, rows: int) -> Tensor:
-        return schedule.timesteps[step].to(self.device).expand(rows)
+        return schedule.timesteps[step].expand(rows)
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
@@ -270,15 +277,16 @@ class FlowPipeline:
         schedule, every = self.adapter.schedule(self.steps), list(self._may_carry_noise())
         c = self._coefficients(schedule, every)
         steps = trajectory.actions[list(entries)]
-        return {
-            "log_probs": trajectory.log_probs[:, list(entries)],
-            "std": c.std[steps].to(self.device),
-            "kl_std": c.kl_std[steps].to(self.device),
-            "dt": c.dt[steps].to(self.device),
-            "c_v": c.c_v[steps].to(self.device),
-            "every_std": c.std[every].to(self.device),
-            "every_c_v": c.c_v[every].to(self.device),
+        constants = {
+            "std": c.std[steps],
+            "kl_std": c.kl_std[steps],
+            "dt": c.dt[steps],
+            "c_v": c.c_v[steps],
+            "every_std": c.std[every],
+            "every_c_v": c.c_v[every],
         }
+        log_probs = picked(trajectory.log_probs, entries, 1)
+        return {"log_probs": log_probs} | {name: to_device(v, self.device) for name, v in constants.items()}
 
     def replay(
         self, trajectory: Trajectory, actions: Sequence[int], needs: frozenset[str], weights: Weights
@@ -304,7 +312,7 @@ class FlowPipeline:
                 reference = means()
             out["reference_distance"] = torch.stack(list(map(sde.squared_distance, mine, reference)), 1)
         if "old_distance" in needs:  # of the mean that was sampled from: the noise is known from its seed
-            given = [noise(self.recipe.seed, trajectory.ids, f"step{s}", self.shape).to(self.device) for s in steps]
+            given = [self._noise(trajectory.ids, f"step{s}", self.recipe.seed) for s in steps]
             drawn = [after - c.std[s].item() * z for (after, _, s), z in zip(made, given, strict=True)]
             out["old_distance"] = torch.stack(list(map(sde.squared_distance, mine, drawn)), 1)
         return out
@@ -355,7 +363,7 @@ class FlowPipeline:
         s = schedule.sigmas[path.last].item()
         predicted = [x - s * velocity(x, path.last)]
         for n in range(path.renoised):
-            eps = noise(seed, ids, f"renoise{n}", self.shape).to(self.device)
+            eps = self._noise(ids, f"renoise{n}", seed)
             x = (1 - s) * predicted[0].detach() + s * eps
             predicted.append(x - s * velocity(x, path.last))
         x0, eps = predicted[0], self._initial(ids, seed, schedule) / schedule.start
@@ -366,7 +374,7 @@ class FlowPipeline:
         x = torch.cat(predicted[1:] if path.jumps else predicted)
         if self.offloads:  # not only while it decodes: the backward comes after this returns
             self.adapter.vae.to(self.device)
-        out = {"images": self._decoded(x, ids)}
+        out = {"images": self._shown(x), "latents": x.detach()}
         out |= {"from": torch.tensor([a for a, _ in path.jumps])} if path.jumps else {}
         return out | ({"reference_distance": torch.stack(distances).mean(0)} if distances else {})
 

@@ -14,6 +14,7 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.media import BadMediaError, Media, read_bytes
 from mmrl.pipelines.protocol import Weights
 from mmrl.trajectory import Prompt, Slot, Trajectory
+from mmrl.transfer import to_device
 
 from . import pictures
 
@@ -72,8 +73,9 @@ class PicturePairs:
         sigmas = pipeline.adapter.schedule(pipeline.steps).sigmas[: pipeline.steps]
         draws = [generator(seed, i.step, i.slot, i.attempt, i.sample, "pair level") for i in trajectory.ids]
         levels = [int(torch.randint(len(sigmas), (), generator=draw)) for draw in draws] * 2
-        sigma = sigmas[levels].to(latents.device, torch.float32)
-        eps = noise(seed, trajectory.ids, "pair", pipeline.shape).to(latents.device).repeat(2, 1, 1, 1)
+        sigma = to_device(sigmas[levels].float(), latents.device)
+        drawn = noise(seed, trajectory.ids, "pair", pipeline.shape)
+        eps = to_device(drawn, latents.device).repeat(2, 1, 1, 1)
         s = sigma.view(-1, 1, 1, 1)
         return (1 - s) * latents + s * eps, eps - latents, pipeline.adapter.timestep(sigma)
 

@@ -13,6 +13,7 @@ from mmrl.controller.randomness import generator, noise
 from mmrl.errors import UserError
 from mmrl.pipelines.protocol import Weights
 from mmrl.trajectory import Trajectory
+from mmrl.transfer import to_device
 
 from .adapter import Adapter
 
@@ -51,8 +52,8 @@ class Renoising:
     ) -> dict[str, Tensor]:
         """See ``mmrl.pipelines.protocol.Pipeline.renoise``; ``velocity`` predicts for states and timesteps."""
         x0 = trajectory.clean
-        sigma = self.sigma(trajectory, level, seed).to(x0.device)
-        eps = noise(seed, trajectory.ids, f"forward{level}", tuple(x0.shape[1:])).to(x0.device)
+        sigma = to_device(self.sigma(trajectory, level, seed), x0.device)
+        eps = to_device(noise(seed, trajectory.ids, f"forward{level}", tuple(x0.shape[1:])), x0.device)
         s = sigma.view(-1, *[1] * (x0.ndim - 1))
         x_s = (1 - s) * x0 + s * eps
         timestep = self.adapter.timestep(sigma)

@@ -1,0 +1,95 @@
+"""Every family of diffusion models with every kind of objective on a CUDA device that is pretended: nothing mixes its
+tensors with the host's, in training, evaluation, a checkpoint and a resumed run."""
+
+import json
+from functools import cache
+
+import pytest
+
+pytestmark = pytest.mark.pretend_cuda
+
+FAMILIES = ["sd3", "sd", "sdxl", "flux", "qwen_image", "wan", "sana", "z_image", "flux2_klein", "flux2_klein_edit"]
+OWN = {"flux2_klein_edit": {"data": {"name": "shape_edits"}}}
+PICTURES = [{"name": "jpeg:incompressibility"}]
+KINDS = {
+    "policy_gradient": {"algorithm": {"type": "flow_grpo", "kl_coef": 0.01}, "rewards": PICTURES},
+    "forward_process": {"algorithm": {"type": "diffusion_nft", "noise_levels": 2}, "rewards": PICTURES},
+    "pathwise": {
+        "algorithm": {"type": "draft", "last_steps": 2},
+        "rewards": [{"name": "colour:target", "options": {"rgb": [60, 95, 235]}}],
+    },
+    "offline": {"algorithm": {"type": "picture_dpo"}, "data": {"name": "shape_pairs"}, "rewards": []},
+}
+CLIPS = """
+import mmrl
+import numpy as np
+import torch
+
+@mmrl.reward(inputs=("video",))
+def dark(samples, *, context):
+    return [-float(np.mean([np.asarray(frame) for frame in s.video])) for s in samples]
+
+@mmrl.reward(inputs=("tensor",), differentiable=True)
+def light(samples, *, context):
+    return torch.stack([s.tensor.mean() for s in samples])
+"""
+COMBINED = [
+    (family, kind, lora)
+    for family in FAMILIES
+    for kind in KINDS
+    for lora in (True, False)
+    if kind != "offline" or family not in ("wan", "flux2_klein_edit")  # which the recipe's checks refuse
+]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Where the tiny model of a family is, which is made when it is first asked for."""
+    from tests.tiny_diffusion import SHAPES, save
+
+    root = tmp_path_factory.mktemp("families")
+    saved = cache(lambda family: save(family, root / family))
+    return lambda family: SHAPES if family == "sd3" else saved(family.removesuffix("_edit"))
+
+
+def settings(family, folder, kind, lora):
+    size = 64 if family == "flux2_klein_edit" else 32
+    length = {"sd3": 12, "flux": 16, "wan": 16}.get(family, 64)
+    sampling = {"steps": 3, "height": size, "width": size, "max_sequence_length": length, "guidance_scale": 2.0}
+    return {
+        "name": "pretended",
+        "device": "cuda",
+        "pipeline": f"diffusion/{family}",
+        "model": {"path": str(folder), "dtype": "bfloat16", "lora": {"rank": 2, "alpha": 4} if lora else None},
+        "data": {"name": "shapes"},
+        "sampling": sampling | ({"frames": 5} if family == "wan" else {}),
+        "train": {
+            "steps": 2,
+            "prompts_per_step": 2,
+            "group_size": 1 if kind in ("pathwise", "offline") else 2,
+            "micro_batch_size": 2,
+        },
+        "eval": {"every": 2, "samples": 2, "grid": 2},
+        "checkpoint": {"every": 2},
+        **OWN.get(family, {}),
+        **KINDS[kind],
+        **({"rewards": [{"name": f"clips.py:{'light' if kind == 'pathwise' else 'dark'}"}]} if family == "wan" else {}),
+    }
+
+
+@pytest.mark.parametrize(("family", "kind", "lora"), COMBINED)
+def test_no_devices_are_mixed(folder_of, tmp_path, family, kind, lora):
+    from mmrl.config.loader import load_recipe
+    from mmrl.report.rundir import RunDir
+    from mmrl.session import Session, Stop
+
+    (tmp_path / "recipe.yaml").write_text(json.dumps(settings(family, folder_of(family), kind, lora)))
+    (tmp_path / "clips.py").write_text(CLIPS)
+    for steps in (2, 3):
+        loaded = load_recipe([tmp_path / "recipe.yaml"], [f"train.steps={steps}"])
+        with RunDir(tmp_path / "run") if steps == 3 else RunDir.create(tmp_path / "run") as directory:
+            Session(loaded, directory).begin(steps == 3, Stop())
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    assert all(row["optim/grad_norm"] > 0 for row in rows)
+    assert len((tmp_path / "run" / "heldout.jsonl").read_text().splitlines()) >= 1

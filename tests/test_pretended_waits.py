@@ -1,0 +1,191 @@
+"""How often the host waits for a CUDA device that is pretended: budgets for a denoising step, a training slice and a
+generated token. What a run of twice the length waits more often is what one of them costs, wherever that is."""
+
+import json
+from collections import Counter
+
+import pytest
+
+pytestmark = pytest.mark.pretend_cuda
+
+OF_LIBRARIES = {
+    "transformers/generation/utils.py": "generate asks after every token whether a response goes on",
+    "transformers/masking_utils.py": "every forward asks whether its rows are padded",
+}
+"""Files of libraries that make the host wait again and again, and what for."""
+PICTURES = {
+    "name": "pictures",
+    "device": "cuda",
+    "pipeline": "diffusion/sd3",
+    "model": {"lora": {"rank": 2, "alpha": 4}, "offload": False},
+    "data": {"name": "shapes"},
+    "sampling": {
+        "steps": 4,
+        "height": 32,
+        "width": 32,
+        "max_sequence_length": 12,
+        "guidance_scale": 2.0,
+        "same_initial_noise": False,
+        "batch_size": 8,
+    },
+    "train": {"steps": 2, "prompts_per_step": 2, "group_size": 4, "micro_batch_size": 8},
+}
+JPEG = {"rewards": [{"name": "jpeg:incompressibility"}]}
+KINDS = {
+    "policy_gradient": JPEG | {"algorithm": {"type": "flow_grpo", "kl_coef": 0.01}},
+    "forward_process": JPEG | {"algorithm": {"type": "diffusion_nft", "noise_levels": 1}},
+    "pathwise": {
+        "algorithm": {"type": "draft", "last_steps": 1},
+        "rewards": [{"name": "colour:target", "options": {"rgb": [60, 95, 235]}}],
+    },
+    "offline": {"algorithm": {"type": "picture_dpo"}, "data": {"name": "shape_pairs"}, "rewards": []},
+}
+TEXT = """
+name: text
+device: cuda
+pipeline: llm/chat
+model: {path: model}
+data: {name: jsonl, train: {path: data.jsonl, heldout: 8}, heldout: {path: data.jsonl, heldout: 8}}
+sampling: {max_new_tokens: 4, batch_size: 8, top_p: 0.9}
+rewards: [{name: reward.py}]
+algorithm: {type: ppo}
+train: {steps: 1, prompts_per_step: 2, group_size: 4, micro_batch_size: 8}
+"""
+REWARD = """
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    return [float(len(set(s.text))) for s in samples]
+"""
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    from tests.tiny_diffusion import two_blocks
+
+    folder = tmp_path_factory.mktemp("pictures")
+    for kind, changed in KINDS.items():
+        size = {"group_size": 1} if kind in ("pathwise", "offline") else {}
+        made = PICTURES | {"model": PICTURES["model"] | {"path": str(two_blocks())}} | changed
+        made["train"] = made["train"] | size | ({"prompts_per_step": 8} if size else {})
+        (folder / f"{kind}.yaml").write_text(json.dumps(made))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    from tests import tiny
+
+    folder = tmp_path_factory.mktemp("text")
+    tiny.language_model(folder / "model", sharp=0.02)  # all tokens are about as likely: no response ends early
+    rows = [{"id": str(i), "prompt": f"Say {i} letters."} for i in range(40)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "recipe.yaml").write_text(TEXT)
+    return folder
+
+
+def waits_of_a_step(path, *overrides):
+    """The waits of the second step of a run; the first one makes what is made once."""
+    from mmrl.config.loader import load_recipe
+    from mmrl.loop import train_step
+    from mmrl.report.clock import Clock
+    from mmrl.run import build
+    from tests import pretend
+
+    loaded = load_recipe([path], overrides)
+    run = build(loaded.recipe, loaded.root)
+    train_step(run, 0, Clock(run.device))
+    with pretend.waits() as found:
+        train_step(run, 1, Clock(run.device))
+    return found
+
+
+def more(fewer, many, times):
+    """What ``many`` waits for more often than ``fewer``, for each of ``times``: ours by place, and the libraries'."""
+    ours, theirs = Counter(), Counter()
+    for wait, n in (many - fewer).items():
+        library = wait.where.partition(":")[0] if wait.of_a_library else ""
+        (theirs if library in OF_LIBRARIES else ours)[library if library in OF_LIBRARIES else str(wait)] += n / times
+    return ours, theirs
+
+
+@pytest.mark.parametrize("kind", ["policy_gradient", "forward_process", "pathwise"])
+def test_no_denoising_step_waits(pictures, kind):
+    window = ["sampling.window={size: 2}"] if kind == "policy_gradient" else []
+    found = [waits_of_a_step(pictures / f"{kind}.yaml", f"sampling.steps={n}", *window) for n in (4, 8)]
+    ours, theirs = more(*found, times=4)
+    assert not ours, ours
+    assert not theirs, theirs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slice_of_an_update_waits_once_at_most(pictures, kind):
+    found = [waits_of_a_step(pictures / f"{kind}.yaml", f"train.micro_batch_size={n}") for n in (8, 2)]
+    entries = 3 if kind == "policy_gradient" else 1
+    ours, theirs = more(*found, times=3 * entries)  # four slices in place of one, of each step that trains
+    assert ours == ({"item: mmrl/rewards/scoring.py:300": 1} if kind == "pathwise" else {}), ours
+    assert not theirs, theirs
+
+
+def test_a_generated_token_waits_once(text):
+    found = [waits_of_a_step(text / "recipe.yaml", f"sampling.max_new_tokens={n}") for n in (4, 8)]
+    ours, theirs = more(*found, times=4)
+    assert not ours, ours
+    assert theirs == {"transformers/generation/utils.py": 1}
+
+
+@pytest.mark.parametrize("algorithm", ["{type: ppo}", "{type: grpo, kl_coef: 0.1}"])
+def test_a_slice_of_text_waits_once_at_most(text, algorithm):
+    sizes = [(f"train.micro_batch_size={n}", f"algorithm={algorithm}") for n in (8, 2)]
+    ours, theirs = more(*(waits_of_a_step(text / "recipe.yaml", *size) for size in sizes), times=3)
+    assert sum(ours.values()) <= 1, ours
+    assert set(theirs) <= {"transformers/masking_utils.py"}, theirs
+
+
+def test_what_mixes_devices_is_refused_and_what_waits_is_counted_where_it_does():
+    import torch
+
+    from tests import pretend
+
+    here, there = torch.ones(3), torch.ones(3, device="cuda")
+    with pytest.raises(RuntimeError, match="two devices, cuda:0 and cpu"):
+        here + there
+    with pytest.raises(RuntimeError, match="two devices"):
+        here[there.long()]
+    with pytest.raises(RuntimeError, match="'cuda' device type for generator"):
+        torch.rand(2, device="cuda", generator=torch.Generator())
+    with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+        there.numpy()
+    with pretend.waits() as found:
+        total = (there * torch.tensor(2.0)).sum()  # a number of the host goes along with the call
+        here.pin_memory().to("cuda", non_blocking=True)
+    assert not found
+    with pretend.waits() as found:
+        assert total.item() == 6
+        here.to("cuda")
+        there.cpu()
+        there[there > 2]
+        there[[0, 1]]
+        torch.cuda.synchronize()
+    named = Counter(wait.what for wait in found.elements())
+    assert named == {"item": 1, "to the device": 2, "to the host": 1, "an index that is a mask": 1, "synchronize": 1}
+    assert all(wait.ours.startswith("tests/test_pretended_waits.py") for wait in found)
+
+
+def test_a_step_is_that_of_the_cpu(pictures):
+    """The kernels are the CPU's; only attention is taken apart, as no kernel of CUDA is there."""
+    from mmrl.config.loader import load_recipe
+    from mmrl.loop import train_step
+    from mmrl.report.clock import Clock
+    from mmrl.run import build
+
+    rows = []
+    for device in ("cuda", "cpu"):
+        loaded = load_recipe([pictures / "policy_gradient.yaml"], [f"device={device}"])
+        run = build(loaded.recipe, loaded.root)
+        rows.append(train_step(run, 0, Clock(run.device))[0])
+    assert rows[0].keys() == rows[1].keys()
+    for name in ("optim/grad_norm", "reward/mean", "policy/loss"):
+        assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-3, abs=1e-5), name
