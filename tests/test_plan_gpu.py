@@ -194,6 +194,25 @@ def test_tokens_take_as_long_as_reading_the_weights_where_memory_is_the_bound(te
     assert made.time.seconds["sample"] == pytest.approx(8 * read / 0.6, rel=1e-6)
 
 
+def test_what_a_token_leaves_in_the_cache_worked_out_by_hand():
+    from transformers import LlamaConfig, Qwen2Config
+
+    from mmrl.text.describing import _cached
+
+    small = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
+    assert _cached(Qwen2Config(**small, num_key_value_heads=2)) == 2 * 3 * 2 * 8
+    assert _cached(LlamaConfig(**small, num_key_value_heads=1, head_dim=16)) == 2 * 3 * 1 * 16
+
+
+def test_devices_that_share_rows_divide_the_operations_of_the_whole(text):
+    overrides = [f"model.path={text}", "sampling.max_new_tokens=8", "model.lora=null", "train.prompts_per_step=2"]
+    overrides += ["train.group_size=4", "sampling.batch_size=8"]
+    one = planned(*overrides, name="sums")
+    cut = planned(*overrides, "devices_per_controller=2", "train.context_parallel=2", name="sums")
+    assert cut.measured.operations == one.measured.operations
+    assert cut.time.seconds["train"] == pytest.approx(one.time.seconds["train"] / 2)
+
+
 def test_a_disaggregated_step_is_as_long_as_its_longer_half():
     both = estimate.Estimate({"sample": 5.0, "judge": 1.0, "train": 4.0, "optimizer": 1.0})
     assert both.step == 11

@@ -76,10 +76,8 @@ def estimated(step: Step, gpu: Gpu, description: Description, objective: Objecti
     found["judge"] = step.judged / bandwidth
     slices = c.optimizer_steps * ceil(c.slices / c.optimizer_steps / step.models)
     if recipe.sampling.type == "text":
-        found["prepare"] = (
-            slices * len(_prepared(objective, c.optimizer_steps)) * o.forward / recipe.train.sharing / rate
-        )
-    found["train"] = slices * o.train / recipe.train.sharing / rate
+        found["prepare"] = slices * len(_prepared(objective, c.optimizer_steps)) * o.forward / recipe.train.width / rate
+    found["train"] = slices * o.train / recipe.train.width / rate
     found["optimizer"] = c.optimizer_steps * _ADAM * step.adam / bandwidth
     return Estimate({name: seconds for name, seconds in found.items() if seconds}, recipe.placement.apart)
 
@@ -97,7 +95,7 @@ def _tokens(step: Step, description: Description, rate: float, bandwidth: float)
     own = recipe.rollout.engine == "transformers"
     mine = ceil(c.samples / step.samplers)
     rows, new = min(c.batch if own else _AT_ONCE, mine), recipe.decoding.max_new_tokens
-    each = step.operations.forward * recipe.train.context_parallel / (c.slice_rows * c.row_tokens)
+    each = step.operations.forward / (c.slice_rows * c.row_tokens)
     policy = next(one.module for one in description.components if one.role == "policy")
     width = {"float32": 4}.get(recipe.model.dtype, 2)
     weights = sum(p.numel() * (p.element_size() if own else width) for p in policy.parameters())

@@ -108,6 +108,9 @@ def measure(
 
     made = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
     train, forwards, graph_forwards = made.bytes, made.calls[False], made.calls[True]
+    whole = made
+    if recipe.train.context_parallel > 1:  # of what is cut, only the part that takes most memory is run
+        whole = _slice(pipeline, _uncut(recipe), objective, trained, trajectory, counts.slice_rows)
     token, step = _growth(pipeline, recipe, objective, trained, trajectory, counts, train)
     optimizer, state = _optimizers(trained)
     pipeline.features.budget_bytes = budget
@@ -125,10 +128,14 @@ def measure(
         graph_forwards,
         guided=negative and recipe.denoising.guidance_scale > 1,
         guided_loss=negative and recipe.algorithm.loss_guidance(recipe.denoising.guidance_scale) > 1,
-        operations=Operations(live.operations, *drawn, made.operations, made.forward),
+        operations=Operations(live.operations, *drawn, whole.operations, whole.forward),
         train_token=token,
         train_step=step,
     )
+
+
+def _uncut(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"context_parallel": 1})})
 
 
 def _trained(description: Description, recipe: Recipe, objective: Objective, foreach: bool) -> list[Policy]:

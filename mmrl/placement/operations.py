@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 @dataclass(frozen=True)
 class Operations:
     """On numbers: of encoding a prompt, of sampling and decoding a micro-batch, and of a training slice, forward and
-    backward; ``forward`` is the first call of the policy in that.
+    backward, of all devices that share it; ``forward`` is the first call of the policy in that.
 
     Of text ``sample`` has the prompt's forward and one token's; of an engine with weights of its own it is 0.
     """

@@ -100,9 +100,9 @@ def describe(pipeline: TextPipeline, files: Files) -> Description:
 def _cached(config: Any) -> int:
     """Keys and values of a token in all layers; 0 of a model that does not say so."""
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
-    width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, heads)
-    return 2 * getattr(text, "num_hidden_layers", 0) * heads * width
+    queries = getattr(text, "num_attention_heads", None) or 1
+    width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // queries
+    return 2 * getattr(text, "num_hidden_layers", 0) * (getattr(text, "num_key_value_heads", None) or queries) * width
 
 
 def _longest_of(pipeline: TextPipeline) -> Callable[[Sequence[Prompt]], Longest]:
