@@ -69,4 +69,4 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, level: Level, cap: f
         logged |= {"mismatch/weight_mean": weights, "mismatch/weight_clipped": (raw > cap).to(d.dtype)}
     sums = {name: (value * inside).sum() for name, value in logged.items()}
     maxima = {"mismatch/log_prob_gap_max": gap.max() if gap.numel() else gap.sum()}
-    return Mismatch(weights, sums, maxima, inside.sum())
+    return Mismatch(weights, sums, maxima, inside.sum().float())

@@ -63,7 +63,7 @@ def built() -> Path:
     torch = Path(spec.origin).parent
     source = HERE / "device.cpp"
     version = (torch / "version.py").read_bytes()
-    key = hashlib.sha256(version + source.read_bytes() + str(torch).encode()).hexdigest()[:16]
+    key = hashlib.sha256(version + source.read_bytes()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmrl-tests"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,6 +94,9 @@ def load() -> None:
     device = ctypes.CDLL(str(made), mode=ctypes.RTLD_GLOBAL)
     _patch(device)
     device.report_waits_to(_reporter)
+    from mmrl._torchvision import allow_cpu_only
+
+    allow_cpu_only()  # before transformers imports torchvision
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64)

@@ -1,0 +1,142 @@
+"""Text models on a CUDA device that is pretended: with a critic, on pairs, and in shards over eight ranks of which the
+others are pretended too; and a model that sees, with a judge on the same device."""
+
+import json
+from collections import Counter
+
+import pytest
+
+pytestmark = pytest.mark.pretend_cuda
+
+RECIPE = """
+name: text
+device: cuda
+pipeline: llm/chat
+model: {path: model, dtype: bfloat16}
+data: {name: jsonl, train: {path: data.jsonl, heldout: 8}, heldout: {path: data.jsonl, heldout: 8}}
+sampling: {max_new_tokens: 6, top_k: 50, top_p: 0.95}
+rewards: [{name: reward.py}]
+algorithm: {type: grpo}
+train: {steps: 2, prompts_per_step: 2, group_size: 4, micro_batch_size: 4}
+eval: {every: 2, samples: 4}
+checkpoint: {every: 2}
+"""
+REWARD = """
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    return [float(len(set(s.text))) for s in samples]
+"""
+LORA = "model.lora={rank: 2, alpha: 4}"
+PAIRS = ["data={name: sum_pairs}", "rewards=[]", "train.group_size=1", "sampling.max_new_tokens=12"]
+CASES = {
+    "grpo": ["algorithm={type: grpo, kl_coef: 0.1}", "train.updates_per_step=2"],
+    "dapo": ["algorithm={type: dapo, max_attempts: 2}", "train.micro_batch_tokens=200"],
+    "ppo": ["algorithm={type: ppo, kl_coef: 0.1}"],
+    "dpo": ["algorithm={type: dpo}", *PAIRS],
+    "reward_model": ["algorithm={type: reward_model}", "pipeline=llm/score", *PAIRS],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from tests import tiny
+
+    folder = tmp_path_factory.mktemp("text")
+    tiny.language_model(folder / "model", sharp=0.02)
+    rows = [{"id": str(i), "prompt": f"Say {'very ' * (i % 4)}{i} letters."} for i in range(40)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def trained(recipe, out, *overrides):
+    """The rows of two steps with an evaluation and a checkpoint, and of a third after that."""
+    from mmrl.config.loader import load_recipe
+    from mmrl.report.rundir import RunDir
+    from mmrl.session import Session, Stop
+
+    for steps in (2, 3):
+        loaded = load_recipe([recipe], [*overrides, f"train.steps={steps}"])
+        with RunDir(out) if steps == 3 else RunDir.create(out) as directory:
+            outcome = Session(loaded, directory).begin(steps == 3, Stop())
+            assert not outcome.error, outcome.error
+    assert len((out / "heldout.jsonl").read_text().splitlines()) >= 2
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_no_devices_are_mixed(folder, tmp_path, name, lora):
+    rows = trained(folder / "recipe.yaml", tmp_path / "run", *CASES[name], *([LORA] if lora else []))
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["optim/grad_norm"] > 0 for row in rows)
+    if name == "ppo":
+        assert all(row["value/grad_norm"] > 0 for row in rows)
+
+
+class Pretended:
+    """The first of eight controllers; the others have what it has."""
+
+    def __init__(self, group):
+        self.sent, self.waited, self.ranks = Counter(), 0.0, group
+
+    def sum(self, values, kind):
+        return values
+
+    def gather(self, values):
+        return [values] * 8
+
+    def again(self, backend):
+        return self.ranks
+
+
+@pytest.fixture
+def world():
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", ["ppo", "ppo lora", "pictures lora", "pictures"])
+def test_weights_in_shards_over_eight_devices(folder, world, case):
+    """Shapes, devices and waits are those of eight ranks; the numbers are not, as what others would send is a copy."""
+    from torch.distributed.tensor import DTensor
+
+    from mmrl.config.loader import load_recipe
+    from mmrl.controller import Controller
+    from mmrl.loop import train_step
+    from mmrl.report.clock import Clock
+    from mmrl.run import build
+    from tests.tiny_diffusion import two_blocks
+
+    words = ["controllers=8", "train.backend=fsdp", "device=cuda", "train.prompts_per_step=8", "eval.samples=8"]
+    lora = [LORA] if "lora" in case else []
+    if case.startswith("ppo"):
+        loaded = load_recipe([folder / "recipe.yaml"], [*words, "algorithm={type: ppo}", *lora])
+    else:
+        sizes = ["sampling.steps=3", "train.group_size=2", "train.micro_batch_size=2", "sampling.window={size: 1}"]
+        name = "shapes-lora" if lora else "shapes-full"
+        loaded = load_recipe([name], [*words, *sizes, f"model.path={two_blocks()}"])
+    run = build(loaded.recipe, loaded.root, Controller(0, 0, 8, Pretended(world)))
+    assert all(isinstance(p, DTensor) for p in run.policy.module.parameters() if p.requires_grad)
+    for n in range(2):
+        row, failures = train_step(run, n, Clock(run.device))
+        assert not failures
+        assert row["optim/grad_norm"] >= 0
+    assert run.policy.updates == 2
+    assert run.pipeline.features.bytes > 0
+
+
+def test_a_model_that_sees_with_a_judge_on_the_same_device(tmp_path):
+    pytest.importorskip("torchvision")
+    small = ["device=cuda", "train.prompts_per_step=2", "train.group_size=4", "train.micro_batch_size=4"]
+    small += ["sampling.batch_size=8", "eval.every=2", "eval.samples=4", "checkpoint.every=2"]
+    rows = trained("scenes-judge", tmp_path / "run", *small)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["reward/dropped"] == 0 for row in rows)
