@@ -147,7 +147,7 @@ struct Call {
   const c10::FunctionSchema& schema;
   std::vector<std::pair<at::Tensor, at::Tensor>> shown; // a tensor of the device, and the CPU's view of its memory
   std::unordered_map<c10::StorageImpl*, c10::Storage> aliases; // of storages of the device
-  std::unordered_map<c10::StorageImpl*, c10::Storage> owners; // of those aliases
+  std::unordered_map<c10::StorageImpl*, at::Tensor> owners; // a tensor of the device for each of those aliases
   std::vector<at::Tensor> plain; // tensors of the host that are more than one number
   std::optional<bool> asked; // whether the outputs are asked for on the device
   bool host_generator = false;
@@ -163,7 +163,7 @@ struct Call {
     if (!alias) {
       c10::DataPtr ptr(owner.mutable_data(), c10::Device(DeviceType::CPU));
       alias = c10::Storage(c10::Storage::use_byte_size_t(), owner.nbytes(), std::move(ptr), c10::GetCPUAllocator(), true);
-      owners[alias.unsafeGetStorageImpl()] = owner;
+      owners[alias.unsafeGetStorageImpl()] = t;
     }
     auto made = labelled(alias, t, c10::DispatchKey::CPU);
     if (t.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -230,7 +230,13 @@ struct Call {
     for (auto& [original, view] : shown)
       if (view.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) return original;
     auto owner = owners.find(t.storage().unsafeGetStorageImpl());
-    if (owner != owners.end()) return labelled(owner->second, t, c10::DispatchKey::CUDA);
+    if (owner != owners.end()) { // a view; in inference mode a view of a normal tensor is a normal tensor
+      auto& base = owner->second;
+      auto made = at::detail::make_tensor<c10::TensorImpl>(
+          c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), t.dtype());
+      made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
+      return made;
+    }
     auto* kept = new c10::Storage(t.storage());
     c10::DataPtr ptr(kept->mutable_data(), kept, [](void* s) { delete static_cast<c10::Storage*>(s); }, CUDA);
     c10::Storage storage(c10::Storage::use_byte_size_t(), kept->nbytes(), std::move(ptr), &on_device, true);
