@@ -2,7 +2,7 @@
 
 ``load`` must come before torch is imported; ``pytest --pretend-cuda`` does that. What mixes devices then raises as it
 does on CUDA, and ``waits`` counts every time the host would have waited for the device, by the line that made it wait.
-docs/gpu.md says what this cannot see.
+docs/gpus.md says what this cannot see.
 """
 
 import collections
