@@ -153,7 +153,7 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def arguments(words: list[str] | None) -> argparse.Namespace:
+def arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="where the checks compute (default: cuda)")
     parser.add_argument("--small", action="store_true", help="small sizes, for a CPU")
@@ -164,6 +164,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 def main(words: list[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
     options = arguments(words)
     from mmrl.cli import QUIET
 
@@ -189,7 +190,7 @@ def main(words: list[str] | None = None) -> int:
     print(f"{time.perf_counter() - began:.0f} s on {device_name(options.device)}")
     out = options.out or (None if options.device == "cpu" else RESULTS)
     if out is not None:
-        print(write(out, options.device, outcomes, shown))
+        print(write(out, options.device, outcomes, words, shown))
     return int(any(one.bad for one in outcomes))
 
 
@@ -199,14 +200,14 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device.startswith("cuda") else "the CPU"
 
 
-def write(folder: Path, device: str, outcomes: list[Outcome], shown: str) -> Path:
-    """The table and the JSON file; returns where the second is."""
+def write(folder: Path, device: str, outcomes: list[Outcome], words: list[str], shown: str) -> Path:
+    """The table and the JSON file; returns where the second is. ``words``: the command's."""
     from mmrl.report.environment import environment
 
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.now(UTC)
     name = f"smoke_{now:%Y-%m-%d_%H%M}_{device.partition(':')[0]}"
-    command = shlex.join(["python", "benchmarks/gpu_smoke.py", *sys.argv[1:]])
+    command = shlex.join(["python", "benchmarks/gpu_smoke.py", *words])
     made = {"date": f"{now:%Y-%m-%d %H:%M} UTC", "device": device_name(device), "command": command}
     found = made | {"environment": environment(), "checks": [asdict(one) for one in outcomes]}
     (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -198,6 +198,8 @@ def fsdp(place: Place) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
+    if place.gpu and not dist.is_nccl_available():
+        raise SkippedError("this torch is built without NCCL")
     kind = place.device.partition(":")[0]
     store = dist.FileStore(str(place.folder / "store"), 1)
     dist.init_process_group("cpu:gloo,cuda:nccl" if place.gpu else "gloo", store=store, rank=0, world_size=1)

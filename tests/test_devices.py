@@ -123,8 +123,8 @@ SHARDS = "train.backend=fsdp"
     ("how", "layout"),
     [
         (signal.SIGKILL, []),
-        (signal.SIGKILL, [SHARDS]),
         (signal.SIGSTOP, [AHEAD]),
+        pytest.param(signal.SIGKILL, [SHARDS], marks=pytest.mark.long),
         pytest.param(signal.SIGSTOP, [], marks=pytest.mark.long),
         pytest.param(signal.SIGSTOP, [SHARDS], marks=pytest.mark.long),
         pytest.param(signal.SIGKILL, [AHEAD], marks=pytest.mark.long),

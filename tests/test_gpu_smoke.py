@@ -55,7 +55,7 @@ def test_a_check_that_misses_fails_or_takes_too_long_is_told_apart(smoke, tmp_pa
 
 @pytest.mark.slow
 def test_checks_that_train_run_in_processes_of_their_own(smoke, capsys):
-    assert smoke.main(["--device", "cpu", "--small", "--only", "3", "10"]) == 0
+    assert smoke.main(["--device", "cpu", "--small", "--only", "10", "11"]) == 0
     assert capsys.readouterr().out.count(" ok ") == 2
 
 

@@ -125,7 +125,8 @@ def test_a_slice_of_an_update_waits_once_at_most(pictures, kind):
     found = [waits_of_a_step(pictures / f"{kind}.yaml", f"train.micro_batch_size={n}") for n in (8, 2)]
     entries = 3 if kind == "policy_gradient" else 1
     ours, theirs = more(*found, times=3 * entries)  # four slices in place of one, of each step that trains
-    assert ours == ({"item: mmrl/rewards/scoring.py:300": 1} if kind == "pathwise" else {}), ours
+    files = {place.rpartition(":")[0]: n for place, n in ours.items()}  # lines of a file come and go
+    assert files == ({"item: mmrl/rewards/scoring.py": 1} if kind == "pathwise" else {}), ours
     assert not theirs, theirs
 
 

@@ -39,6 +39,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     assert "RAY_TMPDIR=/path" in said
 
 
+@pytest.mark.long  # in short: the errors above, which take the same way
 @pytest.mark.slow
 def test_a_raylet_that_does_not_start_is_told_with_where_its_logs_are(monkeypatch):
     """Ray waits half a minute for it and raises a bare ``Exception``."""
