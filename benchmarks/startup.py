@@ -53,8 +53,8 @@ def child(arguments: list[str], written: Path) -> None:
 
     read = runs.read_recipe
 
-    def and_watch(*args: Any) -> Any:  # once the recipe is read, which sets the threads that torch is imported with
-        loaded = read(*args)
+    def and_watch(*args: Any, **more: Any) -> Any:  # once the recipe is read, which sets the threads of torch
+        loaded = read(*args, **more)
         if arguments[0] == "train":
             from mmrl import session
 
