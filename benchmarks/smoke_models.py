@@ -15,17 +15,17 @@ import torch
 from smoke_place import MissedError, Place, SkippedError
 from smoke_recipes import settings, trained
 
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
-"""Dense bfloat16, by a part of the device's name (NVIDIA's data sheets of the SXM models)."""
+from mmrl.placement.gpus import GPUS
+
 MEMORY_WITHIN = 0.10
 """Of the plan's peak, by which a step's may differ."""
 
 
 def share_of_peak(flops: float, seconds: float) -> str:
     """Of the device's bfloat16 peak; ``unknown`` where the table lacks the device."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-    peak = next((tflops for part, tflops in PEAK_TFLOPS.items() if part in name), None)
-    return "unknown" if peak is None else f"{flops / seconds / peak / 1e12:.1%}"
+    name = torch.cuda.get_device_name().lower().replace(" ", "") if torch.cuda.is_available() else ""
+    gpu = next((gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name), None)
+    return "unknown" if gpu is None else f"{flops / seconds / gpu.rate('bfloat16'):.1%}"
 
 
 def synchronize(place: Place) -> None:

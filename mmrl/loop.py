@@ -141,9 +141,8 @@ def generated(run: Run, rows: Trajectory, step: int, tally: Tally) -> dict[str, 
     asked = [replace(s, prompt=replace(s.prompt, text=phrase + s.prompt.text)) for phrase in phrases for s in shown]
     try:
         parts = run.rewards.gradient_parts(asked, step=step)
-    except (
-        RewardError
-    ):  # where the picture is at fault it is named: asking before would be one more wait for the device
+    except RewardError:
+        # A picture at fault is named here: asking before would be one more wait for the device.
         finite.checked_pictures(images, latents, rows.ids)
         raise
     total = run.rewards.weighted(parts)

@@ -1,7 +1,11 @@
 """One thread per process, set before torch is imported; no hub, no chatter."""
 
+import importlib
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 for name, value in {
     "OMP_NUM_THREADS": "1",
@@ -16,6 +20,7 @@ for name, value in {
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[1]
 PRETENDED = pytest.StashKey[str]()
 """With ``--pretend-cuda``: why there is no pretended device; empty where there is one."""
 
@@ -62,3 +67,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 settings.register_profile("unhurried", deadline=None)  # how long an example takes says nothing on a busy machine
 settings.load_profile("unhurried")
+
+
+@pytest.fixture(scope="module")
+def tools() -> Iterator[list[ModuleType]]:
+    """``tools/freeze.py``, its comparison and what runs recipes, imported as the command imports them."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        yield [importlib.import_module(name) for name in ("freeze", "freeze_compare", "freeze_record")]
+    finally:
+        sys.path.remove(str(ROOT / "tools"))

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import importlib
 import json
 import re
 import subprocess
@@ -14,16 +13,6 @@ import torch
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(scope="module")
-def tools():
-    """The modules of the command, imported as the command imports them: it, the comparison, what runs recipes."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        yield [importlib.import_module(name) for name in ("freeze", "freeze_compare", "freeze_record")]
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 judge that babbles. CI runs a recipe of each kind; ``pytest -m long tests/test_misbehaving.py`` the others.
 """
 
-import importlib
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -27,16 +25,6 @@ def score(samples, *, context):
     raise RuntimeError("the reward is \\x1b[31mdead")
 """
 BABBLE = "The quick brown fox. As a language model I cannot say. {{ }} <verdict> maybe 7, or 8? ```json {"
-
-
-@pytest.fixture(scope="module")
-def tools():
-    """``tools/freeze.py``, which knows the recipes and small sizes of them, what it compares, and what runs one."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        yield [importlib.import_module(name) for name in ("freeze", "freeze_compare", "freeze_record")]
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
 
 
 def recipes(*but):

@@ -141,7 +141,7 @@ const std::unordered_set<std::string> MIXES = { // what CUDA takes from the host
     "aten::_unsafe_index.Tensor", "aten::_unsafe_index_put", "aten::set_"};
 const std::unordered_set<std::string> ASKS = { // whose result has a shape, or a check, that the host asks for
     "nonzero", "masked_select", "_unique", "_unique2", "unique_consecutive", "unique_dim", "equal", "bincount",
-    "_linalg_check_errors", "multinomial", "_assert_tensor_metadata_and_value", "histc"};
+    "_linalg_check_errors", "multinomial", "histc"};
 
 struct Call {
   const c10::FunctionSchema& schema;
