@@ -37,12 +37,14 @@ from stepping import CPU, Arm, spread
 
 import mmrl.batch
 from mmrl.balance import LAUNCH, pack, packing_cost, padded
-from mmrl.batch import Batch, Run, chunks, parts, slices
+from mmrl.batch import Batch, chunks
 from mmrl.config.loader import load_recipe
+from mmrl.micro_batches import parts, slices
 from mmrl.report.clock import Clock
 from mmrl.report.environment import environment
 from mmrl.rollout import rollout
 from mmrl.run import build
+from mmrl.step_context import StepContext
 from mmrl.tally import Tally
 from mmrl.trajectory import Trajectory
 
@@ -56,13 +58,13 @@ def filled_up(sizes: Sizes, most: int, tokens: int | None = None) -> list[list[i
     return list(chunks(order, most))
 
 
-def sampled(run: Run) -> Batch:
+def sampled(run: StepContext) -> Batch:
     """A step's batch as the model writes it."""
     slots = run.controller.slots(0, run.prompts, run.recipe.train.prompts_per_step)
     return rollout(run, slots, 0, Clock(CPU), Tally())
 
 
-def long_tailed(run: Run, batch: Batch, median: float, sigma: float, longest: int) -> Batch:
+def long_tailed(run: StepContext, batch: Batch, median: float, sigma: float, longest: int) -> Batch:
     """``batch`` with responses of random tokens, of lognormal length up to ``longest``."""
     rng, whole = random.Random(0), Trajectory.join(batch.micro_batches)
     lengths = [min(longest, max(1, round(rng.lognormvariate(math.log(median), sigma)))) for _ in range(len(whole))]
@@ -73,7 +75,7 @@ def long_tailed(run: Run, batch: Batch, median: float, sigma: float, longest: in
     return replace(batch, micro_batches=[rows], places=places, lengths=mask.sum(1), prepared={})
 
 
-def update(run: Run, batch: Batch, way: Any) -> torch.Tensor:
+def update(run: StepContext, batch: Batch, way: Any) -> torch.Tensor:
     """All forward and backward passes of an update with micro-batches cut by ``way``; its gradient ``[n]``."""
     mmrl.batch.pack = way
     rows = list(range(len(batch.places)))
@@ -88,7 +90,7 @@ def update(run: Run, batch: Batch, way: Any) -> torch.Tensor:
     return found
 
 
-def compare(run: Run, batch: Batch, repeats: int, launch: float) -> dict[str, Any]:
+def compare(run: StepContext, batch: Batch, repeats: int, launch: float) -> dict[str, Any]:
     """Both arms on one batch. Raises ``ValueError`` where their gradients differ."""
     ways = {"filled": filled_up, "packed": partial(pack, launch=launch)}
     first, second = (update(run, batch, way) for way in ways.values())

@@ -30,13 +30,13 @@ import torch
 from stepping import give_back, resident, say
 
 from mmrl._torchvision import allow_cpu_only
-from mmrl.batch import Run
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Alone, Group
 from mmrl.placement.fakes import LiveBytes
 from mmrl.report.environment import environment
 from mmrl.run import build
+from mmrl.step_context import StepContext
 from mmrl.trajectory import SampleId, Slot, Trajectory
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -70,7 +70,7 @@ def write_model(folder: Path) -> Path:
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
 
-def made(model: Path, rank: int, size: int, port: int) -> Run:
+def made(model: Path, rank: int, size: int, port: int) -> StepContext:
     """The run of one rank of those that share a row."""
     words = [
         "train.backend=replicated",
@@ -84,7 +84,7 @@ def made(model: Path, rank: int, size: int, port: int) -> Run:
     return build(loaded.recipe, loaded.root, Controller(0, 0, 1, peers))
 
 
-def update(run: Run, tokens: int) -> float:
+def update(run: StepContext, tokens: int) -> float:
     """An update on one row of ``tokens``, prompt and response; the mean log-prob."""
     slot = Slot(0, 0, 0, run.prompts[0])
     keys = run.pipeline.encode([slot])
@@ -98,7 +98,7 @@ def update(run: Run, tokens: int) -> float:
     return found.mean().item()
 
 
-def measured(run: Run, tokens: int) -> dict[str, float]:
+def measured(run: StepContext, tokens: int) -> dict[str, float]:
     """MiB of an update beyond what there is between updates."""
     give_back()
     before = resident("VmRSS")
@@ -110,7 +110,7 @@ def measured(run: Run, tokens: int) -> dict[str, float]:
     return {"resident": peak, "tensors": live.peak / MIB, "log_prob": said}
 
 
-def limited(run: Run, tokens: list[int], limit: int) -> dict[str, Any]:
+def limited(run: StepContext, tokens: list[int], limit: int) -> dict[str, Any]:
     """Updates on rows of ``tokens``, one after another, until one has no room in ``limit`` MiB more than there are."""
     give_back()
     resource.setrlimit(resource.RLIMIT_DATA, (int((resident("VmData") + limit) * MIB), resource.RLIM_INFINITY))

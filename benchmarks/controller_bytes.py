@@ -38,13 +38,15 @@ import torch
 from stepping import CPU, resident, say
 
 from mmrl.algorithms.objective import Scored
-from mmrl.batch import Batch, Run, chunks, rows_of_update, samples_of, slices
+from mmrl.batch import Batch, chunks, rows_of_update, samples_of
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from mmrl.loop import train_step
+from mmrl.micro_batches import slices
 from mmrl.report.clock import Clock
 from mmrl.report.environment import environment
 from mmrl.run import load_objective
+from mmrl.step_context import StepContext
 from mmrl.trajectory import Trajectory
 
 ARMS = ("ours", "single", "metadata")
@@ -183,7 +185,7 @@ def nbytes(out: tuple[Trajectory | None, list[Any]]) -> int:
 class spent:
     """Processor seconds of the main thread in model calls (``models``) and in collectives, while the block runs."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: StepContext) -> None:
         self.of = {"models": 0.0, "collectives": 0.0}
         models = [*arms.targets(run).values(), (run.policy, "backward"), (run.policy.optimizer, "step")]
         self.watched = [(owner, method, "models") for owner, method in models]

@@ -21,13 +21,14 @@ from stepping import Arm, must_be_equal
 from torch import Tensor
 
 import mmrl
-from mmrl.batch import Run, chunks, samples_of
+from mmrl.batch import chunks, samples_of
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.controller.features import FeatureStore
 from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.run import build
+from mmrl.step_context import StepContext
 from mmrl.trajectory import SampleId, Slot
 
 PHASES = ("encode", "sample", "decode", "reward", "train")
@@ -121,7 +122,7 @@ def write_model(size: Size, out: Path) -> None:
     pipe.save_pretrained(out)
 
 
-def make_run(size: Size, model: Path, lora: int, controller: Controller | None = None) -> Run:
+def make_run(size: Size, model: Path, lora: int, controller: Controller | None = None) -> StepContext:
     """A run of that size on one CPU thread; ``controller``: which of several it is."""
     return build(make_recipe(size, model, lora), Path.cwd(), controller)
 
@@ -159,14 +160,14 @@ def make_recipe(size: Size, model: Path, lora: int) -> Recipe:
     )
 
 
-def micro_batches(run: Run, step: int) -> list[tuple[list[Slot], list[SampleId]]]:
+def micro_batches(run: StepContext, step: int) -> list[tuple[list[Slot], list[SampleId]]]:
     """Slots and ids of the iteration's samples, a micro-batch at a time, as the loop takes them."""
     train = run.recipe.train
     rows = samples_of(run.controller.slots(step, run.prompts, train.prompts_per_step), train.group_size)
     return [([s for s, _ in chunk], [i for _, i in chunk]) for chunk in chunks(rows, train.micro_batch_size)]
 
 
-def ours(run: Run) -> Arm:
+def ours(run: StepContext) -> Arm:
     """An iteration of ``mmrl.loop``. Its prompts are new to it each time, as if the data set never repeated."""
 
     def iterate(step: int, clock: Clock) -> None:
@@ -176,7 +177,7 @@ def ours(run: Run) -> Arm:
     return iterate
 
 
-def ours_per_sample(run: Run) -> Arm:
+def ours_per_sample(run: StepContext) -> Arm:
     """``ours`` without its algorithmic saving: a prompt is encoded for every sample, a micro-batch at a time."""
     pipeline: Any = run.pipeline
     pipe = pipeline.adapter.pipe
@@ -216,7 +217,7 @@ class Call:
         return f"{self.phase} {self.target} {' '.join(sorted(sizes))}"
 
 
-def targets(run: Run) -> dict[str, tuple[Any, str]]:
+def targets(run: StepContext) -> dict[str, tuple[Any, str]]:
     """What is called and counted: object and name of its method. First, what predicts."""
     pipeline: Any = run.pipeline
     adapter = pipeline.adapter
@@ -225,7 +226,7 @@ def targets(run: Run) -> dict[str, tuple[Any, str]]:
 
 
 @contextmanager
-def recording(run: Run) -> Iterator[list[Call]]:
+def recording(run: StepContext) -> Iterator[list[Call]]:
     """Keep every call of the models while the block runs."""
     calls: list[Call] = []
 
@@ -247,7 +248,7 @@ def recording(run: Run) -> Iterator[list[Call]]:
             delattr(owner, method)
 
 
-def bare(run: Run, calls: Sequence[Call]) -> Arm:
+def bare(run: StepContext, calls: Sequence[Call]) -> Arm:
     """The calls alone, with a backward pass where there was a graph, and the optimizer step."""
     models = targets(run)
     parameters = list(run.policy.trainable.values())

@@ -30,8 +30,8 @@ import peer_flow_grpo
 import stepping
 from stepping import CPU, Arm, say
 
-from mmrl.batch import Run
 from mmrl.report.clock import Clock
+from mmrl.step_context import StepContext
 
 PEERS: dict[str, Any] = {"flow_grpo": peer_flow_grpo, "flow_factory": peer_flow_factory}
 """Modules that load a peer from a path, make its arm and compare its numbers with ours."""
@@ -44,7 +44,7 @@ RATIOS = {
 }
 
 
-def make_arm(name: str, run: Run, peers: Mapping[str, Path], calls: Sequence[arms.Call] = ()) -> Arm:
+def make_arm(name: str, run: StepContext, peers: Mapping[str, Path], calls: Sequence[arms.Call] = ()) -> Arm:
     """The arm of that name on the models of ``run``; ``bare`` needs the ``calls`` of one of our iterations."""
     if name == "bare":
         return arms.bare(run, calls)
@@ -54,7 +54,7 @@ def make_arm(name: str, run: Run, peers: Mapping[str, Path], calls: Sequence[arm
 
 
 def warm_up(
-    names: Sequence[str], run: Run, peers: Mapping[str, Path]
+    names: Sequence[str], run: StepContext, peers: Mapping[str, Path]
 ) -> tuple[dict[str, Arm], dict[str, Any], list[arms.Call]]:
     """Every arm after one untimed iteration, how often each calls each model, and the calls of ours.
 

@@ -13,7 +13,7 @@ import argparse
 import random
 from collections.abc import Callable
 
-from mmrl.resampling import Attempts
+from mmrl.resampling import DynamicSampling
 
 MOST = 10
 Rule = Callable[[int, int], int]
@@ -39,7 +39,7 @@ def main() -> None:
     given = parser.parse_args()
     print(f"{'valid':>5}  {'one by one':>14}  {'ahead':>14}  {'at once':>14}   (rounds, groups per slot)")
     for valid in (0.9, 0.7, 0.5, 0.35, 0.25, 0.1):
-        attempts = Attempts(MOST)
+        attempts = DynamicSampling(MOST)
         attempts.valid = valid
         together = min(MOST, round(1 / valid))
         rules: list[tuple[int, Rule]] = [

@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from stepping import Row, quartiles, say, spread
 
-from mmrl.batch import Run
 from mmrl.config.loader import load_recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.report.clock import Clock
@@ -44,6 +43,7 @@ from mmrl.rewards.elsewhere import started_elsewhere
 from mmrl.rewards.scoring import RewardSet, Scores, Scoring
 from mmrl.rollout import Round, sample_and_score
 from mmrl.run import build
+from mmrl.step_context import StepContext
 from mmrl.trajectory import Sample
 
 ARMS = ("serial", "overlapped")
@@ -95,14 +95,14 @@ class HeldBackScoring:
         return self._scoring.finish(groups)
 
 
-def arm(name: str, run: Run) -> Run:
+def arm(name: str, run: StepContext) -> StepContext:
     """The run as that arm has it."""
     if name == "overlapped":
         return run
     return dataclasses.replace(run, rewards=HeldBack(run.rewards))  # type: ignore[arg-type]
 
 
-def one_round(run: Run, step: int, judge: int) -> tuple[Row, Round]:
+def one_round(run: StepContext, step: int, judge: int) -> tuple[Row, Round]:
     """Sample and judge the prompts of ``step``, which are new to the run. ``judge`` is the judge's process.
 
     The row: seconds in ``total``, ``sampling`` (with encoding prompts and decoding text), ``judging`` (at least one
@@ -131,7 +131,7 @@ def check_same(rounds: Mapping[str, Round]) -> None:
         raise ValueError("the judge scored the same samples otherwise in the other arm")
 
 
-def measure(run: Run, judge: int, rounds: int) -> tuple[dict[str, list[Row]], float]:
+def measure(run: StepContext, judge: int, rounds: int) -> tuple[dict[str, list[Row]], float]:
     """The rows of both arms, one of each in turn after an untimed round, and the share of samples with a verdict.
 
     Who goes first alternates, so that neither arm always finds the other's warm caches.
@@ -232,7 +232,7 @@ def judge_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"max_tokens": 48, "reasks": 0, **options, "cache": False}
 
 
-def make_run(arguments: argparse.Namespace, url: str, mode: str) -> Run:
+def make_run(arguments: argparse.Namespace, url: str, mode: str) -> StepContext:
     """The recipe ``sums`` with the judge at ``url`` as its reward, and the sizes asked for."""
     rows = arguments.micro_batches * arguments.samples
     per = "group" if mode in ("pairwise", "ranking") else "sample"

@@ -24,13 +24,13 @@ from stepping import Arm, must_be_equal
 from torch import Tensor, nn
 
 import mmrl
-from mmrl.batch import Run
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.rewards.contract import Context
 from mmrl.run import build
+from mmrl.step_context import StepContext
 from mmrl.trajectory import Prompt, Sample
 
 PHASES = ("encode", "sample", "decode", "reward", "prepare", "train")
@@ -128,7 +128,7 @@ def length(samples: Sequence[Sample], *, context: Context) -> list[float]:
     return [float(len(sample.text or "")) for sample in samples]
 
 
-def make_run(size: Size, model: Path) -> Run:
+def make_run(size: Size, model: Path) -> StepContext:
     """A run of that size on one CPU thread: GRPO without a reference, all weights train, one update a step.
 
     A step's samples are drawn in one go, as GRPOTrainer does; micro-batches are those of the update.
@@ -156,7 +156,7 @@ def make_run(size: Size, model: Path) -> Run:
     return build(recipe, Path.cwd())
 
 
-def ours(run: Run) -> Arm:
+def ours(run: StepContext) -> Arm:
     """A step of ``mmrl.loop``. Its prompts are new to it each time, as if the data set never repeated."""
 
     def iterate(step: int, clock: Clock) -> None:
@@ -206,7 +206,7 @@ def recording(model: nn.Module) -> Iterator[list[Call]]:
         handle.remove()
 
 
-def bare(run: Run, calls: Sequence[Call]) -> Arm:
+def bare(run: StepContext, calls: Sequence[Call]) -> Arm:
     """The calls alone, with a backward pass where there was a graph, and the optimizer step."""
     from transformers import DynamicCache
 

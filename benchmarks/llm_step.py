@@ -33,8 +33,8 @@ import stepping
 import torch
 from stepping import CPU, Arm, say
 
-from mmrl.batch import Run
 from mmrl.report.clock import Clock
+from mmrl.step_context import StepContext
 
 RATIOS = {
     ("mmrl", "bare"): "our time over the bare calls' (goal: 1.15 or less)",
@@ -44,7 +44,7 @@ RATIOS = {
 
 
 def warm_up(
-    names: Sequence[str], run: Run, peer: peer_trl.Peer | None
+    names: Sequence[str], run: StepContext, peer: peer_trl.Peer | None
 ) -> tuple[dict[str, Arm], dict[str, Any], list[arms.Call]]:
     """Every arm after one untimed step, what each asks of the model, and the calls of ours.
 
@@ -60,7 +60,7 @@ def warm_up(
     return {name: made[name] for name in names}, arms.same_work(seen), seen["mmrl"]
 
 
-def make_arm(name: str, run: Run | None, peer: peer_trl.Peer | None, calls: Sequence[arms.Call] = ()) -> Arm:
+def make_arm(name: str, run: StepContext | None, peer: peer_trl.Peer | None, calls: Sequence[arms.Call] = ()) -> Arm:
     """The arm of that name; ``bare`` needs the ``calls`` of one of our steps."""
     if name == "trl":
         assert peer is not None

@@ -26,9 +26,9 @@ from stepping import Arm
 from torch import Tensor
 
 import mmrl
-from mmrl.batch import Run
 from mmrl.controller.randomness import noise
 from mmrl.report.clock import Clock
+from mmrl.step_context import StepContext
 
 PACKAGE = "src/flow_factory"
 FILES = tuple(
@@ -109,7 +109,7 @@ def load(path: Path) -> Peer:
 class Theirs:
     """Final class; the peer on our run's models."""
 
-    def __init__(self, peer: Peer, run: Run) -> None:
+    def __init__(self, peer: Peer, run: StepContext) -> None:
         from accelerate import Accelerator
 
         self.peer, self.run = peer, run
@@ -241,12 +241,12 @@ def jpeg(peer: Peer) -> Any:
     return Jpeg
 
 
-def arm(peer: Peer, run: Run) -> Arm:
+def arm(peer: Peer, run: StepContext) -> Arm:
     """The peer's iteration on the models of ``run``."""
     return Theirs(peer, run).iterate
 
 
-def parity(peer: Peer, run: Run) -> dict[str, float]:
+def parity(peer: Peer, run: StepContext) -> dict[str, float]:
     """Largest differences between the peer's numbers and ours: of the step kernels on random tensors, and of a
     micro-batch sampled and replayed with the same weights, initial noise and step noise.
 
@@ -256,7 +256,7 @@ def parity(peer: Peer, run: Run) -> dict[str, float]:
     return checked(kernels(theirs, run) | trajectories(theirs, run))
 
 
-def kernels(theirs: Theirs, run: Run) -> dict[str, float]:
+def kernels(theirs: Theirs, run: StepContext) -> dict[str, float]:
     """Log-probs and means of single steps, Flow-SDE and CPS."""
     scheduler = theirs.adapter.scheduler
 
@@ -268,7 +268,7 @@ def kernels(theirs: Theirs, run: Run) -> dict[str, float]:
     return compared(run, scheduler, step)
 
 
-def trajectories(theirs: Theirs, run: Run) -> dict[str, float]:
+def trajectories(theirs: Theirs, run: StepContext) -> dict[str, float]:
     """Embeddings, states, log-probs and pictures of one micro-batch, and its log-probs recomputed."""
     pipeline: Any = run.pipeline
     slots, ids = micro_batches(run, 0)[0]

@@ -24,9 +24,9 @@ from stepping import Arm
 from torch import Tensor
 
 from mmrl.algorithms import sde
-from mmrl.batch import Run
 from mmrl.controller.randomness import noise
 from mmrl.report.clock import Clock
+from mmrl.step_context import StepContext
 
 PATCH = "flow_grpo/diffusers_patch"
 SCRIPT = "scripts/train_sd3_fast.py"
@@ -114,7 +114,7 @@ def load(path: Path) -> Peer:
 class Theirs:
     """Final class; the peer on our run's models."""
 
-    def __init__(self, peer: Peer, run: Run) -> None:
+    def __init__(self, peer: Peer, run: StepContext) -> None:
         self.peer, self.run = peer, run
         pipeline: Any = run.pipeline
         adapter = pipeline.adapter
@@ -214,7 +214,7 @@ class Theirs:
         self.optimizer.zero_grad()
 
 
-def arm(peer: Peer, run: Run) -> Arm:
+def arm(peer: Peer, run: StepContext) -> Arm:
     """The peer's iteration on the models of ``run``."""
     return Theirs(peer, run).iterate
 
@@ -245,7 +245,7 @@ def timed_decoding(vae: Any, clock: Clock):
         vae.decode = plain
 
 
-def parity(peer: Peer, run: Run) -> dict[str, float]:
+def parity(peer: Peer, run: StepContext) -> dict[str, float]:
     """Largest differences between the peer's numbers and ours: of the step kernels on random tensors, and of a
     micro-batch sampled and replayed with the same weights, initial noise and step noise.
 
@@ -262,7 +262,7 @@ def checked(found: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def kernels(peer: Peer, run: Run) -> dict[str, float]:
+def kernels(peer: Peer, run: StepContext) -> dict[str, float]:
     """Log-probs and means of single steps, Flow-SDE and CPS."""
     pipeline: Any = run.pipeline
     scheduler = type(pipeline.adapter.pipe.scheduler).from_config(pipeline.adapter.pipe.scheduler.config)
@@ -276,7 +276,7 @@ def kernels(peer: Peer, run: Run) -> dict[str, float]:
     return compared(run, scheduler, step)
 
 
-def compared(run: Run, scheduler: Any, step: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, float]:
+def compared(run: StepContext, scheduler: Any, step: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, float]:
     """Differences between our single steps on random tensors and the log-prob and mean of
     ``step(kind, velocity, times, x, following, noise level)``, Flow-SDE (``flow``) and CPS (``cps``)."""
     pipeline: Any = run.pipeline
@@ -299,7 +299,7 @@ def compared(run: Run, scheduler: Any, step: Callable[..., tuple[Tensor, Tensor]
     return found
 
 
-def trajectories(theirs: Theirs, run: Run) -> dict[str, float]:
+def trajectories(theirs: Theirs, run: StepContext) -> dict[str, float]:
     """Embeddings, states, log-probs and pictures of one micro-batch, and its log-probs recomputed."""
     pipeline: Any = run.pipeline
     slots, ids = micro_batches(run, 0)[0]

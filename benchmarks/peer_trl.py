@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from llm_arms import LR, Size, prompts
 
-from mmrl.batch import Run
 from mmrl.report.clock import Clock
+from mmrl.step_context import StepContext
 from mmrl.trajectory import Trajectory
 
 TIMED = {"_tokenize_prompts": "encode", "_generate_single_turn": "sample", "_calculate_rewards": "reward"}
@@ -155,7 +155,7 @@ class Peer:
         return call
 
 
-def parity(peer: Peer, run: Run) -> dict[str, float]:
+def parity(peer: Peer, run: StepContext) -> dict[str, float]:
     """Our loss on the last micro-batch that the trainer took, with its weights, against its own.
 
     Returns the relative difference of the loss's gradients, as a norm over all weights. The run's weights are put back.
@@ -175,7 +175,7 @@ def parity(peer: Peer, run: Run) -> dict[str, float]:
     return {"gradient": (apart / torch.stack([a.norm() for a in theirs]).norm()).item()}
 
 
-def our_loss(run: Run, inputs: dict[str, Any]) -> torch.Tensor:
+def our_loss(run: StepContext, inputs: dict[str, Any]) -> torch.Tensor:
     """What the loop would make of the trainer's micro-batch: its share of the step's loss."""
     keys = [f"peer/{n}" for n in range(len(inputs["prompt_ids"]))]
     for key, tokens, mask in zip(keys, inputs["prompt_ids"], inputs["prompt_mask"], strict=True):

@@ -32,7 +32,6 @@ from typing import Any
 import stepping
 from stepping import Arm, Row, quartiles, spread
 
-from mmrl.batch import Run
 from mmrl.config.loader import LoadedRecipe, load_recipe
 from mmrl.config.schema import Placement
 from mmrl.controller import Controller
@@ -46,6 +45,7 @@ from mmrl.placement.trace import Trace
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.runtime.worker import Reception, There, call, serve
+from mmrl.step_context import StepContext
 
 RECIPE = [
     "devices_per_controller=2",
@@ -89,7 +89,7 @@ def joined(loaded: LoadedRecipe, device: int, port: int) -> Controller:
 
 
 @contextmanager
-def opened(load: str) -> Iterator[tuple[Run, Several]]:
+def opened(load: str) -> Iterator[tuple[StepContext, Several]]:
     """The run, and its devices: this process and one more."""
     loaded, reception = recipe(load), Reception()
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -122,7 +122,7 @@ def work(address: str, key: str, port: str, load: str) -> None:
 class Arms:
     """Final class: a step under each placement; what the devices did is kept by placement."""
 
-    def __init__(self, load: str, run: Run, devices: Several, repeats: int) -> None:
+    def __init__(self, load: str, run: StepContext, devices: Several, repeats: int) -> None:
         self.run, self.devices, self.load = run, devices, load
         self.judges = run.rewards._entries
         self.half = WARM + repeats // 2

@@ -13,16 +13,18 @@ import stepping
 import torch
 from stepping import CPU, JPEG, Arm
 
-from mmrl.batch import Batch, Run, rows_of_update, slices
+from mmrl.batch import Batch, rows_of_update
 from mmrl.config.loader import load_recipe
 from mmrl.loop import backward
+from mmrl.micro_batches import slices
 from mmrl.report.clock import Clock
 from mmrl.rollout import rollout
 from mmrl.run import build
+from mmrl.step_context import StepContext
 from mmrl.tally import Tally
 
 
-def slices_with(run: Run, batch: Batch, at_once: int, seen: dict[int, tuple[torch.Tensor, float]]) -> Arm:
+def slices_with(run: StepContext, batch: Batch, at_once: int, seen: dict[int, tuple[torch.Tensor, float]]) -> Arm:
     """The arm of ``at_once`` steps a forward; leaves its gradient and how far a first ratio was off in ``seen``."""
     train = run.recipe.train.model_copy(update={"steps_per_forward": at_once})
     recipe = run.recipe.model_copy(update={"train": train})

@@ -31,19 +31,20 @@ from threading import Thread
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from mmrl.batch import Run
+from mmrl.batch import Groups, Round
+from mmrl.checkpoint import PartState, Saved
 from mmrl.engines.policy import Version
-from mmrl.flight import Landed
+from mmrl.flight import Landed, PartialRollout
 from mmrl.report.clock import Clock
-from mmrl.resampling import resample
-from mmrl.rollout import Round, Sampling, groups_of, sample_and_score
+from mmrl.resampling import DynamicSampling, resample
+from mmrl.rollout import Sampling, groups_of, sample_and_score
+from mmrl.step_context import StepContext, StepPart
 from mmrl.tally import Sums, Tally
 from mmrl.trajectory import Slot
 
-Groups = list[tuple[int, int]]
-"""The (round, group) that stands in each slot."""
+_FILE = "ahead"
+"""The name of its file in a checkpoint."""
 Replaced = tuple[list[Round], Groups, Sums]
 """The rounds of dynamic sampling, and what they add to the metrics."""
 
@@ -58,26 +59,32 @@ class Begun:
     ended: Future[Replaced | None] = field(default_factory=Future)
 
 
-class Ahead:
-    """Final class: the rounds of this step and the next ones on this controller, and the versions they are drawn with.
+class AsyncRollout(StepPart):
+    """Final class, a ``RolloutStrategy``: the rounds of this step and the next ones on this controller, and their
+    versions.
 
     A thread of each step gives samples to the rewards as they come and has groups replaced, one step after the other.
     """
 
-    def __init__(self, staleness: int) -> None:
-        self.staleness = staleness
+    def __init__(
+        self, staleness: int, partial: PartialRollout | None = None, dynamic: DynamicSampling | None = None
+    ) -> None:
+        self.staleness, self.partial, self.dynamic = staleness, partial, dynamic
+        self.replaces_groups = dynamic is not None
         self._versions: dict[int, Version] = {}
         self._valid: dict[int, float] = {}
-        """``Attempts.valid`` when each version was new."""
+        """``DynamicSampling.valid`` when each version was new."""
         self._begun: dict[int, Begun] = {}
 
-    def land(self, run: Run, step: int, clock: Clock, tally: Tally) -> tuple[list[Round], Groups]:
+    def groups(
+        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally
+    ) -> tuple[list[Round], Groups]:
         """Begin what may be begun with the weights of now, and wait for ``step``: its rounds, and which groups stand.
 
         Raises ``UserError``.
         """
         self._versions[step] = run.devices.version(run, run.objective.samples_with(step))
-        self._valid[step] = 1.0 if run.attempts is None else run.attempts.valid
+        self._valid[step] = 1.0 if self.dynamic is None else self.dynamic.valid
         last = min(step + self.staleness, run.recipe.train.steps - 1)
         for n in range(step, last + 1):
             if n not in self._begun:
@@ -87,12 +94,12 @@ class Ahead:
         begun = self._begun.pop(step)
         with clock("sample"):
             landed = begun.drawn.result()
-        if run.flight is not None and landed is not None:
-            whole = run.flight.land(run, landed, step, clock, tally)
+        if self.partial is not None and landed is not None:
+            whole = self.partial.land(run, landed, step, clock, tally)
             return [whole], groups_of(whole)
         assert begun.first is not None
         tally.gather({}, {"sampling/stale_steps": torch.tensor(float(step - self._of(step)))}, 1)
-        if run.attempts is None:
+        if self.dynamic is None:
             whole = begun.first.finish(clock)
             return [whole], groups_of(whole)
         with clock("reward"):  # replacements wait for what rewards say of the first
@@ -102,47 +109,48 @@ class Ahead:
         tally.merge([counted])
         return rounds, groups
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    def state_dict(self) -> PartState:
         """What a checkpoint keeps: the weights of every version as ``step.name``, and what else is known of each."""
         tensors = {f"{n}.{name}": t for n, version in self._versions.items() for name, t in version.tensors.items()}
         known = {str(n): {"updates": v.updates, "valid": self._valid[n]} for n, v in self._versions.items()}
-        return tensors, known
+        return PartState(known, {_FILE: tensors})
 
-    def load_state(self, run: Run, tensors: dict[str, Tensor], known: dict[str, dict[str, Any]]) -> None:
-        """Restore ``state``; the next ``land`` draws again what was under way."""
+    def load_state_dict(self, numbers: dict[str, dict[str, Any]], saved: Saved, run: StepContext) -> None:
+        """Restore ``state_dict``; the next ``groups`` draws again what was under way."""
+        tensors = saved.parts(_FILE).get(_FILE, {})
         self._begun.clear()
-        self._valid = {int(n): of["valid"] for n, of in known.items()}
+        self._valid = {int(n): of["valid"] for n, of in numbers.items()}
         self._versions = {
             int(n): Version(
                 of["updates"],
                 run.objective.samples_with(int(n)),
                 {name: tensors[f"{n}.{name}"] for name in run.policy.trainable},
             )
-            for n, of in known.items()
+            for n, of in numbers.items()
         }
 
     def _of(self, step: int) -> int:
         """The version that ``step`` is drawn with."""
         return max(0, step - self.staleness)
 
-    def _begin(self, run: Run, step: int, clock: Clock) -> Begun:
+    def _begin(self, run: StepContext, step: int, clock: Clock) -> Begun:
         version, valid = self._versions[self._of(step)], self._valid[self._of(step)]
         inside = Clock(torch.device("cpu"))
-        if run.flight is not None:
-            return self._begin_flight(step, partial(run.flight.draw, run, step, self._of(step), inside, version))
+        if self.partial is not None:
+            return self._begin_flight(step, partial(self.partial.draw, run, step, self._of(step), inside, version))
         slots = run.controller.slots(step, run.prompts, run.recipe.train.prompts_per_step)
         first = Sampling(run, slots, step, clock, inside, version)
         begun = Begun(first)
 
         def replaced() -> Replaced | None:
-            if run.attempts is None:  # ``land`` finishes the round: its statistics may be of all controllers
+            if self.dynamic is None:  # ``groups`` finishes the round: its statistics may be of all controllers
                 return None
             rounds, tally = [first.finish(inside)], Tally()
 
             def again(slots: list[Slot]) -> Round:
                 return sample_and_score(run, slots, step, inside, version, len(rounds))
 
-            groups = resample(run, run.attempts.at(valid), rounds, again, tally)
+            groups = resample(run, self.dynamic.at(valid), rounds, again, tally)
             return rounds, groups, tally.sums()
 
         before = [earlier.ended for earlier in self._begun.values()]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how a run takes it up again. ``mmrl.saving`` writes it.
+"""What a checkpoint holds, and how it is read. ``mmrl.saving`` writes it, ``mmrl.run_state`` brings a run to it.
 
 ``checkpoints/step_000010/`` holds safetensors files, ``state.json`` and, written last, ``manifest.json`` with the size
 and SHA-256 of each. Step ``n`` means: ``n`` training steps are done. Tensors are called ``part/name``.
@@ -14,27 +14,21 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mmrl import early_stopping
 from mmrl.errors import UserError
 from mmrl.manifest import MANIFEST, STATE, Entry, directory_of, entries, fault_of
 
-if TYPE_CHECKING:
-    from mmrl.batch import Run
-    from mmrl.engines.policy import Policy
-
 ELSEWHERE = "put the files back from a copy, or give --checkpoint base"
 """The edit where a run is looked at and has no whole checkpoint."""
-_CRITIC = "critic_"
-_FLIGHT = "flight"
-_AHEAD = "ahead"
+BEST = "early_stopping"
+"""Where a checkpoint's state has what early stopping knows; ``step`` of it is the best."""
 
 
 @dataclass(frozen=True)
@@ -102,64 +96,25 @@ class Saved:
         return HuggingFaceStorageReader(str(self.directory))
 
 
-def of_run(run: Run, step: int, **state: Any) -> Checkpoint:
-    """All that going on after ``step`` finished steps needs: policy, critic, responses in flight, what
-    is known of prompts' workload, and ``state``."""
-    tensors, state["policy"] = _spread(run.policy)
-    if run.critic is not None:
-        theirs, state["critic"] = _spread(run.critic)
-        tensors |= {f"{_CRITIC}{part}": values for part, values in theirs.items()}
-    own: dict[str, dict[str, Tensor]] = {}
-    if run.flight is not None:
-        pools, state[_FLIGHT] = run.flight.state()
-        own = {f"{_FLIGHT}-{pool}": rows for pool, rows in pools.items()}
-    if run.ahead is not None:
-        tensors[_AHEAD], state[_AHEAD] = run.ahead.state()
-    if run.balance is not None:
-        state["balance"] = run.balance.state()
-    if run.attempts is not None:
-        state["attempts"] = {"valid": run.attempts.valid}
-    return Checkpoint(step, tensors | own, state, frozenset(own))
+@dataclass(frozen=True)
+class PartState:
+    """What a part of a run keeps in a checkpoint: ``numbers``, which are JSON, and ``tensors`` by file and name."""
+
+    numbers: Any
+    tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
-def restore(run: Run, found: Saved) -> None:
-    """Bring ``run`` to where ``of_run`` left it. Raises ``UserError`` where the checkpoint is of another run."""
-    restore_trained(run, found)
-    if run.flight is not None:
-        pools = {int(part.partition("-")[2]): rows for part, rows in found.parts(_FLIGHT).items()}
-        run.flight.load_state(run, pools, found.state[_FLIGHT])
-    if run.ahead is not None:
-        run.ahead.load_state(run, found.parts(_AHEAD).get(_AHEAD, {}), found.state[_AHEAD])
-    if run.balance is not None and "balance" in found.state:
-        run.balance.load_state(found.state["balance"])
-    if run.attempts is not None:
-        run.attempts.valid = found.state["attempts"]["valid"]
+class Stateful(Protocol):
+    """What a checkpoint saves and restores."""
 
+    def state_dict(self) -> PartState: ...
 
-def restore_trained(run: Run, found: Saved) -> None:
-    """As ``restore``, of what every device that trains has."""
-    restore_policy(run.policy, found)
-    if run.critic is not None:
-        _load(run.critic, found, _CRITIC, "critic")
+    def load_state_dict(self, numbers: Any, saved: Saved, /) -> None:
+        """Restore what ``state_dict`` gave: its ``numbers``, and its tensors, which it reads from ``saved``.
 
-
-def restore_policy(policy: Policy, found: Saved) -> None:
-    """The trained weights and all that belongs to them. Raises ``UserError`` where they are another policy's."""
-    _load(policy, found, "", "policy")
-
-
-def _spread(policy: Policy) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    tensors, numbers = policy.state()
-    return {part: {k: policy.spread(part, k, t) for k, t in of.items()} for part, of in tensors.items()}, numbers
-
-
-def _load(policy: Policy, found: Saved, prefix: str, key: str) -> None:
-    parts = [
-        p for p in found.shapes if p.startswith(prefix) and (prefix or not p.startswith((_CRITIC, _FLIGHT, _AHEAD)))
-    ]
-    rooms = policy.rooms({part.removeprefix(prefix): found.shapes[part] for part in parts})
-    found.read({f"{prefix}{p}": {k: policy.spread(p, k, t) for k, t in of.items()} for p, of in rooms.items()})
-    policy.load_state(rooms, found.state[key])
+        Raises ``UserError`` where the checkpoint is of another run.
+        """
+        ...
 
 
 def steps(folder: Path) -> list[int]:
@@ -216,9 +171,9 @@ def load_best(folder: Path) -> Saved | None:
     Raises ``UserError`` where the run has none such, where the base itself was best, and where none is whole.
     """
     last = newest(folder, ELSEWHERE)
-    if last is None or last.state.get(early_stopping.KEY, {}).get("step") == last.step:
+    if last is None or last.state.get(BEST, {}).get("step") == last.step:
         return last
-    best = last.state.get(early_stopping.KEY, {}).get("step")
+    best = last.state.get(BEST, {}).get("step")
     if best is None:
         raise UserError("--checkpoint best: the recipe has no eval.early_stopping, so none was kept; give latest")
     if best == 0:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmrl import finite
-from mmrl.batch import Run
 from mmrl.config.schema import Recipe
 from mmrl.errors import NotFiniteError
 from mmrl.manifest import entries, mark_diverged
 from mmrl.report.metrics import read
 from mmrl.report.rundir import RunDir
+from mmrl.step_context import StepContext
 
 KIND = "diverged"
 """Of its row in failures.jsonl."""
@@ -43,7 +43,7 @@ class Divergence:
         return f"the evaluation after step {self.step}" if self.evaluating else f"step {self.step}"
 
 
-def divergence(run: Run, error: NotFiniteError, done: int, evaluating: bool, proved: bool) -> Divergence:
+def divergence(run: StepContext, error: NotFiniteError, done: int, evaluating: bool, proved: bool) -> Divergence:
     """What became of ``run`` after ``done`` finished steps. Where weights are not finite they are named first."""
     what, trained = str(error), True
     for whose, policy in (("", run.policy), ("the critic: ", run.critic)):

@@ -9,11 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mmrl.checkpoint import PartState, Saved
 from mmrl.config.schema import EarlyStopping
 from mmrl.errors import UserError
-
-KEY = "early_stopping"
-"""Where a checkpoint's state has what ``EarlyStop.state`` says."""
 
 
 class EarlyStop:
@@ -56,8 +54,8 @@ class EarlyStop:
             f"{self.since} evaluations since (eval.early_stopping); --checkpoint {which} has those weights"
         )
 
-    def state(self) -> dict[str, Any]:
-        return {"best": self.best, "step": self.step, "since": self.since}
+    def state_dict(self) -> PartState:
+        return PartState({"best": self.best, "step": self.step, "since": self.since})
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.best, self.step, self.since = state["best"], state["step"], state["since"]
+    def load_state_dict(self, numbers: Mapping[str, Any], saved: Saved) -> None:
+        self.best, self.step, self.since = numbers["best"], numbers["step"], numbers["since"]

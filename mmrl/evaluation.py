@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmrl.batch import Run, chunks, slices
+from mmrl.batch import chunks
 from mmrl.controller.randomness import seed_of
 from mmrl.errors import BadPromptError, UserError
-from mmrl.placement.devices import Chunk
-from mmrl.placement.work import Drawing
+from mmrl.micro_batches import slices
+from mmrl.placement import work
 from mmrl.report.clock import Clock
 from mmrl.report.grids import write_samples
 from mmrl.report.metrics import MetricsLog
@@ -25,6 +25,7 @@ from mmrl.report.texts import write_texts
 from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rollout import encode, prompts_alone
+from mmrl.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 
 SEED = 20_261_121
@@ -45,7 +46,7 @@ class Made:
 class Heldout:
     """The held-out prompts of a run with the rewards measured on them; of an offline run the pairs."""
 
-    def __init__(self, run: Run, prompts: Sequence[Prompt], root: Path) -> None:
+    def __init__(self, run: StepContext, prompts: Sequence[Prompt], root: Path) -> None:
         self.run, self.prompts = run, prompts
         self.rewards = [run.rewards, RewardSet(run.recipe.eval.rewards, root, run.rewards.device)]
         self.rewards[1].can_read(run.recipe.makes)
@@ -150,7 +151,7 @@ class Heldout:
         inputs = self.rewards[0].inputs | self.rewards[1].inputs
         if run.pipeline.makes != "text":
             inputs |= frozenset({run.pipeline.makes})
-        how = Drawing([], run.policy.evaluated, SEED, inputs, evaluate=True)
+        how = SamplingSpec([], run.policy.evaluated, SEED, inputs, evaluate=True)
         keys, bad = list[list[str]](), list[Failure]()
 
         def asked() -> Iterator[Chunk]:
@@ -166,7 +167,7 @@ class Heldout:
                 made[n] = samples
                 run.pipeline.features.release(keys[n])
                 progress.advance(len(samples))
-        run.devices.others(run, "release")
+        run.devices.others(run, work.release)
         return [sample for n in sorted(made) for sample in made[n]], bad
 
 
@@ -196,7 +197,7 @@ def unmeasured(row: Mapping[str, float], metric: str, most: float) -> bool:
 
 
 def measure(
-    run: Run, heldout: Heldout, samples: int, directory: RunDir, step: int, log: MetricsLog
+    run: StepContext, heldout: Heldout, samples: int, directory: RunDir, step: int, log: MetricsLog
 ) -> tuple[dict[str, float], str]:
     """Evaluate after ``step`` steps: a row of heldout.jsonl and samples to look at. Returns the row, and as a text."""
     row, made, failures = heldout.score(samples)

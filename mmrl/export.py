@@ -10,13 +10,13 @@ from typing import cast, get_args
 
 from safetensors import SafetensorError
 
-from mmrl.batch import Run
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.pipelines.protocol import What
 from mmrl.report.card import write_card
 from mmrl.report.rundir import RunDir
 from mmrl.run import open_run, restored
+from mmrl.step_context import StepContext
 
 
 def export(run: Path, out: Path, what: str = "merged", checkpoint: str = "latest") -> Path:
@@ -59,7 +59,7 @@ def _check(recipe: Recipe, out: Path, what: str) -> None:
         raise UserError(f"{out} is not empty, and nothing in it is overwritten; name another directory with --out")
 
 
-def _write(run: Run, directory: RunDir, step: int, folder: Path, name: str, what: What) -> None:
+def _write(run: StepContext, directory: RunDir, step: int, folder: Path, name: str, what: What) -> None:
     with run.policy.for_evaluation():
         run.pipeline.write(folder, what)
     usage = run.pipeline.usage(name, what, run.prompts[0])

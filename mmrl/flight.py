@@ -23,25 +23,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmrl.batch import Run, chunks, samples_of
+from mmrl.batch import Groups, Round, chunks, samples_of
+from mmrl.checkpoint import PartState, Saved
 from mmrl.config.schema import Partial
+from mmrl.engines.policy import Version
 from mmrl.errors import UserError
-from mmrl.placement.work import Drawing
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scoring
-from mmrl.rollout import Round, encode
+from mmrl.rollout import encode, groups_of
+from mmrl.step_context import FinishedStep, SamplingSpec, StepContext, StepPart
 from mmrl.tally import Tally
 from mmrl.trajectory import Slot, Trajectory
 
-if TYPE_CHECKING:
-    from mmrl.engines.policy import Version
-
+_FILE = "flight"
+"""How the names of its files in a checkpoint begin; the pool follows."""
 _SAVED = ("clean", "log_probs", "mask", "truncated", "under_way", "drawn_at")
 
 
@@ -72,17 +73,28 @@ class Landed:
     taken: dict[int, int]
 
 
-class Flight:
-    """Final class: the groups in flight of this controller's pools, in the order of the stream."""
+class PartialRollout(StepPart):
+    """Final class, a ``RolloutStrategy``: this controller's groups in flight, in the order of the stream."""
+
+    staleness = 0
+    replaces_groups = False
+    own = True  # responses in flight stay with their controller
 
     def __init__(self, settings: Partial) -> None:
         self.settings = settings
-        self.groups: list[Group] = []
+        self.in_flight: list[Group] = []
         self._taken: dict[int, int] = {}
         self._landed: tuple[list[Group], dict[int, int]] = ([], {})
         self._settled: tuple[list[Group], dict[str, Any]] = ([], {"taken": [0] * settings.pools, "slots": []})
 
-    def draw(self, run: Run, step: int, of: int, clock: Clock, version: Version | None = None) -> Landed:
+    def groups(
+        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally
+    ) -> tuple[list[Round], Groups]:
+        """As a ``RolloutStrategy``'s; ``slots`` are not asked: the stream's may have begun in earlier steps."""
+        whole = self.land(run, self.draw(run, step, step, clock), step, clock, tally)
+        return [whole], groups_of(whole)
+
+    def draw(self, run: StepContext, step: int, of: int, clock: Clock, version: Version | None = None) -> Landed:
         """Draw until as many groups are whole as ``step`` trains on, and have them judged. May run in another thread.
 
         ``of``: the weights are those after so many steps; ``version``: see ``Devices.go_on``. Raises ``UserError``.
@@ -101,20 +113,22 @@ class Flight:
                 with clock("decode"):
                     micro_batches.append(Trajectory.join([group.rows for group in ready]))
                     scoring.add(run.pipeline.samples(micro_batches[-1], run.rewards.inputs))
-                self.groups = [group for group in self.groups if group not in ready]
+                self.in_flight = [group for group in self.in_flight if group not in ready]
                 landed += ready
                 for group in ready:
                     wanted[self._pool(group.slot)] -= 1
             lacking = [pool for pool, most in wanted.items() if most]
             if not lacking:
-                return Landed(landed, micro_batches, scoring, unusable, rounds, self.groups, dict(self._taken))
+                return Landed(landed, micro_batches, scoring, unusable, rounds, self.in_flight, dict(self._taken))
             with clock("sample"):
                 inputs = run.rewards.inputs
-                how = Drawing([], run.objective.samples_with(step), run.recipe.seed, inputs, step=step, round=rounds)
+                how = SamplingSpec(
+                    [], run.objective.samples_with(step), run.recipe.seed, inputs, step=step, round=rounds
+                )
                 self._draw(run, lacking, of, how, version)
             rounds += 1
 
-    def land(self, run: Run, drawn: Landed, step: int, clock: Clock, tally: Tally) -> Round:
+    def land(self, run: StepContext, drawn: Landed, step: int, clock: Clock, tally: Tally) -> Round:
         """What was drawn for ``step``, scored. Raises ``RewardError``."""
         size = run.recipe.train.group_size
         with clock("reward"):
@@ -125,31 +139,36 @@ class Flight:
         keys = [key for group in drawn.groups for key in group.keys]
         return Round([group.slot for group in drawn.groups], keys, drawn.micro_batches, scores)
 
-    def settle(self, run: Run) -> None:
-        """The step is done: what was left in flight of it, on all controllers, is what a checkpoint keeps."""
+    def end_step(self, run: StepContext, done: FinishedStep) -> dict[str, float]:
+        """What was left in flight of the step, on all controllers, is what a checkpoint keeps."""
         groups, taken = self._landed
         mine = [[g.slot.step, g.slot.index, g.slot.attempt, g.slot.prompt.id] for g in groups]
         everyone = run.controller.gather({"taken": [[pool, n] for pool, n in taken.items()], "slots": mine})
         counts = dict(pair for one in everyone for pair in one["taken"])
         slots = sorted((slot for one in everyone for slot in one["slots"]), key=lambda slot: slot[:2])
         self._settled = (groups, {"taken": [counts[pool] for pool in range(self.settings.pools)], "slots": slots})
+        return {}
 
-    def state(self) -> tuple[dict[int, dict[str, Tensor]], dict[str, Any]]:
+    def state_dict(self) -> PartState:
         """What was in flight after the last finished step: by pool of this controller the rows of its groups one after
         another, and the slots of all controllers."""
         groups, state = self._settled  # neither the list nor its groups are changed in place
         rows: dict[int, Trajectory] = {}
         for pool in sorted({self._pool(group.slot) for group in groups}):
             rows[pool] = Trajectory.join([group.rows for group in groups if self._pool(group.slot) == pool])
-        return {pool: {name: _column(getattr(of, name)) for name in _SAVED} for pool, of in rows.items()}, state
+        of = {f"{_FILE}-{pool}": {name: _column(getattr(r, name)) for name in _SAVED} for pool, r in rows.items()}
+        return PartState(state, of)
 
-    def load_state(self, run: Run, tensors: Mapping[int, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
-        """Restore this controller's part of ``state``, features of the prompts too.
+    def load_state_dict(self, numbers: dict[str, Any], saved: Saved, run: StepContext) -> None:
+        """Restore this controller's part, features of the prompts too.
 
         Raises ``UserError`` where the data set has changed.
         """
+        self._load(run, {int(part.partition("-")[2]): rows for part, rows in saved.parts(_FILE).items()}, numbers)
+
+    def _load(self, run: StepContext, tensors: Mapping[int, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
         pools = range(run.controller.rank, self.settings.pools, run.controller.size)
-        self.groups = []
+        self.in_flight = []
         rows = dict.fromkeys(pools, 0)
         for step, index, attempt, prompt in state["slots"]:
             pool = index % self.settings.pools
@@ -168,43 +187,45 @@ class Flight:
             device = group.rows.clean.device
             saved = {name: column[first : first + size].to(device) for name, column in tensors[pool].items()}
             without_padding = replace(group.rows, **saved).rows(list(range(size)))
-            self.groups.append(replace(group, rows=without_padding))
+            self.in_flight.append(replace(group, rows=without_padding))
             rows[pool] += size
         self._taken = {pool: state["taken"][pool] for pool in pools}
-        self._landed = (self.groups, dict(self._taken))
-        self._settled = (self.groups, state)
+        self._landed = (self.in_flight, dict(self._taken))
+        self._settled = (self.in_flight, state)
 
     def _pool(self, slot: Slot) -> int:
         return slot.index % self.settings.pools
 
-    def _share(self, run: Run, pool: int) -> range:
+    def _share(self, run: StepContext, pool: int) -> range:
         """The indices of a pool's slots of a step."""
         return range(pool, run.recipe.train.prompts_per_step, self.settings.pools)
 
     def _whole(self, pool: int) -> list[Group]:
-        return [group for group in self.groups if self._pool(group.slot) == pool and group.whole]
+        return [group for group in self.in_flight if self._pool(group.slot) == pool and group.whole]
 
-    def _fill(self, run: Run, wanted: Mapping[int, int]) -> list[Failure]:
+    def _fill(self, run: StepContext, wanted: Mapping[int, int]) -> list[Failure]:
         """Begin groups for the next slots of every pool's stream, until it has ``wanted`` and its part of ``extra``;
         returns the prompts that cannot be used."""
         fresh: list[Slot] = []
         for pool, n in wanted.items():
             share, taken = self._share(run, pool), self._taken.get(pool, 0)
             extra = len(range(pool, self.settings.extra, self.settings.pools))
-            flying = sum(self._pool(group.slot) == pool for group in self.groups)
+            flying = sum(self._pool(group.slot) == pool for group in self.in_flight)
             self._taken[pool] = taken + n + extra - flying
             for place in range(taken, self._taken[pool]):
                 fresh += _slots(run, place // len(share), [share[place % len(share)]])
         slots, keys, unusable = encode(run, fresh)
-        groups = [*self.groups, *(_begun(run, slot) for slot in slots)]
-        self.groups = sorted(groups, key=lambda group: (group.slot.step, group.slot.index))
+        groups = [*self.in_flight, *(_begun(run, slot) for slot in slots)]
+        self.in_flight = sorted(groups, key=lambda group: (group.slot.step, group.slot.index))
         run.pipeline.features.release(keys)  # each group holds its own: two may share a prompt
         return unusable
 
-    def _draw(self, run: Run, pools: Sequence[int], of: int, how: Drawing, version: Version | None) -> None:
+    def _draw(
+        self, run: StepContext, pools: Sequence[int], of: int, how: SamplingSpec, version: Version | None
+    ) -> None:
         """One round: at most ``cut_after`` tokens for every response under way in ``pools``."""
         size = run.recipe.train.group_size
-        flying = [group for group in self.groups if not group.whole and self._pool(group.slot) in pools]
+        flying = [group for group in self.in_flight if not group.whole and self._pool(group.slot) in pools]
         before = Trajectory.join([group.rows for group in flying])
         going = _column(before.under_way).tolist()
         order = sorted(range(len(before)), key=lambda row: going[row])  # stable: what is complete, then what goes on
@@ -217,7 +238,7 @@ class Flight:
         place = {row: n for n, row in enumerate(order)}
         rows = [after.rows([place[row] for row in range(n, n + size)]) for n in range(0, len(before), size)]
         further = {id(group): replace(group, rows=of) for group, of in zip(flying, rows, strict=True)}
-        self.groups = [further.get(id(group), group) for group in self.groups]
+        self.in_flight = [further.get(id(group), group) for group in self.in_flight]
 
 
 def _measure(drawn: Landed, step: int, tally: Tally) -> None:
@@ -229,11 +250,11 @@ def _measure(drawn: Landed, step: int, tally: Tally) -> None:
     tally.count({"sampling/in_flight": len(drawn.left) - waiting, "sampling/waiting": waiting})
 
 
-def _slots(run: Run, step: int, indices: Sequence[int]) -> list[Slot]:
+def _slots(run: StepContext, step: int, indices: Sequence[int]) -> list[Slot]:
     return run.controller.slots_at(indices, step, run.prompts, run.recipe.train.prompts_per_step)
 
 
-def _begun(run: Run, slot: Slot) -> Group:
+def _begun(run: StepContext, slot: Slot) -> Group:
     """A group of which nothing is drawn yet, holding its prompt's features."""
     keys = run.pipeline.encode([slot])
     rows = samples_of([slot], run.recipe.train.group_size)

@@ -17,27 +17,28 @@ from torch import Tensor
 
 from mmrl import finite
 from mmrl.algorithms.mismatch import mismatch
-from mmrl.batch import Piece, Run, counted, of_group, rows_of_update, slices
+from mmrl.batch import MicroBatch, counted, of_group, rows_of_update
 from mmrl.controller.randomness import generator
 from mmrl.engines.policy import aged
+from mmrl.micro_batches import slices
+from mmrl.placement import work
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, RewardError
 from mmrl.rollout import rollout, unsampled
 from mmrl.samples import make_samples
+from mmrl.step_context import FinishedStep, StepContext
 from mmrl.tally import Sums, Tally
 from mmrl.trajectory import Trajectory
 
 
-def train_step(run: Run, step: int, clock: Clock, spent: float = 0.0) -> tuple[dict[str, float], list[Failure]]:
+def train_step(run: StepContext, step: int, clock: Clock, spent: float = 0.0) -> tuple[dict[str, float], list[Failure]]:
     """One step of training; returns its metrics and the samples left out.
 
     ``spent``: the share of train.max_cpu_seconds that the steps before it took.
     """
     train = run.recipe.train
-    streams = run.flight is not None or run.ahead is not None  # which begin slots before the costs of now are known
-    cost = None if run.balance is None or streams else run.balance.cost
     run.devices.begin_step()
-    slots = run.controller.slots(step, run.prompts, train.prompts_per_step, cost)
+    slots = run.controller.slots(step, run.prompts, train.prompts_per_step, run.cost)
     began = worked(run)
     tally = Tally(len(slots))
     sampled = run.objective.kind in ("policy_gradient", "forward_process")
@@ -49,42 +50,39 @@ def train_step(run: Run, step: int, clock: Clock, spent: float = 0.0) -> tuple[d
         total = run.controller.count(run.objective.amount(batch.weights[rows], batch.lengths[rows]))
         with clock("train"):
             pieces = slices(run, batch, rows, partial(run.devices.in_step, run)) if total else ()
-            tally.merge(run.devices.spread(run, "backward", pieces, total, step, update == 0))
+            tally.merge(run.devices.spread(run, backward, pieces, total, step, update == 0))
             tally.check_finite()
             if update == 0:
                 tally.check_first_ratio(exact=run.recipe.model.dtype == "float32")
             if total:
-                tally.set(run.devices.everywhere(run, "apply", spent))
+                tally.set(run.devices.everywhere(run, work.apply, spent))
                 tally.end_update()
     if run.objective.copies:
-        run.devices.everywhere(run, "move", step)
+        run.devices.everywhere(run, work.move, step)
     run.pipeline.features.release(batch.keys)
-    if run.flight is not None:
-        run.flight.settle(run)
     tally.set(run.devices.end_step(run, step))
     row = tally.means(run.controller.gather)
-    if run.balance is not None:
-        row |= run.balance.learn(run.controller, batch, slots, worked(run) - began)
-    if run.attempts is not None:
-        row |= run.attempts.learn(row)
+    seconds = worked(run) - began
+    for part in run.parts.values():
+        row |= part.end_step(run, FinishedStep(step, batch, slots, seconds, row))
     return row, batch.failures
 
 
-def worked(run: Run) -> float:
+def worked(run: StepContext) -> float:
     """Seconds by a clock that stands still while this controller waits for others."""
     return time.perf_counter() - run.controller.peers.waited
 
 
-def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: bool) -> Sums:
+def backward(run: StepContext, pieces: Iterable[MicroBatch], total: float, step: int, first: bool) -> Sums:
     """Add the gradients of some slices of an update of ``total`` entries; ``first``: no weight has moved yet."""
     tally = Tally()
 
-    def loss_of(piece: Piece) -> Tensor:
+    def loss_of(piece: MicroBatch) -> Tensor:
         new = recomputed(run, piece, step, tally)
         old = compared(run, piece.old, new, tally) if "rollout_log_probs" in piece.old else piece.old
         loss = run.objective.loss(new, old, total)
         tally.add(loss, total, first_update=first)
-        if run.balance is not None:
+        if run.pipeline.makes == "text":
             tally.gather({"balance/padding": torch.tensor(piece.padded - piece.tokens)}, {}, piece.padded)
         return loss.value
 
@@ -92,7 +90,7 @@ def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: 
     return tally.sums()
 
 
-def recomputed(run: Run, piece: Piece, step: int, tally: Tally) -> dict[str, Tensor]:
+def recomputed(run: StepContext, piece: MicroBatch, step: int, tally: Tally) -> dict[str, Tensor]:
     """What the objective needs of a slice under the weights of now, with a graph."""
     needs = run.objective.needs
     match run.objective.kind:
@@ -108,18 +106,20 @@ def recomputed(run: Run, piece: Piece, step: int, tally: Tally) -> dict[str, Ten
             return generated(run, piece.rows, step, tally)
 
 
-def as_drawn(run: Run, name: str) -> AbstractContextManager[None]:
+def as_drawn(run: StepContext, name: str) -> AbstractContextManager[None]:
     """``Policy.using``, but the copy that samples as it was when this step's samples were drawn."""
-    if run.ahead is not None and name in run.objective.copies:
-        name = aged(name, run.ahead.staleness)
+    if run.strategy.staleness and name in run.objective.copies:
+        name = aged(name, run.strategy.staleness)
     return run.policy.using(name)
 
 
-def compared(run: Run, old: dict[str, Tensor], new: dict[str, Tensor], tally: Tally) -> dict[str, Tensor]:
+def compared(run: StepContext, old: dict[str, Tensor], new: dict[str, Tensor], tally: Tally) -> dict[str, Tensor]:
     """``old`` with the policy's own log-probs where they were not prepared, and weights against the engine's gap."""
     own = old.get("log_probs", new["log_probs"].detach())
     rollout = run.recipe.rollout
-    same = rollout.engine == "transformers" and run.ahead is None  # the weights that train, in the same process
+    same = (
+        rollout.engine == "transformers" and not run.strategy.staleness
+    )  # the weights that train, in the same process
     how = ("none" if same else "token") if rollout.importance == "auto" else rollout.importance
     counted = old["mask"] * old["weights"].unsqueeze(1)
     gap = mismatch(own, old["rollout_log_probs"], counted, how, rollout.importance_cap)
@@ -127,7 +127,7 @@ def compared(run: Run, old: dict[str, Tensor], new: dict[str, Tensor], tally: Ta
     return old | {"log_probs": own} | ({} if gap.weights is None else {"importance": gap.weights})
 
 
-def generated(run: Run, rows: Trajectory, step: int, tally: Tally) -> dict[str, Tensor]:
+def generated(run: StepContext, rows: Trajectory, step: int, tally: Tally) -> dict[str, Tensor]:
     """Sample ``rows`` with a graph and score them with differentiable rewards: ``rewards``, their weighted sum
     ``[P, B]`` of each of ``P`` predictions (all of them again with each further phrase), and what else the objective
     needs."""

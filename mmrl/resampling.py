@@ -14,49 +14,70 @@ own price (``benchmarks/dynamic_sampling.py`` counts both).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from mmrl.algorithms.advantages import flat_groups
-from mmrl.batch import Run
+from mmrl.batch import Groups, Round
+from mmrl.checkpoint import PartState, Saved
+from mmrl.report.clock import Clock
+from mmrl.rollout import sample_and_score
+from mmrl.step_context import FinishedStep, StepContext, StepPart
 from mmrl.tally import Tally
 from mmrl.trajectory import Slot
-
-if TYPE_CHECKING:
-    from mmrl.rollout import Round
 
 DECAY = 0.9
 """Of the moving average of the valid fraction, per step."""
 
 
-class Attempts:
-    """Final class: how many attempts a slot has, ``most``, and how many of a flat one are tried together.
+class DynamicSampling(StepPart):
+    """Final class, a ``RolloutStrategy``: how many attempts a slot has, ``most``, and how many of a flat one are tried
+    together.
 
     ``valid``: moving average of the fraction of groups that differed, over all controllers; 1 at the start.
     """
 
+    staleness = 0
+    replaces_groups = True
+
     def __init__(self, most: int) -> None:
         self.most, self.valid = most, 1.0
+
+    def groups(
+        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally
+    ) -> tuple[list[Round], Groups]:
+        rounds = [sample_and_score(run, slots, step, clock)]
+
+        def again(slots: list[Slot]) -> Round:
+            return sample_and_score(run, slots, step, clock, number=len(rounds))
+
+        return rounds, resample(run, self, rounds, again, tally)
 
     def ahead(self, rounds: int, tried: int) -> int:
         """How many to try of a slot that is flat after ``rounds`` rounds and ``tried`` attempts."""
         wanted = 2 ** (rounds - 1) / max(self.valid, 1 / self.most)
         return min(self.most - tried, round(wanted))
 
-    def at(self, valid: float) -> Attempts:
+    def at(self, valid: float) -> DynamicSampling:
         """As they were when ``valid`` was the average; what is learned later does not reach them."""
         then = copy(self)
         then.valid = valid
         return then
 
-    def learn(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def end_step(self, run: StepContext, done: FinishedStep) -> dict[str, float]:
         """Take in the step's ``sampling/valid`` of all controllers; returns the average as a metric."""
-        self.valid = DECAY * self.valid + (1 - DECAY) * metrics["sampling/valid"]
+        self.valid = DECAY * self.valid + (1 - DECAY) * done.metrics["sampling/valid"]
         return {"sampling/valid_ema": self.valid}
+
+    def state_dict(self) -> PartState:
+        return PartState({"valid": self.valid})
+
+    def load_state_dict(self, numbers: Any, saved: Saved, run: StepContext) -> None:
+        self.valid = numbers["valid"]
 
 
 @dataclass(frozen=True)
@@ -70,8 +91,12 @@ class _Group:
 
 
 def resample(
-    run: Run, attempts: Attempts, rounds: list[Round], sample: Callable[[list[Slot]], Round], tally: Tally
-) -> list[tuple[int, int]]:
+    run: StepContext,
+    attempts: DynamicSampling,
+    rounds: list[Round],
+    sample: Callable[[list[Slot]], Round],
+    tally: Tally,
+) -> Groups:
     """Try further attempts of the slots of ``rounds[0]`` that are flat, by ``sample``, until none is or can be.
 
     Appends to ``rounds``; returns for each slot the (round, group) that stands in it.
@@ -100,7 +125,7 @@ def resample(
     return [(group.round, group.place) for group in standing]
 
 
-def _groups(run: Run, of: Round, number: int) -> list[_Group]:
+def _groups(run: StepContext, of: Round, number: int) -> list[_Group]:
     """The groups of round ``number`` and whether their rewards are all equal.
 
     A reward that is to be scaled by the whole batch's spread, which nobody knows yet, is looked at by itself: added to

@@ -3,56 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mmrl.algorithms.multi_reward import aggregated
 from mmrl.algorithms.objective import Scored
-from mmrl.batch import Batch, Run, chunks, rows_of_update, samples_of, slices
+from mmrl.batch import Batch, Groups, Round, chunks, rows_of_update, samples_of
 from mmrl.config.checks import label_of
 from mmrl.config.section import AdvantageAggregation
+from mmrl.engines.policy import Version
 from mmrl.errors import BadPromptError
+from mmrl.micro_batches import slices
 from mmrl.out_of_memory import in_phase
-from mmrl.placement.work import Drawing
+from mmrl.placement import work
 from mmrl.report.clock import Clock
-from mmrl.resampling import resample
 from mmrl.rewards.scoring import Failure, Scores
+from mmrl.step_context import SamplingSpec, StepContext
 from mmrl.tally import Tally
 from mmrl.trajectory import SampleId, Slot, Trajectory
-
-if TYPE_CHECKING:
-    from mmrl.engines.policy import Version
 
 MOST_REPLACED = 4
 """Unusable prompts in a step, per slot, after which it fails: the data is not what it seems."""
 
 
-def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) -> Batch:
+def rollout(run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally) -> Batch:
     """Sample a group for every slot, score it, and turn rewards into advantages."""
     with run.devices.alone(run, run.objective.samples_with(step)):
-        if run.ahead is not None:
-            rounds, groups = run.ahead.land(run, step, clock, tally)  # drawn while earlier steps trained
-        elif run.flight is not None:
-            drawn = run.flight.draw(run, step, step, clock)  # some begun in earlier steps
-            rounds = [run.flight.land(run, drawn, step, clock, tally)]
-            groups = groups_of(rounds[0])
-        else:
-            rounds = [sample_and_score(run, slots, step, clock)]
-            groups = groups_of(rounds[0])
-            if run.attempts is not None:
-
-                def again(slots: list[Slot]) -> Round:
-                    return sample_and_score(run, slots, step, clock, number=len(rounds))
-
-                groups = resample(run, run.attempts, rounds, again, tally)
+        rounds, groups = run.strategy.groups(run, slots, step, clock, tally)
     first = replace(rounds[0].scores, total=rewards_of(run, rounds, groups_of(rounds[0])))
     tally.set(reward_metrics(first, run.controller.gather))
     batch, scored = assemble(run, rounds, groups)
-    if batch.micro_batches[0].mask is not None or run.ahead is not None:
+    if batch.micro_batches[0].mask is not None or run.strategy.staleness:
         with clock("prepare"):
             scored = prepare(run, batch, scored)
     how: AdvantageAggregation = getattr(run.recipe.algorithm, "advantage_aggregation", "sum")
@@ -66,18 +50,21 @@ def rollout(run: Run, slots: list[Slot], step: int, clock: Clock, tally: Tally) 
     return batch
 
 
-@dataclass(frozen=True)
-class Round:
-    """Groups sampled and scored together, a group of rows for each of ``slots``, in their order."""
+class AtOnce:
+    """Final class, a ``RolloutStrategy``: every group is sampled in its step, with the weights that train."""
 
-    slots: list[Slot]
-    keys: list[str]
-    micro_batches: list[Trajectory]
-    scores: Scores
+    staleness = 0
+    replaces_groups = False
+
+    def groups(
+        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally
+    ) -> tuple[list[Round], Groups]:
+        whole = sample_and_score(run, slots, step, clock)
+        return [whole], groups_of(whole)
 
 
 def sample_and_score(
-    run: Run, slots: list[Slot], step: int, clock: Clock, version: Version | None = None, number: int = 0
+    run: StepContext, slots: list[Slot], step: int, clock: Clock, version: Version | None = None, number: int = 0
 ) -> Round:
     """A group of samples for every slot, in micro-batches, and what the rewards say of them, in round ``number``."""
     sampling = Sampling(run, slots, step, clock, clock, version, number)
@@ -93,7 +80,7 @@ class Sampling:
 
     def __init__(
         self,
-        run: Run,
+        run: StepContext,
         slots: list[Slot],
         step: int,
         clock: Clock,
@@ -108,10 +95,10 @@ class Sampling:
         actions = run.pipeline.noisy_steps(step) if "log_probs" in run.objective.needs else []
         inputs = run.rewards.inputs
         weights = run.objective.samples_with(step) if version is None else version.name
-        how = Drawing(actions, weights, run.recipe.seed, inputs, step=step, round=number)
+        how = SamplingSpec(actions, weights, run.recipe.seed, inputs, step=step, round=number)
         self._most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
         asked = [([s for s, _ in chunk], [i for _, i in chunk]) for chunk in chunks(rows, self._most)]
-        self._scoring = run.rewards.start(step, self._size, scale=run.attempts is None, round=number)
+        self._scoring = run.rewards.start(step, self._size, scale=not run.strategy.replaces_groups, round=number)
         self._drawn = run.devices.sample(run, asked, how, inside, version)
         self._micro_batches: dict[int, Trajectory] = {}
 
@@ -131,7 +118,7 @@ class Sampling:
 
 
 def encode(
-    run: Run, slots: list[Slot], other: Callable[[Slot, int], Slot] | None = None
+    run: StepContext, slots: list[Slot], other: Callable[[Slot, int], Slot] | None = None
 ) -> tuple[list[Slot], list[str], list[Failure]]:
     """Encode the prompts; one that cannot be used is named, and another takes its place. Raises ``UserError``.
 
@@ -155,7 +142,7 @@ def encode(
                 slots = [*slots[:n], other(slot, last + 1), *slots[n + 1 :]]
 
 
-def assemble(run: Run, rounds: list[Round], groups: list[tuple[int, int]]) -> tuple[Batch, Scored]:
+def assemble(run: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> tuple[Batch, Scored]:
     """The chosen groups of all rounds as one batch, with their rewards."""
     size = run.recipe.train.group_size
     sampled = [trajectory for r in rounds for trajectory in r.micro_batches]
@@ -185,14 +172,14 @@ def assemble(run: Run, rounds: list[Round], groups: list[tuple[int, int]]) -> tu
     return batch, scored
 
 
-def groups_of(whole: Round) -> list[tuple[int, int]]:
+def groups_of(whole: Round) -> Groups:
     """The (round, group) of every slot of a first round."""
     return [(0, n) for n in range(len(whole.slots))]
 
 
-def rewards_of(run: Run, rounds: list[Round], groups: list[tuple[int, int]]) -> Tensor:
+def rewards_of(run: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> Tensor:
     """The weighted sum ``[B]`` of the rewards of these groups, which are the batch that some are normalised by."""
-    if run.attempts is None:
+    if not run.strategy.replaces_groups:
         return taken(run, groups, [one.scores.total for one in rounds])
     size = run.recipe.train.group_size
     return run.rewards.total(
@@ -200,18 +187,18 @@ def rewards_of(run: Run, rounds: list[Round], groups: list[tuple[int, int]]) -> 
     )
 
 
-def parts_of(run: Run, rounds: list[Round], groups: list[tuple[int, int]]) -> dict[str, Tensor]:
+def parts_of(run: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> dict[str, Tensor]:
     """The raw values ``[B]`` of every reward of these groups, by label."""
     return {label: taken(run, groups, [one.scores.parts[label] for one in rounds]) for label in run.rewards.labels}
 
 
-def taken(run: Run, groups: list[tuple[int, int]], columns: list[Tensor]) -> Tensor:
+def taken(run: StepContext, groups: list[tuple[int, int]], columns: list[Tensor]) -> Tensor:
     """The rows of these (round, group), of a column of every round."""
     size = run.recipe.train.group_size
     return torch.cat([columns[r][n * size : (n + 1) * size] for r, n in groups])
 
 
-def spread_spans(run: Run, batch: Batch, rounds: list[Round], rows: list[tuple[int, int]]) -> Tensor | None:
+def spread_spans(run: StepContext, batch: Batch, rounds: list[Round], rows: list[tuple[int, int]]) -> Tensor | None:
     """What rewards said of pieces of responses, summed on their tokens ``[B, T]`` float64; None where they said none.
 
     Each reward counts with its weight.
@@ -229,12 +216,12 @@ def spread_spans(run: Run, batch: Batch, rounds: list[Round], rows: list[tuple[i
     return out
 
 
-def group_of_row(groups: int, run: Run) -> Tensor:
+def group_of_row(groups: int, run: StepContext) -> Tensor:
     """The group of each row ``[B]``, groups contiguous."""
     return torch.arange(groups).repeat_interleave(run.recipe.train.group_size)
 
 
-def prepare(run: Run, batch: Batch, scored: Scored) -> Scored:
+def prepare(run: StepContext, batch: Batch, scored: Scored) -> Scored:
     """Recompute what must be known of the whole batch before its first update, in the very slices of the updates.
 
     Log-probs of the policy before the update are needed only where something moves between: with one update per step
@@ -251,7 +238,7 @@ def prepare(run: Run, batch: Batch, scored: Scored) -> Scored:
     columns = {name: torch.zeros(len(batch.places), width) for name in wanted}
     for update in range(updates if wanted else 0):
         pieces = slices(run, batch, rows_of_update(batch, update, updates), partial(run.devices.in_step, run))
-        for made in run.devices.spread(run, "prepare", pieces, wanted):
+        for made in run.devices.spread(run, work.prepare, pieces, wanted):
             for index, entries, new in made:
                 at = torch.tensor(index).unsqueeze(1)
                 for name in new:
@@ -272,14 +259,14 @@ def mask_of(batch: Batch) -> Tensor | None:
     return mask
 
 
-def unsampled(run: Run, slots: list[Slot], clock: Clock) -> Batch:
+def unsampled(run: StepContext, slots: list[Slot], clock: Clock) -> Batch:
     """The rows of a step that has nothing to sample: a pathwise one samples in its update, an offline one has pairs."""
     with clock("encode"):
         slots, keys, bad = encode(run, slots)
     return prompts_alone(run, slots, keys, bad)
 
 
-def prompts_alone(run: Run, slots: list[Slot], keys: list[str], failures: Sequence[Failure] = ()) -> Batch:
+def prompts_alone(run: StepContext, slots: list[Slot], keys: list[str], failures: Sequence[Failure] = ()) -> Batch:
     """The rows of every slot, all of weight 1, with nothing in them but their prompts."""
     rows = samples_of(slots, run.recipe.train.group_size)
     empty = torch.empty(len(rows), 0, device=next(iter(run.policy.trainable.values())).device)

@@ -14,8 +14,7 @@ from torch import nn
 
 import mmrl
 from mmrl import checkpoint
-from mmrl.ahead import Ahead
-from mmrl.batch import Run
+from mmrl.ahead import AsyncRollout
 from mmrl.config.algorithms import PPO, TokenAlgorithm, with_length_limit
 from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
@@ -26,15 +25,17 @@ from mmrl.engines.policy import Policy, aged
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
 from mmrl.evaluation import Heldout, told
-from mmrl.flight import Flight
+from mmrl.flight import PartialRollout
 from mmrl.out_of_memory import in_phase
-from mmrl.placement.devices import Devices, Single
+from mmrl.placement.devices import Single
 from mmrl.report.rundir import RunDir
-from mmrl.resampling import Attempts
+from mmrl.resampling import DynamicSampling
 from mmrl.resume import as_it_worked
 from mmrl.rewards.patience import Patience
 from mmrl.rewards.scoring import RewardSet
+from mmrl.rollout import AtOnce
 from mmrl.secrets import given_again
+from mmrl.step_context import Devices, RolloutStrategy, StepContext, StepPart
 from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
 
 
 @in_phase("load")
-def build(recipe: Recipe, root: Path, controller: Controller | None = None, devices: Devices | None = None) -> Run:
+def build(
+    recipe: Recipe, root: Path, controller: Controller | None = None, devices: Devices | None = None
+) -> StepContext:
     """Load everything a step needs; what fails cheaply fails first. ``root``: where relative paths are looked up.
 
     ``controller``: which of several this is; None is the only one. ``devices``: what computes; None is this process.
@@ -75,14 +78,13 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
     if isinstance(recipe.algorithm, PPO):  # it starts as a copy of the policy, so before the policy is in shards
         settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
         module = pipeline.open_critic()
-        critic = Policy(module, settings, total, weights_of(module, recipe, controller))
+        critic = Policy(module, settings, total, weights_of(module, recipe, controller), prefix="critic_")
     policy = Policy(pipeline.policy, recipe.optim, total, weights_of(pipeline.policy, recipe, controller))
     keep_copies(policy, objective, recipe.placement.staleness or 0)
-    flight = Flight(recipe.rollout.partial) if recipe.rollout.partial else None
-    algorithm, attempts = recipe.algorithm, None
-    if isinstance(algorithm, TokenAlgorithm) and algorithm.dynamic_sampling:
-        attempts = Attempts(algorithm.max_attempts)
-    return Run(
+    strategy, parts = strategy_of(recipe)
+    streams = recipe.rollout.partial or recipe.placement.apart  # slots begin before the costs of now are known
+    balance = Balance(recipe) if pipeline.makes == "text" else None
+    return StepContext(
         recipe,
         controller,
         pipeline,
@@ -92,12 +94,22 @@ def build(recipe: Recipe, root: Path, controller: Controller | None = None, devi
         prompts,
         device,
         devices or Single(),
+        strategy,
         critic,
-        flight,
-        Balance(recipe) if pipeline.makes == "text" else None,
-        attempts,
-        Ahead(recipe.placement.staleness or 1) if recipe.placement.apart else None,
+        parts if balance is None else {"balance": balance, **parts},
+        None if balance is None or streams else balance.cost,
     )
+
+
+def strategy_of(recipe: Recipe) -> tuple[RolloutStrategy, dict[str, StepPart]]:
+    """How a step of the recipe gets its groups, and the parts of the step that it is made of."""
+    partial = PartialRollout(recipe.rollout.partial) if recipe.rollout.partial else None
+    algorithm, dynamic = recipe.algorithm, None
+    if isinstance(algorithm, TokenAlgorithm) and algorithm.dynamic_sampling:
+        dynamic = DynamicSampling(algorithm.max_attempts)
+    ahead = AsyncRollout(recipe.placement.staleness or 1, partial, dynamic) if recipe.placement.apart else None
+    parts = {"flight": partial, "attempts": dynamic, "ahead": ahead}
+    return ahead or partial or dynamic or AtOnce(), {name: part for name, part in parts.items() if part is not None}
 
 
 def keep_copies(policy: Policy, objective: Objective, staleness: int) -> None:
@@ -196,7 +208,7 @@ def open_run(path: Path) -> tuple[Recipe, RunDir]:
         ) from error
 
 
-def restored(path: Path, which: str) -> tuple[Run, RunDir, int]:
+def restored(path: Path, which: str) -> tuple[StepContext, RunDir, int]:
     """The run at ``path`` with the weights of a checkpoint: ``latest``, ``best`` (of early stopping), a step, or
     ``base`` (as it began).
 
@@ -218,7 +230,7 @@ def restored(path: Path, which: str) -> tuple[Run, RunDir, int]:
             raise UserError(f"--checkpoint {which}: give latest, best, base or a step")
         if found is None:
             raise UserError(f"{path} has no whole checkpoint yet; use --checkpoint base, or train first")
-        checkpoint.restore_policy(run.policy, found)
+        run.policy.load_state_dict(found.state["policy"], found)
         step = found.step
     return run, directory, step
 

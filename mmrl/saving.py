@@ -17,9 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmrl import checkpoint, early_stopping, finite
-from mmrl.batch import Run
-from mmrl.checkpoint import Checkpoint
+from mmrl import checkpoint, finite
+from mmrl.checkpoint import BEST, Checkpoint
 from mmrl.errors import NotFiniteError
 from mmrl.manifest import MANIFEST, STATE, directory_of, entries, sha256
 
@@ -140,14 +139,6 @@ class Saver:
             torch.cuda.current_stream().synchronize()
         copied = Checkpoint(taken.step, tensors, taken.state)
         return lambda: save(self.folder, copied, keep, others)
-
-
-def saver_of(run: Run, folder: Path) -> Saver:
-    """What saves ``run`` into ``folder``. All ranks must call it together."""
-    ranks = run.controller.peers.again("gloo") if run.policy.weights.in_shards else None
-    each = run.flight is not None and run.controller.size > 1  # responses in flight stay with their controller
-    gather = run.controller.gather if each else None
-    return Saver(folder, run.recipe.checkpoint.keep, ranks, run.controller.leads, gather)
 
 
 def hand_in(folder: Path, taken: Checkpoint, leads: bool, gather: Gather) -> list[str]:
@@ -294,7 +285,7 @@ def _rotate(folder: Path, taken: Checkpoint, keep: int) -> None:
 
     Those of later steps are of an attempt that this run repeats: they take no place, and are replaced in their turn.
     """
-    best = taken.state.get(early_stopping.KEY, {}).get("step")
+    best = taken.state.get(BEST, {}).get("step")
     before = [entry for entry in entries(folder) if entry.step <= taken.step]
     kept = sorted({entry.step for entry in before if entry.usable})[-keep:]
     for entry in before if len(kept) == keep else ():

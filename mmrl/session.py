@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from mmrl import checkpoint, early_stopping
-from mmrl.checkpoint import Saved
+from mmrl import checkpoint
+from mmrl.checkpoint import BEST, Saved, Stateful
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.masking import masked_override
 from mmrl.controller import Controller
@@ -28,7 +28,7 @@ from mmrl.garbage import rarely_collected
 from mmrl.judge.usage import PREFIX, Spending
 from mmrl.loop import train_step
 from mmrl.out_of_memory import OutOfMemoryError, in_phase
-from mmrl.placement.devices import Devices
+from mmrl.placement import work
 from mmrl.placement.shortage import explained
 from mmrl.placement.stacking import settled
 from mmrl.report.clock import Clock
@@ -41,8 +41,9 @@ from mmrl.resume import same_run
 from mmrl.rewards.patience import one_line, summary
 from mmrl.rewards.scoring import Failure
 from mmrl.run import build, load_prompts
-from mmrl.saving import saver_of
+from mmrl.run_state import of_run, restore, saver_of, take_up
 from mmrl.secrets import remember
+from mmrl.step_context import Devices
 from mmrl.stopping import Stop, stop_on_signal
 
 
@@ -212,11 +213,8 @@ class Session:
         """
         found = found or checkpoint.newest(self.checkpoints, ANEW)
         if found is not None:
-            checkpoint.restore(self.run, found)
-            self.run.devices.others(self.run, "restore", self.checkpoints, found.step)
-            self.run.devices.take_up(found.state.get("placement", {}))
-            if self.early is not None and early_stopping.KEY in found.state:
-                self.early.load_state(found.state[early_stopping.KEY])
+            restore(self.run, found, self._others)
+            self.run.devices.others(self.run, take_up, self.checkpoints, found.step)
             self.done, self.cpu_seconds = found.step, found.state["cpu_seconds"]
             self.saver.saved, self.updates = self.done, self.run.policy.updates
         print(
@@ -358,12 +356,16 @@ class Session:
         return f"held-out: {text}"
 
     def _save(self) -> None:
-        kept = {"cpu_seconds": self.cpu_seconds, "placement": self.run.devices.kept()}
-        if self.early is not None:
-            kept[early_stopping.KEY] = self.early.state()
         together = self.saver.ranks is not None
-        with self.run.devices.beside(self.run, "save", self.done) if together else nullcontext():
-            self.saver.begin(checkpoint.of_run(self.run, self.done, **kept), self._proved)
+        with self.run.devices.beside(self.run, work.save, self.done) if together else nullcontext():
+            taken = of_run(self.run, self.done, self._others, cpu_seconds=self.cpu_seconds)
+            self.saver.begin(taken, self._proved)
+
+    @property
+    def _others(self) -> dict[str, Stateful]:
+        """What a checkpoint keeps of the session besides the run."""
+        early = {} if self.early is None else {BEST: self.early}
+        return {"placement": self.run.devices, **early}
 
     def _save_rest(self) -> None:
         """Have the last step on the disk, where it can be."""

@@ -139,8 +139,8 @@ def step(run, number=0):
 
 def watched(run):
     """The rounds that the flight hands over, as they come."""
-    rounds, land = [], run.flight.land
-    run.flight.land = lambda *args: rounds.append(land(*args)) or rounds[-1]
+    rounds, land = [], run.parts["flight"].land
+    run.parts["flight"].land = lambda *args: rounds.append(land(*args)) or rounds[-1]
     return rounds
 
 

@@ -7,18 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmrl import checkpoint
+from mmrl import checkpoint, run_state
 from mmrl._torchvision import allow_cpu_only
-from mmrl.ahead import Ahead
+from mmrl.ahead import AsyncRollout
 from mmrl.config.loader import load_recipe
 from mmrl.engines.policy import Version
 from mmrl.loop import train_step
+from mmrl.placement import work
 from mmrl.placement.adaptive import Split
 from mmrl.placement.board import Board, Task, as_rows
 from mmrl.placement.devices import Single
 from mmrl.report.clock import Clock
 from mmrl.report.rundir import RunDir
-from mmrl.resampling import Attempts
+from mmrl.resampling import DynamicSampling
 from mmrl.run import build
 from mmrl.saving import Saver
 from mmrl.session import Session, Stop
@@ -62,7 +63,7 @@ class Lagging(Single):
         return iter(drawn)
 
 
-class InTurn(Ahead):
+class InTurn(AsyncRollout):
     """All rounds of a step, before anything else is done."""
 
     def _begin(self, *given):
@@ -71,15 +72,25 @@ class InTurn(Ahead):
         return begun
 
 
-class OneByOne(Attempts):
+class OneByOne(DynamicSampling):
     """Nothing is tried ahead."""
 
     def ahead(self, rounds, tried):
         return min(1, self.most - tried)
 
 
+def with_part(run, name, part):
+    """``run`` with another part, which its strategy is made of."""
+    parts = {**run.parts, name: part}
+    ahead = parts["ahead"]
+    if name == "attempts":
+        ahead.dynamic = part
+    return replace(run, parts=parts, strategy=ahead)
+
+
 def in_turn(run):
-    return replace(run, ahead=InTurn(run.ahead.staleness))
+    then = run.parts["ahead"]
+    return with_part(run, "ahead", InTurn(then.staleness, then.partial, then.dynamic))
 
 
 def opened(recipe, staleness=1, devices=None):
@@ -236,15 +247,17 @@ def test_a_resumed_run_draws_again_what_was_under_way(recipe, staleness, tmp_pat
     first = opened(recipe, staleness)
     found = steps(first, 0, 3)
     saver = Saver(tmp_path, keep=1)
-    saver.begin(checkpoint.of_run(first, 3))
+    saver.begin(run_state.of_run(first, 3))
     saver.finish()
     second = opened(recipe, staleness)
-    checkpoint.restore(second, checkpoint.load(tmp_path, 3))
+    run_state.restore(second, checkpoint.load(tmp_path, 3))
     found += steps(second, 3, 5)
     assert figures(found) == figures(whole)
     without = opened(recipe, staleness)
-    checkpoint.restore(without, checkpoint.load(tmp_path, 3))
-    without.ahead._versions = dict.fromkeys(range(4), without.policy.version("current"))  # had it kept no versions
+    run_state.restore(without, checkpoint.load(tmp_path, 3))
+    without.parts["ahead"]._versions = dict.fromkeys(
+        range(4), without.policy.version("current")
+    )  # had it kept no versions
     assert figures(steps(without, 3, 5)) != figures(whole)[3:]
 
 
@@ -270,13 +283,13 @@ def test_replacements_are_drawn_with_the_weights_of_their_step(staleness):
 def test_how_many_are_tried_ahead_changes_no_group_that_stands():
     """Nor the weights, to the bit: a micro-batch is of one group."""
     weights = []
-    for made in (Attempts, OneByOne):
+    for made in (DynamicSampling, OneByOne):
         run = opened(REPLACED)
-        run = replace(run, attempts=made(4))
+        run = with_part(run, "attempts", made(4))
         found = steps(run, 0, 4)
         weights.append([p.detach().clone() for p in run.policy.trainable.values()])
         asked = sum(row["sampling/groups"] for row in found), sum(row["sampling/rounds"] for row in found)
-        if made is Attempts:
+        if made is DynamicSampling:
             together = asked
     assert together[0] > asked[0]
     assert together[1] < asked[1]
@@ -286,7 +299,7 @@ def test_how_many_are_tried_ahead_changes_no_group_that_stands():
 def test_nothing_is_drawn_beyond_the_last_step():
     run = opened([*TEXT, "train.steps=3"], staleness=2)
     steps(run, 0, 3)
-    assert not run.ahead._begun
+    assert not run.parts["ahead"]._begun
     assert run.pipeline.features.held == 0
 
 
@@ -295,7 +308,7 @@ def test_apart_each_device_keeps_its_role():
     board.apart(Split(1, 1))
     assert board.roles == ["train", "rollout", "judge"]
     for role in ("rollout", "judge"):
-        board.put(Task(role, "sample", ()))
+        board.put(Task(role, work.sample, ()))
     assert board._next(0) is None
     assert board.take(2).role == "judge"
     assert board._next(2) is None
@@ -306,13 +319,13 @@ def test_what_an_earlier_step_waits_for_goes_first():
     board = Board(2)
     board.apart(Split(1, 0))
     for name, updates in (("later", 3), ("replacement", 2), ("another", 3), ("first", 1)):
-        board.put(Task("rollout", name, (), version=Version(updates, "current", {})))
-    assert [board.take(1).name for _ in range(4)] == ["first", "replacement", "later", "another"]
+        board.put(Task("rollout", work.sample, (name,), version=Version(updates, "current", {})))
+    assert [board.take(1).arguments[0] for _ in range(4)] == ["first", "replacement", "later", "another"]
 
 
 def test_work_that_goes_on_into_the_next_step_counts_in_both():
     board = Board(1)
-    board.put(Task("rollout", "sample", (), of=(4, 1)))
+    board.put(Task("rollout", work.sample, (), of=(4, 1)))
     board.take(0)
     began = board._since[0]
     board.cut()
@@ -329,7 +342,7 @@ def test_work_that_goes_on_into_the_next_step_counts_in_both():
 
 def test_work_that_ends_as_the_step_does_counts_once():
     board = Board(1)
-    board.put(Task("rollout", "sample", ()))
+    board.put(Task("rollout", work.sample, ()))
     board.take(0)
     began = board._since[0]
     board.cut()

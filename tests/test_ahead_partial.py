@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmrl import checkpoint
-from mmrl.ahead import Ahead
+from mmrl import checkpoint, run_state
+from mmrl.ahead import AsyncRollout
 from mmrl.controller import Controller
 from mmrl.errors import UserError
 from mmrl.placement import work
 from mmrl.placement.devices import Single
 from mmrl.run import build
-from mmrl.saving import saver_of
+from mmrl.run_state import saver_of
 from tests import ray_runs
 from tests.flights import EXTRA, PER_STEP, Room, Sampler, load, replayed, step, watched, write
 
@@ -62,7 +62,7 @@ class Beside(Single):
         return [work.go_on(self.there, part, most, how) for part in parts]
 
 
-class InTurn(Ahead):
+class InTurn(AsyncRollout):
     """The whole drawing of a step, before anything else is done."""
 
     def _begin(self, *given):
@@ -84,9 +84,13 @@ def made(folder, staleness, overrides=(), controller=None, devices=None):
     return run
 
 
+def with_ahead(run, ahead):
+    return replace(run, parts={**run.parts, "ahead": ahead}, strategy=ahead)
+
+
 def opened(folder, staleness=1, devices=None, overrides=(), controller=None):
     run = made(folder, staleness, overrides, controller, devices or Lagging())
-    return run if devices else replace(run, ahead=InTurn(staleness))
+    return run if devices else with_ahead(run, InTurn(staleness, run.parts["flight"]))
 
 
 def steps(run, first=0, last=STEPS):
@@ -103,7 +107,7 @@ def whole(folder):
 
 def save(run, folder, done):
     saver = saver_of(run, folder)
-    saver.begin(checkpoint.of_run(run, done))
+    saver.begin(run_state.of_run(run, done))
     saver.finish()
     assert saver.failed is None
 
@@ -150,7 +154,7 @@ def test_who_is_faster_changes_nothing(folder, whole):
         run = opened(folder, 2, devices)
         assert figures(steps(run)) == figures(whole[2])
         assert len(devices.threads) == STEPS  # each drawn by a thread of its own
-        assert not run.ahead._begun
+        assert not run.parts["ahead"]._begun
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -162,14 +166,15 @@ def test_a_resumed_run_goes_on_with_what_was_in_flight(folder, whole, staleness,
     assert saved.parts("flight")["flight-0"]["mask"].sum() > 0
     assert len(saved.state["flight"]["slots"]) == EXTRA
     second = opened(folder, staleness)
-    checkpoint.restore(second, saved)
+    run_state.restore(second, saved)
     found += steps(second, 3)
     assert figures(found) == figures(whole[staleness])
     anew = opened(folder, staleness)
-    checkpoint.restore(anew, saved)
+    run_state.restore(anew, saved)
     for name in ("mask", "clean", "log_probs", "drawn_at"):  # had it kept no tokens
-        anew.flight.groups = [
-            replace(g, rows=replace(g.rows, **{name: getattr(g.rows, name)[:, :0]})) for g in anew.flight.groups
+        anew.parts["flight"].in_flight = [
+            replace(g, rows=replace(g.rows, **{name: getattr(g.rows, name)[:, :0]}))
+            for g in anew.parts["flight"].in_flight
         ]
     assert figures(steps(anew, 3)) != figures(whole[staleness])[3:]
 
@@ -183,7 +188,7 @@ def test_any_number_of_controllers_draws_the_same_ahead_and_goes_on(folder, tmp_
             room = Room(size)
             runs = [opened(folder, 1, None, overrides, Controller(0, r, size, room.member(r))) for r in range(size)]
             for run in runs if done else ():
-                checkpoint.restore(run, checkpoint.load(saved, done))
+                run_state.restore(run, checkpoint.load(saved, done))
             with ThreadPoolExecutor(size) as pool:
                 for n in range(done, done + many):
                     first, *_ = pool.map(lambda run, n=n: step(run, n)[0], runs)
@@ -205,10 +210,10 @@ def test_what_is_not_trained_on_stays_in_flight_at_the_end(folder):
     run = opened(folder)
     rounds = watched(run)
     steps(run)
-    slots = [s for r in rounds for s in r.slots] + [g.slot for g in run.flight.groups]
+    slots = [s for r in rounds for s in r.slots] + [g.slot for g in run.parts["flight"].in_flight]
     assert sorted(s.step * PER_STEP + s.index for s in slots) == list(range(STEPS * PER_STEP + EXTRA))
-    assert not run.ahead._begun
-    assert run.pipeline.features.held == len({key for g in run.flight.groups for key in g.keys})
+    assert not run.parts["ahead"]._begun
+    assert run.pipeline.features.held == len({key for g in run.parts["flight"].in_flight for key in g.keys})
 
 
 def test_a_drawing_that_fails_stops_the_run_and_those_after_it(folder):
@@ -219,7 +224,7 @@ def test_a_drawing_that_fails_stops_the_run_and_those_after_it(folder):
     run = opened(folder, 2, Beside(made(folder, 2), fails))
     with pytest.raises(UserError, match="the engine is gone"):
         steps(run)
-    for begun in run.ahead._begun.values():
+    for begun in run.parts["ahead"]._begun.values():
         assert isinstance(begun.drawn.exception(timeout=60), UserError)
 
 

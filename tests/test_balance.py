@@ -19,7 +19,7 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from mmrl import checkpoint, saving
+from mmrl import checkpoint, run_state, saving
 from mmrl._torchvision import allow_cpu_only
 from mmrl.balance import (
     PRIOR,
@@ -38,13 +38,13 @@ from mmrl.balance import (
     residual,
     unevenness,
 )
-from mmrl.batch import packed
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from mmrl.datasets.records import Records
 from mmrl.loop import train_step
 from mmrl.media import Media
+from mmrl.micro_batches import packed
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.trajectory import Prompt
@@ -322,7 +322,7 @@ def steps(run, n=STEPS):
         object.__setattr__(run.controller, "slots", slots)
         row, _ = train_step(run, step, Clock(torch.device("cpu")))
         object.__delattr__(run.controller, "slots")
-        known = run.balance.state()
+        known = run.parts["balance"].state_dict().numbers
         out.append({"slots": {s.index: s.prompt.id for s in given}, "row": row, "known": json.loads(json.dumps(known))})
     return out
 
@@ -403,7 +403,7 @@ def numbers(row):
 def test_costs_follow_seconds_only_where_the_recipe_says_so(folder):
     prompt = Prompt("p", "Say a." * 20)
     for by, follows in (("predicted", False), ("measured", True)):
-        balance = make(folder, None, f"train.balance={by}").balance
+        balance = make(folder, None, f"train.balance={by}").parts["balance"]
         before = balance.cost(prompt)
         balance.workload.learn([([4.0, 2.0, 0.0, 0.0, 1.0, 0.0, 1.0], 50.0)])
         balance.workload.adopt(balance.workload.fitted())
@@ -464,7 +464,7 @@ def test_prompts_are_given_out_unread_and_media_unopened(size):
 
 
 def test_pictures_and_clips_count_by_their_pixels_without_being_decoded(folder):
-    balance = make(folder).balance
+    balance = make(folder).parts["balance"]
     plain = Prompt("p", "Say a.")
     seen = [
         Media("image", path="/nowhere.png", pixels=28 * 28 * 100),
@@ -481,16 +481,22 @@ def test_pictures_and_clips_count_by_their_pixels_without_being_decoded(folder):
 def test_a_resumed_run_gives_prompts_to_the_controllers_that_would_have_had_them(folder, tmp_path):
     run = make(folder)
     steps(run)
-    run.balance.workload.adopt(run.balance.workload.fitted())  # as several controllers do
-    before = [run.balance.seconds(p) for p in run.prompts]
-    saving.save(tmp_path, checkpoint.of_run(run, STEPS, cpu_seconds=0.0), keep=1)
+    run.parts["balance"].workload.adopt(run.parts["balance"].workload.fitted())  # as several controllers do
+    before = [run.parts["balance"].seconds(p) for p in run.prompts]
+    saving.save(tmp_path, run_state.of_run(run, STEPS, cpu_seconds=0.0), keep=1)
     again = make(folder)
-    unlearned = given(3, again.prompts, 8, again.balance.cost)
-    checkpoint.restore(again, checkpoint.load(tmp_path, STEPS))
-    assert again.balance.state() == json.loads(json.dumps(run.balance.state()))
-    assert [again.balance.cost(p) for p in again.prompts] == [run.balance.cost(p) for p in run.prompts]
-    assert [again.balance.seconds(p) for p in again.prompts] == before
-    assert given(3, again.prompts, 8, again.balance.cost) == given(3, run.prompts, 8, run.balance.cost)
+    unlearned = given(3, again.prompts, 8, again.parts["balance"].cost)
+    run_state.restore(again, checkpoint.load(tmp_path, STEPS))
+    assert again.parts["balance"].state_dict().numbers == json.loads(
+        json.dumps(run.parts["balance"].state_dict().numbers)
+    )
+    assert [again.parts["balance"].cost(p) for p in again.prompts] == [
+        run.parts["balance"].cost(p) for p in run.prompts
+    ]
+    assert [again.parts["balance"].seconds(p) for p in again.prompts] == before
+    assert given(3, again.prompts, 8, again.parts["balance"].cost) == given(
+        3, run.prompts, 8, run.parts["balance"].cost
+    )
     assert sorted(s.index for part in unlearned for s in part) == list(range(8))
 
 

@@ -22,6 +22,7 @@ from mmrl.placement.several import Several
 from mmrl.placement.utilisation import Sampler, of_gpu
 from mmrl.report import notices
 from mmrl.runtime.worker import LostDeviceError, There, serve
+from mmrl.step_context import DeviceState
 from tests.ray_runs import JUDGED, ROOT, SMALL, alike, ended, lose_one, placed, rows, run, start, train
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -314,8 +315,23 @@ class Unreadable:
         return int, ("no number",)
 
 
+def echo(run, value):
+    return value
+
+
+def unsendable(run):
+    return Unsendable()
+
+
+def tell(run, value):
+    notices.tell("a server is lost")
+    with notices.starting(), notices.starting():
+        run.starts.append("while")
+    return value
+
+
 @pytest.fixture
-def device(monkeypatch):
+def device():
     """A device as its controller sees it, which another thread serves, and what was heard of it."""
     here, there = Pipe()
     heard, starts = [], []
@@ -326,15 +342,8 @@ def device(monkeypatch):
         yield
         starts.append("over")
 
-    def work(run, name, arguments):
-        if name == "tell":
-            notices.tell("a server is lost")
-            with notices.starting(), notices.starting():
-                starts.append("while")
-        return Unsendable() if name == "unsendable" else arguments
-
-    monkeypatch.setattr("mmrl.runtime.worker.perform", work)
-    run = SimpleNamespace(pipeline=SimpleNamespace(features=SimpleNamespace(hold=lambda keys: None)))
+    features = SimpleNamespace(hold=lambda keys: None)
+    run = SimpleNamespace(pipeline=SimpleNamespace(features=features), local=DeviceState(), starts=starts)
     serving = threading.Thread(target=serve, args=(run, there), daemon=True)
     serving.start()
     yield There(3, here, heard.append, starting), heard, starts
@@ -344,23 +353,23 @@ def device(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "features"),
+    ("task", "arguments", "features"),
     [
-        ("unsendable", (), {}),  # its answer
-        ("nothing", (Unreadable(),), {}),
-        ("nothing", (), {"a prompt": None}),  # which the store does not take
+        (unsendable, (), {}),  # its answer
+        (echo, (Unreadable(),), {}),
+        (echo, (), {"a prompt": None}),  # which the store does not take
     ],
 )
-def test_what_fails_between_tasks_is_an_answer_and_no_silence(device, name, arguments, features):
+def test_what_fails_between_tasks_is_an_answer_and_no_silence(device, task, arguments, features):
     there, _, _ = device
     with pytest.raises(LostDeviceError, match=r"(?s)device 3 failed.*(stays|no num|put)"):
-        soon(lambda: there.perform(None, name, arguments, features))
-    assert there.perform(None, "echo", (1,), {}) == (1,)  # it goes on
+        soon(lambda: there.perform(None, task, arguments, features))
+    assert there.perform(None, echo, (1,), {}) == 1  # it goes on
 
 
 def test_what_happens_on_a_device_is_heard_before_its_answer(device):
     there, heard, starts = device
-    assert there.perform(None, "tell", (1,), {}) == (1,)
+    assert there.perform(None, tell, (1,), {}) == 1
     assert heard == ["device 3: a server is lost"]
     assert sorted(starts) == ["begun", "over", "while"]
 

@@ -31,8 +31,8 @@ def test_only_what_is_better_by_the_threshold_ends_the_waiting():
     assert seen == [True, True, False, False]
     assert (early.best, early.step, early.stopped) == (0.7, 1, True)
     other = EarlyStop(early.settings)
-    other.load_state(json.loads(json.dumps(early.state())))
-    assert other.state() == early.state()
+    other.load_state_dict(json.loads(json.dumps(early.state_dict().numbers)), None)
+    assert other.state_dict() == early.state_dict()
     assert other.saw(4, {"reward/x": 0.81})
     assert not other.stopped
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmrl import checkpoint
+from mmrl import checkpoint, run_state
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.errors import BadPromptError, UserError
@@ -38,7 +38,7 @@ def test_every_step_trains_on_as_many_groups_and_nothing_is_lost_or_trained_twic
     rounds, rows = watched(run), []
     for n in range(10):
         rows.append(step(run, n)[0])
-        trained, flying = [s for r in rounds for s in r.slots], [g.slot for g in run.flight.groups]
+        trained, flying = [s for r in rounds for s in r.slots], [g.slot for g in run.parts["flight"].in_flight]
         assert len(rounds[-1].slots) == PER_STEP
         assert len(rounds[-1].scores.total) == PER_STEP * 2
         assert sorted(positions([*trained, *flying])) == list(range(PER_STEP * (n + 1) + EXTRA))
@@ -89,7 +89,9 @@ def test_drawn_in_parts_or_whole_a_greedy_response_is_the_same(folder, temperatu
     run = make(folder)
     run.pipeline.settings = run.pipeline.settings.model_copy(update={"temperature": temperature})
     clock = Clock(torch.device("cpu"))
-    rounds = [run.flight.land(run, run.flight.draw(run, n, n, clock), n, clock, Tally()) for n in range(4)]
+    rounds = [
+        run.parts["flight"].land(run, run.parts["flight"].draw(run, n, n, clock), n, clock, Tally()) for n in range(4)
+    ]
     assert max(len(t.drawn_at.unique()) for r in rounds for t in r.micro_batches) > 1
     equal = []
     for cut in (t for r in rounds for t in r.micro_batches):
@@ -127,7 +129,7 @@ def test_features_stay_while_a_group_is_in_flight_and_no_longer(folder):
     run.pipeline.features.budget_bytes = 0  # what nobody holds is dropped
     for n in range(5):
         step(run, n)
-        keys = [key for g in run.flight.groups for key in g.keys]
+        keys = [key for g in run.parts["flight"].in_flight for key in g.keys]
         assert len(keys) == EXTRA
         assert +run.pipeline.features._held == {key: keys.count(key) for key in keys}
 
@@ -151,7 +153,8 @@ def test_a_prompt_that_cannot_be_used_is_replaced_in_the_flight_and_named(folder
         (1, 1, "its picture is torn"),
     ]
     slots = {
-        (s.step, s.index): s for s in [*(s for r in rounds for s in r.slots), *(g.slot for g in run.flight.groups)]
+        (s.step, s.index): s
+        for s in [*(s for r in rounds for s in r.slots), *(g.slot for g in run.parts["flight"].in_flight)]
     }
     for index in range(PER_STEP):
         assert slots[1, index].attempt == 1
@@ -213,7 +216,7 @@ def test_other_data_than_what_is_in_flight_is_refused(folder, tmp_path, uninterr
     with pytest.raises(
         UserError, match=r"slot \d of step \d held the prompt data:\d+, and now .* the data set has changed"
     ):
-        checkpoint.restore(run, found)
+        run_state.restore(run, found)
 
 
 def together(folder, size, pools):
@@ -233,7 +236,7 @@ def gone_through(folder, pools, *stages):
         if saved:
             for run in runs:
                 run.policy.load_state(*saved[0])
-                run.flight.load_state(run, *saved[1:])
+                run.parts["flight"]._load(run, *saved[1:])
         rounds = [watched(run) for run in runs]
         with ThreadPoolExecutor(size) as pool:
             for n in range(done, done + steps):
@@ -242,14 +245,22 @@ def gone_through(folder, pools, *stages):
                 slots = sorted(s.step * 4 + s.index for of in rounds for s in of[-1].slots)
                 assert len(slots) == 4
                 trained += slots
-                flying = {(g.slot.step, g.slot.index): g.rows.clean.tolist() for r in runs for g in r.flight.groups}
+                flying = {
+                    (g.slot.step, g.slot.index): g.rows.clean.tolist()
+                    for r in runs
+                    for g in r.parts["flight"].in_flight
+                }
                 places = [*trained, *(of * 4 + index for of, index in flying)]
                 assert len(set(places)) == len(places) == 4 * (n + 1) + 5  # none is lost, none is trained on twice
                 found.append((rows[0], slots, flying))
         done += steps
-        states = [json.loads(json.dumps(run.flight.state()[1])) for run in runs]
+        states = [json.loads(json.dumps(run.parts["flight"].state_dict().numbers)) for run in runs]
         assert all(state == states[0] for state in states)
-        pools_of_all = {pool: rows for run in runs for pool, rows in run.flight.state()[0].items()}
+        pools_of_all = {
+            int(file.partition("-")[2]): rows
+            for run in runs
+            for file, rows in run.parts["flight"].state_dict().tensors.items()
+        }
         saved = runs[0].policy.state(), pools_of_all, states[0]
     return found
 
@@ -294,5 +305,5 @@ def test_without_partial_rollout_the_engine_is_never_told_to_cut(folder):
     run = make(folder, "rollout={engine: vllm}")
     row, _ = step(run)
     assert {most for most, _ in run.pipeline.engine.calls} == {None}
-    assert run.flight is None
+    assert "flight" not in run.parts
     assert "sampling/stale_tokens" not in row

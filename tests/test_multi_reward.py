@@ -8,9 +8,10 @@ import torch
 from mmrl.algorithms.advantages import group_advantages
 from mmrl.algorithms.multi_reward import aggregated
 from mmrl.algorithms.objective import Scored
-from mmrl.batch import chosen, counted
+from mmrl.batch import counted
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
+from mmrl.micro_batches import chosen
 from mmrl.placement.arithmetic import count
 from tests.test_loop import FORWARD, SMALL, make, step, update_gradient
 

@@ -14,9 +14,9 @@ from mmrl.errors import UserError
 from mmrl.out_of_memory import OutOfMemoryError, in_phase
 from mmrl.placement import work
 from mmrl.placement.fakes import LiveBytes
-from mmrl.placement.work import Drawing
 from mmrl.run import build
 from mmrl.runtime.worker import There, serve
+from mmrl.step_context import SamplingSpec
 from mmrl.trajectory import SampleId, Slot
 from tests.tiny_diffusion import two_blocks
 
@@ -70,14 +70,14 @@ def asked(run):
     slots = [Slot(0, 0, 0, run.prompts[0])] * 8
     run.pipeline.encode(slots)
     run.pipeline.features.hold(run.pipeline.encode(slots[:1]))
-    return slots, [SampleId(0, 0, 0, k) for k in range(8)], Drawing([0], "current", 0, frozenset({"image"}))
+    return slots, [SampleId(0, 0, 0, k) for k in range(8)], SamplingSpec([0], "current", 0, frozenset({"image"}))
 
 
 @contextmanager
 def a_run_that_begins(run):
-    run.at_once.clear()
+    run.local.at_once.clear()
     yield
-    run.at_once.clear()
+    run.local.at_once.clear()
 
 
 def takes(run, asked, n):
@@ -97,11 +97,11 @@ def test_sampling_goes_on_with_half_the_rows_and_draws_the_same_samples(run, ask
     assert max(half) < limit < min(whole)
     with a_run_that_begins(run):
         expected, shown = work.sample(run, *asked)
-        assert run.at_once == {}
+        assert run.local.at_once == {}
         with Device(limit):
             drawn, said = work.sample(run, *asked)
         told = capsys.readouterr().err
-        assert run.at_once == {"sample": 4, "decode": 4}
+        assert run.local.at_once == {"sample": 4, "decode": 4}
         assert "out of memory in the phase sample with 8 samples at once: it goes on with 4" in told
         assert "sampling.batch_size=4" in told
         with Device(limit):
@@ -132,7 +132,7 @@ def test_a_device_in_another_process_names_the_phase_too(run, asked):
     thread = threading.Thread(target=device, daemon=True)
     thread.start()
     with pytest.raises(OutOfMemoryError, match="phase sample: device 1: CUDA out of memory"):
-        There(1, here).perform(run, "sample", asked, {})
+        There(1, here).perform(run, work.sample, asked, {})
     here.close()
     thread.join(10)
 

@@ -18,8 +18,9 @@ from rich.console import Console
 
 import mmrl
 from mmrl._torchvision import allow_cpu_only
-from mmrl.batch import Batch, rows_of_update, slices
+from mmrl.batch import Batch, rows_of_update
 from mmrl.config.loader import load_recipe, shipped_recipes
+from mmrl.micro_batches import slices
 from mmrl.placement.arithmetic import count
 from mmrl.placement.fakes import LiveBytes
 from mmrl.placement.plan import _about_dtype, plan

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.balance import LAUNCH, packing_cost
-from mmrl.batch import packed
 from mmrl.config.loader import load_recipe
 from mmrl.loop import train_step
+from mmrl.micro_batches import packed
 from mmrl.placement.arithmetic import count
 from mmrl.placement.fakes import LiveBytes, nbytes
 from mmrl.placement.plan import plan

@@ -1,6 +1,7 @@
 """Dynamic sampling tried ahead: what is sampled for nothing changes, and which group stands in a slot never does."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,15 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmrl.batch import Round
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.errors import BadPromptError
 from mmrl.loop import train_step
 from mmrl.report.clock import Clock
-from mmrl.resampling import Attempts, resample
+from mmrl.resampling import DynamicSampling, resample
 from mmrl.rewards.scoring import Scores
-from mmrl.rollout import Round, encode, rollout
+from mmrl.rollout import encode, rollout
 from mmrl.run import build
+from mmrl.step_context import FinishedStep
 from mmrl.tally import Tally
 from mmrl.trajectory import Prompt, Slot
 from tests import tiny
@@ -40,7 +43,7 @@ def short(samples, *, context):
 '''
 
 
-class OneByOne(Attempts):
+class OneByOne(DynamicSampling):
     """Nothing is tried ahead."""
 
     def ahead(self, rounds, tried):
@@ -70,7 +73,7 @@ pairs = st.frozensets(st.tuples(st.integers(0, 6), st.integers(0, 9)), max_size=
 
 @given(differs=pairs, valid=st.floats(0, 1), most=st.integers(1, 10), slots=st.integers(1, 7))
 def test_trying_ahead_changes_no_outcome(differs, valid, most, slots):
-    ahead = Attempts(most)
+    ahead = DynamicSampling(most)
     ahead.valid = valid
     standing, asked, tally = outcome(ahead, differs, slots)
     plain, needed, _ = outcome(OneByOne(most), differs, slots)
@@ -87,7 +90,7 @@ def test_trying_ahead_changes_no_outcome(differs, valid, most, slots):
 @given(differs=pairs, valid=st.floats(0, 1), size=st.integers(2, 4))
 def test_controllers_try_the_same_groups(differs, valid, size):
     def attempts():
-        made = Attempts(10)
+        made = DynamicSampling(10)
         made.valid = valid
         return made
 
@@ -100,9 +103,11 @@ def test_controllers_try_the_same_groups(differs, valid, size):
 
 
 def test_as_many_are_tried_as_make_a_good_group_likely():
-    attempts = Attempts(10)
+    attempts = DynamicSampling(10)
     assert [attempts.ahead(rounds, 1) for rounds in (1, 2, 3)] == [1, 2, 4]
-    assert attempts.learn({"sampling/valid": 0.0}) == {"sampling/valid_ema": 0.9}
+    assert attempts.end_step(None, FinishedStep(0, None, [], 0.0, {"sampling/valid": 0.0})) == {
+        "sampling/valid_ema": 0.9
+    }
     attempts.valid = 0.25
     assert attempts.ahead(1, 1) == 4
     assert attempts.ahead(2, 5) == 5  # eight, of which five are left
@@ -153,10 +158,14 @@ eval: {every: null, samples: 8}
     return folder
 
 
+def with_attempts(run, attempts):
+    return replace(run, parts={**run.parts, "attempts": attempts}, strategy=attempts)
+
+
 def steps(folder, made, *overrides):
     loaded = load_recipe([folder / "recipe.yaml"], overrides)
     run = build(loaded.recipe, loaded.root)
-    run = run if made is None else SimpleNamespace(**{**vars(run), "attempts": made(run.attempts.most)})
+    run = run if made is None else with_attempts(run, made(run.parts["attempts"].most))
     rows = [train_step(run, n, Clock(torch.device("cpu")))[0] for n in range(3)]
     return rows, [p.detach().clone() for p in run.policy.trainable.values()]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl import checkpoint
+from mmrl import checkpoint, run_state
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
@@ -102,7 +102,7 @@ def go_on(run, folder, ranks):
     found, skipped = checkpoint.load_latest(folder)
     assert found is not None
     assert not skipped
-    checkpoint.restore(run, found)
+    run_state.restore(run, found)
     row, _ = train_step(run, found.step, Clock(torch.device("cpu")))
     return outcome(run, found.step, row)
 
@@ -122,7 +122,7 @@ def save(run, folder, ranks):
     saver = Saver(folder, 2, ranks if sharded else None, run.controller.leads)
     for step in range(2):
         train_step(run, step, Clock(torch.device("cpu")))
-    saver.begin(checkpoint.of_run(run, 2))
+    saver.begin(run_state.of_run(run, 2))
     row, _ = train_step(run, 2, Clock(torch.device("cpu")))
     saver.finish()
     assert (saver.saved, saver.failed) == (2, None)
@@ -136,11 +136,11 @@ def full_disk(run, folder, ranks):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if run.controller.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    saver.begin(checkpoint.of_run(run, 1))
+    saver.begin(run_state.of_run(run, 1))
     saver.finish()
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     failed, saved = str(saver.failed), saver.saved
-    saver.begin(checkpoint.of_run(run, 2))
+    saver.begin(run_state.of_run(run, 2))
     saver.finish()
     return {"failed": failed, "saved": [saved, saver.saved], "left": sorted(p.name for p in folder.iterdir())}
 

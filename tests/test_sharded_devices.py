@@ -9,6 +9,7 @@ import torch
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
+from mmrl.loop import backward
 from mmrl.placement.board import Board, Task
 from mmrl.placement.plan import plan
 from mmrl.placement.several import all_of
@@ -175,7 +176,7 @@ def test_a_plan_counts_the_shards_of_all_devices_and_what_is_gathered_while_they
 def test_a_device_takes_its_own_task_whatever_another_has_to_do():
     board = Board(2)
     for device in (0, 1):  # two slices of equal numbers
-        board.put(Task("train", "backward", (torch.ones(2),), device=device))
+        board.put(Task("train", backward, (torch.ones(2),), device=device))
     taken = board.take(1)
     assert taken is not None
     assert taken.device == 1

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import mmrl
-from mmrl.batch import packed
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.micro_batches import packed
 from mmrl.text.drawing import Draw, choose, uniforms, without
 from mmrl.text.likelihood import entropy, token_log_probs
 from mmrl.text.pipeline import key_of

@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 import torch
 
-from mmrl.batch import slices
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.loop import train_step
+from mmrl.micro_batches import slices
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
 from mmrl.report.rundir import RunDir

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl import checkpoint, saving
+from mmrl import checkpoint, run_state, saving
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Optim
 from mmrl.controller import Controller
@@ -163,8 +163,9 @@ def test_the_reference_of_pictures_is_the_model_without_its_adapter():
 def test_a_checkpoint_holds_all_that_the_next_update_needs(tmp_path):
     def trained(seed):
         optim = Optim(lr=0.1, ema_decay=0.9, schedule="linear")
-        parts = {"policy": Policy(linear(seed), optim, 10), "critic": Policy(linear(seed + 1), optim, 10)}
-        return SimpleNamespace(**parts, flight=None, ahead=None, balance=None, attempts=None)
+        critic = Policy(linear(seed + 1), optim, 10, prefix="critic_")
+        both = {"policy": Policy(linear(seed), optim, 10), "critic": critic}
+        return SimpleNamespace(**both, trained=both, parts={})
 
     def update(run):
         for policy in (run.policy, run.critic):
@@ -175,8 +176,8 @@ def test_a_checkpoint_holds_all_that_the_next_update_needs(tmp_path):
     run, other = trained(0), trained(7)
     for _ in range(3):
         update(run)
-    saving.save(tmp_path, checkpoint.of_run(run, 3), keep=1)
-    checkpoint.restore(other, checkpoint.load(tmp_path, 3))
+    saving.save(tmp_path, run_state.of_run(run, 3), keep=1)
+    run_state.restore(other, checkpoint.load(tmp_path, 3))
     for mine, its in zip(update(other), update(run), strict=True):
         assert torch.equal(mine, its)
 

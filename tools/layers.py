@@ -37,22 +37,24 @@ FOLDERS = {
 """Where modules lie, and the package they are in when mmrl runs: the drop-in folders join it."""
 
 LAYERS = {
-    "core": "mmrl _checkout _load _torchvision errors finite garbage media out_of_memory samples secrets trajectory "
-    "transfer controller.randomness placement.hub placement.description report.clock report.durations report.notices "
-    "pipelines.protocol rewards.contract engines.rollout",
+    "core": "mmrl _checkout _load _torchvision checkpoint errors finite garbage manifest media out_of_memory samples "
+    "secrets trajectory transfer controller.randomness placement.hub report.clock report.durations report.notices "
+    "rewards.contract engines.rollout",
     "config": "config.errors config.known_as config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms config.algorithms config.picture_algorithms",
     "recipe": "config",
     "datasets, rewards, judge": "datasets rewards judge",
+    "controllers": "controller balance",
+    "protocols": "engines.policy engines.weights pipelines.protocol placement.description",
     "text": "text",
     "engines": "engines",
     "pipelines": "pipelines text.assembly text.describing text.export text.external text.pipeline text.scoring",
-    "controllers": "controller balance",
+    "step context": "batch micro_batches step_context tally",
     "placement": "placement.adaptive placement.board placement.devices placement.several placement.utilisation "
     "placement.work",
-    "checkpoint": "checkpoint manifest saving",
-    "rollout": "ahead flight resampling rollout",
-    "training": "batch early_stopping evaluation loop tally",
+    "checkpoint": "run_state saving",
+    "rollout": "ahead controller.workload flight resampling rollout",
+    "training": "early_stopping evaluation loop",
     "planner, simulator, report": "placement report",
     "app": "divergence doctor export resume run session stopping verify",
     "runtime": "runtime",

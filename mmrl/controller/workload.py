@@ -6,17 +6,15 @@ Every controller holds the same state, for all learn the same numbers in the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmrl.balance import TERMS, Lengths, Size, Workload, residual, unevenness
+from mmrl.checkpoint import PartState, Saved
 from mmrl.config.schema import Recipe
 from mmrl.media import Media
+from mmrl.step_context import FinishedStep, StepContext, StepPart
 from mmrl.text.pairs import TEXTS
-from mmrl.trajectory import Prompt, Slot, Trajectory
-
-if TYPE_CHECKING:
-    from mmrl.batch import Batch
-    from mmrl.controller import Controller
+from mmrl.trajectory import Prompt, Trajectory
 
 CHARACTERS = 4.0
 """Of a token. Estimates of tokens need not be right: their price per second is measured."""
@@ -27,7 +25,7 @@ _PER_BYTE = {"image": 4.0, "video": 30.0}
 _UNKNOWN = 512 * 512
 
 
-class Balance:
+class Balance(StepPart):
     """Final class. Text: how much work each prompt's group is."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -49,18 +47,15 @@ class Balance:
         """Predicted for the group of ``prompt``, once something was measured."""
         return self._rows * self.workload.cost(self._expected(prompt).terms)
 
-    def learn(self, controller: Controller, batch: Batch, slots: Sequence[Slot], seconds: float) -> dict[str, float]:
-        """Take in a step of all controllers; returns its metrics, where there are several.
-
-        ``slots`` are what this one began with and ``seconds`` what it worked, without waiting for the others.
-        """
-        known = self.workload.calibrated
+    def end_step(self, run: StepContext, done: FinishedStep) -> dict[str, float]:
+        """Take in a step of all controllers; returns its metrics, where there are several."""
+        controller, known = run.controller, self.workload.calibrated
         mine = {
-            "seconds": seconds,
-            "cost": sum(self.cost(slot.prompt) for slot in slots),
-            "predicted": sum(self.seconds(slot.prompt) for slot in slots),
-            "terms": self._terms(batch.micro_batches),
-            "groups": [] if self._pairs else self._groups(batch.micro_batches),
+            "seconds": done.seconds,
+            "cost": sum(self.cost(slot.prompt) for slot in done.slots),
+            "predicted": sum(self.seconds(slot.prompt) for slot in done.slots),
+            "terms": self._terms(done.batch.micro_batches),
+            "groups": [] if self._pairs else self._groups(done.batch.micro_batches),
             "coefficients": self.workload.fitted() if controller.leads and controller.size > 1 else None,
         }
         everyone = controller.gather(mine)
@@ -75,13 +70,12 @@ class Balance:
         divided = unevenness([one["cost"] for one in everyone])
         return {"balance/load": unevenness(measured), "balance/load_predicted": divided, **error}
 
-    def state(self) -> dict[str, Any]:
-        """Anything JSON has."""
-        return {"lengths": self.lengths.state(), "workload": self.workload.state()}
+    def state_dict(self) -> PartState:
+        return PartState({"lengths": self.lengths.state(), "workload": self.workload.state()})
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.lengths.load_state(state["lengths"])
-        self.workload.load_state(state["workload"])
+    def load_state_dict(self, numbers: dict[str, Any], saved: Saved, run: StepContext) -> None:
+        self.lengths.load_state(numbers["lengths"])
+        self.workload.load_state(numbers["workload"])
 
     def _expected(self, prompt: Prompt) -> Size:
         size = self._size(prompt)

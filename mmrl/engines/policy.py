@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl import finite
+from mmrl.checkpoint import PartState, Saved
 from mmrl.config.schema import Optim
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import NotFiniteError, UserError
@@ -45,6 +46,7 @@ class Policy:
     with the adapter switched off; otherwise it is a copy of the weights the run began with.
 
     ``weights``: how they lie on the ranks that train them; None for one rank. Optimizer and copies lie as they do.
+    ``prefix``: how the names of its files in a checkpoint begin.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class Policy:
         settings: Optim,
         total_updates: int,
         weights: Weights | None = None,
+        prefix: str = "",
     ) -> None:
+        self.prefix = prefix
         self.module, self.settings, self.total_updates = module, settings, total_updates
         self.weights = weights or Replicated(module)
         self.trainable = self.weights.mine
@@ -222,6 +226,21 @@ class Policy:
         copies = {f"copy_{name}": copy for name, copy in self.copies.items()}
         return {"weights": weights, "optimizer": adam, **copies}, {"updates": self.updates}
 
+    def state_dict(self) -> PartState:
+        tensors, numbers = self.state()
+        of = {f"{self.prefix}{p}": {k: self.spread(p, k, t) for k, t in part.items()} for p, part in tensors.items()}
+        return PartState(numbers, of)
+
+    def load_state_dict(self, numbers: Mapping[str, Any], saved: Saved) -> None:
+        """Restore ``state_dict``, of which each rank reads what it keeps.
+
+        Raises ``UserError`` where it is of another policy.
+        """
+        files = {f: f.removeprefix(self.prefix) for f in saved.shapes if f.startswith(self.prefix)}
+        rooms = self.rooms({part: saved.shapes[file] for file, part in files.items() if _is_part(part)})
+        saved.read({f"{self.prefix}{p}": {k: self.spread(p, k, t) for k, t in of.items()} for p, of in rooms.items()})
+        self.load_state(rooms, numbers)
+
     def rooms(self, saved: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Empty tensors for a saved ``state``, whose whole shapes are ``saved``'s.
 
@@ -273,6 +292,11 @@ class Policy:
 def aged(name: str, steps: int) -> str:
     """What the copy ``name`` as it was ``steps`` steps ago is called."""
     return f"{name}-{steps}"
+
+
+def _is_part(name: str) -> bool:
+    """Whether ``Policy.state`` has a part of this name."""
+    return name in ("weights", "optimizer") or name.startswith("copy_")
 
 
 def _counts(part: str, key: str) -> bool:

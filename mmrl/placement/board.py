@@ -9,16 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from mmrl.engines.policy import Version
 from mmrl.placement.adaptive import Split, worth_moving
-
-if TYPE_CHECKING:
-    from mmrl.engines.policy import Version
 
 Role = Literal["rollout", "judge", "train"]
 Moves = Literal["never", "after", "worth"]
@@ -28,10 +26,10 @@ ended (colocate), or when that saves more than it costs."""
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A call of ``mmrl.placement.work``: by any device of its role, or by ``device`` alone."""
+    """A call of ``call``, a function of a module: by any device of its role, or by ``device`` alone."""
 
     role: Role
-    name: str
+    call: Callable[..., Any]
     arguments: tuple[Any, ...]
     features: dict[str, Any] = field(default_factory=dict)
     device: int | None = None
@@ -40,6 +38,10 @@ class Task:
     of: tuple[int, int] | None = None
     """The step and the round that it is for, where devices work for later steps too; None is the present ones."""
     answer: Future[Any] = field(default_factory=Future)
+
+    @property
+    def name(self) -> str:
+        return self.call.__name__
 
 
 @dataclass(frozen=True)

@@ -14,31 +14,39 @@ from concurrent.futures import FIRST_EXCEPTION, Future, as_completed, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mmrl.balance import divide, greedy
-from mmrl.batch import without_weight
+from mmrl.batch import MicroBatch, without_weight
+from mmrl.checkpoint import PartState, Saved
+from mmrl.config.schema import Placement
+from mmrl.engines.policy import Version
 from mmrl.placement import adaptive, work
 from mmrl.placement.board import Board, Moves, Task, as_rows
-from mmrl.placement.devices import Chunk, Drawn
-from mmrl.placement.work import Drawing
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
 from mmrl.rewards.contract import Context
+from mmrl.step_context import Chunk, Drawn, R, SamplingSpec, StepContext, Ts
 from mmrl.trajectory import Sample, Slot, Trajectory
-
-if TYPE_CHECKING:
-    from mmrl.batch import Piece, Run
-    from mmrl.config.schema import Placement
-    from mmrl.engines.policy import Version
-    from mmrl.runtime.worker import There
 
 _SHOWN = ("sample", "go_on", "score", "prepare", "backward", "apply")
 """What is work, and not bookkeeping."""
 
 
+class RemoteDevice(Protocol):
+    """A device in a process of its own, as its controller sees it."""
+
+    def perform(
+        self, run: StepContext, call: Callable[..., Any], arguments: tuple[Any, ...], features: Mapping[str, Any]
+    ) -> Any:
+        """What ``call`` returns there; ``features`` that it lacks go with it."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Several:
-    """Final class: the controller's own process and ``workers``, a thread for each that takes tasks off the board.
+    """Final class, ``Devices``: the controller's own process and ``workers``, each with a thread that takes tasks.
 
     Of disaggregated devices the first train. The others are never waited for but for their samples: what they are to
     know is put on the board.
@@ -48,7 +56,7 @@ class Several:
 
     def __init__(
         self,
-        workers: Sequence[There],
+        workers: Sequence[RemoteDevice],
         settings: Placement,
         starting_up: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -63,7 +71,7 @@ class Several:
         self._cpu_of = [0.0] * self._count
         self._version: Version | None = None
 
-    def open(self, run: Run) -> None:
+    def open(self, run: StepContext) -> None:
         """Begin to work, with ``run`` as it stands in this process; its rewards' models are asked on the devices."""
         if run.rewards.on_device:
             run.rewards.call_by(lambda label: _OnDevices(self._board, label, self._for))
@@ -76,21 +84,21 @@ class Several:
             thread.start()
 
     @contextmanager
-    def alone(self, run: Run, weights: str) -> Iterator[None]:
+    def alone(self, run: StepContext, weights: str) -> Iterator[None]:
         if self.settings.apart:  # who samples has weights of its own
             yield
             return
-        self.everywhere(run, "enter", weights)
+        self.everywhere(run, work.enter, weights)
         try:
             yield
         except BaseException:
             self._board.drop("rollout")  # it may be sampled inside alone
             raise
         finally:
-            self.everywhere(run, "leave")
+            self.everywhere(run, work.leave)
 
     def sample(
-        self, run: Run, chunks: Iterable[Chunk], how: Drawing, clock: Clock, version: Version | None = None
+        self, run: StepContext, chunks: Iterable[Chunk], how: SamplingSpec, clock: Clock, version: Version | None = None
     ) -> Iterator[Drawn]:
         asked = [(slots, ids, features_of(run, slots)) for slots, ids in chunks]
         if self.settings.apart:
@@ -99,15 +107,15 @@ class Several:
             self._begin(run, how.evaluate, len(asked))
         numbers: dict[Future[Any], int] = {}
         for n, (slots, ids, features) in enumerate(asked):
-            task = Task("rollout", "sample", (slots, ids, how), features, version=version, of=self._for(how))
+            task = Task("rollout", work.sample, (slots, ids, how), features, version=version, of=self._for(how))
             numbers[self._board.put(task)] = n
         return self._drawn(numbers, clock)
 
-    def _for(self, what: Drawing | Context) -> tuple[int, int] | None:
+    def _for(self, what: SamplingSpec | Context) -> tuple[int, int] | None:
         """The step and round of what is drawn or judged, where that may be a later one than is trained."""
         return (what.step, what.round) if self.settings.apart and what.step >= 0 else None
 
-    def _begin(self, run: Run, evaluate: bool, to_come: int) -> None:
+    def _begin(self, run: StepContext, evaluate: bool, to_come: int) -> None:
         """Divide the devices for a generate phase."""
         apart = self.state.split.judge and run.rewards.on_device and not evaluate
         split = self.state.split if apart else adaptive.Split(self._count, 0)
@@ -116,7 +124,7 @@ class Several:
             moves = "worth"
         self._board.begin(split, moves, to_come)
         if apart:  # to wake while the others sample
-            self._put(range(split.rollout, self._count), "ready", ("judge",))
+            self._put(range(split.rollout, self._count), work.ready, ("judge",))
 
     def _drawn(self, numbers: Mapping[Future[Any], int], clock: Clock) -> Iterator[Drawn]:
         done = as_completed(numbers)
@@ -127,62 +135,75 @@ class Several:
             yield numbers[answer], *drawn
 
     def go_on(
-        self, run: Run, parts: Sequence[Trajectory], most: int, how: Drawing, version: Version | None = None
+        self,
+        run: StepContext,
+        parts: Sequence[Trajectory],
+        most: int,
+        how: SamplingSpec,
+        version: Version | None = None,
     ) -> list[Trajectory]:
         assert self.settings.apart  # elsewhere it is refused
         version = version or self.version(run, how.weights)
         tasks = [
-            Task("rollout", "go_on", (p, most, how), features_of(run, p.slots), version=version, of=self._for(how))
+            Task("rollout", work.go_on, (p, most, how), features_of(run, p.slots), version=version, of=self._for(how))
             for p in parts
         ]
         return all_of([self._board.put(task) for task in tasks])
 
-    def version(self, run: Run, name: str) -> Version:  # the same object until they change; copies do between updates
+    def version(
+        self, run: StepContext, name: str
+    ) -> Version:  # the same object until they change; copies do between updates
         same = self._version is not None and self._version.tag == (run.policy.updates, name)
         if self._version is None or not same or name in run.objective.copies:
-            asked = [self._put([device], "version", (name, device == 0))[0] for device in self._trainers]
+            asked = [self._put([device], work.version, (name, device == 0))[0] for device in self._trainers]
             self._version = found = all_of(asked)[0]
             return found
         return self._version
 
-    def in_step(self, run: Run, n: int) -> int:
+    def in_step(self, run: StepContext, n: int) -> int:
         return n  # micro-batches are not the devices' until they are dealt
 
-    def spread(self, run: Run, name: str, pieces: Iterable[Piece], *arguments: Any) -> list[Any]:
+    def spread(
+        self,
+        run: StepContext,
+        task: Callable[[StepContext, Iterable[MicroBatch], *Ts], R],
+        pieces: Iterable[MicroBatch],
+        *arguments: *Ts,
+    ) -> list[R]:
         answers, width = [], run.policy.weights.width
         for n, mine in enumerate(deal(list(pieces), run, len(self._trainers) // width)):
             if mine:
                 features = features_of(run, [slot for piece in mine for slot in piece.rows.slots])
                 devices = range(n * width, (n + 1) * width)
-                tasks = [Task("train", name, (mine, *arguments), features, device) for device in devices]
+                tasks = [Task("train", task, (mine, *arguments), features, device) for device in devices]
                 answers += [self._board.put(task) for task in tasks]
         return all_of(answers)[width - 1 :: width]  # of those that share a model the last has what it came to
 
-    def everywhere(self, run: Run, name: str, *arguments: Any) -> Any:
-        return all_of(self._put(self._trainers, name, arguments))[0]
+    def everywhere(self, run: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
+        return all_of(self._put(self._trainers, task, arguments))[0]
 
-    def others(self, run: Run, name: str, *arguments: Any) -> None:
-        with self.beside(run, name, *arguments):
+    def others(self, run: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> None:
+        with self.beside(run, task, *arguments):
             pass
 
     @contextmanager
-    def beside(self, run: Run, name: str, *arguments: Any) -> Iterator[None]:
-        answers = self._put(self._trainers[1:], name, arguments)
+    def beside(self, run: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> Iterator[None]:
+        answers = self._put(self._trainers[1:], task, arguments)
         yield
         all_of(answers)
 
     def begin_step(self) -> None:
         self._board.new_step()
         self._step_began = self._cpu
-        all_of(self._put(self._trainers, "gpu", ()))  # what the step before and evaluation came to
+        all_of(self._put(self._trainers, work.gpu, ()))  # what the step before and evaluation came to
 
-    def end_step(self, run: Run, step: int) -> dict[str, float]:
+    def end_step(self, run: StepContext, step: int) -> dict[str, float]:
         board = self._board
-        self.others(run, "release")
+        self.others(run, work.release)
         for device in range(len(self._trainers), self._count):
-            board.put(Task("train", "release", (), device=device))
+            board.put(Task("train", work.release, (), device=device))
         board.cut()
-        gpus = [share for share in all_of(self._put(self._trainers, "gpu", ())) if share is not None]
+        gpus = [share for share in all_of(self._put(self._trainers, work.gpu, ())) if share is not None]
         mine = {
             "rollout_busy": board.seconds("rollout"),
             "judge_busy": board.seconds("judge"),
@@ -222,11 +243,11 @@ class Several:
     def lines(self) -> list[dict[str, Any]]:
         return self._lines
 
-    def cpu_seconds(self, run: Run) -> float:
+    def cpu_seconds(self, run: StepContext) -> float:
         for device in range(len(self._trainers), self._count):  # as last heard of: they may be at work
-            (heard,) = self._put([device], "cpu_seconds", ())
+            (heard,) = self._put([device], work.cpu_seconds, ())
             heard.add_done_callback(lambda answer, device=device: self._hear(device, answer))
-        answers = all_of(self._put(self._trainers, "cpu_seconds", ()))
+        answers = all_of(self._put(self._trainers, work.cpu_seconds, ()))
         for device, seconds in zip(self._trainers, answers, strict=True):
             self._cpu_of[device] = seconds
         self._cpu = sum(self._cpu_of)
@@ -236,12 +257,12 @@ class Several:
         if not answer.cancelled() and answer.exception() is None:
             self._cpu_of[device] = answer.result()
 
-    def kept(self) -> dict[str, Any]:
-        return asdict(self.state) if self.settings.type == "adaptive" else {}
+    def state_dict(self) -> PartState:
+        return PartState(asdict(self.state) if self.settings.type == "adaptive" else {})
 
-    def take_up(self, kept: dict[str, Any]) -> None:
-        if self.settings.type == "adaptive" and kept.get("devices") == self._count:
-            self.state = adaptive.State.read(kept)
+    def load_state_dict(self, numbers: Any, saved: Saved) -> None:
+        if self.settings.type == "adaptive" and numbers.get("devices") == self._count:
+            self.state = adaptive.State.read(numbers)
 
     def close(self) -> None:
         self._board.close()
@@ -271,17 +292,17 @@ class Several:
             }
         )
 
-    def _put(self, devices: Iterable[int], name: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
-        return [self._board.put(Task("train", name, arguments, device=d)) for d in devices]
+    def _put(self, devices: Iterable[int], call: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Future[Any]]:
+        return [self._board.put(Task("train", call, arguments, device=d)) for d in devices]
 
-    def _device(self, run: Run, device: int) -> None:
+    def _device(self, run: StepContext, device: int) -> None:
         """The thread of one device. What it fails of, inside a task or out, is told to who waits for an answer."""
         try:
             self._work(run, device)
         except BaseException as error:
             self._board.fail(device, error)
 
-    def _work(self, run: Run, device: int) -> None:
+    def _work(self, run: StepContext, device: int) -> None:
         import torch
 
         if device == 0 and run.recipe.threads:
@@ -290,7 +311,7 @@ class Several:
         version = None
         while (task := self._board.take(device)) is not None:
             shown = task.role if task.name in _SHOWN else None
-            role = task.arguments[0] if task.name == "ready" else shown
+            role = task.arguments[0] if task.call is work.ready else shown
             began = turned = time.perf_counter()
             priced = False
             if not task.answer.set_running_or_notify_cancel():
@@ -300,12 +321,12 @@ class Several:
                 needed = needs(run, role) if role else set()
                 if role and (needed != awake if self.settings.sleep else needed - awake):
                     with self._starting_up():
-                        once = self._perform(run, device, Task(task.role, "turn", (role, self.settings.sleep)))
+                        once = self._perform(run, device, Task(task.role, work.turn, (role, self.settings.sleep)))
                     awake = needed if self.settings.sleep else needed | awake
                     priced = self.settings.sleep and not once and role != "train"
                     turned = time.perf_counter() if self.settings.sleep or once else turned
                 if task.version is not None and task.version is not version:
-                    self._perform(run, device, Task(task.role, "become", (task.version,)))
+                    self._perform(run, device, Task(task.role, work.become, (task.version,)))
                     version, turned = task.version, time.perf_counter()
                 answer = self._perform(run, device, task)
             except BaseException as error:
@@ -316,20 +337,22 @@ class Several:
                 task.answer.set_result(answer)
             del task
 
-    def _perform(self, run: Run, device: int, task: Task) -> Any:
+    def _perform(self, run: StepContext, device: int, task: Task) -> Any:
         if device == 0:
-            return work.perform(run, task.name, task.arguments)
-        return self._workers[device - 1].perform(run, task.name, task.arguments, task.features)
+            return work.perform(run, task.call, task.arguments)
+        return self._workers[device - 1].perform(run, task.call, task.arguments, task.features)
 
 
 class _OnDevices:
     """Final class: the calls of a reward whose model is on the devices that judge."""
 
-    def __init__(self, board: Board, label: str, of: Callable[[Drawing | Context], tuple[int, int] | None]) -> None:
+    def __init__(
+        self, board: Board, label: str, of: Callable[[SamplingSpec | Context], tuple[int, int] | None]
+    ) -> None:
         self._board, self._label, self._for = board, label, of
 
     def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
-        task = Task("judge", "score", (self._label, list(samples), context.step), of=self._for(context))
+        task = Task("judge", work.score, (self._label, list(samples), context.step), of=self._for(context))
         answer = self._board.put(task)
         answer.add_done_callback(lambda done: context.sent.update(_sent(done)))
         return answer
@@ -342,7 +365,7 @@ def _sent(answer: Future[Answer]) -> Counter[str]:
     return Counter() if answer.cancelled() or answer.exception() else answer.result().sent
 
 
-def needs(run: Run, role: str) -> set[str]:
+def needs(run: StepContext, role: str) -> set[str]:
     """What must be awake for ``role``, of what is not always: models that judge, an engine that samples."""
     has = {"judge"} if role == "judge" else set()
     return has | ({"rollout"} if role == "rollout" and run.recipe.rollout.engine != "transformers" else set())
@@ -356,7 +379,7 @@ def starting(settings: Placement, devices: int, judged: bool = True) -> adaptive
     return replace(state, split=adaptive.Split(left - judges, judges))
 
 
-def features_of(run: Run, slots: Sequence[Slot]) -> dict[str, Any]:
+def features_of(run: StepContext, slots: Sequence[Slot]) -> dict[str, Any]:
     """The features of the prompts of ``slots``, as the controller holds them."""
     store = run.pipeline.features
     keys = run.pipeline.encode(slots)
@@ -365,7 +388,7 @@ def features_of(run: Run, slots: Sequence[Slot]) -> dict[str, Any]:
     return found
 
 
-def deal(pieces: Sequence[Piece], run: Run, devices: int) -> list[list[Piece]]:
+def deal(pieces: Sequence[MicroBatch], run: StepContext, devices: int) -> list[list[MicroBatch]]:
     """The pieces of each device (or devices that share a model): the largest first, each to who has least, in their old
     order on each.
 

@@ -1,4 +1,4 @@
-"""What a device is asked to do, whichever process it is in: functions of the run as it stands there.
+"""Device tasks: functions of the run as it stands in a device's process, whichever that is.
 
 Samples and slices are computed by the same calls wherever they are computed; only who computes which differs.
 """
@@ -6,45 +6,26 @@ Samples and slices are computed by the same calls wherever they are computed; on
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmrl.batch import Piece, Run
+from mmrl.batch import MicroBatch
+from mmrl.engines.policy import Version
 from mmrl.errors import NotFiniteError
 from mmrl.out_of_memory import in_parts, in_phase
 from mmrl.placement.utilisation import of_gpu
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
+from mmrl.step_context import SamplingSpec, StepContext
 from mmrl.trajectory import Sample, SampleId, Slot, Trajectory
-
-if TYPE_CHECKING:
-    from mmrl.engines.policy import Version
-    from mmrl.tally import Sums
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """How the micro-batches of a phase are sampled: ``actions`` as in ``Pipeline.sample``, under the copy ``weights``
-    of the policy; ``inputs`` are what rewards see of a sample. ``step`` and ``round``: of training, that they are for;
-    -1 outside it."""
-
-    actions: Sequence[int]
-    weights: str
-    seed: int
-    inputs: frozenset[str]
-    evaluate: bool = False
-    step: int = -1
-    round: int = 0
 
 
 def sample(
-    run: Run, slots: Sequence[Slot], ids: Sequence[SampleId], how: Drawing, clock: Clock | None = None
+    run: StepContext, slots: Sequence[Slot], ids: Sequence[SampleId], how: SamplingSpec, clock: Clock | None = None
 ) -> tuple[Trajectory, list[Sample]]:
     """Sample a micro-batch and decode it."""
     clock = clock or Clock(torch.device("cpu"))
@@ -56,7 +37,7 @@ def sample(
                 of = slots[rows.start : rows.stop], ids[rows.start : rows.stop]
                 return run.pipeline.sample(*of, how.actions, how.seed, how.evaluate)
 
-            parts = in_parts(run.at_once, "sample", len(ids), drawn, _begin_with_fewer(run))
+            parts = in_parts(run.local.at_once, "sample", len(ids), drawn, _begin_with_fewer(run))
             trajectory = parts[0] if len(parts) == 1 else Trajectory.join(parts)
         with clock("decode"):
 
@@ -64,11 +45,11 @@ def sample(
                 part = trajectory if len(rows) == len(trajectory) else trajectory.rows(list(rows))
                 return run.pipeline.samples(part, how.inputs)
 
-            shown_parts = in_parts(run.at_once, "decode", len(ids), shown, "sampling.batch_size={} begins so")
+            shown_parts = in_parts(run.local.at_once, "decode", len(ids), shown, "sampling.batch_size={} begins so")
             return trajectory, [sample for part in shown_parts for sample in part]
 
 
-def _begin_with_fewer(run: Run) -> str:
+def _begin_with_fewer(run: StepContext) -> str:
     """The edit that has sampling begin with the rows that there is memory for."""
     edit = "sampling.batch_size={} begins so"
     if run.recipe.model.dtype == "float32" or run.objective.kind != "policy_gradient":
@@ -77,20 +58,20 @@ def _begin_with_fewer(run: Run) -> str:
     return f"{edit}; {dtype} rounds otherwise in training's larger batch, so lower train.micro_batch_size as well"
 
 
-def go_on(run: Run, trajectory: Trajectory, most: int, how: Drawing) -> Trajectory:
+def go_on(run: StepContext, trajectory: Trajectory, most: int, how: SamplingSpec) -> Trajectory:
     """Draw at most ``most`` further tokens for every row, all of them under way."""
     with run.policy.using(how.weights):
         run.pipeline.sync(run.policy)
         return run.pipeline.go_on(trajectory, most, how.seed)
 
 
-def enter(run: Run, weights: str) -> None:
+def enter(run: StepContext, weights: str) -> None:
     """Begin a phase in which this device computes without the others, under the copy ``weights`` of the policy."""
-    run.phase.enter_context(apart(run, weights))
+    run.local.phase.enter_context(apart(run, weights))
 
 
 @contextmanager
-def apart(run: Run, weights: str) -> Iterator[None]:
+def apart(run: StepContext, weights: str) -> Iterator[None]:
     """Such a phase. Shards are gathered for it; where an engine samples it is given them one by one, and nothing stays
     gathered. All devices of all controllers enter and leave it together."""
     policy = run.policy
@@ -103,18 +84,18 @@ def apart(run: Run, weights: str) -> Iterator[None]:
             yield
 
 
-def leave(run: Run) -> None:
+def leave(run: StepContext) -> None:
     """End that phase."""
-    run.phase.close()
+    run.local.phase.close()
 
 
-def score(run: Run, label: str, samples: Sequence[Sample], step: int) -> Answer:
+def score(run: StepContext, label: str, samples: Sequence[Sample], step: int) -> Answer:
     """One reward's answer for a batch, from its model on this device."""
     return run.rewards.answer(label, samples, step)
 
 
 def prepare(
-    run: Run, pieces: Iterable[Piece], wanted: frozenset[str]
+    run: StepContext, pieces: Iterable[MicroBatch], wanted: frozenset[str]
 ) -> list[tuple[list[int], list[int], dict[str, Tensor]]]:
     """What is recomputed before the first update, with the rows of the batch and the entries that it is of."""
     pieces = list(pieces)
@@ -123,7 +104,9 @@ def prepare(
     with torch.no_grad():
         for names in calls:
 
-            def made(piece: Piece, names: frozenset[str] = names) -> tuple[list[int], list[int], dict[str, Tensor]]:
+            def made(
+                piece: MicroBatch, names: frozenset[str] = names
+            ) -> tuple[list[int], list[int], dict[str, Tensor]]:
                 new = run.pipeline.replay(piece.rows, piece.entries, names, run.policy.using)
                 kept = torch.stack([new[name] for name in names]).cpu()  # one wait for all
                 return piece.index, piece.entries, dict(zip(names, kept, strict=True))
@@ -132,55 +115,53 @@ def prepare(
     return out
 
 
-def backward(run: Run, pieces: Iterable[Piece], total: float, step: int, first: bool) -> Sums:
-    """The gradients of some slices of an update, added to those of this device."""
-    from mmrl.loop import backward as slices_of_update
-
-    return slices_of_update(run, pieces, total, step, first)
-
-
-def apply(run: Run, spent: float) -> dict[str, float]:
+def apply(run: StepContext, spent: float) -> dict[str, float]:
     """The optimizer step, with the gradients of all devices of all controllers; ``spent`` as ``train_step`` has it."""
-    run.policy.spent = spent
-    metrics = run.policy.apply()
-    if run.critic is None:
-        return metrics
-    run.critic.spent = spent
-    try:
-        return metrics | renamed(run.critic.apply())
-    except NotFiniteError as error:
-        raise NotFiniteError(f"the critic: {error}") from error
+    metrics: dict[str, float] = {}
+    for name, policy in run.trained.items():
+        policy.spent = spent
+        try:
+            found = policy.apply()
+        except NotFiniteError as error:
+            if name == "policy":
+                raise
+            raise NotFiniteError(f"the {name}: {error}") from error
+        metrics |= found if name == "policy" else renamed(found)
+    return metrics
 
 
-def move(run: Run, step: int) -> None:
+def move(run: StepContext, step: int) -> None:
     """The policy's copies, after the updates of a step."""
     for name, decay in run.objective.copies.items():
-        if run.ahead is not None:
-            run.policy.age(name, run.ahead.staleness)
+        if run.strategy.staleness:
+            run.policy.age(name, run.strategy.staleness)
         run.policy.move(name, decay(step))
 
 
-def restore(run: Run, checkpoints: Path, step: int) -> None:
-    """Take up the checkpoint of ``step``, which the controller found whole."""
-    from mmrl import checkpoint
-
-    found = checkpoint.load(checkpoints, step)
-    assert found is not None
-    checkpoint.restore_trained(run, found)
+def release(run: StepContext) -> None:
+    """Drop the features that the controller sent here for the step."""
+    run.pipeline.features.release(run.local.held)
+    run.local.held.clear()
 
 
-def version(run: Run, name: str, first: bool) -> Version | None:
+def save(run: StepContext, step: int) -> None:
+    """Save this device's shards as they are after ``step`` steps, with the others."""
+    if run.local.save is not None:
+        run.local.save(step)
+
+
+def version(run: StepContext, name: str, first: bool) -> Version | None:
     """The policy's copy ``name`` as it is now, of the ``first`` device that trains; the others do their part."""
     found = run.policy.version(name) if first or run.policy.weights.in_shards else None
     return found if first else None
 
 
-def become(run: Run, version: Version) -> None:
+def become(run: StepContext, version: Version) -> None:
     """Have the policy's weights of then, to sample with them."""
     run.policy.become(version)
 
 
-def turn(run: Run, role: str, sleep: bool) -> bool:
+def turn(run: StepContext, role: str, sleep: bool) -> bool:
     """Have ready on this device what ``role`` needs: the models that judge, or the engine that samples.
 
     ``sleep``: put the rest to sleep first. Returns whether something was started for good, which is no measure of what
@@ -198,16 +179,16 @@ def turn(run: Run, role: str, sleep: bool) -> bool:
     return role == "rollout" and run.pipeline.wake()
 
 
-def ready(run: Run, role: str) -> None:
+def ready(run: StepContext, role: str) -> None:
     """Nothing: the device has turned to ``role`` for it."""
 
 
-def cpu_seconds(run: Run) -> float:
+def cpu_seconds(run: StepContext) -> float:
     """CPU time of this process so far."""
     return time.process_time()
 
 
-def gpu(run: Run) -> float | None:
+def gpu(run: StepContext) -> float | None:
     """Share of the time since the last call in which this GPU computed; None where that is not known."""
     return of_gpu(run.device)
 
@@ -217,29 +198,11 @@ def renamed(critic: dict[str, float]) -> dict[str, float]:
     return {name.replace("optim/", "value/"): value for name, value in critic.items()}
 
 
-def perform(run: Run, name: str, arguments: tuple[Any, ...]) -> Any:
-    """Call the function ``name`` of this module. Raises ``KeyError`` for another."""
-    known = (
-        sample,
-        go_on,
-        enter,
-        leave,
-        score,
-        prepare,
-        backward,
-        apply,
-        move,
-        restore,
-        version,
-        become,
-        turn,
-        ready,
-        cpu_seconds,
-        gpu,
-    )
-    with in_phase(_PHASES.get(name, name)):
-        return {f.__name__: f for f in known}[name](run, *arguments)
+def perform(run: StepContext, task: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """What ``task`` returns; memory that runs out in it is reported under its phase."""
+    with in_phase(_PHASES.get(task.__name__, task.__name__)):
+        return task(run, *arguments)
 
 
 _PHASES = {"go_on": "sample", "enter": "sample", "score": "judge", "backward": "train", "apply": "optimizer"}
-"""What the plan calls a phase in which a function is called, where that is not its name."""
+"""What the plan calls a phase in which a task is done, where that is not the task's name."""

@@ -146,8 +146,8 @@ class Actor:
         from mmrl.errors import UserError
         from mmrl.report.rundir import RunDir
         from mmrl.run import build
+        from mmrl.run_state import saver_of
         from mmrl.runtime.worker import call, serve
-        from mmrl.saving import saver_of
         from mmrl.session import Outcome
 
         whole = RunDir(path)

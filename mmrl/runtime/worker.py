@@ -12,20 +12,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from mmrl import checkpoint
 from mmrl.errors import NotFiniteError, UserError
 from mmrl.out_of_memory import OutOfMemoryError
-from mmrl.placement.work import perform
+from mmrl.placement import work
 from mmrl.report import notices
+from mmrl.run_state import of_run
 from mmrl.runtime.wire import receive, send
-
-if TYPE_CHECKING:
-    from mmrl.batch import Run
-    from mmrl.saving import Saver
+from mmrl.saving import Saver
+from mmrl.step_context import StepContext
 
 
 class LostDeviceError(RuntimeError):
@@ -73,17 +71,19 @@ class There:
         """Bytes given to it so far."""
         self._has: set[str] = set()
 
-    def perform(self, run: Run, name: str, arguments: tuple[Any, ...], features: Mapping[str, Any]) -> Any:
-        """What ``mmrl.placement.work`` does there; ``features`` that it lacks go with it.
+    def perform(
+        self, run: StepContext, call: Callable[..., Any], arguments: tuple[Any, ...], features: Mapping[str, Any]
+    ) -> Any:
+        """What ``call``, a function of a module, returns there; ``features`` that it lacks go with it.
 
         Raises what the user must mend as ``UserError``, and ``LostDeviceError``.
         """
         fresh = {key: value for key, value in features.items() if key not in self._has}
         self._has |= fresh.keys()
-        if name == "release":
+        if call is work.release:
             self._has.clear()
         try:
-            self.sent += send(self._connection, (name, arguments, fresh))
+            self.sent += send(self._connection, (call, arguments, fresh))
             how, answer = self._answer()
         except (EOFError, OSError) as error:
             raise LostDeviceError(f"device {self.device} is gone ({error or type(error).__name__})") from error
@@ -155,20 +155,21 @@ def call(device: int, address: str, key: bytes) -> Connection:
     return connection
 
 
-def serve(run: Run, connection: Connection, saver: Saver | None = None) -> None:
+def serve(run: StepContext, connection: Connection, saver: Saver | None = None) -> None:
     """Do what the controller asks, until it hangs up. ``saver``: of this device's weights, where they lie in shards."""
-    held: list[str] = []
+    if saver is not None:
+        run.local.save = lambda step: saver.begin(of_run(run, step))
     voice = Voice(connection)
     notices.listen(voice)
     while True:
         try:
-            name, arguments, features = receive(connection)
+            call, arguments, features = receive(connection)
         except (EOFError, ConnectionError):
             return
         except Exception:
             voice.say("failed", traceback.format_exc())  # the controller waits for an answer whatever went wrong
             continue
-        answer = _answer(run, name, arguments, features, held, saver)
+        answer = _answer(run, call, arguments, features)
         try:
             voice.say(*answer)
         except OSError:
@@ -178,24 +179,12 @@ def serve(run: Run, connection: Connection, saver: Saver | None = None) -> None:
 
 
 def _answer(
-    run: Run,
-    name: str,
-    arguments: tuple[Any, ...],
-    features: Mapping[str, dict[str, Tensor]],
-    held: list[str],
-    saver: Saver | None,
+    run: StepContext, call: Callable[..., Any], arguments: tuple[Any, ...], features: Mapping[str, dict[str, Tensor]]
 ) -> tuple[str, Any]:
     """How a task went, and what came of it."""
     try:
-        _keep(run, features, held)
-        if name == "release":
-            run.pipeline.features.release(held)
-            held.clear()
-        elif name == "save" and saver is not None:
-            saver.begin(checkpoint.of_run(run, *arguments))
-        else:
-            return "done", perform(run, name, arguments)
-        return "done", None
+        _keep(run, features)
+        return "done", work.perform(run, call, arguments)
     except NotFiniteError as error:
         return "not finite", str(error)
     except OutOfMemoryError as error:
@@ -206,9 +195,9 @@ def _answer(
         return "failed", traceback.format_exc()
 
 
-def _keep(run: Run, features: Mapping[str, dict[str, Tensor]], held: list[str]) -> None:
+def _keep(run: StepContext, features: Mapping[str, dict[str, Tensor]]) -> None:
     """Take a prompt's features into this device's store until the step is over."""
     run.pipeline.features.hold(list(features))
-    held += features
+    run.local.held.extend(features)
     for key, value in features.items():
         run.pipeline.features.put(key, value)

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl import checkpoint
-from mmrl.batch import Run
 from mmrl.checkpoint import Saved
 from mmrl.config.schema import Recipe
 from mmrl.errors import NotFiniteError, UnscoredError, UserError
@@ -24,6 +22,8 @@ from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 from mmrl.report.verified import Compared, Part, compared, metrics_of
 from mmrl.run import build, load_prompts
+from mmrl.run_state import of_run, restore
+from mmrl.step_context import StepContext
 from mmrl.verify.span import Rows, Span, fault
 
 NOT_COMPARED = MEASURED["metrics"] | OF_PROCESS
@@ -41,7 +41,7 @@ class Replay:
         self._new: dict[str, None] = {}
         self._heldout: Heldout | None = None
         with Progress(1, "load", "model") as progress:
-            self.run: Run = build(recipe, directory.path)
+            self.run: StepContext = build(recipe, directory.path)
             self.run.rewards.folder = scratch.path
             progress.advance()
 
@@ -50,7 +50,7 @@ class Replay:
         checkpoint, where the run has them."""
         try:
             if span.found is not None:
-                checkpoint.restore(self.run, span.found)
+                restore(self.run, span.found)
         except OSError as error:
             raise UserError(
                 f"{span.start} went while it was read ({error}); where the run goes on, call mmrl verify again"
@@ -128,7 +128,7 @@ class Replay:
             return Part("tensors", of, [Compared(entry.directory.name, False, ("not whole",))])
         saved = Saved(step, {}, entry.directory).tensors
         theirs = {f"{part}/{name}": t for part, tensors in saved.items() for name, t in tensors.items()}
-        ours = checkpoint.of_run(self.run, step).flat
+        ours = of_run(self.run, step).flat
         found = [_tensor(name, theirs.get(name), ours.get(name)) for name in {**theirs, **ours}]
         return Part("tensors", of, found)
 
