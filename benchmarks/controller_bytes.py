@@ -39,13 +39,13 @@ from stepping import CPU, resident, say
 
 from mmrl.algorithms.objective import Scored
 from mmrl.batch import Batch, chunks, rows_of_update, samples_of
+from mmrl.config.objectives import load_objective
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from mmrl.loop import train_step
 from mmrl.micro_batches import slices
 from mmrl.report.clock import Clock
 from mmrl.report.environment import environment
-from mmrl.run import load_objective
 from mmrl.step_context import StepContext
 from mmrl.trajectory import Trajectory
 

@@ -37,9 +37,9 @@ from mmrl.config.schema import Placement
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from mmrl.loop import train_step
-from mmrl.placement.adaptive import Split
+from mmrl.placement.adaptive import Split, starting
 from mmrl.placement.recorded import read_run
-from mmrl.placement.several import Several, starting
+from mmrl.placement.several import Several
 from mmrl.placement.simulate import Cluster, Outcome, adaptive, bound, static
 from mmrl.placement.trace import Trace
 from mmrl.report.clock import Clock

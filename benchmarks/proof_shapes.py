@@ -49,9 +49,10 @@ def measure(out: Path) -> dict[str, float]:
 def measure_here(path: str) -> None:
     """The work of ``measure``, in this process."""
     import mmrl
+    from mmrl.datasets.loading import load_prompts
     from mmrl.evaluation import Heldout
     from mmrl.report.metrics import read
-    from mmrl.run import load_prompts, restored
+    from mmrl.run import restored
 
     out = Path(path)
     shapes = mmrl.load("datasets", "shapes")

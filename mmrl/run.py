@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,13 +14,16 @@ from torch import nn
 import mmrl
 from mmrl import checkpoint
 from mmrl.ahead import AsyncRollout
-from mmrl.config.algorithms import PPO, TokenAlgorithm, with_length_limit
+from mmrl.config.algorithms import PPO, TokenAlgorithm
 from mmrl.config.names import resolve, resolve_drop_in
+from mmrl.config.objectives import load_objective
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.controller.workload import Balance
-from mmrl.datasets.records import checked
+from mmrl.datasets.loading import load_prompts
+from mmrl.engines.context import InContext
 from mmrl.engines.policy import Policy, aged
+from mmrl.engines.sharded import Sharded
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
 from mmrl.evaluation import Heldout, told
@@ -36,7 +38,6 @@ from mmrl.rewards.scoring import RewardSet
 from mmrl.rollout import AtOnce
 from mmrl.secrets import given_again
 from mmrl.step_context import Devices, RolloutStrategy, StepContext, StepPart
-from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:
     from mmrl.algorithms.objective import Objective
@@ -129,8 +130,6 @@ def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Wei
         return weights
     if controller.peers.ranks is None:  # a run that is looked at, by one process
         return weights
-    from mmrl.engines.context import InContext
-
     return InContext(module, weights, size)
 
 
@@ -146,8 +145,6 @@ def _lie(module: nn.Module, recipe: Recipe, controller: Controller) -> Weights:
         from mmrl.engines.megatron.weights import ModelParallel
 
         return ModelParallel(module, recipe.train, recipe.model, controller.peers.sent)
-    from mmrl.engines.sharded import Sharded
-
     return Sharded(module, controller.peers.ranks, controller.peers.sent)
 
 
@@ -161,38 +158,6 @@ def choose_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device: {name!r} is not to be had here ({error}); use device=auto or device=cpu") from error
     return device
-
-
-def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
-    """The prompts of ``train`` or ``heldout``, as lazy as the data set makes them.
-
-    Raises ``UserError`` for an empty or unusable data set, and past ``data.max_bad_fraction`` of bad records.
-    """
-    name = recipe.data.name if ":" in recipe.data.name else f"{recipe.data.name}:prompts"
-    options = dict(getattr(recipe.data, split))
-    if isinstance(options.get("path"), str):
-        options["path"] = resolve(root, options["path"])
-    try:
-        made = mmrl.load("datasets", resolve_drop_in(root, name))(split, **options)
-        prompts = made if isinstance(made, Sequence) else list(made)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"data.{split}: {name} cannot be called with {options}: {error}; change data.{split}"
-        ) from error
-    if not prompts:
-        raise UserError(f"data.{split}: {name} gave no prompts for {options or 'its defaults'}; change data.{split}")
-    checked(prompts, recipe.data.max_bad_fraction)
-    return prompts
-
-
-def load_objective(recipe: Recipe) -> Objective:
-    """The objective of the recipe's algorithm, from the file of that name in ``mmrl.algorithms``."""
-    import importlib
-
-    module = importlib.import_module(f"mmrl.algorithms.{recipe.algorithm.type}")
-    text = recipe.sampling.type == "text"
-    settings = with_length_limit(recipe.algorithm, recipe.decoding.max_new_tokens) if text else recipe.algorithm
-    return module.Objective(settings)
 
 
 def open_run(path: Path) -> tuple[Recipe, RunDir]:

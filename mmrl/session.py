@@ -19,6 +19,7 @@ from mmrl.checkpoint import BEST, Saved, Stateful
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.masking import masked_override
 from mmrl.controller import Controller
+from mmrl.datasets.loading import load_prompts
 from mmrl.datasets.records import checked
 from mmrl.divergence import Divergence, divergence, settle
 from mmrl.early_stopping import EarlyStop
@@ -29,8 +30,8 @@ from mmrl.judge.usage import PREFIX, Spending
 from mmrl.loop import train_step
 from mmrl.out_of_memory import OutOfMemoryError, in_phase
 from mmrl.placement import work
+from mmrl.placement.plan import settled
 from mmrl.placement.shortage import explained
-from mmrl.placement.stacking import settled
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import MetricsLog, read
 from mmrl.report.profile import Traces, named
@@ -40,7 +41,7 @@ from mmrl.report.trackers import Tracker, check_trackers, open_trackers
 from mmrl.resume import same_run
 from mmrl.rewards.patience import one_line, summary
 from mmrl.rewards.scoring import Failure
-from mmrl.run import build, load_prompts
+from mmrl.run import build
 from mmrl.run_state import of_run, restore, saver_of, take_up
 from mmrl.secrets import remember
 from mmrl.step_context import Devices

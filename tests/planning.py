@@ -14,9 +14,9 @@ import torch
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.loop import train_step
-from mmrl.placement import memory
 from mmrl.placement.fakes import LiveBytes, nbytes
-from mmrl.placement.plan import Plan, plan
+from mmrl.placement.plan import plan
+from mmrl.placement.planned import Plan
 from mmrl.report.clock import Clock
 from mmrl.run import build
 
@@ -47,7 +47,7 @@ def without_the_step() -> Iterator[list]:
         raise UserError(LEFT_OUT)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "measure", stopped)
+        patch.setattr("mmrl.placement.plan.measure", stopped)
         yield given
 
 

@@ -10,13 +10,14 @@ import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.datasets.fields import UnreadColumns
+from mmrl.datasets.loading import load_prompts
 from mmrl.errors import BadPromptError, UserError
 from mmrl.evaluation import Heldout
 from mmrl.judge.rubric import Rubric
 from mmrl.media import Media
 from mmrl.placement.plan import plan
 from mmrl.report.rundir import RunDir
-from mmrl.run import build, load_prompts
+from mmrl.run import build
 from mmrl.session import Session, Stop
 from mmrl.text.overlong import without_first
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot

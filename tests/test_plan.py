@@ -20,12 +20,14 @@ import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.batch import Batch, rows_of_update
 from mmrl.config.loader import load_recipe, shipped_recipes
+from mmrl.config.objectives import load_objective
 from mmrl.micro_batches import slices
 from mmrl.placement.arithmetic import count
 from mmrl.placement.fakes import LiveBytes
 from mmrl.placement.plan import _about_dtype, plan
 from mmrl.placement.room import room
-from mmrl.run import load_objective
+from mmrl.placement.tables import render
+from mmrl.rollout import AtOnce
 from mmrl.trajectory import SampleId, Trajectory
 from tests import planning
 from tests.planning import LEFT_OUT, random_weights, resident, run_steps, without_the_step
@@ -58,7 +60,7 @@ def planned_in_short(*overrides, name="shapes-lora"):
 
 def rendered(made, short=False, width=100):
     console = Console(file=io.StringIO(), width=width)
-    made.render(console, short=short)
+    render(made, console, short=short)
     return console.file.getvalue()
 
 
@@ -181,7 +183,7 @@ class Counting:
             return {}
 
     def __init__(self, recipe):
-        self.recipe, self.objective = recipe, load_objective(recipe)
+        self.recipe, self.objective, self.strategy = recipe, load_objective(recipe), AtOnce()
 
 
 @cache

@@ -16,16 +16,17 @@ from rich.console import Console
 from mmrl._torchvision import allow_cpu_only
 from mmrl.batch import chunks
 from mmrl.config.loader import load_recipe
+from mmrl.config.objectives import load_objective
 from mmrl.config.schema import Placement
 from mmrl.judge.server import CACHE
 from mmrl.placement.arithmetic import count
 from mmrl.placement.judges import Asked, on_devices
-from mmrl.placement.plan import Plan
+from mmrl.placement.planned import Plan
 from mmrl.placement.room import room
 from mmrl.placement.sharing import calls, idle, inside, refusals, rows, split_of
+from mmrl.placement.tables import render
 from mmrl.rewards.scoring import check
 from mmrl.rewards.underway import Entry, batches
-from mmrl.run import load_objective
 from tests import planning
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -46,7 +47,7 @@ def planned_in_short(*changes, **more):
 
 def rendered(made, width=140):
     console = Console(file=io.StringIO(), width=width)
-    made.render(console)
+    render(made, console)
     return " ".join(console.file.getvalue().split())
 
 

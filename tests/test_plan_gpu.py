@@ -14,12 +14,13 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.placement import estimate
-from mmrl.placement.account import PhaseMemory
 from mmrl.placement.fakes import LiveBytes
 from mmrl.placement.gpus import GPUS, Gpu, gpu_of
 from mmrl.placement.operations import times_expert
 from mmrl.placement.plan import plan
+from mmrl.placement.planned import PhaseMemory
 from mmrl.placement.room import room
+from mmrl.placement.tables import render
 from tests.planning import without_the_step
 from tests.tiny import language_model
 from tests.tiny_diffusion import two_blocks
@@ -46,7 +47,7 @@ def planned(*overrides, gpu=H100, gpus=None, name="shapes-lora"):
 
 def rendered(made, width=80):
     console = Console(file=io.StringIO(), width=width)
-    made.render(console)
+    render(made, console)
     return console.file.getvalue()
 
 

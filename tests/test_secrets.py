@@ -13,6 +13,7 @@ from mmrl.config.masking import masked_document, masked_override
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.placement.plan import plan
+from mmrl.placement.tables import render
 from mmrl.report.rundir import RunDir
 from mmrl.run import open_run
 from mmrl.secrets import MASK, given_again, hidden, is_secret, masked
@@ -156,7 +157,7 @@ def test_a_plan_shows_no_secret(tmp_path):
     for short in (False, True):
         planned.notes.append("tr0ub4dor")
         console = Console(file=io.StringIO(), width=200)
-        planned.render(console, short=short)
+        render(planned, console, short=short)
         assert "tr0ub4dor" not in console.file.getvalue()
         assert "open-sesame" not in console.file.getvalue()
         assert MASK in console.file.getvalue()

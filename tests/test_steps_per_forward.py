@@ -9,9 +9,9 @@ import torch
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.loop import train_step
-from mmrl.placement.arithmetic import count
-from mmrl.placement.plan import plan
-from mmrl.placement.stacking import settle, settled, with_steps
+from mmrl.placement.arithmetic import count, with_steps
+from mmrl.placement.plan import plan, settled
+from mmrl.placement.stacking import settle
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from tests.tiny_diffusion import two_blocks

@@ -15,11 +15,12 @@ from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Optim
 from mmrl.controller import Controller
 from mmrl.controller.randomness import noise
+from mmrl.datasets.loading import load_prompts
 from mmrl.engines.merging import merged_weights
 from mmrl.engines.policy import Policy
 from mmrl.evaluation import Heldout
 from mmrl.placement.plan import plan
-from mmrl.run import build, load_prompts, weights_of
+from mmrl.run import build, weights_of
 from mmrl.session import train
 from mmrl.text.drawing import uniforms
 from mmrl.text.external import request

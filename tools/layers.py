@@ -39,7 +39,7 @@ FOLDERS = {
 LAYERS = {
     "core": "mmrl _checkout _load _torchvision checkpoint errors finite garbage manifest media out_of_memory samples "
     "secrets trajectory transfer controller.randomness placement.hub report.clock report.durations report.notices "
-    "rewards.contract engines.rollout",
+    "report.sizes rewards.contract engines.rollout",
     "config": "config.errors config.known_as config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms config.algorithms config.picture_algorithms",
     "recipe": "config",

@@ -54,9 +54,10 @@ def train(
     with rarely_collected():
         loaded = read_recipe(recipe, changes or (), directory if resume else None)
         from mmrl.placement.plan import plan
+        from mmrl.placement.tables import render
 
         planned = plan(loaded)
-        planned.render(console(), short=True)
+        render(planned, console(), short=True)
         if planned.problems:
             raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
         from mmrl.session import train as run
@@ -85,9 +86,10 @@ def plan(
     with rarely_collected():
         loaded = read_recipe(recipe, changes or (), gpu=meant)
         from mmrl.placement.plan import plan as make
+        from mmrl.placement.tables import render
 
         planned = make(loaded, gpu=meant, gpus=gpus)
-    planned.render(console())
+    render(planned, console())
     if planned.problems:
         raise typer.Exit(1)
 

@@ -17,9 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from mmrl.engines.weights import exchange, gradients, outermost
 
@@ -35,6 +32,9 @@ class Sharded:
     stages = None
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, sent: Counter[str]) -> None:
+        from torch.distributed.device_mesh import DeviceMesh  # half a second, which a run without shards need not take
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
         self._group, self._sent = group, sent
         # the loop writes into nothing that a model returned
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -108,16 +108,16 @@ class Sharded:
         part.register_forward_pre_hook(count)
 
     def spread(self, name: str, mine: Tensor) -> Tensor:
-        like = self._whole[name]
-        assert isinstance(like, DTensor)
+        from torch.distributed.tensor import DTensor
+
+        like: Any = self._whole[name]
         return DTensor.from_local(
             mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
     def whole(self, name: str, mine: Tensor) -> Tensor:
         self._sent["weights"] += mine.nbytes
-        spread = self.spread(name, mine.detach())
-        assert isinstance(spread, DTensor)
+        spread: Any = self.spread(name, mine.detach())
         return spread.full_tensor()
 
 
@@ -127,6 +127,5 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if type(m).__name__ in names and m is not module]
 
 
-def _shard(whole: Tensor) -> Tensor:
-    assert isinstance(whole, DTensor)
+def _shard(whole: Any) -> Tensor:
     return whole.to_local()

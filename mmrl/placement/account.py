@@ -5,43 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
+from torch import nn
+
+from mmrl.algorithms.objective import Objective
 from mmrl.config.schema import Recipe
+from mmrl.engines.policy import aged
+from mmrl.engines.sharded import blocks
+from mmrl.placement.description import Beside, Component, Description
+from mmrl.placement.fakes import nbytes
+from mmrl.placement.memory import kept_copies
+from mmrl.placement.planned import PHASES, PhaseMemory, Plan, Role
 from mmrl.placement.sharing import sleeps
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from mmrl.algorithms.objective import Objective
-    from mmrl.placement.description import Beside, Component, Description
-    from mmrl.placement.plan import Plan
-
-
-@dataclass(frozen=True)
-class Role:
-    """A line of the roles' table. ``where``: when it is on the device; ``bytes`` while it is."""
-
-    name: str
-    what: str
-    parameters: int
-    bytes: int
-    where: str
-
-
-@dataclass(frozen=True)
-class PhaseMemory:
-    """What is on the device during a phase of the step, by part, at the phase's highest moment."""
-
-    name: str
-    parts: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
-
-PHASES = ("encode", "sample", "decode", "train", "optimizer")
+from mmrl.report.sizes import size as amount
 
 
 @dataclass(frozen=True)
@@ -60,7 +36,6 @@ class Size:
 
 def sizes_of(description: Description, shards: int | Fraction, by_block: bool) -> dict[int, Size]:
     """Of each component, by ``id``; what trains lies in so many ``shards``, and is gathered ``by_block`` to train."""
-    from mmrl.placement.fakes import nbytes
 
     sizes = {}
     for component in description.components:
@@ -83,8 +58,6 @@ def sizes_of(description: Description, shards: int | Fraction, by_block: bool) -
 def _in_shards(module: nn.Module, whole: Size, shards: int | Fraction, by_block: bool) -> Size:
     """By block: in a slice two of them are there at once, one computing and one on its way, with their gradients until
     each rank has its rows; what is in no block is there all the time."""
-    from mmrl.engines.sharded import blocks
-    from mmrl.placement.fakes import nbytes
 
     groups = [list(block.parameters()) for block in blocks(module)]
     inside = {id(p) for group in groups for p in group}
@@ -106,8 +79,6 @@ def offloads(made: Plan) -> bool:
 
 def _copies(recipe: Recipe, objective: Objective) -> list[str]:
     """Copies of the trained weights that the run keeps; LoRA's reference is the base with the adapter off."""
-    from mmrl.engines.policy import aged
-    from mmrl.placement.memory import kept_copies
 
     kept = [name for name in kept_copies(objective) if name != "reference" or recipe.model.lora is None]
     kept += [aged(name, n + 1) for name in objective.copies for n in range(recipe.placement.staleness or 0)]
@@ -118,7 +89,6 @@ def roles_of(
     made: Plan, description: Description, sizes: dict[int, Size], objective: Objective, features: int
 ) -> Iterator[Role]:
     """The lines of the roles' table; ``features``: bytes of the prompts' features that are kept."""
-    from mmrl.placement.tables import size as amount
 
     measured, counts = made.measured, made.counts
     assert measured is not None

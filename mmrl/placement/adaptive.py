@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mmrl.config.schema import Placement
+
 SMOOTHING = 0.5
 """What the latest step weighs in the smoothed busy seconds."""
 WORTH = 0.03
@@ -121,6 +123,14 @@ def begin(devices: int, replica: int = 1, moves: bool = True) -> State:
     if devices < 1 or replica < 1:
         raise ValueError(f"{devices} devices of a controller and {replica} of a judge replica: both at least 1")
     return State(devices, replica, Split(devices, 0), moves=moves)
+
+
+def starting(settings: Placement, devices: int, judged: bool = True) -> State:
+    """The split that a run begins with; ``judged``: some reward computes on a device."""
+    state = begin(devices, moves=settings.inside)
+    judges = settings.judging(devices) if judged else 0
+    left = devices - settings.training(devices) if settings.apart else devices
+    return replace(state, split=Split(left - judges, judges))
 
 
 def decide(state: State, measured: Measured) -> tuple[State, Decision]:

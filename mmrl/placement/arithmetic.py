@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mmrl.config.schema import Recipe
 
@@ -73,3 +74,8 @@ def count(recipe: Recipe, entries: int, sampled: bool = True, row_tokens: int = 
 def forwards_of_a_sample(recipe: Recipe) -> int:
     """Denoising steps, or tokens at most: the prompt's forward gives the first."""
     return recipe.decoding.max_new_tokens if recipe.sampling.type == "text" else recipe.denoising.steps
+
+
+def with_steps(recipe: Recipe, n: int | Literal["auto"]) -> Recipe:
+    """The recipe with ``n`` steps in a forward."""
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps_per_forward": n})})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mmrl.config.checks import label_of
 from mmrl.config.names import resolve_options
 from mmrl.errors import UserError
-from mmrl.placement.tables import size
+from mmrl.report.sizes import size
 from mmrl.rewards.checkpoints import read_tensors
 from mmrl.rewards.contract import Weights
 from mmrl.rewards.loading import asked_of_options, can_sleep

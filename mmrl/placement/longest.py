@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mmrl.placement.plan import Plan
+from mmrl.placement.planned import Plan
 
 
 def longest(plan: Plan) -> tuple[int, str] | None:

@@ -28,11 +28,10 @@ from mmrl.config.schema import Recipe
 from mmrl.engines.context import imagined
 from mmrl.engines.policy import Policy
 from mmrl.pipelines.protocol import Pipeline
-from mmrl.placement.arithmetic import Counts
+from mmrl.placement.arithmetic import Counts, with_steps
 from mmrl.placement.description import Description
 from mmrl.placement.fakes import KnownMasks, LiveBytes, fake, nbytes
 from mmrl.placement.operations import Operations
-from mmrl.placement.stacking import with_steps
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
 

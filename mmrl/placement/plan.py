@@ -6,84 +6,34 @@ Everything of a controller is in its device's memory at some phase of the step; 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import mmrl
+from mmrl.algorithms.objective import Objective
 from mmrl.config.dtype import choose, has_bfloat16
 from mmrl.config.loader import LoadedRecipe
-from mmrl.config.schema import Recipe
+from mmrl.config.objectives import load_objective
+from mmrl.datasets.loading import load_prompts
+from mmrl.engines import context
+from mmrl.engines.megatron import mapping
 from mmrl.errors import UserError
 from mmrl.media import Media
-from mmrl.placement.account import PHASES, PhaseMemory, Role, load_of, offloads, phases_of, roles_of, sizes_of
-from mmrl.placement.arithmetic import Counts, count
+from mmrl.placement.account import load_of, offloads, phases_of, roles_of, sizes_of
+from mmrl.placement.arithmetic import count
+from mmrl.placement.description import Description
 from mmrl.placement.estimate import Estimate, Step, estimated
+from mmrl.placement.gpus import Gpu
+from mmrl.placement.judges import on_devices
+from mmrl.placement.memory import measure
+from mmrl.placement.planned import PHASES, Plan
 from mmrl.placement.room import room
 from mmrl.placement.sharing import SAMPLED, calls, idle, inside, models_of, refusals, sleeps, split_of
 from mmrl.placement.stacking import settle
 from mmrl.rewards.loading import Found
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from mmrl.algorithms.objective import Objective
-    from mmrl.placement.description import Description
-    from mmrl.placement.gpus import Gpu
-    from mmrl.placement.judges import Asked
-    from mmrl.placement.memory import Measured
-    from mmrl.trajectory import Prompt
-
-
-@dataclass
-class Plan:
-    """A resolved recipe, what it leaves to the plan settled.
-
-    Bytes throughout; ``phases`` and ``roles`` are empty where a problem prevents them.
-
-    ``problems`` are why it cannot run, each with the edit that mends it; ``device_memory`` is None where the device is
-    not on this machine.
-    """
-
-    recipe: Recipe
-    device: str
-    device_memory: int | None
-    source: str = ""
-    counts: Counts | None = None
-    measured: Measured | None = None
-    roles: list[Role] = field(default_factory=list)
-    phases: list[PhaseMemory] = field(default_factory=list)
-    load: PhaseMemory | None = None
-    """What the device holds while the run is loaded; None of a CPU, where weights are read from their files."""
-    host: int = 0
-    asked: list[Asked] = field(default_factory=list)
-    """The rewards that compute on a device."""
-    inside: dict[str, int] = field(default_factory=dict)
-    """Bytes that go between a controller and its further devices in a step, the most, by kind."""
-    notes: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    gpu: Gpu | None = None
-    """A GPU to plan for that need not be on this machine, and how many ``gpus`` of it there are to be."""
-    gpus: int | None = None
-    time: Estimate | None = None
-    """Of a step on that GPU."""
-
-    @property
-    def peak(self) -> PhaseMemory | None:
-        """The phase that needs most, loading among them."""
-        phases = [*self.phases, *([self.load] if self.load else [])]
-        return max(phases, key=lambda phase: phase.total, default=None)
-
-    @property
-    def where(self) -> str:
-        """What it computes on, as the user calls it."""
-        return self.gpu.name if self.gpu else self.device
-
-    def render(self, console: Console, short: bool = False) -> None:
-        """Print it; ``short`` is three lines, without the problems (for a caller who raises them)."""
-        from mmrl.placement.tables import render, render_short
-
-        (render_short if short else render)(self, console)
+from mmrl.rewards.scoring import check, reads
+from mmrl.trajectory import Prompt
 
 
 def plan(
@@ -94,8 +44,6 @@ def plan(
     ``device_memory`` in bytes stands for the device's own, to plan for a machine that is not this one; ``gpu`` for the
     whole device, which then is cuda, and ``gpus`` for how many of it there are.
     """
-    import mmrl
-    from mmrl.run import load_objective
 
     if gpu is not None:
         loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"device": "cuda"}))
@@ -124,6 +72,13 @@ def plan(
     made.problems += room(made)
     made.notes += [*idle(made), *_unused(made)]
     return made
+
+
+def settled(loaded: LoadedRecipe) -> LoadedRecipe:
+    """The recipe with what it leaves to the plan chosen; itself where it leaves nothing."""
+    if loaded.recipe.train.steps_per_forward != "auto":
+        return loaded
+    return replace(loaded, recipe=plan(loaded).recipe)
 
 
 def _time(made: Plan, description: Description, objective: Objective) -> Estimate | None:
@@ -188,7 +143,6 @@ def _main_memory() -> int:
 
 def _prompts(loaded: LoadedRecipe, made: Plan) -> list[Sequence[Prompt]]:
     """The prompts of both splits, as lazy as the data set makes them; none where it cannot be read."""
-    from mmrl.run import load_prompts
 
     try:
         return [load_prompts(loaded.recipe, loaded.root, split) for split in ("train", "heldout")]
@@ -208,9 +162,6 @@ def _looked_at(prompts: Sequence[Prompt]) -> list[Prompt]:
 def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozenset[str]:
     """What the rewards read of a sample."""
     import inspect
-
-    from mmrl.placement.judges import on_devices
-    from mmrl.rewards.scoring import check, reads
 
     recipe, both = loaded.recipe, list[list[Found]]()
     for key, listed in (("rewards", recipe.rewards), ("eval.rewards", recipe.eval.rewards)):
@@ -242,8 +193,6 @@ def _account(
     inputs: frozenset[str],
 ) -> None:
     """Fill in counts, measured sizes, roles and phases."""
-    from mmrl.placement.memory import measure
-    from mmrl.trajectory import Prompt
 
     recipe, made.source = made.recipe, description.source
     pathwise = objective.kind == "pathwise"
@@ -295,8 +244,6 @@ def _account(
 
 def _shards(made: Plan, description: Description, trainers: int) -> int | Fraction | None:
     """In how many parts what trains lies, after what refuses that; None where rows cannot be cut."""
-    from mmrl.engines import context
-    from mmrl.engines.megatron import mapping
 
     train, policy = made.recipe.train, description.pipeline.policy
     shards: int | Fraction = train.parts(trainers)

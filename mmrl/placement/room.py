@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from mmrl.placement.tables import size
-
-if TYPE_CHECKING:
-    from mmrl.placement.account import PhaseMemory
-    from mmrl.placement.plan import Plan
+from mmrl.placement.planned import PhaseMemory, Plan
+from mmrl.report.sizes import size
 
 
 def room(plan: Plan) -> list[str]:

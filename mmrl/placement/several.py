@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, as_completed, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from threading import Thread
 from typing import Any, Protocol
 
@@ -65,7 +65,7 @@ class Several:
         self._trainers = range(settings.training(self._count))
         self._board = Board(self._count)
         self._threads: list[Thread] = []
-        self.state = starting(settings, self._count)
+        self.state = adaptive.starting(settings, self._count)
         self._lines: list[dict[str, Any]] = []
         self._cpu = self._step_began = 0.0
         self._cpu_of = [0.0] * self._count
@@ -76,7 +76,7 @@ class Several:
         if run.rewards.on_device:
             run.rewards.call_by(lambda label: _OnDevices(self._board, label, self._for))
         if self.settings.apart:
-            self.state = starting(self.settings, self._count, bool(run.rewards.on_device))
+            self.state = adaptive.starting(self.settings, self._count, bool(run.rewards.on_device))
             self._board.apart(self.state.split)
         for device in range(self._count):
             thread = Thread(target=self._device, args=(run, device), name=f"mmrl-device-{device}", daemon=True)
@@ -369,14 +369,6 @@ def needs(run: StepContext, role: str) -> set[str]:
     """What must be awake for ``role``, of what is not always: models that judge, an engine that samples."""
     has = {"judge"} if role == "judge" else set()
     return has | ({"rollout"} if role == "rollout" and run.recipe.rollout.engine != "transformers" else set())
-
-
-def starting(settings: Placement, devices: int, judged: bool = True) -> adaptive.State:
-    """The split that a run begins with; ``judged``: some reward computes on a device."""
-    state = adaptive.begin(devices, moves=settings.inside)
-    judges = settings.judging(devices) if judged else 0
-    left = devices - settings.training(devices) if settings.apart else devices
-    return replace(state, split=adaptive.Split(left - judges, judges))
 
 
 def features_of(run: StepContext, slots: Sequence[Slot]) -> dict[str, Any]:

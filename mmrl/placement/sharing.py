@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-from mmrl.placement.adaptive import Split
-
-if TYPE_CHECKING:
-    from mmrl.algorithms.objective import Objective
-    from mmrl.config.schema import Recipe
-    from mmrl.placement.arithmetic import Counts
-    from mmrl.placement.plan import Plan
+from mmrl.algorithms.objective import Objective
+from mmrl.config.schema import Recipe
+from mmrl.placement.adaptive import Split, starting
+from mmrl.placement.arithmetic import Counts
+from mmrl.placement.planned import Plan
 
 SAMPLED = ("policy_gradient", "forward_process")
 """The kinds of objective that sample before their updates."""
@@ -20,8 +17,6 @@ SAMPLED = ("policy_gradient", "forward_process")
 
 def split_of(plan: Plan) -> Split:
     """The split that a run begins with."""
-    from mmrl.placement.several import starting
-
     recipe = plan.recipe
     return starting(recipe.placement, recipe.devices_per_controller, any(one.trained_on for one in plan.asked)).split
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mmrl.out_of_memory import OutOfMemoryError, free
-from mmrl.placement.account import PhaseMemory
 from mmrl.placement.plan import plan
+from mmrl.placement.planned import PhaseMemory
 from mmrl.placement.room import edits
-from mmrl.placement.tables import size
+from mmrl.report.sizes import size
 
 if TYPE_CHECKING:
     from mmrl.config.loader import LoadedRecipe

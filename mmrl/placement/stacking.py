@@ -7,32 +7,14 @@ the update within the memory there is. The gradient is the same whatever is chos
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
 
-from mmrl.config.schema import Recipe
-
-if TYPE_CHECKING:
-    from mmrl.config.loader import LoadedRecipe
-    from mmrl.placement.plan import Plan
+from mmrl.placement.arithmetic import with_steps
+from mmrl.placement.planned import Plan
 
 ROWS = 16
 """The most rows of a stacked forward, guidance's included: past it next to nothing was gained (docs/speed.md)."""
 SHARE = 0.8
 """The most of a device's memory that an update takes with stacked steps: the plan is an estimate."""
-
-
-def with_steps(recipe: Recipe, n: int | Literal["auto"]) -> Recipe:
-    """The recipe with ``n`` steps in a forward."""
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps_per_forward": n})})
-
-
-def settled(loaded: LoadedRecipe) -> LoadedRecipe:
-    """The recipe with what it leaves to the plan chosen; itself where it leaves nothing."""
-    if loaded.recipe.train.steps_per_forward != "auto":
-        return loaded
-    from mmrl.placement.plan import plan
-
-    return replace(loaded, recipe=plan(loaded).recipe)
 
 
 def settle(made: Plan) -> None:

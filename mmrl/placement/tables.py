@@ -10,14 +10,15 @@ from rich.table import Table
 
 from mmrl.placement.estimate import assumptions
 from mmrl.placement.longest import longest
+from mmrl.placement.planned import Plan
 from mmrl.placement.sharing import rows, shares
 from mmrl.report.durations import duration
+from mmrl.report.sizes import size
 from mmrl.secrets import hidden
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mmrl.placement.plan import Plan
 
 NOT_COUNTED = (
     "Every tensor is counted, attention as the flash kernel does it. Not counted: kernels' own workspaces, the "
@@ -25,22 +26,19 @@ NOT_COUNTED = (
 )
 
 
-def size(n: int) -> str:
-    """``1.20 GiB``, ``35 MiB``, ``512 KiB``."""
-    for unit, name, digits in ((2**30, "GiB", 2), (2**20, "MiB", 0), (2**10, "KiB", 0)):
-        if n >= unit:
-            return f"{n / unit:,.{digits}f} {name}"
-    return f"{n} B"
+def render(plan: Plan, console: Console, short: bool = False) -> None:
+    """Print it; ``short`` is three lines, without the problems (for a caller who raises them)."""
+    (_render_short if short else _render_whole)(plan, console)
 
 
-def render_short(plan: Plan, console: Console) -> None:
+def _render_short(plan: Plan, console: Console) -> None:
     """What a run says before it begins."""
     for line in (_step(plan), _peak(plan), *plan.notes):
         if line:
             console.print(hidden(line), markup=False, highlight=False)
 
 
-def render(plan: Plan, console: Console) -> None:
+def _render_whole(plan: Plan, console: Console) -> None:
     """Everything, problems last."""
 
     def say(text: str) -> None:

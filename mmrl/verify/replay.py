@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmrl.checkpoint import Saved
 from mmrl.config.schema import Recipe
+from mmrl.datasets.loading import load_prompts
 from mmrl.errors import NotFiniteError, UnscoredError, UserError
 from mmrl.evaluation import Heldout, measure
 from mmrl.loop import train_step
@@ -21,7 +22,7 @@ from mmrl.report.metrics import MetricsLog, read
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 from mmrl.report.verified import Compared, Part, compared, metrics_of
-from mmrl.run import build, load_prompts
+from mmrl.run import build
 from mmrl.run_state import of_run, restore
 from mmrl.step_context import StepContext
 from mmrl.verify.span import Rows, Span, fault
