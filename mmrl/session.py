@@ -32,11 +32,11 @@ from mmrl.placement import work
 from mmrl.placement.shortage import explained
 from mmrl.placement.stacking import settled
 from mmrl.report.clock import Clock
-from mmrl.report.metrics import MetricsLog, read
+from mmrl.report.metrics import MetricsLog, Tracker, read
 from mmrl.report.profile import Traces, named
 from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
-from mmrl.report.trackers import Tracker, check_trackers, open_trackers
+from mmrl.report.trackers import check_trackers, open_trackers
 from mmrl.resume import same_run
 from mmrl.rewards.patience import one_line, summary
 from mmrl.rewards.scoring import Failure

@@ -22,8 +22,7 @@ from mmrl.config.schema import Recipe
 from mmrl.export import export
 from mmrl.judge.store import TRANSCRIPTS
 from mmrl.media import Media
-from mmrl.pipelines.protocol import Usage
-from mmrl.report.card import write_card
+from mmrl.report.card import Usage, write_card
 from mmrl.report.html import write_report
 from mmrl.report.metrics import MetricsLog
 from mmrl.report.pictures import extremes, pairs, read_evaluations

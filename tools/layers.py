@@ -37,12 +37,14 @@ FOLDERS = {
 """Where modules lie, and the package they are in when mmrl runs: the drop-in folders join it."""
 
 LAYERS = {
-    "core": "mmrl _checkout _load _torchvision checkpoint errors finite garbage manifest media out_of_memory samples "
-    "secrets trajectory transfer controller.randomness placement.hub report.clock report.durations report.notices "
-    "rewards.contract engines.rollout",
+    "core": "mmrl _checkout _load _torchvision checkpoint errors files finite garbage manifest media out_of_memory "
+    "samples secrets trajectory transfer controller.randomness placement.hub report.clock report.durations "
+    "report.notices rewards.contract engines.rollout",
     "config": "config.errors config.known_as config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms config.algorithms config.picture_algorithms",
     "recipe": "config",
+    "records": "report.card report.environment report.grids report.metrics report.pictures report.progress "
+    "report.rundir report.texts report.trackers",
     "datasets, rewards, judge": "datasets rewards judge",
     "controllers": "controller balance",
     "protocols": "engines.policy engines.weights pipelines.protocol placement.description",

@@ -13,8 +13,7 @@ import torch
 
 from mmrl.config.schema import Recipe
 from mmrl.engines.merging import merged_weights
-from mmrl.pipelines.protocol import Usage, What
-from mmrl.report.card import public
+from mmrl.report.card import Usage, What, public
 from mmrl.text.loading import stop_tokens
 from mmrl.trajectory import Prompt
 

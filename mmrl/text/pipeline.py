@@ -25,7 +25,8 @@ from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.engines.standby import Standby, unfailing
 from mmrl.media import Clip
-from mmrl.pipelines.protocol import Usage, Weights, What
+from mmrl.pipelines.protocol import Weights
+from mmrl.report.card import Usage, What
 from mmrl.text import export, external, scoring
 from mmrl.text.critic import Critic
 from mmrl.text.drawing import Draw, uniforms, without

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
-from mmrl.pipelines.protocol import Usage, What
-from mmrl.report.card import public
+from mmrl.report.card import Usage, What, public
 from mmrl.rewards.contract import Failed
 from mmrl.text.export import plain
 from mmrl.text.features import joined
