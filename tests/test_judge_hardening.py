@@ -20,7 +20,7 @@ from mmrl.report.metrics import read
 from mmrl.report.transcripts import transcripts
 from mmrl.rewards.contract import Context, Failed
 from mmrl.rewards.scoring import RewardSet
-from mmrl.session import train
+from mmrl.runtime.start import train
 from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 

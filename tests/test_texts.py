@@ -29,7 +29,7 @@ from mmrl.report.pictures import extremes, pairs, read_evaluations
 from mmrl.report.rundir import RunDir
 from mmrl.report.texts import LONGEST, cell, fold, shorten, visible, write_texts
 from mmrl.run import restored
-from mmrl.session import train
+from mmrl.runtime.start import train
 from mmrl.text.export import write
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 from tests import tiny

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl._load import load
+from mmrl.controller.randomness import permutation
 from mmrl.errors import UserError
 from mmrl.media import BadMediaError, Media, open_image, read_bytes
 from mmrl.media.decoder import container_of
@@ -65,8 +66,6 @@ def _sources(
     names: Sequence[str], split: str, n: int, seed: int, options: Mapping[str, Any]
 ) -> list[tuple[Sequence[Prompt], list[int]]]:
     """The prompts of each name, and the order in which they are taken. Raises ``UserError``."""
-    from mmrl.controller.randomness import permutation
-
     found = []
     each = -(-n // len(names))
     for name in names:
