@@ -45,12 +45,13 @@ LAYERS = {
     "recipe": "config",
     "records": "report.card report.environment report.grids report.metrics report.pictures report.progress "
     "report.rundir report.texts report.trackers",
-    "datasets, rewards, judge": "datasets rewards judge",
+    "datasets": "datasets",
     "controllers": "controller balance",
     "protocols": "engines.policy engines.weights pipelines.protocol placement.description",
     "text": "text",
     "engines": "engines",
     "pipelines": "pipelines text.assembly text.describing text.export text.external text.pipeline text.scoring",
+    "rewards, judge": "rewards judge",
     "step context": "batch micro_batches step_context tally",
     "placement": "placement.adaptive placement.board placement.devices placement.several placement.utilisation "
     "placement.work",
@@ -58,7 +59,8 @@ LAYERS = {
     "rollout": "ahead controller.workload flight resampling rollout",
     "training": "early_stopping evaluation loop",
     "planner, simulator, report": "placement report",
-    "app": "divergence doctor export resume run session stopping verify",
+    "app": "divergence doctor export resume run session stopping verify pipelines.llm.pretrain "
+    "pipelines.vlm.pretrain_judge",
     "runtime": "runtime",
     "cli": "cli",
 }

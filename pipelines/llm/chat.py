@@ -25,7 +25,7 @@ TESTED = ("qwen3", "qwen2", "llama", "qwen3_moe")
 
 
 class Chat:
-    """Final class; see ``mmrl.text.pipeline.Conditioner``. One user message, behind a system message where given."""
+    """Final class; see ``mmrl.text.conditioner.Conditioner``. One user message, behind a system message where given."""
 
     own_positions = False
 
