@@ -16,11 +16,13 @@ import mmrl
 from mmrl import checkpoint
 from mmrl.ahead import AsyncRollout
 from mmrl.config.algorithms import PPO, TokenAlgorithm, with_length_limit
+from mmrl.config.checks import possible
 from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.controller.workload import Balance
 from mmrl.datasets.records import checked
+from mmrl.engines.context import InContext
 from mmrl.engines.policy import Policy, aged
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
@@ -129,8 +131,6 @@ def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Wei
         return weights
     if controller.peers.ranks is None:  # a run that is looked at, by one process
         return weights
-    from mmrl.engines.context import InContext
-
     return InContext(module, weights, size)
 
 
@@ -200,7 +200,7 @@ def open_run(path: Path) -> tuple[Recipe, RunDir]:
     directory = RunDir(path)
     try:
         settings = as_it_worked(given_again(json.loads(directory.resolved.read_text())))
-        return Recipe.model_validate_json(json.dumps(settings)), directory
+        return possible(Recipe.model_validate_json(json.dumps(settings))), directory
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path} is no run directory: its resolved.json cannot be read ({error}); "

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmrl._torchvision import allow_cpu_only
 from mmrl.engines.external import (
     Allowance,
     Counted,
@@ -254,8 +255,6 @@ def mend() -> None:
     at a model's class in a fresh process, to keep CUDA out of this one: without CUDA that is done here instead, where
     torchvision works.
     """
-    from mmrl._torchvision import allow_cpu_only
-
     allow_cpu_only()
     if "torchcodec" not in sys.modules and importlib.util.find_spec("torchcodec") is not None:
         try:

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mmrl.config.checks import label_of
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
 from mmrl.report.charts import LINES, Series, line_chart, short, stacked_chart
@@ -179,8 +180,6 @@ def _flat(tree: object, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _label(reward: Mapping[str, Any]) -> str:
-    from mmrl.config.checks import label_of
-
     return label_of(str(reward.get("name", "")), reward.get("label"))
 
 
