@@ -355,7 +355,7 @@ def warm(words: Sequence[str]) -> None:
     """Import, in this process, what a run needs; torch begins no threads for that."""
     import torch
 
-    import mmrl.session  # noqa: F401
+    import mmrl.runtime.start  # noqa: F401
     from mmrl.run import build
 
     torch.set_num_threads(1)

@@ -15,10 +15,10 @@ from typing import Literal
 
 from PIL import Image
 
-from mmrl.datasets.decoding import needs
 from mmrl.datasets.records import Records
 from mmrl.errors import UserError
 from mmrl.media import Media
+from mmrl.media.decoding import needs
 from mmrl.trajectory import Prompt
 
 from .shapes import COLOURS, KINDS, SIZE, Shape, draw

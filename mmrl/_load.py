@@ -39,12 +39,16 @@ def load(kind: Kind, name: str) -> Any:
     return getattr(module, attribute)
 
 
+def folders(kind: Kind) -> list[Path]:
+    """Where drop-ins of ``kind`` lie. Imports the package that they join, and none of them."""
+    return [Path(folder) for folder in importlib.import_module(f"mmrl.{kind}").__path__]
+
+
 def names(kind: Kind) -> list[str]:
     """The drop-ins of ``kind`` that this installation holds, by the name a recipe calls them."""
-    package = importlib.import_module(f"mmrl.{kind}")
     found = {
         path.relative_to(root).with_suffix("").as_posix()
-        for root in map(Path, package.__path__)
+        for root in folders(kind)
         for path in root.rglob("*.py")
         if not path.name.startswith("_") and (path.parent != root or (root / "__init__.py") != path)
     }

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmrl.report.environment import environment
+
 LEAST_DISK_GIB = 5.0
 """Below this, checkpoints of all but the smallest models do not fit."""
 _THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
@@ -80,8 +82,6 @@ def _version(package: str) -> str | None:
 def _machine(found: Examination) -> None:
     try:
         import torch
-
-        from mmrl.report.environment import environment
 
         known: dict[str, Any] = environment()
     except Exception as error:  # a broken native library can raise anything; saying so is what this command is for

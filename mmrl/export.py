@@ -12,8 +12,7 @@ from safetensors import SafetensorError
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.pipelines.protocol import What
-from mmrl.report.card import write_card
+from mmrl.report.card import What, write_card
 from mmrl.report.rundir import RunDir
 from mmrl.run import open_run, restored
 from mmrl.step_context import StepContext

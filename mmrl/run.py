@@ -15,6 +15,7 @@ import mmrl
 from mmrl import checkpoint
 from mmrl.ahead import AsyncRollout
 from mmrl.config.algorithms import PPO, TokenAlgorithm
+from mmrl.config.checks import possible
 from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.objectives import load_objective
 from mmrl.config.schema import Recipe
@@ -165,7 +166,7 @@ def open_run(path: Path) -> tuple[Recipe, RunDir]:
     directory = RunDir(path)
     try:
         settings = as_it_worked(given_again(json.loads(directory.resolved.read_text())))
-        return Recipe.model_validate_json(json.dumps(settings)), directory
+        return possible(Recipe.model_validate_json(json.dumps(settings))), directory
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path} is no run directory: its resolved.json cannot be read ({error}); "

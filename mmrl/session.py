@@ -1,9 +1,8 @@
-"""Train a recipe into a run directory: set out or go on, step by step, until the end or a stop. The step itself is
-``mmrl.loop``; several controllers are started by ``mmrl.runtime``."""
+"""Train one controller's part of a recipe: set out or go on, step by step, until the end or a stop. The step itself is
+``mmrl.loop``; ``mmrl.runtime`` starts the controllers of a run."""
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections import Counter
@@ -17,11 +16,10 @@ import torch
 from mmrl import checkpoint
 from mmrl.checkpoint import BEST, Saved, Stateful
 from mmrl.config.loader import LoadedRecipe
-from mmrl.config.masking import masked_override
 from mmrl.controller import Controller
 from mmrl.datasets.loading import load_prompts
 from mmrl.datasets.records import checked
-from mmrl.divergence import Divergence, divergence, settle
+from mmrl.divergence import Divergence, divergence
 from mmrl.early_stopping import EarlyStop
 from mmrl.errors import NotFiniteError, UserError
 from mmrl.evaluation import Heldout, measure, unmeasured
@@ -30,68 +28,20 @@ from mmrl.judge.usage import PREFIX, Spending
 from mmrl.loop import train_step
 from mmrl.out_of_memory import OutOfMemoryError, in_phase
 from mmrl.placement import work
-from mmrl.placement.plan import settled
 from mmrl.placement.shortage import explained
 from mmrl.report.clock import Clock
-from mmrl.report.metrics import MetricsLog, read
+from mmrl.report.metrics import MetricsLog, Tracker, read
 from mmrl.report.profile import Traces, named
 from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
-from mmrl.report.trackers import Tracker, check_trackers, open_trackers
-from mmrl.resume import same_run
+from mmrl.report.trackers import open_trackers
 from mmrl.rewards.patience import one_line, summary
 from mmrl.rewards.scoring import Failure
 from mmrl.run import build
 from mmrl.run_state import of_run, restore, saver_of, take_up
 from mmrl.secrets import remember
 from mmrl.step_context import Devices
-from mmrl.stopping import Stop, stop_on_signal
-
-
-def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool = False) -> Path:
-    """Run the recipe into the directory ``out`` (or go on where it stopped) and return it.
-
-    Raises ``UserError``, and ``SystemExit`` where SIGTERM or SIGHUP has stopped it, once it is saved.
-    """
-    loaded = settled(loaded.going_on(out) if resume else loaded)
-    recipe = loaded.recipe
-    check_trackers(recipe.log)
-    with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:
-        if resume and directory.resolved.exists():  # a run killed in its first second has none yet
-            same_run(directory, loaded)
-        found = checkpoint.newest(directory.checkpoints, ANEW) if resume else None  # before anything is written
-        directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
-        directory.write_environment()
-        if recipe.controllers * recipe.devices_per_controller > 1:
-            from mmrl.runtime.launch import launch
-
-            outcome = launch(loaded, directory, resume, stop)
-        else:
-            outcome = Session(loaded, directory).begin(resume, stop, found)
-        if outcome.divergence is not None:
-            raise UserError(settle(directory, outcome.divergence, recipe, command(loaded, out)))
-        if outcome.error:
-            again = f"steps up to {outcome.saved} are saved; mend it, then: {command(loaded, out)} --resume"
-            error = UserError(f"{outcome.error}\n{again}")
-            error.exit_code = outcome.exit_code
-            raise error
-        if outcome.finished:
-            finish(directory, outcome)
-            return out
-        if outcome.save_failed:
-            raise UserError(outcome.save_failed)
-        print(f"stopped after step {outcome.done}; continue with: {command(loaded, out)} --resume", file=sys.stderr)
-    if stop.exit_code:
-        raise SystemExit(stop.exit_code)
-    return out
-
-
-def command(loaded: LoadedRecipe, out: Path) -> str:
-    """The command line that trains this recipe into ``out``, without its secrets."""
-    overrides = [masked_override(text, loaded.tree.values) for text in loaded.overrides]
-    words = ["mmrl", "train", *map(str, loaded.paths), *overrides, "--out", str(out)]
-    return shlex.join(words)
-
+from mmrl.stopping import Stop
 
 ANEW = "nothing was changed; put the files back from a copy, or start anew with --overwrite"
 """The edit where a run cannot go on from any of its checkpoints."""
@@ -110,19 +60,6 @@ class Outcome:
     divergence: Divergence | None = None
     exit_code: int = UserError.exit_code
     """Of the process, where there is an error."""
-
-
-def finish(directory: RunDir, outcome: Outcome) -> None:
-    """Write the report; raise ``UserError`` where the last checkpoint could not be saved."""
-    from mmrl.report.html import write_report
-
-    report = write_report(directory.path)
-    print(
-        f"done: {outcome.done} steps, {outcome.cpu_seconds:.0f} CPU-seconds of training; report: {report}",
-        file=sys.stderr,
-    )
-    if outcome.save_failed:
-        raise UserError(outcome.save_failed)
 
 
 class Session:

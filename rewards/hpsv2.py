@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mmrl
+from mmrl.media.images import to_tensor
 from mmrl.rewards.checkpoints import fill, read_tensors
 from mmrl.rewards.contract import Context, Weights
-from mmrl.rewards.images import to_tensor
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
 

@@ -20,6 +20,7 @@ import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards.contract import Context, Failed, Weights
 from mmrl.rewards.sleeping import Sleeping
+from mmrl.text.scoring import settings_at
 from mmrl.trajectory import Sample
 
 
@@ -44,8 +45,6 @@ class RewardModel(Sleeping):
         pipeline: str | None = None,
     ) -> None:
         import torch
-
-        from mmrl.text.scoring import settings_at
 
         if batch_size < 1:
             raise UserError(f"options.batch_size is {batch_size}; set it to 1 or more")

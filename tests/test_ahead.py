@@ -22,7 +22,8 @@ from mmrl.report.rundir import RunDir
 from mmrl.resampling import DynamicSampling
 from mmrl.run import build
 from mmrl.saving import Saver
-from mmrl.session import Session, Stop
+from mmrl.session import Session
+from mmrl.stopping import Stop
 from tests.ray_runs import ended, learned, rows, run, same_heldout, train
 from tests.tiny_diffusion import two_blocks
 

@@ -21,7 +21,8 @@ from mmrl.report.rundir import RunDir
 from mmrl.rewards import wire
 from mmrl.rewards.serve import RewardServer
 from mmrl.run import build
-from mmrl.session import Session, Stop
+from mmrl.session import Session
+from mmrl.stopping import Stop
 from tests import judging
 from tests.hosts import network
 

@@ -19,7 +19,7 @@ from mmrl.report import progress as shown
 from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
 from mmrl.resume import same_run
-from mmrl.session import train
+from mmrl.runtime.start import train
 
 SMALL = ["sampling.steps=2", "train.prompts_per_step=2", "train.micro_batch_size=2", "eval.every=null"]
 ROW = {"reward/mean": 0.6012, "reward/std": 0.21, "policy/ratio_max_dev": 1.2e-7, "policy/kl": 0.01, "time/step": 45.1}

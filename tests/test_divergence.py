@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmrl import checkpoint, loop, session
+from mmrl import checkpoint, loop
 from mmrl.config.loader import load_recipe
 from mmrl.errors import NotFiniteError, UserError
 from mmrl.finite import check_tokens
@@ -17,6 +17,7 @@ from mmrl.placement.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.report.html import write_report
 from mmrl.run import build
+from mmrl.runtime import start
 from mmrl.saving import Saver
 from mmrl.text.drawing import Draw, choose
 from mmrl.trajectory import SampleId
@@ -89,12 +90,12 @@ def rows(out, name="metrics.jsonl"):
 def diverged(request, folder, tmp_path_factory):
     """A run of two good steps that goes on with an absurd learning rate."""
     out = tmp_path_factory.mktemp("run") / "run"
-    session.train(loaded(folder, request.param, "train.steps=2"), out)
+    start.train(loaded(folder, request.param, "train.steps=2"), out)
     settings = json.loads((out / "resolved.json").read_text())
     settings["optim"]["lr"] = 1e30  # only a run that has diverged may change it
     (out / "resolved.json").write_text(json.dumps(settings))
     with pytest.raises(UserError) as error:
-        session.train(loaded(folder, request.param, "optim.lr=1e30", "train.steps=6"), out, resume=True)
+        start.train(loaded(folder, request.param, "optim.lr=1e30", "train.steps=6"), out, resume=True)
     return SimpleNamespace(out=out, kind=request.param, said=str(error.value))
 
 
@@ -123,7 +124,7 @@ def test_an_absurd_learning_rate_is_named_and_the_last_finite_checkpoint_stays(d
 def test_it_goes_on_with_a_lower_learning_rate_from_there(diverged, folder, capsys):
     before = rows(diverged.out)
     again = loaded(folder, diverged.kind, "optim.lr=1e-5", "train.steps=4", "optim.max_grad_norm=0.5")
-    session.train(again, diverged.out, resume=True)
+    start.train(again, diverged.out, resume=True)
     said = capsys.readouterr().err
     assert "step_000003 is not used" in said
     assert "resuming after step 2" in said
@@ -139,7 +140,7 @@ def test_it_goes_on_with_a_lower_learning_rate_from_there(diverged, folder, caps
     with pytest.raises(
         UserError, match=r"optim\.lr, optim\.max_grad_norm differ"
     ):  # as of any run that has not diverged
-        session.train(loaded(folder, diverged.kind, "optim.lr=1e-6", "train.steps=5"), diverged.out, resume=True)
+        start.train(loaded(folder, diverged.kind, "optim.lr=1e-6", "train.steps=5"), diverged.out, resume=True)
 
 
 def test_keep_one_and_no_evaluation_keep_the_checkpoint_before_the_newest(tmp_path):
@@ -221,7 +222,7 @@ def test_weights_that_were_loaded_so_are_named_before_what_they_made(folder, tmp
     tensors[name].view(-1)[0] = math.nan
     save_file(tensors, poisoned / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError) as error:
-        session.train(load_recipe(of.paths, [f"model.path={poisoned}"]), tmp_path / "run")
+        start.train(load_recipe(of.paths, [f"model.path={poisoned}"]), tmp_path / "run")
     said = str(error.value)
     assert f"step 1 at learning rate 0.001: a weight of the model is not finite: {name} (nan); so the logits" in said
     assert f"mend the weights in model.path ({poisoned})" in said
@@ -323,12 +324,12 @@ def test_a_log_prob_of_the_update_is_no_matter_of_batch_shapes(folder, kind):
 def test_a_diverged_evaluation_is_named_and_nothing_is_saved_after_it(folder, tmp_path):
     out, of = tmp_path / "run", ("eval.every=1", "eval.samples=1", "eval.grid=1")
     with pytest.raises(UserError) as error:
-        session.train(loaded(folder, "picture", *of, "optim.lr=1e30"), out)
+        start.train(loaded(folder, "picture", *of, "optim.lr=1e30"), out)
     said = str(error.value)
     assert "training diverged in the evaluation after step 1 at learning rate 1e+30" in said
     assert "there is no checkpoint yet: --resume begins again at step 0" in said
     assert checkpoint.steps(out / "checkpoints") == []
-    session.train(loaded(folder, "picture", *of, "optim.lr=1e-4", "train.steps=1"), out, resume=True)
+    start.train(loaded(folder, "picture", *of, "optim.lr=1e-4", "train.steps=1"), out, resume=True)
     assert [row["step"] for row in rows(out)] == [1]
 
 

@@ -14,7 +14,7 @@ from mmrl.config.loader import load_recipe, shipped_recipes
 from mmrl.config.schema import Recipe
 from mmrl.placement.plan import plan
 from mmrl.run import evaluate, open_run
-from mmrl.session import train
+from mmrl.runtime.start import train
 from tests import tiny
 
 REWARD = '''

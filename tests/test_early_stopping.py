@@ -13,7 +13,8 @@ from mmrl.early_stopping import EarlyStop
 from mmrl.errors import UserError
 from mmrl.report.rundir import RunDir
 from mmrl.run import evaluate, restored
-from mmrl.session import Session, Stop
+from mmrl.session import Session
+from mmrl.stopping import Stop
 from tests.tiny_diffusion import two_blocks
 
 HALFWAY = "eval.rewards=[{name: 'colour:target', label: halfway, options: {rgb: [150, 150, 170]}}]"

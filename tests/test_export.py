@@ -26,7 +26,7 @@ from mmrl.evaluation import SEED
 from mmrl.export import export
 from mmrl.report.card import public
 from mmrl.run import restored
-from mmrl.session import train
+from mmrl.runtime.start import train
 from mmrl.trajectory import Prompt, SampleId, Slot
 
 PROMPT = "two red circles"

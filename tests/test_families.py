@@ -18,7 +18,8 @@ from mmrl.media import Media
 from mmrl.placement.plan import plan
 from mmrl.report.rundir import RunDir
 from mmrl.run import build
-from mmrl.session import Session, Stop
+from mmrl.session import Session
+from mmrl.stopping import Stop
 from mmrl.trajectory import Prompt, Slot
 from tests.planning import run_steps
 from tests.tiny_diffusion import SHAPES, cut, save

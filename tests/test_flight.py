@@ -14,7 +14,7 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
 from mmrl.run import build
-from mmrl.session import train
+from mmrl.runtime.start import train
 from mmrl.tally import Tally
 from tests.flights import CUT, EXTRA, LONGEST, PER_STEP, Room, Sampler, load, make, replayed, step, watched, write
 

@@ -17,10 +17,10 @@ from mmrl.judge.rubric import Rubric
 from mmrl.judge.usage import USAGE, Spending, usage_in, used
 from mmrl.report.html import write_report
 from mmrl.report.metrics import read
-from mmrl.report.texts import transcripts
+from mmrl.report.transcripts import transcripts
 from mmrl.rewards.contract import Context, Failed
 from mmrl.rewards.scoring import RewardSet
-from mmrl.session import train
+from mmrl.runtime.start import train
 from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 

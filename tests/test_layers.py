@@ -37,7 +37,7 @@ def tree(tmp_path):
 
 
 def test_every_import_keeps_the_layers(layers):
-    found = layers.check(layers.ROOT, layers.LAYERS, layers.OPTIONAL)
+    found = layers.check(layers.ROOT, layers.LAYERS, layers.OPTIONAL, layers.ALLOWED)
     listed = layers.listed(layers.LISTED.read_text())
     kept = layers.known(found, listed)
     new = [f"{' '.join(entry)}: {', '.join(map(str, found[entry][:3]))}" for entry in sorted(set(found) - kept)]
@@ -106,6 +106,16 @@ def test_imports_inside_functions_are_for_commands_lazy_attributes_and_optional_
     assert broken(layers, root, optional="middle") == []
 
 
+def test_an_import_that_is_allowed_closes_no_circle_and_stays_upward(layers, tree):
+    root = tree(**{"mmrl/low": "def build():\n    from mmrl.middle import x", "mmrl/middle": "import mmrl.low"})
+    up = ("upward", "mmrl.low", "mmrl.middle")
+    found = layers.check(root, TABLE, "")
+    assert sorted(found) == [("circle", "mmrl.low", "mmrl.middle"), ("inside", "mmrl.low", "mmrl.middle"), up]
+    assert sorted(layers.check(root, TABLE, "", ["low middle"])) == [up]
+    with pytest.raises(ValueError, match="do not exist: middle low"):  # it is there, at the top of the module
+        layers.check(root, TABLE, "", ["low middle", "middle low"])
+
+
 @pytest.mark.parametrize(
     "back",
     [
@@ -142,7 +152,7 @@ def test_update_only_takes_away(layers, tree, tmp_path, monkeypatch, capsys):
     text = "# why\ncircle mmrl.high mmrl.low mmrl.middle\nupward mmrl.low mmrl.middle\nupward mmrl.low mmrl.high\n"
     listing = tmp_path / "layers.txt"
     listing.write_text(text)
-    for name, value in {"ROOT": root, "LISTED": listing, "LAYERS": TABLE, "OPTIONAL": ""}.items():
+    for name, value in {"ROOT": root, "LISTED": listing, "LAYERS": TABLE, "OPTIONAL": "", "ALLOWED": ()}.items():
         monkeypatch.setattr(layers, name, value)
     assert layers.main([]) == 1
     assert listing.read_text() == text

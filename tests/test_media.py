@@ -21,20 +21,20 @@ from PIL import Image
 
 import mmrl
 import mmrl.media
-from mmrl.datasets import decoding
-from mmrl.datasets.decoder import FinalError, container_of, select
 from mmrl.errors import UserError
 from mmrl.media import (
     BadMediaError,
     ClipInfo,
     Limits,
     Media,
+    decoding,
     open_clip,
     open_image,
     probe_clip,
     probe_image,
     read_bytes,
 )
+from mmrl.media.decoder import FinalError, container_of, select
 
 RED, BLUE = (225, 45, 45), (60, 95, 235)
 
@@ -554,7 +554,7 @@ def many_tiles(count: int) -> bytes:
 )
 def test_little_data_that_makes_much_work_is_refused_soon(monkeypatch, data, why):
     """Each takes seconds to decode; measured in seconds of this process, since others may have the machine."""
-    from mmrl.rewards import images
+    from mmrl.media import images
 
     if "within" in why:
         monkeypatch.setattr(images, "DECODE_S", 0.2)

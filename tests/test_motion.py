@@ -11,7 +11,8 @@ from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.report.metrics import read
 from mmrl.report.rundir import RunDir
-from mmrl.session import Session, Stop
+from mmrl.session import Session
+from mmrl.stopping import Stop
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 motions = mmrl.load("datasets", "motions")

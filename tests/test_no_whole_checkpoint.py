@@ -11,7 +11,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.report.rundir import RunDir
 from mmrl.run import evaluate, restored
-from mmrl.session import train
+from mmrl.runtime.start import train
 from tests import damage
 from tests.test_checkpoint import make
 from tests.test_divergence import PICTURES

@@ -22,7 +22,8 @@ from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
 from mmrl.rewards.contract import Context, Failed
 from mmrl.run import build, evaluate, restored
-from mmrl.session import Session, train
+from mmrl.runtime.start import train
+from mmrl.session import Session
 from mmrl.text.pairs import Pair, ending, pair_of
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from tests import tiny

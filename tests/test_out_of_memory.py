@@ -7,7 +7,6 @@ from multiprocessing import Pipe
 import pytest
 import torch
 
-from mmrl import session
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
@@ -15,6 +14,7 @@ from mmrl.out_of_memory import OutOfMemoryError, in_phase
 from mmrl.placement import work
 from mmrl.placement.fakes import LiveBytes
 from mmrl.run import build
+from mmrl.runtime import start
 from mmrl.runtime.worker import There, serve
 from mmrl.step_context import SamplingSpec
 from mmrl.trajectory import SampleId, Slot
@@ -141,10 +141,10 @@ def test_training_stops_says_what_helps_and_goes_on_with_that(tmp_path):
     fewer = "sampling.batch_size=2"  # so that training takes most
     whole = loaded(fewer)
     with LiveBytes() as live:
-        session.train(whole, tmp_path / "whole")
+        start.train(whole, tmp_path / "whole")
     limit = int(0.8 * live.peak)
     with Device(limit), pytest.raises(UserError) as stopped:
-        session.train(whole, tmp_path / "run")
+        start.train(whole, tmp_path / "run")
     said = str(stopped.value)
     assert "out of memory in the phase train: CUDA out of memory. Tried to allocate" in said
     assert "If reserved" not in said
@@ -152,7 +152,7 @@ def test_training_stops_says_what_helps_and_goes_on_with_that(tmp_path):
     assert "Try: model.gradient_checkpointing=true; train.micro_batch_size=4;" in said
     assert "steps up to 0 are saved" in said
     with Device(limit):
-        session.train(loaded(fewer, "train.micro_batch_size=4"), tmp_path / "run", resume=True)
+        start.train(loaded(fewer, "train.micro_batch_size=4"), tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "report.html").exists()
 
 

@@ -22,7 +22,8 @@ from mmrl.rewards import patience as patiences
 from mmrl.rewards.patience import Patience, one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rewards.serve import RewardServer
-from mmrl.session import Session, Stop
+from mmrl.session import Session
+from mmrl.stopping import Stop
 from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 from tests.ranks import launched

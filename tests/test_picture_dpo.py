@@ -21,7 +21,8 @@ from mmrl.placement.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.report.rundir import RunDir
 from mmrl.run import build
-from mmrl.session import Session, Stop
+from mmrl.session import Session
+from mmrl.stopping import Stop
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 from tests.tiny_diffusion import two_blocks
 

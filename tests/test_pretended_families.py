@@ -81,7 +81,8 @@ def settings(family, folder, kind, lora):
 def test_no_devices_are_mixed(folder_of, tmp_path, family, kind, lora):
     from mmrl.config.loader import load_recipe
     from mmrl.report.rundir import RunDir
-    from mmrl.session import Session, Stop
+    from mmrl.session import Session
+    from mmrl.stopping import Stop
 
     (tmp_path / "recipe.yaml").write_text(json.dumps(settings(family, folder_of(family), kind, lora)))
     (tmp_path / "clips.py").write_text(CLIPS)

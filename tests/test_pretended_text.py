@@ -56,7 +56,8 @@ def trained(recipe, out, *overrides):
     """The rows of two steps with an evaluation and a checkpoint, and of a third after that."""
     from mmrl.config.loader import load_recipe
     from mmrl.report.rundir import RunDir
-    from mmrl.session import Session, Stop
+    from mmrl.session import Session
+    from mmrl.stopping import Stop
 
     for steps in (2, 3):
         loaded = load_recipe([recipe], [*overrides, f"train.steps={steps}"])

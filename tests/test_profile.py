@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from mmrl import session
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.report.profile import Traces
+from mmrl.runtime import start
 from tests.recipes import metrics
 from tests.tiny_diffusion import two_blocks
 
@@ -30,7 +30,7 @@ SMALL = [
 
 def trained(out, *overrides, resume=False):
     loaded = load_recipe(["shapes-lora"], [*SMALL, f"model.path={two_blocks()}", *overrides])
-    return session.train(loaded, out, resume=resume)
+    return start.train(loaded, out, resume=resume)
 
 
 @pytest.fixture(scope="module")

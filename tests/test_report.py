@@ -258,7 +258,7 @@ def test_report_escapes_hostile_text_everywhere(tmp_path, shapes):
     ["heldout.jsonl", "metrics.jsonl", "samples", "resolved.json", "recipe.yaml", "env.json", "failures.jsonl", "all"],
 )
 def test_report_of_a_run_with_parts_missing(tmp_path, shapes, missing):
-    from mmrl.report.rundir import remove
+    from mmrl.files import remove
 
     run = recorded(tmp_path / "run", shapes)
     names = (

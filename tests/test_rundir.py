@@ -17,11 +17,12 @@ import pytest
 from PIL import Image
 
 from mmrl.errors import UserError
+from mmrl.files import write_atomic
 from mmrl.report.durations import duration
 from mmrl.report.grids import write_samples
 from mmrl.report.metrics import METRICS, MetricsLog, describe, read
 from mmrl.report.progress import Progress, status_line
-from mmrl.report.rundir import RunDir, looks_like_run, write_atomic
+from mmrl.report.rundir import RunDir, looks_like_run
 from mmrl.report.trackers import check_trackers, open_trackers
 
 # ---- run directory

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from mmrl import secrets, session
+from mmrl import secrets
 from mmrl.config.loader import load_recipe
 from mmrl.config.masking import masked_document, masked_override
 from mmrl.config.schema import Recipe
@@ -15,7 +15,9 @@ from mmrl.errors import UserError
 from mmrl.placement.plan import plan
 from mmrl.placement.tables import render
 from mmrl.report.rundir import RunDir
+from mmrl.resume import same_run
 from mmrl.run import open_run
+from mmrl.runtime import start
 from mmrl.secrets import MASK, given_again, hidden, is_secret, masked
 from tests.recipes import SMALL
 
@@ -97,7 +99,7 @@ def trained(tmp_path_factory):
     )
     words = [*SMALL, "eval.every=null", "train.steps=1", "rewards[0].options.password=tr0ub4dor"]
     loaded = load_recipe(["shapes-lora", folder / "over.yaml"], words)
-    return session.train(loaded, folder / "run"), loaded
+    return start.train(loaded, folder / "run"), loaded
 
 
 def test_no_file_of_a_run_holds_a_secret(trained):
@@ -115,8 +117,8 @@ def test_no_file_of_a_run_holds_a_secret(trained):
 
 def test_a_run_resumes_with_its_recipe_and_is_opened_with_the_environment(trained, monkeypatch):
     out, loaded = trained
-    session.same_run(RunDir(out), loaded)  # does not take a mask for another value
-    assert "tr0ub4dor" not in session.command(loaded, out)
+    same_run(RunDir(out), loaded)  # does not take a mask for another value
+    assert "tr0ub4dor" not in start.command(loaded, out)
     with pytest.raises(UserError, match=r"environment variables .*MMRL_REWARDS_0_OPTIONS_API_KEY, "):
         open_run(out)
     for name, value in {**SECRETS, "url": URL}.items():

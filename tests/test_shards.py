@@ -570,7 +570,7 @@ def test_mistakes_are_refused_with_the_edit(tmp_path, monkeypatch, capsys, argum
 
 
 def test_without_webdataset_the_error_names_the_extra(tmp_path, monkeypatch, capsys):
-    from mmrl.datasets import decoding
+    from mmrl.media import decoding
 
     monkeypatch.setattr(decoding.importlib.util, "find_spec", lambda name: None)
     assert run("build", "clips", "--samples", "3", "--out", str(tmp_path / "o")) == 2

@@ -12,7 +12,7 @@ import pytest
 from mmrl import checkpoint
 from mmrl.config.loader import load_recipe
 from mmrl.report.metrics import read
-from mmrl.session import train
+from mmrl.runtime.start import train
 from mmrl.stopping import stop_on_signal
 from tests.recipes import ROOT
 from tests.test_divergence import PICTURES

@@ -17,7 +17,7 @@ from mmrl.report.metrics import describe
 from mmrl.report.rundir import RunDir
 from mmrl.rollout import rollout
 from mmrl.run import build
-from mmrl.session import train
+from mmrl.runtime.start import train
 from mmrl.tally import Tally
 from mmrl.trajectory import Prompt, Slot
 from tests import tiny

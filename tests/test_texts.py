@@ -22,15 +22,14 @@ from mmrl.config.schema import Recipe
 from mmrl.export import export
 from mmrl.judge.store import TRANSCRIPTS
 from mmrl.media import Media
-from mmrl.pipelines.protocol import Usage
-from mmrl.report.card import write_card
+from mmrl.report.card import Usage, write_card
 from mmrl.report.html import write_report
 from mmrl.report.metrics import MetricsLog
 from mmrl.report.pictures import extremes, pairs, read_evaluations
 from mmrl.report.rundir import RunDir
 from mmrl.report.texts import LONGEST, cell, fold, shorten, visible, write_texts
 from mmrl.run import restored
-from mmrl.session import train
+from mmrl.runtime.start import train
 from mmrl.text.export import write
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 from tests import tiny

@@ -17,7 +17,7 @@ from mmrl.judge.store import CACHE, TRANSCRIPTS
 from mmrl.report.measured import MEASURED, OF_PROCESS, why_not_compared
 from mmrl.report.rundir import RunDir
 from mmrl.resume import as_it_worked
-from mmrl.session import train
+from mmrl.runtime.start import train
 from mmrl.verify.notes import of_environment, of_servers
 from tests import flights, judging, tiny
 

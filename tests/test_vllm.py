@@ -18,10 +18,11 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from mmrl._torchvision import allow_cpu_only
-from mmrl.engines.rollout import Clip, Request, Settings
+from mmrl.engines.rollout import Request, Settings
 from mmrl.engines.vllm import VllmEngine
 from mmrl.engines.vllm_server import VllmServer
 from mmrl.errors import UserError
+from mmrl.media import Clip
 
 allow_cpu_only()  # before anything imports torchvision
 pytest.importorskip("vllm")

@@ -21,7 +21,7 @@ from mmrl.engines.policy import Policy
 from mmrl.evaluation import Heldout
 from mmrl.placement.plan import plan
 from mmrl.run import build, weights_of
-from mmrl.session import train
+from mmrl.runtime.start import train
 from mmrl.text.drawing import uniforms
 from mmrl.text.external import request
 from mmrl.trajectory import SampleId

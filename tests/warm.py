@@ -23,7 +23,7 @@ from diffusers import StableDiffusion3Pipeline
 
 import mmrl.cli
 import mmrl.run
-import mmrl.session
+import mmrl.runtime.start
 import mmrl.text.pipeline
 
 if importlib.util.find_spec("megatron") is not None:

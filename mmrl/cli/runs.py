@@ -60,7 +60,7 @@ def train(
         render(planned, console(), short=True)
         if planned.problems:
             raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
-        from mmrl.session import train as run
+        from mmrl.runtime.start import train as run
 
     run(replace(loaded, recipe=planned.recipe), directory(loaded.recipe.name), resume, overwrite)
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from mmrl.config.picture_checks import of_pictures
 from mmrl.config.placement_checks import of_placement
-
-if TYPE_CHECKING:
-    from mmrl.config.schema import Recipe
-
+from mmrl.config.schema import Recipe
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu")
 MOST_SAMPLES = 10**6
@@ -47,6 +43,13 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_weights(recipe),
         *_evaluation(recipe),
     ]
+
+
+def possible(recipe: Recipe) -> Recipe:
+    """The recipe itself. Raises ``ValueError`` with all its contradictions, a line each."""
+    if found := impossibilities(recipe):
+        raise ValueError("\n".join(found))
+    return recipe
 
 
 def label_of(name: str, label: str | None) -> str:

@@ -7,14 +7,13 @@ What makes a module a drop-in is what its users call: a pipeline defines ``build
 from __future__ import annotations
 
 import ast
-import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from mmrl._load import Kind
+from mmrl._load import Kind, folders
 from mmrl.config.explain import did_you_mean
 from mmrl.config.layers import shown
 
@@ -36,7 +35,7 @@ class Entry:
 def entries(kind: Kind) -> list[Entry]:
     """Every drop-in of ``kind`` in this installation; files that are not valid Python are left out."""
     found: dict[str, Entry] = {}
-    for root in map(Path, importlib.import_module(f"mmrl.{kind}").__path__):
+    for root in folders(kind):
         for file in sorted(root.rglob("*.py")):
             module = file.relative_to(root).with_suffix("").as_posix()
             if not file.name.startswith("_"):
@@ -161,7 +160,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _module_file(kind: Kind, target: str) -> Path | None:
-    for root in map(Path, importlib.import_module(f"mmrl.{kind}").__path__):
+    for root in folders(kind):
         for file in (root / f"{target}.py", root / target / "__init__.py"):
             if target and os.path.isfile(file):
                 return file

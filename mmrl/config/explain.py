@@ -33,7 +33,7 @@ def explain(error: ValidationError, tree: Tree) -> Iterator[Finding]:
         yield Finding(max(tree.sources.values()), (), further)
     for detail in details[:MOST_EXPLAINED]:
         if detail["type"] == "value_error":
-            yield from _contradictions(detail, tree)
+            yield from contradictions(str(detail.get("ctx", {}).get("error", detail["msg"])), tree)
             continue
         path = _path(detail["loc"], tree.values)
         if detail["type"].startswith("union_tag"):
@@ -55,9 +55,9 @@ def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _contradictions(detail: ErrorDetails, tree: Tree) -> Iterator[Finding]:
-    """The lines ``key: why; edit`` of the recipe's own validator."""
-    for line in str(detail.get("ctx", {}).get("error", detail["msg"])).splitlines():
+def contradictions(text: str, tree: Tree) -> Iterator[Finding]:
+    """The lines ``key: why; edit`` of a check, each placed where its key is written."""
+    for line in text.splitlines():
         key, _, why = line.partition(": ")
         path = parse_key(key) or ()
         yield Finding(tree.source(path), path, why if path else line)

@@ -9,10 +9,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mmrl.config.checks import impossibilities
 from mmrl.config.drop_ins import declared_paths
 from mmrl.config.dtype import chosen_by, is_auto
 from mmrl.config.errors import Finding, RecipeError, recipe_error
-from mmrl.config.explain import explain, implicit_booleans
+from mmrl.config.explain import contradictions, explain, implicit_booleans
 from mmrl.config.layers import Tree, parse_key, read_layers
 from mmrl.config.names import (
     find_recipe,
@@ -110,7 +111,8 @@ def load_recipe(
     recipe = None
     try:
         recipe = Recipe.model_validate(prepare(tree.values) if prepare else tree.values)
-        findings += implicit_booleans(recipe, tree)
+        found = list(contradictions("\n".join(impossibilities(recipe)), tree))
+        findings += _not_yet_known(found, findings) if found else implicit_booleans(recipe, tree)
     except ValidationError as error:
         findings += _not_yet_known(list(explain(error, tree)), findings)
     findings += [Finding(tree.source(key), key, message) for key, message in missing_names(tree, root)]

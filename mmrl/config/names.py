@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mmrl._load import Kind
+from mmrl._load import Kind, folders
 from mmrl.config.drop_ins import missing_drop_in, split_file
 from mmrl.config.errors import KeyPath, Problem, RecipeError
 from mmrl.config.explain import did_you_mean
@@ -22,10 +22,8 @@ _MODEL_FILES = ("model_index.json", "config.json")
 
 def shipped_recipes() -> dict[str, Path]:
     """The recipes of this installation by name; one whose name is taken is called ``folder/name``."""
-    import mmrl.pipelines
-
     found: dict[str, Path] = {}
-    for root in map(Path, mmrl.pipelines.__path__):
+    for root in folders("pipelines"):
         for file in sorted(root.glob("*/recipes/*.yaml")):
             name = file.stem
             found[f"{file.parent.parent.name}/{name}" if name in found else name] = file

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from mmrl.config.picture_algorithms import SRPO, ForwardAlgorithm, StepAlgorithm
-
-if TYPE_CHECKING:
-    from mmrl.config.schema import Recipe
+from mmrl.config.schema import Recipe
 
 
 def of_pictures(recipe: Recipe) -> list[str]:

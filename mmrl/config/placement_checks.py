@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmrl.config.cuts import untested
-
-if TYPE_CHECKING:
-    from mmrl.config.schema import Recipe
+from mmrl.config.schema import Recipe
 
 
 def of_placement(recipe: Recipe) -> Iterator[str]:

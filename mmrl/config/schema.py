@@ -302,6 +302,8 @@ class Checkpoint(Section):
 
 
 class Recipe(Section):
+    """Checks each section by itself; ``mmrl.config.checks`` finds what cannot work together."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     pipeline: str
@@ -377,12 +379,3 @@ class Recipe(Section):
     @classmethod
     def _choose_dtype(cls, values: Any) -> Any:
         return with_choice(values) if isinstance(values, Mapping) else values
-
-    @model_validator(mode="after")
-    def _possible(self) -> Recipe:
-        from mmrl.config.checks import impossibilities
-
-        found = impossibilities(self)
-        if found:
-            raise ValueError("\n".join(found))
-        return self

@@ -11,21 +11,14 @@ from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.balance import divide
+from mmrl.controller.peers import Alone, Peers
 from mmrl.controller.randomness import permutation, seed_of
 from mmrl.trajectory import Prompt, Slot
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmrl.controller.peers import Peers
-
 T = TypeVar("T")
-
-
-def _alone() -> Peers:
-    from mmrl.controller.peers import Alone
-
-    return Alone()
 
 
 @dataclass(frozen=True)
@@ -35,7 +28,7 @@ class Controller:
     seed: int
     rank: int = 0
     size: int = 1
-    peers: Peers = field(default_factory=_alone, compare=False)
+    peers: Peers = field(default_factory=Alone, compare=False)
     _reading: Lock = field(default_factory=Lock, compare=False, repr=False)
 
     @property

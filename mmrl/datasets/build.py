@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from mmrl._load import load
-from mmrl.datasets.decoding import needs
+from mmrl.controller.randomness import permutation
 from mmrl.errors import UserError
 from mmrl.media import BadMediaError, Media, open_image, read_bytes
+from mmrl.media.decoder import container_of
+from mmrl.media.decoding import needs
 from mmrl.report.progress import Progress
 from mmrl.trajectory import Prompt
 
@@ -64,8 +66,6 @@ def _sources(
     names: Sequence[str], split: str, n: int, seed: int, options: Mapping[str, Any]
 ) -> list[tuple[Sequence[Prompt], list[int]]]:
     """The prompts of each name, and the order in which they are taken. Raises ``UserError``."""
-    from mmrl.controller.randomness import permutation
-
     found = []
     each = -(-n // len(names))
     for name in names:
@@ -136,8 +136,6 @@ def _picture(medium: Media, kind: str) -> bytes:
 
 
 def _film(medium: Media) -> str:
-    from mmrl.datasets.decoder import container_of
-
     name = container_of(read_bytes(medium))
     if name is None:
         raise BadMediaError("a clip is neither MP4, Matroska (WebM) nor AVI")

@@ -13,16 +13,7 @@ from typing import Any, Literal, Protocol
 from PIL.Image import Image
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Clip:
-    """Decoded frames of a video: ``frames`` RGB, ``fps`` of the source, ``indices`` of the frames in it."""
-
-    frames: Sequence[Image]
-    fps: float
-    indices: Sequence[int]
-    total: int
-    """Frames of the source."""
+from mmrl.media import Clip
 
 
 @dataclass(frozen=True)

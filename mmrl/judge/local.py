@@ -14,12 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmrl._torchvision import allow_cpu_only
 from mmrl.errors import UserError
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, unread
 from mmrl.judge.jsonschema import ends_in_a_thought
 from mmrl.judge.sampling import seeded
 from mmrl.rewards.sleeping import Sleeping
+from mmrl.text.drawing import Draw
 
 if TYPE_CHECKING:
     import torch
@@ -106,8 +108,6 @@ class LocalModel(Sleeping):
     def _generate(self, asks: list[Ask], kind: Kind, settings: Settings, round_: int) -> list[Outcome]:
         import torch
         from transformers import GenerationConfig
-
-        from mmrl.text.drawing import Draw
 
         room = 1 if isinstance(kind, Words) else settings.max_tokens
         texts = self._texts(asks)
@@ -203,8 +203,6 @@ def _load(path: str, dtype: str) -> tuple[Any, Any, Any]:
 
 def _load_model(path: str, dtype: str) -> tuple[Any, bool]:
     """The model alone, frozen and on the CPU, and whether it sees."""
-    from mmrl._torchvision import allow_cpu_only
-
     allow_cpu_only()
     import torch
     import transformers.utils.logging

@@ -6,37 +6,21 @@ module makes one; ``describe(recipe, ...)`` says what it would hold, for ``mmrl 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
 from mmrl.algorithms.objective import GraphSteps, Kind
 from mmrl.controller.features import FeatureStore
+from mmrl.engines.policy import Policy
+from mmrl.report.card import Usage, What
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
-
-if TYPE_CHECKING:
-    from mmrl.engines.policy import Policy
 
 Weights = Callable[[str], AbstractContextManager[None]]
 """``with weights("reference"):`` computes under that copy of the trained weights (``policy.using``)."""
-
-What = Literal["merged", "lora"]
-"""What an export writes: the whole model with its adapter merged, or the adapter alone."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """How others load what ``write`` wrote: for the model card."""
-
-    library: str
-    task: str
-    tags: Sequence[str]
-    code: Mapping[str, str]
-    """Python by heading, each complete in itself; leaves an ``image`` or a ``text`` behind."""
 
 
 class Pipeline(Protocol):

@@ -5,26 +5,39 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import yaml
+from PIL import Image
 
 from mmrl.config.sampling import Sampling
 from mmrl.config.schema import Recipe
+from mmrl.report.grids import before_after
 from mmrl.report.metrics import of_pairs, read
+from mmrl.report.pictures import Shown, read_evaluations, score_text
 from mmrl.report.rundir import RunDir
+from mmrl.report.texts import cell
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from mmrl.pipelines.protocol import Usage, What
-    from mmrl.report.pictures import Shown
+What = Literal["merged", "lora"]
+"""What an export writes: the whole model with its adapter merged, or the adapter alone."""
 
 PAIRS, TEXTS = 12, 8
 """Pictures, and texts, before and after, evenly from the run's held-out samples: chosen by place, never by score."""
 _SECRET = re.compile(r"(^|_)(token|secret|password|key|apikey|authorization|credentials?)$", re.IGNORECASE)
 _FOLDERS = re.compile(r"(?<![\w:/.~-])~?/(?:[^\s/:]+/)+")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How others load what ``write`` wrote: for the model card."""
+
+    library: str
+    task: str
+    tags: Sequence[str]
+    code: Mapping[str, str]
+    """Python by heading, each complete in itself; leaves an ``image`` or a ``text`` behind."""
 
 
 def public(text: str) -> str:
@@ -98,8 +111,6 @@ def _summary(recipe: Recipe, directory: RunDir, step: int, what: What) -> str:
 
 def _before_after(folder: Path, directory: RunDir, step: int) -> str:
     """The first and the last evaluation's samples of the same prompts and seeds side by side."""
-    from mmrl.report.pictures import read_evaluations
-
     evaluations = [e for e in read_evaluations(directory.samples) if e.step <= step]
     if len(evaluations) < 2:
         return ""
@@ -117,12 +128,7 @@ def _before_after(folder: Path, directory: RunDir, step: int) -> str:
     return f"![{caption}](before_after.png)\n\n{caption}: the same noise left and right, not chosen by score."
 
 
-def _sheet(pairs: Sequence[tuple[Shown, Shown]]) -> Image:
-    from PIL import Image
-
-    from mmrl.report.grids import before_after
-    from mmrl.report.pictures import score_text
-
+def _sheet(pairs: Sequence[tuple[Shown, Shown]]) -> Image.Image:
     images = []
     for before, after in pairs:
         assert before.path
@@ -135,8 +141,6 @@ def _sheet(pairs: Sequence[tuple[Shown, Shown]]) -> Image:
 
 def _texts(folder: Path, pairs: Sequence[tuple[Shown, Shown]], first: int, last: int) -> str:
     """An HTML table without an empty line, so that nothing in it is read as Markdown."""
-    from mmrl.report.pictures import score_text
-    from mmrl.report.texts import cell
 
     def said(shown: Shown) -> str:
         cut = ", cut at the length limit" if shown.truncated else ""
@@ -151,8 +155,6 @@ def _texts(folder: Path, pairs: Sequence[tuple[Shown, Shown]], first: int, last:
 
 def _kept(folder: Path, name: str, path: Path) -> str:
     """A prompt's picture, small and beside the card; nothing where the file is no picture."""
-    from PIL import Image
-
     try:
         with Image.open(path) as image:
             small = image.convert("RGB")

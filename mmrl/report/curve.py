@@ -10,9 +10,10 @@ from typing import TypeVar
 from PIL import Image, ImageDraw, ImageFont
 
 from mmrl.errors import UserError
+from mmrl.files import write_atomic
 from mmrl.report.charts import short, ticks
 from mmrl.report.metrics import read
-from mmrl.report.rundir import RunDir, write_atomic
+from mmrl.report.rundir import RunDir
 
 At = TypeVar("At", bound=float)
 """Steps or seconds."""

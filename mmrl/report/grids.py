@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy
 from PIL import Image, ImageDraw, ImageFont
 
-from mmrl.report.rundir import RunDir, remove, write_atomic
+from mmrl.files import remove, write_atomic
+from mmrl.report.rundir import RunDir
 
 SMALL = 128
 """Pictures below this are enlarged to about it, without smoothing: every pixel stays a pixel."""

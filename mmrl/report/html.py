@@ -14,15 +14,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from mmrl.config.checks import label_of
 from mmrl.errors import UserError
+from mmrl.files import write_atomic
 from mmrl.report.charts import LINES, Series, line_chart, short, stacked_chart
 from mmrl.report.curve import curve_png
 from mmrl.report.durations import duration
 from mmrl.report.metrics import describe, of_pairs, read
 from mmrl.report.pictures import Evaluation, extremes, pairs, read_evaluations
-from mmrl.report.rundir import RunDir, looks_like_run, write_atomic
-from mmrl.report.texts import transcripts
+from mmrl.report.rundir import RunDir, looks_like_run
 from mmrl.report.timeline import timeline
+from mmrl.report.transcripts import transcripts
 from mmrl.secrets import hidden
 
 __all__ = ["curve_png", "write_report"]
@@ -178,8 +180,6 @@ def _flat(tree: object, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _label(reward: Mapping[str, Any]) -> str:
-    from mmrl.config.checks import label_of
-
     return label_of(str(reward.get("name", "")), reward.get("label"))
 
 

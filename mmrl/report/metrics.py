@@ -15,14 +15,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mmrl.errors import UserError
+from mmrl.files import write_atomic
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-    from mmrl.report.trackers import Tracker
 
 METRICS: dict[str, str] = {
     "reward/mean": "Weighted sum of the rewards (after normalisation), mean over the step's samples.",
@@ -138,6 +137,16 @@ def describe(key: str) -> str | None:
     return None
 
 
+class Tracker(Protocol):
+    """Where scalars and pictures go besides the run directory."""
+
+    def scalars(self, step: int, row: Mapping[str, float]) -> None: ...
+
+    def picture(self, step: int, name: str, image: Image) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class MetricsLog:
     """Appends rows to a JSONL file and hands them to trackers, under ``prefix`` there (``heldout/``).
 
@@ -223,8 +232,6 @@ def truncate_after(path: Path, step: int) -> None:
 
     What was done in a step for a later one (``of``) goes too: it will be done again.
     """
-    from mmrl.report.rundir import write_atomic
-
     if path.exists():
         kept = [row for row in read(path) if row.get("of", row.get("step", step)) <= step]
         write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))

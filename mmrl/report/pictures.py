@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import Image, ImageSequence
+
+from mmrl.report.grids import moving, rgb, score_line
 from mmrl.report.texts import fold
 
 SLIDER_STEPS = 12
@@ -111,10 +114,6 @@ def extremes(evaluations: list[Evaluation], weights: dict[str, float]) -> dict[s
 
 def embed(path: Path, edge: int = EDGE) -> str | None:
     """A picture, or a clip that moves, as a data URI of at most ``edge`` pixels; None where the file is neither."""
-    from PIL import Image, ImageSequence
-
-    from mmrl.report.grids import moving, rgb
-
     try:
         with Image.open(path) as image:
             if max(image.size) <= edge:
@@ -137,8 +136,6 @@ def embed(path: Path, edge: int = EDGE) -> str | None:
 
 def score_text(scores: dict[str, float]) -> str:
     """The labels' scores of one sample, without their parts."""
-    from mmrl.report.grids import score_line
-
     return score_line(scores)
 
 
@@ -203,8 +200,6 @@ def _card(shown: Shown) -> dict[str, Any]:
 
 def _pixelated(path: Path | None) -> bool:
     """Whether a picture is so small that its pixels are shown as such."""
-    from PIL import Image
-
     if path is None:
         return False
     try:

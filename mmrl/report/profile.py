@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from mmrl.report.rundir import remove
+from mmrl.files import remove
 
 FIRST, LAST = 2, 3
 """Which steps of a process are traced: the first one also pays for what is done once."""

@@ -15,13 +15,11 @@ checkpoints/       report.html        run.lock (held by the process that writes 
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import itertools
 import json
 import os
 import re
-import shutil
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +29,9 @@ from typing import IO, Any
 
 from mmrl.config.masking import masked_document, masked_override
 from mmrl.errors import UserError
+from mmrl.files import remove, write_atomic
+from mmrl.report.environment import environment
+from mmrl.report.metrics import truncate_after
 from mmrl.secrets import hidden, masked
 
 FILES = (
@@ -140,8 +141,6 @@ class RunDir:
 
     def write_environment(self) -> None:
         """Write env.json (imports torch)."""
-        from mmrl.report.environment import environment
-
         write_atomic(self.env, json.dumps(environment(), indent=2) + "\n")
 
     def failure(self, step: int, kind: str, name: str, error: str, **more: Any) -> None:
@@ -159,8 +158,6 @@ class RunDir:
 
     def truncate_after(self, step: int) -> None:
         """Forget what was recorded after ``step``: rows, failures and samples of steps that resuming will repeat."""
-        from mmrl.report.metrics import truncate_after
-
         for file in (self.metrics, self.heldout, self.failures, self.placement, self.path / "judge-transcripts.jsonl"):
             truncate_after(file, step)
         for entry in self.samples.glob("step_*"):
@@ -222,29 +219,6 @@ def has_begun(path: Path) -> bool:
     rows = ("metrics.jsonl", "heldout.jsonl", "judge-cache.jsonl")
     written = any((path / name).is_file() and (path / name).stat().st_size for name in rows)
     return written or any((path / "checkpoints").glob("step_*"))
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file so that whoever reads it, at any moment, finds the old content or the new, never a part."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with partial.open("wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-
-
-def remove(path: Path) -> None:
-    """Remove a file, a link (never what it points to) or a folder; nothing where there is none."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _refuse(path: Path, overwrite: bool, resume: bool) -> None:

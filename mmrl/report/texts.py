@@ -8,15 +8,13 @@ from __future__ import annotations
 import html
 import json
 import math
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from mmrl.judge.usage import COUNTS, PREFIX, usage_in
-from mmrl.report.rundir import RunDir, remove, write_atomic
+from mmrl.files import remove, write_atomic
+from mmrl.media import BadMediaError, open_clip, open_image
+from mmrl.report.rundir import RunDir
 from mmrl.trajectory import Sample
 
 EDGE = 512
@@ -27,7 +25,6 @@ LONG, LINES = 600, 12
 """Characters and lines of a text that the report shows at once; of a longer one the beginning, and the rest unfolds."""
 LONGEST = 8000
 """Characters of a text in the report; of a longer one its beginning and its end."""
-_BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 _SYMBOLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 """Control characters are shown as the symbols Unicode has for them."""
 
@@ -86,53 +83,6 @@ def shorten(text: str, most: int) -> str:
     return f"{head} [... {len(text) - len(head) - len(tail):,} characters ...] {tail}"
 
 
-def transcripts(folder: Path, n: int = 4) -> list[dict[str, Any]]:
-    """Counts and the ``n`` lowest and highest transcripts of each judge of a run; none where no judge was asked.
-
-    A row with parts missing or of another type is shown without them.
-    """
-    from mmrl.judge.report import extremes
-
-    folders = [folder, *(path for path in sorted((folder / "controllers").glob("*")) if path.is_dir())]  # and logs
-    usage = sum((usage_in(one) for one in folders), Counter())
-    found = []
-    for label, of in extremes(folder, n).items():
-        kept = len({id(row) for row in (*of.lowest, *of.highest)})
-        count = max(1, min(n, kept // 2))
-        rows = {"Lowest": of.lowest[:count], "Highest": of.highest[: count if kept > 1 else 0]}
-        shown = {title: [_transcript(row) for row in some] for title, some in rows.items() if some}
-        counts = {name: usage[f"{PREFIX}{label}/{name}"] for name in COUNTS}
-        reasons = list(of.reasons.items())[:5]
-        found.append({"label": label, "of": of, "rows": shown, "reasons": reasons, "usage": counts})
-    return found
-
-
-def _transcript(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One question to a judge: what it was about, what was written, and what came of it."""
-
-    def listed(key: str) -> list[Any]:
-        return row[key] if isinstance(row.get(key), list) else []
-
-    def text(value: object) -> Folded | None:
-        return fold(value) if isinstance(value, str) else None
-
-    scores = [value if isinstance(value, int | float) else None for value in listed("scores")]
-    about = [{"text": text(value), "score": score} for value, score in zip(listed("responses"), scores, strict=False)]
-    pictures = [p for p in listed("pictures") if isinstance(p, str) and _BASE64.fullmatch(p)]
-    asked = [(title, text(row.get(key))) for title, key in (("System", "system"), ("Question", "request"))]
-    step = row.get("step")
-    return {
-        "prompt": text(row.get("prompt")),
-        "pictures": [f"data:image/png;base64,{p}" for p in pictures],
-        "about": about or [{"text": None, "score": score} for score in scores[:1]],
-        "at": f"step {step}" if isinstance(step, int) and step >= 0 else "evaluation",
-        "written": [
-            *((title, found) for title, found in asked if found),
-            *(("Answer", found) for answer in listed("answers") if (found := text(answer))),
-        ],
-    }
-
-
 def cell(text: str, most: int = 240) -> str:
     """``text`` for a cell of an HTML table inside Markdown: short, escaped, without line ends."""
     lines = shorten(visible(text).strip(), most).split("\n")
@@ -146,8 +96,6 @@ def _encodable(text: str) -> str:
 
 def _pictures(run: RunDir, name: str, i: int, sample: Sample) -> list[str]:
     """Save the pictures of a prompt, and of a clip a few frames."""
-    from mmrl.media import BadMediaError, open_clip, open_image
-
     files = []
     for n, medium in enumerate(sample.prompt.media):
         try:

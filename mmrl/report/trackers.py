@@ -6,26 +6,18 @@ import importlib.util
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mmrl.errors import UserError
-from mmrl.report.rundir import RunDir, write_atomic
+from mmrl.files import write_atomic
+from mmrl.report.metrics import Tracker
+from mmrl.report.rundir import RunDir
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch.utils.tensorboard import SummaryWriter
 
 NAMES = ("tensorboard", "wandb", "trackio")
-
-
-class Tracker(Protocol):
-    """Where scalars and pictures go besides the run directory."""
-
-    def scalars(self, step: int, row: Mapping[str, float]) -> None: ...
-
-    def picture(self, step: int, name: str, image: Image) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def check_trackers(names: Sequence[str]) -> None:

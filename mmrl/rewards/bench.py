@@ -17,16 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import Image, ImageSequence
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
 from mmrl.errors import UserError
-from mmrl.media import KINDS
+from mmrl.media import KINDS, BadMediaError, Media, open_clip
+from mmrl.media.images import BadImageError, read_rgb, to_tensor
 from mmrl.rewards.calling import Caller
 from mmrl.rewards.contract import Context
-from mmrl.rewards.images import BadImageError, read_clip, read_rgb, to_tensor
 from mmrl.rewards.loading import build, find
 from mmrl.trajectory import Prompt, Sample, SampleId
 
@@ -99,7 +100,7 @@ def _score_together(
             yield Row(file.name, None, {}, "skipped: no prompt for it in the prompts file")
             continue
         try:
-            clip = read_clip(file) if "video" in inputs else None
+            clip = _read_clip(file) if "video" in inputs else None
             image, note = (None, None) if clip else read_rgb(file)
         except BadImageError as error:
             yield Row(file.name, None, {}, f"skipped: {error}")
@@ -119,6 +120,22 @@ def _score_together(
         note = f"failed: {reason}" if reason else notes[j] or ""
         file = next(f.name for i, f in batch if i == sample.id.slot)
         yield Row(file, score, parts, note, seconds)
+
+
+def _read_clip(source: Path) -> tuple[Image.Image, ...]:
+    """The frames of a video, or of a picture that moves, as RGB. Raises ``BadImageError``, and ``UserError`` where a
+    video's decoder is not installed."""
+    if KINDS.get(source.suffix.lower().removeprefix(".")) == "video":
+        try:
+            return tuple(open_clip(Media("video", str(source))).frames)
+        except BadMediaError as error:
+            raise BadImageError(str(error)) from error
+    first, _ = read_rgb(source)  # checks the size
+    with Image.open(source) as image:
+        try:
+            return tuple(frame.convert("RGB") for frame in ImageSequence.Iterator(image)) or (first,)
+        except Exception as error:  # as in read_rgb
+            raise BadImageError(f"not a readable picture: {error}") from error
 
 
 def _files(folder: Path) -> list[Path]:

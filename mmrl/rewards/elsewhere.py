@@ -25,9 +25,9 @@ import mmrl
 import mmrl.rewards
 from mmrl.errors import UserError
 
-_TOKEN = "MMRL_SERVE_TOKEN"
-_READY = "mmrl-serving "
-_ENTRY = "from mmrl.rewards.elsewhere import child\nraise SystemExit(child())\n"
+TOKEN = "MMRL_SERVE_TOKEN"
+READY = "mmrl-serving "
+_ENTRY = "from mmrl.rewards.serve_child import child\nraise SystemExit(child())\n"
 
 
 def serve_elsewhere(
@@ -71,7 +71,7 @@ def started_elsewhere(
     if requirements is not None:
         interpreter = _environment(interpreter, requirements)
     asked = json.dumps({"name": name, "host": host, "port": port, "options": dict(options or {}), "device": device})
-    variables = {k: v for k, v in os.environ.items() if k != _TOKEN}
+    variables = {k: v for k, v in os.environ.items() if k != TOKEN}
     command = [str(interpreter), str(_staged() / "run.py"), asked]
     try:
         process = subprocess.Popen(
@@ -79,7 +79,7 @@ def started_elsewhere(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**variables, _TOKEN: token} if token else variables,
+            env={**variables, TOKEN: token} if token else variables,
         )
     except OSError as error:
         raise UserError(f"cannot run {interpreter}: {error.strerror}; give --python a Python 3.11 or later") from error
@@ -91,33 +91,13 @@ def started_elsewhere(
         _end(process)
 
 
-def child() -> int:
-    """The child's entry: serve what the first argument (JSON) asks for, until the parent is gone."""
-    from mmrl.rewards.serve import serve
-
-    asked = json.loads(sys.argv[1])
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        serve(**asked, token=os.environ.pop(_TOKEN, None), ready=lambda line: print(_READY + line, flush=True))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-def _end_with_parent() -> None:
-    while os.read(0, 4096):  # not sys.stdin, whose lock would be held when the interpreter ends
-        pass
-    os._exit(0)
-
-
 def _until_ready(process: subprocess.Popen[str], name: str, interpreter: Path) -> str:
     assert process.stdout is not None
     for line in process.stdout:
-        if not line.startswith(_READY):
+        if not line.startswith(READY):
             print(line, end="", flush=True)
             continue
-        said = line.removeprefix(_READY).strip()
+        said = line.removeprefix(READY).strip()
         url = said.removeprefix(f"{name} at ").partition(" ")[0]
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with direct.open(f"{url.replace('//0.0.0.0', '//127.0.0.1').replace('//[::]', '//[::1]')}/health", timeout=30):

@@ -23,10 +23,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.media.images import MAX_PIXELS
 from mmrl.rewards import wire
 from mmrl.rewards.calling import NAN, Answer, Caller
 from mmrl.rewards.contract import Context, Span
-from mmrl.rewards.images import MAX_PIXELS
 from mmrl.rewards.loading import build, find
 from mmrl.rewards.room import MAX_CONNECTIONS, PATIENCE_S, Connection, Room, Turns
 

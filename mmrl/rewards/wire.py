@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mmrl.media import BadMediaError, Media, read_bytes
+from mmrl.media.images import MAX_PIXELS, BadImageError, read_rgb, to_tensor
 from mmrl.rewards.contract import Failed, Span, Spans, Value
-from mmrl.rewards.images import MAX_PIXELS, BadImageError, read_rgb, to_tensor
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 if TYPE_CHECKING:

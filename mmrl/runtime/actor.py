@@ -11,15 +11,24 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from mmrl.config.loader import LoadedRecipe
-    from mmrl.controller import Controller
-    from mmrl.placement.several import Several
-    from mmrl.runtime.pulse import Pulse, Stuck
-    from mmrl.runtime.worker import Reception
-    from mmrl.session import Outcome, Session
+import torch
+
+import mmrl
+from mmrl.config.loader import LoadedRecipe
+from mmrl.controller import Controller
+from mmrl.controller.peers import Group
+from mmrl.errors import UserError
+from mmrl.placement.several import Several
+from mmrl.report import notices
+from mmrl.report.rundir import RunDir
+from mmrl.run import build
+from mmrl.run_state import saver_of
+from mmrl.runtime.pulse import Pulse, Stuck
+from mmrl.runtime.worker import Reception, There, call, serve
+from mmrl.session import Outcome, Session
+from mmrl.stopping import Stop
 
 _SEEN = 5.0
 """Seconds for a file that one node has written to be seen on another."""
@@ -47,8 +56,6 @@ class Actor:
     """
 
     def __init__(self, rank: int, device: int, folder: str) -> None:
-        from mmrl.session import Stop
-
         with suppress(OSError):  # a node that lacks it is named by ``describe``
             os.chdir(folder)
         self._rank, self._device = rank, device
@@ -69,8 +76,6 @@ class Actor:
 
     def receive(self) -> tuple[str, bytes]:
         """Where this controller's further devices find it, on its host, and the key that they need."""
-        from mmrl.runtime.worker import Reception
-
         self._reception = Reception()
         return self._reception.address, self._reception.key
 
@@ -111,12 +116,6 @@ class Actor:
 
     def train(self, loaded: LoadedRecipe, path: str, resume: bool, host: str, port: int) -> Outcome:
         """Train this controller's part; what it prints goes into ``controllers/RANK.log`` of the run."""
-        from mmrl.errors import UserError
-        from mmrl.report import notices
-        from mmrl.report.rundir import RunDir
-        from mmrl.runtime.pulse import Pulse
-        from mmrl.session import Outcome, Session
-
         whole = RunDir(path)
         _log_to(whole.path / "controllers" / f"{self._rank}.log", keep=resume)
         directory = whole.of_controller(self._rank)
@@ -143,13 +142,6 @@ class Actor:
 
         Returns what the user must mend, where this device cannot begin.
         """
-        from mmrl.errors import UserError
-        from mmrl.report.rundir import RunDir
-        from mmrl.run import build
-        from mmrl.run_state import saver_of
-        from mmrl.runtime.worker import call, serve
-        from mmrl.session import Outcome
-
         whole = RunDir(path)
         _log_to(whole.path / "controllers" / f"{self._rank}.{self._device}.log", keep=resume)
         controller = self._join(loaded, host, port)
@@ -162,9 +154,6 @@ class Actor:
         serve(run, connection, saver_of(run, whole.checkpoints))
 
     def _join(self, loaded: LoadedRecipe, host: str, port: int) -> Controller:
-        from mmrl.controller import Controller
-        from mmrl.controller.peers import Group
-
         recipe = loaded.recipe
         devices = recipe.placement.training(recipe.devices_per_controller)
         rank, size = self._rank * devices + self._device, recipe.controllers * devices
@@ -176,10 +165,6 @@ class Actor:
 
     def _devices(self, loaded: LoadedRecipe) -> Several | None:
         """The controller's devices once the further ones have called; None where it has no others."""
-        from mmrl.placement.several import Several
-        from mmrl.report import notices
-        from mmrl.runtime.worker import There
-
         if self._reception is None:
             return None
         connections = self._reception.welcome(loaded.recipe.devices_per_controller - 1)
@@ -189,10 +174,6 @@ class Actor:
 
 def versions() -> str:
     """Of what must be the same on every node; of mmrl also the sources, which a checkout changes."""
-    import torch
-
-    import mmrl
-
     sources = b"".join(path.read_bytes() for path in sorted(Path(mmrl.__file__).parent.rglob("*.py")))
     code = hashlib.blake2b(sources, digest_size=4).hexdigest()
     return f"Python {platform.python_version()}, mmrl {version('mmrl')} ({code}), torch {torch.__version__}"

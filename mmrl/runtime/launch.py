@@ -32,7 +32,8 @@ from mmrl.runtime.cluster import (
 )
 from mmrl.runtime.outside import Outlook, Silence
 from mmrl.runtime.pulse import Stuck
-from mmrl.session import Outcome, Stop
+from mmrl.session import Outcome
+from mmrl.stopping import Stop
 
 _EVERY = 0.5
 _GRACE = 5.0

@@ -14,10 +14,11 @@ import torch
 
 from mmrl.config.schema import Recipe
 from mmrl.placement.description import Description
+from mmrl.text.conditioner import Conditioner
 from mmrl.text.describing import describe, empty_model, empty_scorer
 from mmrl.text.external import open_engine
 from mmrl.text.loading import load_model, open_weights
-from mmrl.text.pipeline import Conditioner, TextPipeline
+from mmrl.text.pipeline import TextPipeline
 from mmrl.text.recorded import files_of
 from mmrl.text.scoring import open_policy
 

@@ -7,19 +7,16 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mmrl.config.schema import Recipe
 from mmrl.engines.merging import merged_weights
-from mmrl.pipelines.protocol import Usage, What
-from mmrl.report.card import public
+from mmrl.report.card import Usage, What, public
+from mmrl.text.conditioner import Conditioner
 from mmrl.text.loading import stop_tokens
 from mmrl.trajectory import Prompt
-
-if TYPE_CHECKING:
-    from mmrl.text.pipeline import Conditioner
 
 _PLACEHOLDER = re.compile("<(image|video)>")
 _PICTURE = 'picture = Image.new("RGB", (224, 224), "white")  # yours instead: Image.open("picture.jpg")'

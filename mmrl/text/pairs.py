@@ -12,18 +12,18 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mmrl.config.schema import Recipe
+from mmrl.controller.features import FeatureStore
 from mmrl.errors import BadPromptError, UserError
+from mmrl.pipelines.protocol import Weights
+from mmrl.text.conditioner import Conditioner
 from mmrl.text.features import key_of
 from mmrl.trajectory import Prompt, Slot, Trajectory
-
-if TYPE_CHECKING:
-    from mmrl.pipelines.protocol import Weights
-    from mmrl.text.pipeline import Conditioner, TextPipeline
 
 TEXTS = ("chosen", "rejected")
 _MARK = "ANSWER"
@@ -38,6 +38,26 @@ class Pair:
     margin: float = 0.0
 
 
+class PairModel(Protocol):
+    """What the pairs of a run ask of its pipeline."""
+
+    recipe: Recipe
+    policy: nn.Module
+    conditioner: Conditioner
+    features: FeatureStore
+    device: torch.device
+    context: int | None
+    """The most tokens of a prompt and its response; None where the model says none."""
+
+    def response_log_probs(self, trajectory: Trajectory, temperature: float) -> Tensor:
+        """``[B, T]`` of the rows' tokens."""
+        ...
+
+    def response_scores(self, trajectory: Trajectory) -> Tensor:
+        """``[B]`` float32."""
+        ...
+
+
 class Pairs:
     """Final class. The pairs of a run of ``pipeline``, which calls it.
 
@@ -45,7 +65,7 @@ class Pairs:
     writes behind an answer. Raises ``UserError`` where the model is not of the kind that the algorithm trains.
     """
 
-    def __init__(self, pipeline: TextPipeline) -> None:
+    def __init__(self, pipeline: PairModel) -> None:
         self.pipeline = pipeline
         self.scores = pipeline.recipe.algorithm.type == "reward_model"
         if self.scores and not hasattr(pipeline.policy, "score"):
@@ -94,7 +114,7 @@ class Pairs:
         chosen_scores, rejected_scores: ``[B]`` float32 each. Log-probs are summed over the text and its end."""
         both = self._both(trajectory.slots)
         if self.scores:
-            return _halves("scores", self._scores(both))
+            return _halves("scores", self.pipeline.response_scores(both))
         out = _halves("log_probs", self._log_probs(both))
         if any(name.startswith("reference_") for name in needs):
             with torch.no_grad(), weights("reference"):
@@ -111,14 +131,9 @@ class Pairs:
 
     def _log_probs(self, both: Trajectory) -> Tensor:
         """``[2 B]``, of the model at temperature 1, whatever samples are drawn at."""
-        per_token = self.pipeline.token_log_probs(self.pipeline._logits(both), both.clean, 1.0)
+        per_token = self.pipeline.response_log_probs(both, 1.0)
         assert both.mask is not None
         return (per_token * both.mask).sum(1)
-
-    def _scores(self, both: Trajectory) -> Tensor:
-        inputs = self.pipeline._inputs(both.features, both.clean, both.mask)
-        with self.pipeline._autocast():
-            return self.pipeline.policy(**inputs, use_cache=False).logits[:, 0].float()
 
 
 def pair_of(prompt: Prompt) -> Pair:

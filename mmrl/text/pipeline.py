@@ -10,10 +10,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from PIL.Image import Image
 from torch import Tensor, nn
 
 from mmrl import finite
@@ -22,53 +21,20 @@ from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.engines.context import Rows
 from mmrl.engines.policy import Policy
-from mmrl.engines.rollout import Clip, Completion, Request, RolloutEngine, Settings
+from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.engines.standby import Standby, unfailing
-from mmrl.pipelines.protocol import Usage, Weights, What
+from mmrl.pipelines.protocol import Weights
+from mmrl.report.card import Usage, What
 from mmrl.text import export, external, scoring
+from mmrl.text.conditioner import Conditioner
 from mmrl.text.critic import Critic
 from mmrl.text.drawing import Draw, uniforms, without
-from mmrl.text.features import PER_TOKEN, joined, key_of
+from mmrl.text.features import joined, key_of
 from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
 from mmrl.text.overlong import Fitter, Limit, limit_of
 from mmrl.text.pairs import Pairs, key_of_pair
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from mmrl.transfer import to_device
-
-__all__ = ["PER_TOKEN", "Conditioner", "TextPipeline", "key_of"]
-
-
-class Conditioner(Protocol):
-    """How a family turns prompts into what its model is called with; one small file each."""
-
-    saved: Any
-    """The tokenizer or processor, saved beside exported weights."""
-    pad_token: int
-    stop_tokens: list[int]
-    forbidden: list[int]
-    """Tokens that stand for media: in a response they would ask the model for pictures that are not there."""
-    own_positions: bool
-    """The model counts positions itself (multimodal RoPE); otherwise they are counted from the attention mask."""
-
-    def encode(self, prompt: Prompt) -> dict[str, Tensor]:
-        """``input_ids`` ``[P]`` and what else the model takes, on the CPU. Raises ``UserError`` for a bad prompt."""
-        ...
-
-    def render(self, prompt: Prompt) -> str:
-        """The prompt in the model's chat format, one placeholder per medium, up to where its answer begins."""
-        ...
-
-    def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
-        """The prompt's decoded pictures and clips."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens."""
-        ...
-
-    def count(self, texts: Sequence[str]) -> list[int]:
-        """How many tokens each of bare ``texts`` has."""
-        ...
 
 
 class TextPipeline:
@@ -330,9 +296,18 @@ class TextPipeline:
             out["values"] = self._values(trajectory)
         if "reference_log_probs" in needs:
             with torch.no_grad(), weights("reference"):
-                logits = self._logits(trajectory)
-                out["reference_log_probs"] = self.token_log_probs(logits, trajectory.clean, temperature)
+                out["reference_log_probs"] = self.response_log_probs(trajectory, temperature)
         return out
+
+    def response_log_probs(self, trajectory: Trajectory, temperature: float) -> Tensor:
+        """Log-probs ``[B, T]`` of the rows' tokens under the policy's present weights."""
+        return self.token_log_probs(self._logits(trajectory), trajectory.clean, temperature)
+
+    def response_scores(self, trajectory: Trajectory) -> Tensor:
+        """``[B]`` float32, what a policy that scores texts says of each row."""
+        inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
+        with self._autocast():
+            return self.policy(**inputs, use_cache=False).logits[:, 0].float()
 
     def token_log_probs(self, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
         """Log-probs ``[B, T]`` of ``tokens`` under the logits that the policy just gave, of all tokens and the whole

@@ -10,24 +10,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
-from mmrl.pipelines.protocol import Usage, What
-from mmrl.report.card import public
+from mmrl.report.card import Usage, What, public
 from mmrl.rewards.contract import Failed
+from mmrl.text.conditioner import Conditioner
 from mmrl.text.export import plain
 from mmrl.text.features import joined
 from mmrl.text.loading import open_weights
 from mmrl.text.pairs import ending, response_tokens, stacked
 from mmrl.trajectory import Prompt
-
-if TYPE_CHECKING:
-    from mmrl.text.pipeline import Conditioner
 
 SETTINGS = "mmrl_reward_model.json"
 """Beside exported weights: the pipeline that reads them, and the variables of the chat template."""

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from mmrl.config.schema import Recipe
 from mmrl.engines.merging import merged_weights
-from mmrl.pipelines.protocol import Usage, What
-from mmrl.report.card import public
+from mmrl.report.card import Usage, What, public
 
 from .adapter import Adapter
 from .describe import tokenizer_of

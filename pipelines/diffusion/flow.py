@@ -25,8 +25,8 @@ from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
 from mmrl.engines.policy import Policy
 from mmrl.errors import UserError
-from mmrl.pipelines.protocol import Usage, Weights, What
-from mmrl.report.card import public
+from mmrl.pipelines.protocol import Weights
+from mmrl.report.card import Usage, What, public
 from mmrl.samples import make_samples
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from mmrl.transfer import picked, to_device

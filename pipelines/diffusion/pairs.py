@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmrl.algorithms.sde import squared_distance
+from mmrl.config.schema import Recipe
+from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
 from mmrl.errors import BadPromptError, UserError
 from mmrl.media import BadMediaError, Media, read_bytes
@@ -17,18 +20,41 @@ from mmrl.trajectory import Prompt, Slot, Trajectory
 from mmrl.transfer import to_device
 
 from . import pictures
-
-if TYPE_CHECKING:
-    from .flow import FlowPipeline
+from .adapter import Adapter
 
 NAMES = ("chosen", "rejected")
+
+
+class PairModel(Protocol):
+    """What the pairs of a run ask of its pipeline."""
+
+    recipe: Recipe
+    adapter: Adapter
+    makes: Literal["image", "video"]
+    features: FeatureStore
+    device: torch.device
+    shape: tuple[int, ...]
+    """Of one sample's latents."""
+    steps: int
+
+    def _awake(self, modules: list[nn.Module]) -> AbstractContextManager[None]:
+        """Have frozen modules on the device."""
+        ...
+
+    def _batch_features(self, keys: Sequence[str], guided: bool | None = None) -> dict[str, Tensor]:
+        """The features of these prompts, stacked."""
+        ...
+
+    def _predicted(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+        """The velocities ``[B, ...]`` float32 of states ``x`` at ``timestep`` ``[B]``."""
+        ...
 
 
 class PicturePairs:
     """Final class. The pairs of a run of ``pipeline``, which calls it. A prompt's ``media`` are the better picture and
     the worse one, in this order. Raises ``UserError`` for a family that makes clips, or edits pictures."""
 
-    def __init__(self, pipeline: FlowPipeline) -> None:
+    def __init__(self, pipeline: PairModel) -> None:
         if pipeline.makes != "image" or pipeline.adapter.edits:
             does = "makes clips" if pipeline.makes != "image" else "edits the picture that a prompt carries"
             raise UserError(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Recipe
-from mmrl.engines.rollout import Clip
 from mmrl.errors import UserError
+from mmrl.media import Clip
 from mmrl.placement.description import Description
 from mmrl.text.assembly import build_writer, describe_writer
 from mmrl.text.loading import stop_tokens
@@ -25,7 +25,7 @@ TESTED = ("qwen3", "qwen2", "llama", "qwen3_moe")
 
 
 class Chat:
-    """Final class; see ``mmrl.text.pipeline.Conditioner``. One user message, behind a system message where given."""
+    """Final class; see ``mmrl.text.conditioner.Conditioner``. One user message, behind a system message where given."""
 
     own_positions = False
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Recipe
-from mmrl.engines.rollout import Clip
 from mmrl.errors import BadPromptError, UserError
-from mmrl.media import BadMediaError, open_clip, open_image
+from mmrl.media import BadMediaError, Clip, open_clip, open_image
 from mmrl.placement.description import Description
 from mmrl.text.assembly import build_writer, describe_writer
+from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import stop_tokens
-from mmrl.text.pipeline import PER_TOKEN, TextPipeline
+from mmrl.text.pipeline import TextPipeline
 from mmrl.trajectory import Prompt
 
 OTHERWISE = "Set pipeline: llm/chat for a model of text alone."
@@ -33,7 +33,7 @@ _PLACEHOLDER = re.compile("<(image|video)>")
 
 
 class Chat:
-    """Final class; see ``mmrl.text.pipeline.Conditioner``. One user message, behind a system message where given."""
+    """Final class; see ``mmrl.text.conditioner.Conditioner``. One user message, behind a system message where given."""
 
     own_positions = True
 

@@ -1,6 +1,6 @@
 """Decode a clip in a process of its own, so that a hostile file can crash or hang nothing but that process.
 
-Run as a script by ``mmrl.datasets.decoding``, with the number of an inherited pipe. Imports nothing of mmrl. A message
+Run as a script by ``mmrl.media.decoding``, with the number of an inherited pipe. Imports nothing of mmrl. A message
 is a JSON header, then bytes: the encoded clip on the way in, RGB frames ``[n, height, width, 3]`` uint8 on the way out.
 
 The encoded bytes are always handed over in memory and their first bytes must be those of a film container: FFmpeg would

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from PIL import Image, ImageOps, ImageSequence
+from PIL import Image, ImageOps
 
 if TYPE_CHECKING:
     import torch
@@ -110,24 +110,6 @@ def _pieces(data: bytes) -> int:
         return max((count for tag, _, count in found if tag in (273, 279, 324, 325)), default=0)
     except struct.error:  # cut off: Pillow says so
         return 0
-
-
-def read_clip(source: Path) -> tuple[Image.Image, ...]:
-    """The frames of a video, or of a picture that moves, as RGB. Raises ``BadImageError``, and ``UserError`` where a
-    video's decoder is not installed."""
-    from mmrl.media import KINDS, BadMediaError, Media, open_clip
-
-    if KINDS.get(source.suffix.lower().removeprefix(".")) == "video":
-        try:
-            return tuple(open_clip(Media("video", str(source))).frames)
-        except BadMediaError as error:
-            raise BadImageError(str(error)) from error
-    first, _ = read_rgb(source)  # checks the size
-    with Image.open(source) as image:
-        try:
-            return tuple(frame.convert("RGB") for frame in ImageSequence.Iterator(image)) or (first,)
-        except Exception as error:  # as in read_rgb
-            raise BadImageError(f"not a readable picture: {error}") from error
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:

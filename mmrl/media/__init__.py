@@ -14,12 +14,12 @@ import re
 import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from PIL import Image
 
-    from mmrl.engines.rollout import Clip
+from mmrl.media.decoding import DecoderLostError, decoders, process_of
+from mmrl.media.images import BadImageError, read_rgb, watched
 
 T = TypeVar("T")
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -83,6 +83,17 @@ class ClipInfo:
     fps: float
 
 
+@dataclass(frozen=True)
+class Clip:
+    """Decoded frames of a video: ``frames`` RGB, ``fps`` of the source, ``indices`` of the frames in it."""
+
+    frames: Sequence[Image.Image]
+    fps: float
+    indices: Sequence[int]
+    total: int
+    """Frames of the source."""
+
+
 class BadMediaError(ValueError):
     """A medium that cannot be read or is more than the limits allow; the message names it and says why."""
 
@@ -126,10 +137,8 @@ def read_bytes(media: Media, limits: Limits = LIMITS) -> bytes:
     return _bounded(media, data, limits)
 
 
-def open_image(media: Media, limits: Limits = LIMITS) -> Image:
+def open_image(media: Media, limits: Limits = LIMITS) -> Image.Image:
     """The picture as RGB, turned as its EXIF says; the first frame of an animated one. Raises ``BadMediaError``."""
-    from mmrl.rewards.images import BadImageError, read_rgb
-
     _expect(media, "image")
     data = read_bytes(media, limits)
     try:
@@ -156,10 +165,6 @@ def open_clip(
     installed and can, else PyAV; which one it was goes to the log ``mmrl.media``. Raises ``BadMediaError`` for the
     clip, ``ValueError`` for what was asked, ``UserError`` where no decoder is installed.
     """
-    from PIL import Image
-
-    from mmrl.engines.rollout import Clip
-
     if sum(x is not None for x in (fps, count, frames)) > 1:
         raise ValueError("give one of fps, count and frames")
     if (fps is not None and not fps > 0) or (count is not None and count < 1) or (frames is not None and not frames):
@@ -188,10 +193,6 @@ def probe_image(media: Media, limits: Limits = LIMITS, decode: bool = True) -> t
     """
     if decode:
         return open_image(media, limits).size
-    from PIL import Image
-
-    from mmrl.rewards.images import watched
-
     _expect(media, "image")
     data = read_bytes(media, limits)
     try:
@@ -216,8 +217,6 @@ def probe_clip(media: Media, limits: Limits = LIMITS, decode: bool = True) -> Cl
 
 
 def _decode(media: Media, wanted: dict[str, Any], limits: Limits) -> tuple[dict[str, Any], bytes]:
-    from mmrl.datasets.decoding import DecoderLostError, decoders, process_of
-
     _expect(media, "video")
     installed = decoders()
     data = read_bytes(media, limits)
