@@ -37,8 +37,9 @@ FOLDERS = {
 """Where modules lie, and the package they are in when mmrl runs: the drop-in folders join it."""
 
 LAYERS = {
-    "core": "mmrl _checkout _load _torchvision errors finite garbage media out_of_memory samples secrets trajectory "
-    "transfer controller.randomness placement.hub placement.description report.clock report.durations report.notices "
+    "core": "mmrl _checkout _load _torchvision errors finite frozen garbage media out_of_memory samples secrets "
+    "trajectory transfer controller.randomness placement.hub placement.description report.clock report.durations "
+    "report.notices "
     "pipelines.protocol rewards.contract engines.rollout",
     "config": "config.errors config.known_as config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms config.algorithms config.picture_algorithms",
