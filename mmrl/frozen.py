@@ -8,7 +8,9 @@ late.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -92,20 +94,40 @@ class Frozen:
 
 
 class Offloaded:
-    """Frozen modules of which only those in use are on ``device``. The host waits neither for coming nor for going."""
+    """Frozen modules of which only those in use are on ``device``. The host waits neither for coming nor for going.
+
+    What was used stays until something else is, or until ``rest``: a phase that uses it again and again moves it once.
+    Several threads may use modules at the same time.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
         self.device = device
         self._frozen = {id(module): Frozen(module) for module in modules}
-        self.only()
+        self._users: Counter[int] = Counter()
+        self._turn = threading.RLock()
+        self.rest()
 
-    def only(self, *modules: nn.Module) -> None:
-        """Have these on the device, as far as they are of this, and none of the others."""
-        used = {id(module) for module in modules}
-        for key in self._frozen.keys() - used:
-            self._frozen[key].sleep(self.device)
-        for key in self._frozen.keys() & used:
-            self._frozen[key].wake(self.device, wait=False)
+    @contextmanager
+    def using(self, *modules: nn.Module) -> Iterator[None]:
+        """Have ``modules`` on the device, as far as they are of these, and none of the others that nobody uses."""
+        used = [id(module) for module in modules if id(module) in self._frozen]
+        with self._turn:
+            self._users.update(used)
+            self.rest()
+            for key in used:
+                self._frozen[key].wake(self.device, wait=False)
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._users.subtract(used)
+
+    def rest(self) -> None:
+        """Have nothing on the device but what is in use."""
+        with self._turn:
+            for key, frozen in self._frozen.items():
+                if not self._users[key]:
+                    frozen.sleep(self.device)
 
     @property
     def host_bytes(self) -> int:

@@ -132,13 +132,18 @@ def test_of_several_modules_only_those_in_use_are_on_the_device_and_nobody_waits
     before = [asleep.state(model) for model in models]
     offloaded = Offloaded(models[:2], torch.device("cpu"))
     host = [asleep.where(model) for model in models]
-    offloaded.only(models[1], models[2])  # the last is none of them
-    there = [asleep.where(model) for model in models]
-    assert [a == b for a, b in zip(host, there, strict=True)] == [True, False, True]
-    offloaded.only(models[1])
-    assert asleep.where(models[1]) == there[1]  # no second copy
-    offloaded.only(models[0])
-    assert asleep.where(models[1]) == host[1]
+    with offloaded.using(models[1], models[2]):  # the last is none of them
+        there = [asleep.where(model) for model in models]
+        assert [a == b for a, b in zip(host, there, strict=True)] == [True, False, True]
+        offloaded.rest()
+        with offloaded.using(models[0]):  # another thread
+            assert asleep.where(models[0]) != host[0]
+            assert asleep.where(models[1]) == there[1]  # no second copy
+    with offloaded.using(models[1]):
+        assert [asleep.where(model) for model in models[:2]] == [host[0], there[1]]
+    assert asleep.where(models[1]) == there[1]  # until something else is used
+    offloaded.rest()
+    assert [asleep.where(model) for model in models] == host
     for model, values in zip(models, before, strict=True):
         asleep.assert_same(model, values)
     assert offloaded.host_bytes == sum(frozen.host_bytes for frozen in offloaded._frozen.values()) > 0

@@ -17,7 +17,7 @@ PICTURES = {
     "name": "pictures",
     "device": "cuda",
     "pipeline": "diffusion/sd3",
-    "model": {"lora": {"rank": 2, "alpha": 4}, "offload": False},
+    "model": {"lora": {"rank": 2, "alpha": 4}},
     "data": {"name": "shapes"},
     "sampling": {
         "steps": 4,

@@ -45,7 +45,7 @@ class PicturePairs:
         """
         pipeline, found = self.pipeline, pair_of(prompt)
         pixels = torch.stack([pictures.pixels(prompt, medium, pipeline.recipe.denoising) for medium in found])
-        with pipeline._awake([pipeline.adapter.vae]), torch.no_grad():
+        with pipeline.offloaded.using(pipeline.adapter.vae), torch.no_grad():
             latents = pipeline.adapter.encode_image(pixels.to(pipeline.device)).float()
         return dict(zip(NAMES, latents, strict=True))
 
