@@ -60,6 +60,7 @@ def checks() -> list[tuple[str, Check, float]]:
     """Name, function and most seconds of each check, in their order; the first is number 1."""
     import smoke_models as models
     import smoke_recipes as recipes
+    import smoke_waits as waiting
 
     return [
         ("mmrl doctor", recipes.doctor, 60),
@@ -76,7 +77,7 @@ def checks() -> list[tuple[str, Check, float]]:
         ("language model of 1.5B width", models.language_model, 180),
         ("SD3.5-M slice: eager, TF32, autocast, compiled", models.sd35_slice, 240),
         ("Qwen-Image slice and offload", models.qwen_image_slice, 180),
-        ("waits of the host in a step", models.waits, 90),
+        ("waits of the host against the budgets", waiting.waits, 120),
         ("vLLM: new weights in each step", models.engine, 180),
     ]
 

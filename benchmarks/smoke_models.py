@@ -1,4 +1,4 @@
-"""Checks of ``gpu_smoke.py`` on models of true width with random weights: speed, memory, waits, engines."""
+"""Checks of ``gpu_smoke.py`` on models of true width with random weights: speed, memory, engines."""
 
 from __future__ import annotations
 
@@ -259,30 +259,7 @@ def qwen_image_slice(place: Place) -> dict[str, Any]:
     return figures
 
 
-# -- waits and engines -------------------------------------------------------------------------------------------------
-
-
-def waits(place: Place) -> dict[str, Any]:
-    """How often the host waits for the device in a step of ``shapes-lora``, by the profiler."""
-    if not place.gpu:
-        raise SkippedError("the CPU computes at once: there is nothing to wait for")
-    from torch.profiler import ProfilerActivity, profile, supported_activities
-
-    if ProfilerActivity.CUDA not in supported_activities():
-        raise SkippedError("torch's profiler does not see this device")
-    from mmrl.config.loader import load_recipe
-    from mmrl.loop import train_step
-    from mmrl.report.clock import Clock
-    from mmrl.run import build
-
-    loaded = load_recipe(["shapes-lora"], [f"device={place.device}", "train.prompts_per_step=4"])
-    run = build(loaded.recipe, loaded.root)
-    train_step(run, 0, Clock(run.device))
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        train_step(run, 1, Clock(run.device))
-    run.rewards.close()
-    counts = {event.key: event.count for event in profiled.key_averages()}
-    return {name: counts.get(name, 0) for name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "aten::item")}
+# -- engines -----------------------------------------------------------------------------------------------------------
 
 
 def engine(place: Place) -> dict[str, Any]:

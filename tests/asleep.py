@@ -5,7 +5,7 @@ import types
 import torch
 from torch import nn
 
-from mmrl.rewards import sleeping
+from mmrl import frozen
 
 TESTED = {
     "aesthetic:Aesthetic",
@@ -27,7 +27,7 @@ TESTED = {
 def apart(monkeypatch):
     """Take the CPU for a device with memory of its own from now on; returns the devices that were waited for."""
     waited = []
-    monkeypatch.setattr(sleeping, "apart", lambda device: True)
+    monkeypatch.setattr(frozen, "apart", lambda device: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     return waited
 
@@ -59,6 +59,12 @@ def state(module):
     return {name: (id(tensor), tensor.clone(), tensor.stride()) for name, tensor in named}
 
 
+def where(module):
+    """Where the storages of parameters and buffers begin."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.untyped_storage().nbytes()}
+
+
 def assert_same(module, before):
     after = state(module)
     assert after.keys() == before.keys()
@@ -76,9 +82,14 @@ def scores_the_same(holder, score, monkeypatch):
     assert holder.wake("cpu") is False
     for own_memory in (False, True):
         waited = apart(monkeypatch) if own_memory else []
+        there = set().union(*map(where, found))
         holder.sleep("cpu")
-        assert {p.nbytes for module in found for p in module.parameters()} == {0}
-        assert own_memory <= all(b.nbytes == 0 for module in found for b in module.buffers())
+        if own_memory:
+            for module, values in zip(found, before, strict=True):
+                assert_same(module, values)  # in the host's memory
+                assert not where(module) & there
+        else:
+            assert {p.nbytes for module in found for p in module.parameters()} == {0}
         assert holder.wake("cpu") is False  # the next waking takes as long
         assert bool(waited) == own_memory
         for module, values in zip(found, before, strict=True):

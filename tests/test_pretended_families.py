@@ -2,9 +2,14 @@
 tensors with the host's, in training, evaluation, a checkpoint and a resumed run."""
 
 import json
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from smoke_waits import BUDGETS
 
 pytestmark = pytest.mark.pretend_cuda
 
@@ -78,12 +83,23 @@ def settings(family, folder, kind, lora):
 
 
 @pytest.mark.parametrize(("family", "kind", "lora"), COMBINED)
-def test_no_devices_are_mixed(folder_of, tmp_path, family, kind, lora):
+def test_no_devices_are_mixed_and_no_denoising_step_waits(folder_of, tmp_path, monkeypatch, family, kind, lora):
     from mmrl.config.loader import load_recipe
+    from mmrl.pipelines.diffusion.flow import FlowPipeline
     from mmrl.report.rundir import RunDir
     from mmrl.session import Session
     from mmrl.stopping import Stop
+    from tests import pretend
 
+    predict, waited = FlowPipeline._velocity, []
+
+    def counted(*given):
+        with pretend.waits() as found:
+            velocity = predict(*given)
+        waited.append(found)
+        return velocity
+
+    monkeypatch.setattr(FlowPipeline, "_velocity", counted)
     (tmp_path / "recipe.yaml").write_text(json.dumps(settings(family, folder_of(family), kind, lora)))
     (tmp_path / "clips.py").write_text(CLIPS)
     for steps in (2, 3):
@@ -94,3 +110,7 @@ def test_no_devices_are_mixed(folder_of, tmp_path, family, kind, lora):
     assert len(rows) == 3
     assert all(row["optim/grad_norm"] > 0 for row in rows)
     assert len((tmp_path / "run" / "heldout.jsonl").read_text().splitlines()) >= 1
+    budget = BUDGETS["a denoising step" + " of Qwen-Image" * (family == "qwen_image")]
+    last = waited[-1] if waited else {}  # earlier ones make what is made once
+    assert {str(wait) for wait in last if wait.where.partition(":")[0] not in budget.libraries} == set()
+    assert sum(last.values()) <= budget.total

@@ -206,3 +206,77 @@ def test_a_literal_image_is_text_where_there_is_none(pipeline, path):
     else:
         tokens = pipeline.conditioner.encode(prompt)["input_ids"].tolist()
         assert "What is <image>?" in pipeline.conditioner.decode(tokens)
+
+
+def encoded(pipeline, monkeypatch):
+    """Calls of the vision tower from now on, each with how much of pictures it was given."""
+    model, calls = pipeline.policy.base_model, []
+    tower = model.visual if hasattr(model, "visual") else model.vision_model
+    plain = type(tower).forward
+
+    def noted(self, *given, **named):
+        pixels = given[0] if given else named["pixel_values"]
+        calls.append(len(pixels))
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(type(tower), "forward", noted)
+    return calls
+
+
+def in_rows(pipeline, trajectory, trained=None):
+    """Log-probs of the rows; with ``trained``, the gradient of their sum for this parameter too."""
+    found = replayed(pipeline, trajectory)
+    if trained is None:
+        return found.detach()
+    return found.detach(), torch.autograd.grad((found * trajectory.mask).sum(), trained)[0]
+
+
+def test_a_picture_is_encoded_once_for_its_group_and_the_rows_are_those_of_each_alone(pipeline, monkeypatch):
+    one = Prompt("one of three", "What is <image>?", media=(picture(40, 40, 11),))
+    two = Prompt("two of three", "<image> or <image>?", media=(picture(40, 40, 12), picture(60, 40, 13)))
+    calls = encoded(pipeline, monkeypatch)
+    first = drawn(pipeline, [one, two], size=3)
+    mixed = first.rows([0, 3, 1, 4, 2, 5])  # a group need not stand together
+    tower = next(p for name, p in pipeline.policy.named_parameters() if "vis" in name and p.ndim > 1)
+    shared, gradient = in_rows(pipeline, mixed, tower)
+    assert len(calls) == 2
+    assert calls[0] == calls[1]
+    monkeypatch.setattr(pipeline.shared, "_fits", lambda *given: False)
+    plain, wanted = in_rows(pipeline, mixed, tower)
+    assert calls[2] == 3 * calls[1]
+    assert torch.allclose(shared, plain, rtol=0, atol=1e-5)
+    assert torch.allclose(gradient, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max())
+    assert ((shared - mixed.log_probs) * mixed.mask).abs().max() < 2e-5
+
+
+def test_a_clip_is_encoded_once_for_its_group(pipeline, monkeypatch):
+    calls = encoded(pipeline, monkeypatch)
+    trajectory = drawn(pipeline, [Prompt("c", "Which way? <video>", media=(clip(5),))])
+    shared = in_rows(pipeline, trajectory)
+    monkeypatch.setattr(pipeline.shared, "_fits", lambda *given: False)
+    plain = in_rows(pipeline, trajectory)
+    assert calls == [calls[0], calls[0], 2 * calls[0]]
+    assert torch.allclose(shared, plain, rtol=0, atol=1e-5)
+
+
+def test_a_copy_encodes_with_its_own_weights_and_other_batches_are_left_alone(pipeline):
+    import copy
+
+    prompt = Prompt("copied", "What is <image>?", media=(picture(40, 40, 14),))
+    trajectory = drawn(pipeline, [prompt])
+    other = copy.deepcopy(pipeline.policy)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    inputs = pipeline._inputs(trajectory.features)
+    pixels = {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
+    with torch.no_grad():
+        copied = other.base_model.get_image_features(**pixels, return_dict=True).pooler_output
+        mine = pipeline.policy.base_model.get_image_features(**pixels, return_dict=True).pooler_output
+        again = {name: value.clone() for name, value in pixels.items()}  # not what was announced
+        alone = pipeline.policy.base_model.get_image_features(**again, return_dict=True).pooler_output
+    assert all(part.abs().max() == 0 for part in copied)
+    assert len(mine) == len(alone) == 2
+    for a, b in zip(mine, alone, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-5)
+        assert a.abs().max() > 0

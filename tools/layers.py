@@ -38,9 +38,9 @@ FOLDERS = {
 """Where modules lie, and the package they are in when mmrl runs: the drop-in folders join it."""
 
 LAYERS = {
-    "core": "mmrl _checkout _load _torchvision checkpoint errors files finite garbage manifest media out_of_memory "
-    "samples secrets trajectory transfer controller.randomness placement.hub report.clock report.durations "
-    "report.notices report.sizes rewards.contract engines.rollout",
+    "core": "mmrl _checkout _load _torchvision checkpoint errors files finite frozen garbage manifest media "
+    "out_of_memory samples secrets trajectory transfer controller.randomness placement.hub report.clock "
+    "report.durations report.notices report.sizes rewards.contract engines.rollout",
     "config": "config.errors config.known_as config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms config.algorithms config.picture_algorithms",
     "recipe": "config",

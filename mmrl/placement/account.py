@@ -96,7 +96,8 @@ def roles_of(
     for component in description.components:
         size = sizes[id(component)]
         always = len(component.needed) == len(PHASES) or not offloads(made)
-        where = "always" if always else " and ".join(sorted(component.needed)) + ", else in host memory"
+        where = " and ".join(phase for phase in PHASES if phase in component.needed)
+        where = "always" if always else f"{where}, else in host memory"
         what = f"{component.name}, {size.dtypes}"
         frozen = size.parameters - size.trained_parameters
         if size.trained and frozen:

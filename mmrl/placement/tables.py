@@ -62,7 +62,7 @@ def _render_whole(plan: Plan, console: Console) -> None:
         if plan.recipe.train.context_parallel > 1:
             say(_cut(plan))
         if plan.host:
-            say(f"in host memory while off the device: {size(plan.host)}")
+            say(f"page-locked in host memory, of what leaves the device and comes back: {size(plan.host)}")
         _placed(plan, console)
         say(_crossing(plan))
         if plan.inside:

@@ -33,6 +33,7 @@ from mmrl.text.features import joined, key_of
 from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
 from mmrl.text.overlong import Fitter, Limit, limit_of
 from mmrl.text.pairs import Pairs, key_of_pair
+from mmrl.text.sharing import Shared
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from mmrl.transfer import to_device
 
@@ -61,9 +62,11 @@ class TextPipeline:
         self._encoding = threading.Lock()
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
-        self.context: int | None = getattr(self._text_config(), "max_position_embeddings", None)
+        config: Any = policy.config
+        self.context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.engine_context: int | None = external.engine_context(recipe, self.context)
         self.fitter = Fitter(conditioner, recipe.data.overlong)
+        self.shared = Shared(policy)
         self.pairs = Pairs(self) if recipe.algorithm.trains_on == "pairs" else None
 
     # -- conditioning ------------------------------------------------------------------------------------------------
@@ -91,9 +94,8 @@ class TextPipeline:
         return keys
 
     def _encoded(self, prompt: Prompt) -> dict[str, Tensor]:
-        return {
-            name: to_device(tensor, self.device) for name, tensor in self.fitter.encode(prompt, self.limit)[1].items()
-        }
+        made = self.fitter.encode(prompt, self.limit)[1]
+        return {name: to_device(tensor, self.device) for name, tensor in made.items()}
 
     @property
     def limit(self) -> Limit | None:
@@ -102,16 +104,13 @@ class TextPipeline:
         context = self.context if samples else None  # pairs look at it themselves, with their responses
         return limit_of(settings.max_prompt_tokens, settings.max_new_tokens, context, self.engine_context)
 
-    def _text_config(self) -> Any:
-        config: Any = self.policy.config
-        return config.get_text_config()
-
     def _inputs(
         self, keys: Sequence[str], responses: Tensor | None = None, mask: Tensor | None = None
     ) -> dict[str, Any]:
         """The model's arguments for prompts padded on the left, and responses ``[B, T]`` behind them."""
         rows = [self.features.get(k) for k in keys]
-        return joined(rows, self.conditioner.pad_token, self.conditioner.own_positions, responses, mask)
+        made = joined(rows, self.conditioner.pad_token, self.conditioner.own_positions, responses, mask)
+        return self.shared.expected(keys, rows, made)
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ same shapes, so that the first ratio is 1 to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
 from mmrl.engines.policy import Policy
 from mmrl.errors import UserError
+from mmrl.frozen import Offloaded, apart
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What, public
 from mmrl.samples import make_samples
@@ -56,7 +57,8 @@ class FlowPipeline:
         self._noisy = self.steps if ends_noisy else self.steps - 1
         if recipe.algorithm.kind == "policy_gradient":
             self._refuse_noiseless_steps()
-        self.offloads = recipe.model.offload and device.type != "cpu"
+        moves = recipe.model.offload and apart(device)
+        self.offloaded = Offloaded((*adapter.text_encoders, adapter.vae) if moves else (), device)
         self.pairs = PicturePairs(self) if recipe.algorithm.trains_on == "picture_pairs" else None
 
     def _refuse_noiseless_steps(self) -> None:
@@ -84,11 +86,12 @@ class FlowPipeline:
             missing = [k for k in texts if k not in self.features and not self._kept(k)]
             if missing:
                 eyes = [self.adapter.vae] if self.adapter.edits else []
-                with self._awake([*self.adapter.text_encoders, *eyes]), torch.no_grad():
+                with self.offloaded.using(*self.adapter.text_encoders, *eyes), torch.no_grad():
                     for key in missing:
                         self.features.put(key, self._encoded(prompts.get(key, self.adapter.negative)))
                         if self.cache is not None:
                             self.cache.write(key, self.features.get(key))
+                self.offloaded.rest()
             for key, prompt in pairs.items():
                 if self.pairs is not None and key not in self.features:
                     self.features.put(key, self.pairs.encoded(prompt))
@@ -203,7 +206,7 @@ class FlowPipeline:
     @torch.no_grad()
     def images(self, trajectory: Trajectory) -> Tensor:
         """Decode clean results to float32 ``[B, 3, H, W]``, clips ``[B, F, 3, H, W]``, in [0, 1]."""
-        with self._awake([self.adapter.vae]):
+        with self.offloaded.using(self.adapter.vae):  # it stays for the next micro-batch
             return self._decoded(trajectory.clean, trajectory.ids)
 
     def _decoded(self, x: Tensor, ids: Sequence[SampleId]) -> Tensor:
@@ -228,12 +231,14 @@ class FlowPipeline:
         return False
 
     def sleep(self) -> None:
-        """Nothing to do: there is no engine but the model that trains."""
+        """There is no engine but the model that trains."""
+        self.offloaded.rest()
 
     def open_critic(self) -> nn.Module:
         raise TypeError("pictures have no critic; the recipe's checks refuse it")
 
     def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+        self.offloaded.rest()  # what encoded the pairs
         assert self.pairs is not None
         return self.pairs.compare(trajectory, needs, weights)
 
@@ -291,6 +296,7 @@ class FlowPipeline:
     def replay(
         self, trajectory: Trajectory, actions: Sequence[int], needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
+        self.offloaded.rest()  # what decoded
         assert trajectory.states is not None
         assert trajectory.actions is not None
         steps = [int(trajectory.actions[a]) for a in actions]
@@ -320,6 +326,7 @@ class FlowPipeline:
     def renoise(
         self, trajectory: Trajectory, level: int, seed: int, needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
+        self.offloaded.rest()  # what decoded
         guidance = self.renoising.guidance
         features = self._batch_features(trajectory.features, guidance > 1)
 
@@ -372,9 +379,8 @@ class FlowPipeline:
             v = with_graph(x, self.adapter.timestep(torch.full((len(ids),), a, device=self.device)))
             predicted.append((x + (b - a) * v - b * eps) / (1 - b))
         x = torch.cat(predicted[1:] if path.jumps else predicted)
-        if self.offloads:  # not only while it decodes: the backward comes after this returns
-            self.adapter.vae.to(self.device)
-        out = {"images": self._shown(x), "latents": x.detach()}
+        with self.offloaded.using(self.adapter.vae):  # it stays for the backward, which comes after this returns
+            out = {"images": self._shown(x), "latents": x.detach()}
         out |= {"from": torch.tensor([a for a, _ in path.jumps])} if path.jumps else {}
         return out | ({"reference_distance": torch.stack(distances).mean(0)} if distances else {})
 
@@ -388,12 +394,3 @@ class FlowPipeline:
 
     def usage(self, folder: str, what: What, prompt: Prompt) -> Usage:
         return export.usage(self.adapter, self.recipe, what, folder, prompt.text)
-
-    @contextmanager
-    def _awake(self, modules: list[nn.Module]) -> Iterator[None]:
-        """Have frozen modules on the device for a phase, and off it again where the recipe offloads."""
-        for module in modules if self.offloads else ():
-            module.to(self.device)
-        yield
-        for module in modules if self.offloads else ():
-            module.to("cpu")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.placement.description import Description
+from mmrl.transfer import to_device
 
 from . import loading
 from .flow import FlowPipeline
@@ -60,7 +61,7 @@ class FluxAdapter(PackedAdapter):
             pooled_projections=features["pooled"],
             encoder_hidden_states=embeds,
             txt_ids=torch.zeros(embeds.shape[1], 3, dtype=embeds.dtype, device=embeds.device),
-            img_ids=places.to(embeds),
+            img_ids=to_device(places.to(embeds.dtype), embeds.device),
             return_dict=False,
         )[0]
         return unpacked(v, shape)

@@ -11,6 +11,7 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from mmrl.config.schema import Recipe
 from mmrl.placement.description import Description
+from mmrl.transfer import to_device
 
 from . import loading
 from .adapter import Adapter
@@ -76,8 +77,8 @@ class Flux2KleinAdapter(Adapter):
             timestep=timestep / 1000,
             guidance=None,
             encoder_hidden_states=embeds,
-            txt_ids=_places(1, 1, embeds.shape[1]).to(embeds.device),
-            img_ids=torch.cat(places).to(embeds.device),
+            txt_ids=to_device(_places(1, 1, embeds.shape[1]), embeds.device),
+            img_ids=to_device(torch.cat(places), embeds.device),
             return_dict=False,
         )[0]
         return v[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns))

@@ -44,7 +44,8 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
     pipeline = _assemble(family, pipe, recipe, torch.device("cpu"))
     adapter = pipeline.adapter
     encoders = [Component("text encoders", type(e).__name__, e, frozenset({"encode"})) for e in adapter.text_encoders]
-    vae_for: frozenset[Phase] = frozenset({"encode", "decode"}) if adapter.edits else frozenset({"decode"})
+    vae_for: frozenset[Phase] = frozenset({"sample", "decode"})  # it stays while the next micro-batch is sampled
+    vae_for |= frozenset({"encode"} if adapter.edits else ())
     return Description(
         pipeline,
         [

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl.algorithms.sde import squared_distance
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
 from mmrl.errors import BadPromptError, UserError
+from mmrl.frozen import Offloaded
 from mmrl.media import BadMediaError, Media, read_bytes
 from mmrl.pipelines.protocol import Weights
 from mmrl.trajectory import Prompt, Slot, Trajectory
@@ -36,10 +36,8 @@ class PairModel(Protocol):
     shape: tuple[int, ...]
     """Of one sample's latents."""
     steps: int
-
-    def _awake(self, modules: list[nn.Module]) -> AbstractContextManager[None]:
-        """Have frozen modules on the device."""
-        ...
+    offloaded: Offloaded
+    """Frozen modules, on the device while they are used."""
 
     def _batch_features(self, keys: Sequence[str], guided: bool | None = None) -> dict[str, Tensor]:
         """The features of these prompts, stacked."""
@@ -71,7 +69,7 @@ class PicturePairs:
         """
         pipeline, found = self.pipeline, pair_of(prompt)
         pixels = torch.stack([pictures.pixels(prompt, medium, pipeline.recipe.denoising) for medium in found])
-        with pipeline._awake([pipeline.adapter.vae]), torch.no_grad():
+        with pipeline.offloaded.using(pipeline.adapter.vae), torch.no_grad():
             latents = pipeline.adapter.encode_image(pixels.to(pipeline.device)).float()
         return dict(zip(NAMES, latents, strict=True))
 

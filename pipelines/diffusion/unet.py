@@ -44,8 +44,8 @@ class UNetAdapter(Adapter, ABC):
                 "and v_prediction are understood; correct prediction_type in scheduler/scheduler_config.json"
             )
         self.predicts_noise = kind == "epsilon"
-        self._kept = scheduler.alphas_cumprod.double().sqrt()  # a, by the model's timestep
-        self._added = (1 - scheduler.alphas_cumprod.double()).sqrt()  # b
+        self._kept = scheduler.alphas_cumprod.double().sqrt().to(device)  # a, by the model's timestep
+        self._added = (1 - scheduler.alphas_cumprod.double()).sqrt().to(device)  # b
 
     @property
     def prepare(self) -> str:
@@ -61,13 +61,12 @@ class UNetAdapter(Adapter, ABC):
 
     def timestep(self, sigma: Tensor) -> Tensor:
         """The nearest of the model's timesteps."""
-        levels = (self._added / (self._added + self._kept)).to(sigma.device)
+        levels = self._added / (self._added + self._kept)
         return (levels.unsqueeze(0) - sigma.double().unsqueeze(1)).abs().argmin(1)
 
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
-        index = timestep.long().cpu()
-        shape = (-1, *[1] * (x.ndim - 1))
-        a, b = (table[index].view(shape).float().to(x.device) for table in (self._kept, self._added))
+        index, shape = timestep.long(), (-1, *[1] * (x.ndim - 1))
+        a, b = (table[index].view(shape).float() for table in (self._kept, self._added))
         z = (a + b) * x
         out = model(z.to(features["embeds"].dtype), timestep, **self.conditions(features), return_dict=False)[0].float()
         if self.predicts_noise:

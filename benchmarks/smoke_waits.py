@@ -1,0 +1,140 @@
+"""How often the host may wait for a GPU: one table of budgets, for ``gpu_smoke.py`` and the tests of the pretended
+device, and the check that counts by torch's profiler.
+
+What a step of twice the length waits more often is what one denoising step, slice or token costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smoke_place import MissedError, Place, SkippedError
+
+LIBRARIES = {
+    "transformers/generation/utils.py": "generate asks after every token whether a response goes on",
+    "transformers/masking_utils.py": "every forward asks whether its rows are padded",
+    "diffusers/models/transformers/transformer_qwenimage.py": "every forward takes the length of its texts to the GPU",
+}
+"""Files of libraries that make the host wait again and again, and what for."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """``ours``: waits of mmrl's own lines, by file; ``libraries``: of theirs. At most."""
+
+    ours: Mapping[str, int] = field(default_factory=dict)
+    libraries: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.ours.values()) + sum(self.libraries.values())
+
+
+BUDGETS = {
+    "a denoising step": Budget(),
+    "a denoising step of Qwen-Image": Budget(
+        libraries={"diffusers/models/transformers/transformer_qwenimage.py": 2}  # with guidance, two predictions
+    ),
+    "a slice of pictures": Budget(),
+    "a slice of pictures with a reward's gradient": Budget({"mmrl/rewards/scoring.py": 1}),
+    "a slice of text": Budget({"mmrl/placement/work.py": 1}, {"transformers/masking_utils.py": 2}),
+    "a slice of text with a critic": Budget({"mmrl/placement/work.py": 1}, {"transformers/masking_utils.py": 5}),
+    "a generated token": Budget(libraries={"transformers/generation/utils.py": 1}),
+    "model.offload, a step": Budget(),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two lengths of a step: ``many`` has ``times`` more of what is counted than ``few``."""
+
+    recipe: str
+    few: Sequence[str]
+    many: Sequence[str]
+    times: int
+    both: Sequence[str] = ()
+
+
+PICTURES = ["train.prompts_per_step=2", "train.group_size=4", "sampling.batch_size=8", "sampling.window={size: 2}"]
+TEXTS = ["train.prompts_per_step=2", "train.group_size=4", "sampling.batch_size=8"]
+MICRO = ["train.micro_batch_size=8"]
+CASES = {
+    "a denoising step": Case("shapes-lora", ["sampling.steps=4"], ["sampling.steps=8"], 4, [*PICTURES, *MICRO]),
+    "a slice of pictures": Case("shapes-lora", MICRO, ["train.micro_batch_size=2"], 3 * 2, PICTURES),
+    "model.offload, a step": Case(
+        "shapes-lora", ["model.offload=false"], ["model.offload=true"], 1, [*PICTURES, "train.micro_batch_size=2"]
+    ),
+    "a generated token": Case(
+        "sums", ["sampling.max_new_tokens=4"], ["sampling.max_new_tokens=8"], 4, [*TEXTS, *MICRO]
+    ),
+    "a slice of text": Case("sums", MICRO, ["train.micro_batch_size=2"], 3, [*TEXTS, "sampling.max_new_tokens=8"]),
+}
+"""What a GPU is asked for: with shipped recipes, of text with a model of random weights, whose responses do not end."""
+
+
+def waits_of_a_step(recipe: str | Path, overrides: Sequence[str], counting: Callable[[], Any]) -> Any:
+    """What ``counting()`` counted in the second step of a run; the first one makes what is made once."""
+    from mmrl.config.loader import load_recipe
+    from mmrl.loop import train_step
+    from mmrl.report.clock import Clock
+    from mmrl.run import build
+
+    loaded = load_recipe([recipe], overrides)
+    run = build(loaded.recipe, loaded.root)
+    try:
+        train_step(run, 0, Clock(run.device))
+        with counting() as found:
+            train_step(run, 1, Clock(run.device))
+    finally:
+        run.rewards.close()
+    return found
+
+
+@contextlib.contextmanager
+def profiled() -> Iterator[dict[str, int]]:
+    """Calls of CUDA that wait for the device, by name; filled in when the block ends."""
+    from torch.profiler import ProfilerActivity, profile
+
+    found: dict[str, int] = {}
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        yield found
+    waiting = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+    found |= {event.key: event.count for event in seen.key_averages() if event.key in waiting}
+
+
+COUNTING: Callable[[], Any] | None = None
+"""What counts in place of the profiler."""
+
+
+def waits(place: Place) -> dict[str, Any]:
+    """How often the host waits for the device, against the budgets."""
+    from smoke_models import decoder
+    from torch.profiler import ProfilerActivity, supported_activities
+
+    if not place.gpu:
+        raise SkippedError("the CPU computes at once: there is nothing to wait for")
+    if COUNTING is None and ProfilerActivity.CUDA not in supported_activities():
+        raise SkippedError("torch's profiler does not see this device")
+    folder, _ = decoder(Place(place.device, True, place.folder))
+    words = {"sums": [f"model.path={folder}"], "shapes-lora": []}
+    figures: dict[str, Any] = {}
+    known: dict[tuple[str, ...], int] = {}
+    over = []
+    for name, case in CASES.items():
+        counts = []
+        for size in (case.few, case.many):
+            asked = (case.recipe, f"device={place.device}", "train.steps=2", *words[case.recipe], *case.both, *size)
+            if asked not in known:
+                known[asked] = sum(waits_of_a_step(asked[0], asked[1:], COUNTING or profiled).values())
+            counts.append(known[asked])
+        each, most = (counts[1] - counts[0]) / case.times, BUDGETS[name].total
+        figures[name] = f"{each:.3g} of {most}"
+        if each > most:
+            over.append(name)
+    if over:
+        raise MissedError(f"the host waits more often than the budget says: {', '.join(over)}", figures)
+    return figures
