@@ -110,7 +110,7 @@ def _here(what: str, frame: types.FrameType | None) -> Wait:
     where = ours = test = ""
     while frame is not None:
         path = frame.f_code.co_filename
-        inside = path.startswith(str(ROOT)) and "site-packages" not in path
+        inside = path.startswith(str(ROOT)) and not path.startswith(sys.prefix) and "site-packages" not in path
         line = f"{Path(path).relative_to(ROOT) if inside else path.partition('site-packages/')[2] or path}"
         line += f":{frame.f_lineno}"
         if not path.startswith(str(HERE)) and "/torch/" not in path and "contextlib" not in path:
