@@ -15,6 +15,7 @@ import torch
 from smoke_place import MissedError, Place, SkippedError
 from smoke_recipes import settings, trained
 
+from mmrl.frozen import Frozen
 from mmrl.placement.gpus import GPUS
 
 MEMORY_WITHIN = 0.10
@@ -251,9 +252,11 @@ def qwen_image_slice(place: Place) -> dict[str, Any]:
     figures: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "slice s": round(seconds, 3)}
     if place.gpu:
         figures["peak GiB"] = round(peak_gib(), 1)
-    for label, where in (("offload s", "cpu"), ("back s", place.device)):
+    frozen = Frozen(model)
+    moves = {"page-locked copy s": frozen.sleep, "back s": frozen.wake, "offload s": frozen.sleep}
+    for label, move in moves.items():
         began = time.perf_counter()
-        model.to(where)
+        move(place.device)
         synchronize(place)
         figures[label] = round(time.perf_counter() - began, 2)
     return figures
