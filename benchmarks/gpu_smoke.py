@@ -77,7 +77,8 @@ def checks() -> list[tuple[str, Check, float]]:
         ("SD3.5-M slice: eager, TF32, autocast, compiled", models.sd35_slice, 240),
         ("Qwen-Image slice and offload", models.qwen_image_slice, 180),
         ("waits of the host in a step", models.waits, 90),
-        ("vLLM: new weights in each step", models.engine, 180),
+        ("vLLM: new weights in each step, asleep between", models.engine, 180),
+        ("the same with an adapter", models.engine_with_adapter, 180),
     ]
 
 
