@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,16 @@ def alone(index: int, place: Place, said: Path, log: Path) -> None:
 
 
 def _warm() -> Any:
-    """Processes forked from one that has imported the libraries, and has not touched the device."""
+    """Processes forked from one that has imported the libraries, and has not touched the device.
+
+    A torchvision that was built for another torch (vLLM's, beside a torch without CUDA) is mended by mmrl before the
+    others import it, so there each process imports them itself.
+    """
+    import torch
+
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LIBRARIES)
+    mended = torch.version.cuda is None and find_spec("torchvision") is not None
+    context.set_forkserver_preload(LIBRARIES[:1] if mended else LIBRARIES)
     return context
 
 
