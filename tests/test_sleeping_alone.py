@@ -10,11 +10,11 @@ from mmrl.errors import UserError
 from mmrl.evaluation import Heldout
 from mmrl.placement import work
 from mmrl.placement.plan import plan
-from mmrl.placement.work import Drawing
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
 from mmrl.rollout import encode
 from mmrl.run import load_prompts
+from mmrl.step_context import SamplingSpec
 from tests.asleep import modules
 from tests.flights import Sampler, load, make, step, write
 from tests.planning import planned_in_short
@@ -84,7 +84,7 @@ def test_a_round_is_one_call_of_an_engine_and_its_micro_batches_are_as_before(fo
     run = make(folder, *WORDS, ENGINE, "train.prompts_per_step=4")
     slots, _, _ = encode(run, run.controller.slots(0, run.prompts, 4))
     asked = [([s for s, _ in part], [i for _, i in part]) for part in chunks(samples_of(slots, 2), 3)]
-    how, clock = Drawing([], "current", 0, frozenset({"text"})), Clock(torch.device("cpu"))
+    how, clock = SamplingSpec([], "current", 0, frozenset({"text"})), Clock(torch.device("cpu"))
     drawn = list(run.devices.sample(run, asked, how, clock))
     calls = run.pipeline.engine.calls
     assert [n for _, n in calls] == [8]

@@ -308,8 +308,8 @@ def engine_arguments(
         "seed": 0,
         "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
     }
-    if cpu:
-        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 512 * 2**20}
+    if cpu:  # vLLM cannot rewind its random numbers for a prompt that it takes in parts
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 512 * 2**20, "enable_chunked_prefill": False}
     if images or clips:
         arguments["limit_mm_per_prompt"] = {"image": images, "video": clips}
     if lora_rank is not None:
