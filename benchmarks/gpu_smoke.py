@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def checks() -> list[tuple[str, Check, float]]:
         ("SD3.5-M slice: eager, TF32, autocast, compiled", models.sd35_slice, 240),
         ("Qwen-Image slice and offload", models.qwen_image_slice, 180),
         ("waits of the host against the budgets", waiting.waits, 120),
-        ("vLLM: new weights in each step", models.engine, 180),
+        ("vLLM: new weights in each step, asleep between", models.engine, 180),
+        ("the same with an adapter", models.engine_with_adapter, 180),
     ]
 
 
@@ -137,9 +139,16 @@ def alone(index: int, place: Place, said: Path, log: Path) -> None:
 
 
 def _warm() -> Any:
-    """Processes forked from one that has imported the libraries, and has not touched the device."""
+    """Processes forked from one that has imported the libraries, and has not touched the device.
+
+    A torchvision that was built for another torch (vLLM's, beside a torch without CUDA) is mended by mmrl before the
+    others import it, so there each process imports them itself.
+    """
+    import torch
+
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LIBRARIES)
+    mended = torch.version.cuda is None and find_spec("torchvision") is not None
+    context.set_forkserver_preload(LIBRARIES[:1] if mended else LIBRARIES)
     return context
 
 

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 from smoke_place import MissedError, Place, SkippedError
-from smoke_recipes import settings, trained
+from smoke_recipes import GAP, settings, trained
 
 from mmrl.frozen import Frozen
 from mmrl.placement.gpus import GPUS
 
 MEMORY_WITHIN = 0.10
 """Of the plan's peak, by which a step's may differ."""
+FREED = 0.3
+"""Of the device's memory, of which vLLM takes 0.4: what must be free of it while it sleeps."""
 
 
 def share_of_peak(flops: float, seconds: float) -> str:
@@ -266,13 +268,61 @@ def qwen_image_slice(place: Place) -> dict[str, Any]:
 
 
 def engine(place: Place) -> dict[str, Any]:
-    """Sampling by vLLM, which is given new weights each step."""
+    """Sampling by vLLM, which is given all weights in each step, and sleeps without any while the policy trains."""
+    return _sleeping_engine(place)
+
+
+def engine_with_adapter(place: Place) -> dict[str, Any]:
+    """The same with an adapter, whose base waits in the host's memory."""
+    return _sleeping_engine(place, "model.lora={rank: 8, alpha: 16}")
+
+
+def _sleeping_engine(place: Place, *words: str) -> dict[str, Any]:
+    """The log-probs of engine and policy must be near one another after each sleep, or weights have not come back."""
     if not find_spec("vllm"):
         raise SkippedError("vLLM is not installed")
-    words = ["rollout={engine: vllm}", "train.prompts_per_step=8", "train.group_size=4", "eval.samples=16"]
-    rows = trained(place, "sums", *words)
-    names = ("perf/engine_updates", "perf/engine_update_seconds", "perf/engine_update_bytes")
-    return {name: rows[-1].get(name, "-") for name in names}
+    from mmrl.config.loader import load_recipe
+    from mmrl.loop import train_step
+    from mmrl.report.clock import Clock
+    from mmrl.run import build
+
+    sizes = ["train.prompts_per_step=2"] if place.small else ["train.prompts_per_step=8", "train.micro_batch_size=16"]
+    made = [f"device={place.device}", "rollout={engine: vllm}", "placement={sleep: true}", "train.group_size=4"]
+    loaded = load_recipe(["sums"], [*made, *sizes, *words])
+    run, used = build(loaded.recipe, loaded.root), {"samples": 0.0, "replay": 0.0}
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*given: Any) -> Any:
+            used[name] = max(used[name], used_gib() if place.gpu else 0.0)
+            return call(*given)
+
+        return note
+
+    for name in used:
+        setattr(run.pipeline, name, noted(name, getattr(run.pipeline, name)))
+    try:
+        rows = [train_step(run, n, Clock(run.device))[0] for n in range(2 if place.small else 3)]
+    finally:
+        run.pipeline.close()
+        run.rewards.close()
+    figures: dict[str, Any] = {"log-prob gap": float(f"{max(row['mismatch/log_prob_gap'] for row in rows):.2g}")}
+    figures["seconds of turning"] = round(rows[-1]["placement/wake"], 2)
+    given = run.pipeline.updates()
+    for name in ("updates", "update_seconds", "calls", "requests"):
+        figures[name] = round(given[f"perf/engine_{name}"], 3)
+    if place.gpu:
+        figures |= {"GiB when sampled": round(used["samples"], 2), "GiB in training": round(used["replay"], 2)}
+    if figures["log-prob gap"] > GAP:
+        raise MissedError(f"the gap is above {GAP}: weights have not come back", figures)
+    if place.gpu and used["samples"] - used["replay"] < FREED * torch.cuda.mem_get_info()[1] / 2**30:
+        raise MissedError(f"less than {FREED:.0%} of the memory is free while the policy trains", figures)
+    return figures
+
+
+def used_gib() -> float:
+    """Of the whole device: what vLLM has is not torch's."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
 
 
 if __name__ == "__main__":

@@ -59,9 +59,9 @@ def build(
     if recipe.features.folder and not Path(recipe.features.folder).is_dir():
         raise UserError(f"features.folder: {recipe.features.folder} is no folder here; make it, or name a local one")
     prompts = load_prompts(recipe, root, "train")
-    several = recipe.devices_per_controller > 1  # each has judges of its own, awake when it first judges
+    later = recipe.placement.sleep or recipe.devices_per_controller > 1  # judges wake when a device first judges
     patience = Patience(recipe.scoring, controller.gather)
-    rewards = RewardSet(recipe.rewards, root, device, controller.total, awake=not several, patience=patience)
+    rewards = RewardSet(recipe.rewards, root, device, controller.total, awake=not later, patience=patience)
     rewards.can_read(recipe.makes)
     if recipe.placement.sleep:
         rewards.sleep()

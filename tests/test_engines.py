@@ -134,9 +134,9 @@ def test_vllm_is_asked_for_what_the_recipe_says():
     assert made["logprobs_mode"] == "processed_logprobs"
     assert made["limit_mm_per_prompt"] == {"image": 2, "video": 0}
     assert (made["enable_lora"], made["max_lora_rank"], made["max_num_seqs"]) == (True, 32, 8)
-    assert made["enforce_eager"] is False
+    assert (made["enforce_eager"], made["enable_chunked_prefill"]) == (False, False)
     gpu = engine_arguments("m", False, 64, "bfloat16", 0, 0, None, {})
-    assert not {"enable_lora", "limit_mm_per_prompt", "enforce_eager"} & gpu.keys()
+    assert not {"enable_lora", "limit_mm_per_prompt", "enforce_eager", "enable_chunked_prefill"} & gpu.keys()
     with pytest.raises(UserError, match="rank 512 at most, not 600"):
         engine_arguments("m", True, 64, "auto", 0, 0, 600, {})
     with pytest.raises(UserError, match="engine options: max_model_len, seed: set by the recipe's other keys"):

@@ -141,3 +141,48 @@ def test_a_model_that_sees_with_a_judge_on_the_same_device(tmp_path):
     rows = trained("scenes-judge", tmp_path / "run", *small)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["reward/dropped"] == 0 for row in rows)
+
+
+def stepped(folder, *words):
+    """The rows of two steps, where the model that scores was when they sampled and trained, and its bytes there."""
+    from mmrl.config.loader import load_recipe
+    from mmrl.loop import train_step
+    from mmrl.report.clock import Clock
+    from mmrl.run import build
+    from tests.asleep import modules
+
+    scored = "rewards=[{name: reward_model, options: {path: scorer}}]"
+    loaded = load_recipe([folder / "recipe.yaml"], [scored, *words])
+    run, seen = build(loaded.recipe, loaded.root), set()
+    (model,) = modules(run.rewards._entries[0].loaded.sleeper)
+
+    def noted(name):
+        call = getattr(run.pipeline, name)
+
+        def note(*given):
+            weights = list(model.parameters())
+            seen.add((name, sum(p.nbytes for p in weights), *{p.device.type for p in weights}))
+            return call(*given)
+
+        return note
+
+    for name in ("sample", "samples", "replay"):
+        setattr(run.pipeline, name, noted(name))
+    rows = [train_step(run, n, Clock(run.device))[0] for n in range(2)]
+    run.rewards.close()
+    return rows, seen
+
+
+def test_a_model_that_scores_sleeps_while_the_policy_trains_on_its_device(folder):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    made = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
+    made.save_pretrained(folder / "scorer")
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "scorer")
+    (expected, always), (rows, seen) = stepped(folder), stepped(folder, "placement={sleep: true}")
+    size = sum(p.nbytes for p in made.parameters())
+    assert always == {(name, size, "cuda") for name in ("sample", "samples", "replay")}
+    assert seen == {("sample", size, "cuda"), ("samples", size, "cuda"), ("replay", 0, "cpu")}
+    for row, other in zip(rows, expected, strict=True):
+        assert row.pop("placement/wake") > 0
+        assert row == other

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.engines.rollout import Request, Settings
+from mmrl.engines.sleep_mode import SleepMode
 from mmrl.engines.vllm import VllmEngine
 from mmrl.engines.vllm_server import VllmServer
 from mmrl.errors import UserError
@@ -212,6 +213,16 @@ def test_a_seed_decides_a_sample_whoever_its_neighbours_are(fresh):
     assert among[0].token_ids != alone.token_ids
 
 
+def test_one_call_draws_what_several_calls_draw(fresh):
+    """More prompts than vLLM takes into one of its own batches, which holds 4096 tokens on a CPU."""
+    requests = [ask(seed, [(seed + i) % 250 for i in range(300)]) for seed in range(20)]
+    whole = fresh.generate(requests, Settings(12))
+    parts = [answer for n in range(0, 20, 5) for answer in fresh.generate(requests[n : n + 5], Settings(12))]
+    for one, other in zip(whole, parts, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
 def test_only_the_named_tokens_stop(fresh, text):
     (whole,) = fresh.generate([ask()], Settings(24))
     stop = whole.token_ids[5]
@@ -264,6 +275,40 @@ def test_update_brings_the_new_weights_and_forgets_old_prefixes(fresh, text):
     (new,) = fresh.generate([request], settings)
     assert gap(b, request, new) < CLOSE
     assert gap(a, request, new) > APART
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeping_engine_wakes_weights_first_gets_new_ones_and_then_its_cache(fresh, text, monkeypatch, level):
+    """By vLLM's own account of what sleeps, which it keeps on a CPU too, where it frees nothing: what a GPU drops is
+    zeroed here."""
+    llm, (_, a, b) = fresh._llm, text
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    monkeypatch.setattr(fresh, "sleeps", True)
+    monkeypatch.setattr(fresh, "_mode", SleepMode(level == 1, llm.sleep, llm.wake_up))
+    (old,) = fresh.generate([ask()], Settings(16))
+    fresh.sleep()
+    assert executor.sleeping_tags == {"weights", "kv_cache"}
+    assert llm.llm_engine.is_sleeping()
+    if level == 2:
+        llm.collective_rpc("reset_weights")
+        with pytest.raises(RuntimeError, match="update it before it samples"):
+            fresh.generate([ask()], Settings(16))
+    fresh.wake()
+    asleep = []
+
+    def weights():
+        for name, tensor in b.named_parameters():
+            asleep.append(set(executor.sleeping_tags))
+            yield name, tensor
+
+    fresh.update(weights())
+    assert asleep
+    assert all(parts == {"kv_cache"} for parts in asleep)
+    assert not llm.llm_engine.is_sleeping()
+    (new,) = fresh.generate([ask()], Settings(16))
+    assert gap(b, ask(), new) < CLOSE
+    assert gap(a, ask(), new) > APART
+    assert gap(a, ask(), old) < CLOSE
 
 
 def test_an_update_that_brings_too_little_is_an_error(fresh, text):
@@ -461,6 +506,15 @@ def test_a_server_of_its_own(vision, tmp_path):
             (adapted,) = server.generate([words], settings)
             assert gap(merged(b.model, tensors, 2.0), words, adapted) < CLOSE
             assert gap(b.model, words, adapted) > APART
+        server.sleeps = True  # it frees nothing on a CPU, and keeps its account of what sleeps
+        server.sleep()
+        assert server._client.get("/is_sleeping") == {"is_sleeping": True}
+        server.wake()
+        assert server._client.get("/is_sleeping") == {"is_sleeping": True}  # its cache does, until there are weights
+        server.update_lora(tensors, rank=4, alpha=8.0, targets=targets)
+        assert server._client.get("/is_sleeping") == {"is_sleeping": False}
+        (woken,) = server.generate([words], settings)
+        assert woken.token_ids == adapted.token_ids
         with pytest.raises(UserError, match=r"brought .* values"):
             server.update(iter([("lm_head.weight", torch.zeros(2, 2))]))
         with pytest.raises(UserError, match="has a clip, and vLLM's server would be told neither its rate"):
@@ -519,10 +573,10 @@ def test_responses_that_take_several_steps_are_trained_on_and_resumed(text, tmp_
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-        return [
-            {k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/", "features/"))}
-            for line in lines
-        ]
+        rows = [json.loads(line) for line in lines]
+        for row in rows:
+            assert row["perf/engine_calls"] == row["sampling/rounds"]  # all that is under way, 10 at most, in each
+        return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "features/"))} for row in rows]
 
     whole = train()
     for row in whole:

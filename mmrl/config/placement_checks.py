@@ -48,8 +48,8 @@ def _placement(recipe: Recipe) -> Iterator[str]:
             f"placement.judges: of {devices} devices (devices_per_controller) one must sample; "
             f"set it to {devices - 1} or less"
         )
-    if placement.sleep and devices == 1:
-        yield "placement.sleep: one device does everything in turn and its judges stay awake; remove it"
+    if placement.sleep and devices == 1 and recipe.algorithm.kind in ("pathwise", "offline"):
+        yield f"placement.sleep: {recipe.algorithm.type} samples nothing before it trains, so nothing sleeps; remove it"
     for key in ("trainers", "staleness"):
         if getattr(placement, key) is not None and not placement.apart:
             yield f"placement.{key}: only disaggregated devices train while others sample; remove it"

@@ -268,8 +268,8 @@ class Placement(Section):
     inside: bool = True
     """Adaptive: a device whose role has run dry inside a step takes up the other one where that saves time."""
     sleep: bool = False
-    """Have judges, and an engine of the device's own, free its memory while it does other work; on a CPU judges are
-    read from disk again, and servers end and start again."""
+    """Have judges, and an engine of the device's own, free its memory while it does other work; on one device: while
+    it trains. On a CPU judges are read from disk again, and engines end and start again."""
 
     @property
     def apart(self) -> bool:

@@ -93,7 +93,9 @@ class RolloutEngine(Protocol):
         """Give back what memory the platform allows; ``wake`` and ``update`` before the next ``generate``."""
         ...
 
-    def wake(self) -> Any: ...
+    def wake(self) -> Any:
+        """Have memory for the weights again; what else it needs to sample may come with the ``update`` after it."""
+        ...
 
     def close(self) -> None:
         """Free the engine, its processes and files. Harmless when called twice."""

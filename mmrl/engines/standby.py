@@ -1,7 +1,7 @@
 """An engine that is there only while its device samples: started when it is first asked for, asleep in between.
 
 Where an engine cannot sleep (vLLM on a CPU), it is ended and started again. Either way its weights are to be sent again
-after it woke. ``unfailing`` starts one again that is lost.
+after it woke; until then it may lack memory that it needs to sample. ``unfailing`` starts one again that is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ RESTARTS = 3
 class Standby:
     """Final class. A ``RolloutEngine`` that ``start`` starts; of a device that never samples it is never started.
 
-    ``to_sleep``: it will be put to sleep between two times that it samples.
+    ``to_sleep``: it will be put to sleep between two times that it samples; else ``sleep`` does nothing, as for an
+    engine on devices of its own.
     """
 
     def __init__(self, start: Callable[[], RolloutEngine], to_sleep: bool) -> None:
@@ -51,7 +52,7 @@ class Standby:
 
     def sleep(self) -> None:
         """Give the memory back; the weights may be gone. Harmless when called twice, or before the first start."""
-        if self._engine is None:
+        if self._engine is None or not self._to_sleep:
             return
         if not self._engine.sleeps:
             self.close()

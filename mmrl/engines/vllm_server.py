@@ -39,6 +39,7 @@ from mmrl.engines.external import (
 )
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.engines.served import Client, Process, flags, new_key, png_url, private_folder
+from mmrl.engines.sleep_mode import SleepMode
 from mmrl.engines.vllm import (
     ADAPTER,
     REPLACE,
@@ -99,6 +100,12 @@ class VllmServer:
             "the vLLM server", "http://vllm", variables["VLLM_API_KEY"], path, self._process, request_timeout_s
         )
         self._process.wait_until(self._client.healthy, start_timeout_s)
+        post = self._client.post
+        self._mode = SleepMode(
+            lora_rank is not None,
+            lambda level: post(f"/sleep?level={level}"),
+            lambda parts: post(f"/wake_up?{'&'.join(f'tags={part}' for part in parts)}"),
+        )
 
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
         """One completion per request, in their order. ``UserError`` where a prompt does not fit, or where vLLM expands
@@ -107,6 +114,7 @@ class VllmServer:
         drawn = [i for i, a in enumerate(allowed) if a.tokens]
         bodies = [self._body(requests[i], sampling_parameters(allowed[i], settings)) for i in drawn]
         answers = [nothing_left(r) for r in requests]
+        self._mode.ready()
         for i, said in zip(drawn, self._client.post_all("/inference/v1/generate", bodies), strict=True):
             request, made, seen = requests[i], said["choices"][0], said["prompt_token_ids"]
             check_prompt(request, seen, "the vLLM server")
@@ -127,7 +135,8 @@ class VllmServer:
             write_weights(folder, counted, self._bucket_bytes)
             counted.check(self._values, "the vLLM server")
             rpc = {"method": REPLACE, "kwargs": {"weights_path": str(folder)}}
-            self._client.post("/collective_rpc", rpc)
+            with self._mode.filled():
+                self._client.post("/collective_rpc", rpc)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if self._adapter:
@@ -142,17 +151,17 @@ class VllmServer:
         current = self._private / "adapter"
         shutil.rmtree(current, ignore_errors=True)
         folder.rename(current)
-        self._load_adapter()
+        with self._mode.filled():
+            self._load_adapter()
         self._forget()
 
     def sleep(self) -> None:
-        """Move the weights to the host's memory and drop the key-value cache, where ``enable_sleep_mode`` is set."""
+        """Free the device's memory (``SleepMode``), where ``enable_sleep_mode`` is set."""
         if self.sleeps:
-            self._client.post("/sleep?level=1")
+            self._mode.sleep()
 
     def wake(self) -> None:
-        if self.sleeps:
-            self._client.post("/wake_up")
+        self._mode.wake()
 
     def close(self) -> None:
         """End the server and remove its files. Harmless when called twice."""

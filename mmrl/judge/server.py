@@ -62,7 +62,8 @@ class VllmServer:
         self.socket_path = folder / "socket"
         given = {"model": path, "served_model_name": NAME, "uds": self.socket_path}
         given |= {"enable_sleep_mode": True} if self.sleeps else {}
-        given |= {"enforce_eager": True, "kv_cache_memory_bytes": CACHE} if python is None and not _on_gpu() else {}
+        if python is None and not _on_gpu():  # as mmrl.engines.vllm has it
+            given |= {"enforce_eager": True, "kv_cache_memory_bytes": CACHE, "enable_chunked_prefill": False}
         module = "mmrl.engines.vllm_server" if python is None else "vllm.entrypoints.openai.api_server"
         name = f"the vLLM server of the judge {path}"
         self._process = Process(

@@ -16,7 +16,7 @@ from mmrl.placement.description import Beside, Component, Description
 from mmrl.placement.fakes import nbytes
 from mmrl.placement.memory import kept_copies
 from mmrl.placement.planned import PHASES, PhaseMemory, Plan, Role
-from mmrl.placement.sharing import sleeps
+from mmrl.placement.sharing import judges_beside_sampling, sleeps
 from mmrl.report.sizes import size as amount
 
 
@@ -108,14 +108,14 @@ def roles_of(
             yield from _trained_roles(made, component, size, where, objective)
     trained = sum(size.trained_parameters for size in sizes.values())
     yield Role("optimizer", "Adam's two moments, float32", trained * 2, measured.adam, "always")
-    asleep = "freed" if made.device == "cpu" else "in host memory"
+    together = judges_beside_sampling(made.recipe)
     for one in description.beside:
-        where = f"sample and decode, else {asleep}" if sleeps(made.recipe) else "always"
-        yield Role(one.role, one.what, 0, _held(made, one), where)
+        where = f"{'encode, ' * together}sample and decode, else {'in host memory' if one.kept else 'freed'}"
+        yield Role(one.role, one.what, 0, _held(made, one), where if sleeps(made.recipe) else "always")
+    judging = "sample and decode" if together else "judge"
+    asleep = "freed" if made.device == "cpu" else "in host memory"
     for asked in made.asked:
-        where = "always"
-        if sleeps(made.recipe) and asked.sleeps:
-            where = f"judge, else {asleep}"
+        where = f"{judging}, else {asleep}" if sleeps(made.recipe) and asked.sleeps else "always"
         yield Role(f"reward {asked.label}", asked.what, asked.parameters, asked.bytes, where)
     yield Role("prompt features", f"{amount(measured.features)} a prompt", 0, features, "always")
     if measured.trajectory:
@@ -145,9 +145,9 @@ def load_of(made: Plan, description: Description, sizes: dict[int, Size]) -> Pha
     """What an accelerator holds while a run is loaded.
 
     Every rank puts the whole model on its device, in the dtypes it will train in, before it keeps its part. Models that
-    judge and an engine of the device's own are there before.
+    judge and an engine of the device's own are there before, unless they sleep.
     """
-    train, n = made.recipe.train, made.recipe.devices_per_controller
+    train, n, asleep = made.recipe.train, made.recipe.devices_per_controller, sleeps(made.recipe)
     weights: dict[str, int] = {}
     for component in description.components:
         if not offloads(made) or "train" in component.needed:
@@ -156,8 +156,8 @@ def load_of(made: Plan, description: Description, sizes: dict[int, Size]) -> Pha
     parts = {
         **weights,
         "this device's part of the model": sum(s.total for s in sizes.values()) if train.backend == "megatron" else 0,
-        **{one.role: _held(made, one) for one in description.beside},
-        "rewards' models": sum(one.bytes for one in made.asked if one.trained_on) if n == 1 else 0,
+        **{one.role: 0 if asleep else _held(made, one) for one in description.beside},
+        "rewards' models": sum(one.bytes for one in made.asked if one.trained_on) if n == 1 and not asleep else 0,
     }
     return PhaseMemory("load", {name: size for name, size in parts.items() if size})
 
@@ -171,7 +171,7 @@ def phases_of(
     inputs: frozenset[str],
     pathwise: bool,
 ) -> Iterator[PhaseMemory]:
-    """What each phase of the step holds; ``judge`` is one where what judges is awake in it alone.
+    """What each phase of the step holds; ``judge`` is one where what judges is awake in it alone, of several devices.
 
     ``inputs`` are what rewards read of a sample; ``pathwise``: the update samples.
     """
@@ -188,11 +188,15 @@ def phases_of(
         "rewards' models": sum(one.bytes for one in made.asked) - sleeping,
         "prompt features": features,
     }
+    awake: dict[str, dict[str, int]] = dict.fromkeys(("sample", "decode"), engine)
+    if judges_beside_sampling(made.recipe):
+        judges = {"rewards' models": always["rewards' models"] + sleeping}
+        awake = {"encode": engine} | dict.fromkeys(awake, engine | judges)
     own = _own_of_phases(made, sizes, inputs, always["rewards' models"] + sleeping)
     for phase in (*PHASES[:3], "judge", *PHASES[3:]):
         if phase in ("sample", "decode", "judge") and not counts.micro_batches:
             continue
-        if phase == "judge" and not sleeping:
+        if phase == "judge" and (not sleeping or judges_beside_sampling(made.recipe)):
             continue
         inside = {phase, "sample", "decode"} if pathwise else {phase}  # what its update samples with stays meanwhile
         if phase == "judge":
@@ -201,7 +205,7 @@ def phases_of(
         for component in description.components:
             if not offloads(made) or component.needed & inside:
                 weights[component.role] = weights.get(component.role, 0) + sizes[id(component)].total
-        parts = {**weights, **always, **(engine if phase in ("sample", "decode") else {}), **own[phase]}
+        parts = {**weights, **always, **awake.get(phase, {}), **own[phase]}
         yield PhaseMemory(phase, {name: size for name, size in parts.items() if size})
 
 

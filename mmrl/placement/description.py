@@ -33,12 +33,14 @@ class Beside:
     """What is on the device beside the pipeline in every phase: an engine with weights of its own.
 
     ``bytes``, or a ``share`` (0 to 1) of the device's memory; both 0 where it is elsewhere, or its size is not known.
+    ``kept``: bytes of it that wait in the host's memory while it sleeps; the rest is freed.
     """
 
     role: str
     what: str
     bytes: int = 0
     share: float = 0.0
+    kept: int = 0
 
 
 class Longest(NamedTuple):

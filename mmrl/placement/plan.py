@@ -238,6 +238,7 @@ def _account(
         made.host = sum(sizes[id(c)].total for c in moved)
     if sleeps(recipe) and made.device != "cpu":
         made.host += sum(one.weights for one in made.asked if one.sleeps)
+        made.host += sum(one.kept for one in description.beside)
     shown = measured.picture if "tensor" in inputs else measured.picture // 4 if inputs & {"image", "video"} else 0
     made.inside = inside(made, objective, shown)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mmrl.placement.planned import PhaseMemory, Plan
+from mmrl.placement.sharing import SAMPLED, judges_beside_sampling
 from mmrl.report.sizes import size
 
 
@@ -58,9 +59,19 @@ def _too_big(plan: Plan, peak: PhaseMemory, memory: int) -> str:
     )
 
 
+def _sleep_helps(plan: Plan, peak: PhaseMemory, awake: tuple[str, ...]) -> bool:
+    """Whether what several devices have awake in the phases ``awake`` could sleep in the one that needs most."""
+    recipe = plan.recipe
+    if judges_beside_sampling(recipe):
+        awake = ("encode", "sample", "decode")
+        if recipe.algorithm.kind not in SAMPLED:
+            return False
+    return not recipe.placement.sleep and peak.name not in awake
+
+
 def _smaller_judges(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     recipe = plan.recipe
-    if recipe.devices_per_controller > 1 and not recipe.placement.sleep and peak.name != "judge":
+    if _sleep_helps(plan, peak, ("judge",)):
         yield f"placement={{type: {recipe.placement.type}, sleep: true}}"
     labels = ", ".join(one.label for one in plan.asked if one.bytes)
     yield f"a smaller model for {labels}, or one that is asked elsewhere (a judge's model: {{url: ..., name: ...}})"
@@ -68,7 +79,7 @@ def _smaller_judges(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
 
 def _smaller_engine(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     recipe = plan.recipe
-    if recipe.devices_per_controller > 1 and not recipe.placement.sleep and peak.name not in ("sample", "decode"):
+    if _sleep_helps(plan, peak, ("sample", "decode")):
         yield f"placement={{type: {recipe.placement.type}, sleep: true}}"
     setting = "kv_cache_memory_bytes" if plan.device == "cpu" else "gpu_memory_utilization"
     yield f"a lower rollout.options.{setting}"

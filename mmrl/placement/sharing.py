@@ -22,13 +22,20 @@ def split_of(plan: Plan) -> Split:
 
 
 def sleeps(recipe: Recipe) -> bool:
-    """Whether models that judge, and an engine, give their memory back: a single device stays as it is."""
-    return recipe.placement.sleep and recipe.devices_per_controller > 1
+    """Whether models that judge, and an engine, give their memory back."""
+    return recipe.placement.sleep
+
+
+def judges_beside_sampling(recipe: Recipe) -> bool:
+    """Whether models that judge are awake while their device samples: of several devices each does one at a time."""
+    return recipe.devices_per_controller == 1
 
 
 def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
-    """Why the recipe's placement has nothing to place, with the edit."""
+    """Why the recipe's placement has nothing to place, or to put to sleep, with the edit."""
     kind = plan.recipe.placement.type
+    if sleeps(plan.recipe) and plan.recipe.devices_per_controller == 1:
+        yield from _all_awake(plan)
     if kind == "colocate":
         return
     if kind == "disaggregated":
@@ -44,6 +51,22 @@ def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
         yield (
             f"placement: {kind} has some devices judge while others sample, and no reward of this recipe computes on a "
             f"device (as a judge with a local model, or @mmrl.reward(device=True), would); {mend}"
+        )
+
+
+def _all_awake(plan: Plan) -> Iterator[str]:
+    if plan.recipe.rollout.engine != "transformers" or any(one.sleeps for one in plan.asked):
+        return
+    awake = [one.label for one in plan.asked if one.trained_on]
+    if awake:
+        yield (
+            f"placement.sleep: {', '.join(awake)} cannot sleep: give the class sleep(device) and wake(device), as "
+            "mmrl.rewards.sleeping.Sleeping has them, or remove placement.sleep"
+        )
+    else:
+        yield (
+            "placement.sleep: no reward of this recipe computes with a model on the device, and the policy itself "
+            "samples, so nothing sleeps; remove it, or set rollout.engine"
         )
 
 

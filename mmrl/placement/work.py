@@ -20,7 +20,7 @@ from mmrl.out_of_memory import in_parts, in_phase
 from mmrl.placement.utilisation import of_gpu
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
-from mmrl.step_context import SamplingSpec, StepContext
+from mmrl.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.trajectory import Sample, SampleId, Slot, Trajectory
 
 
@@ -39,14 +39,41 @@ def sample(
 
             parts = in_parts(run.local.at_once, "sample", len(ids), drawn, _begin_with_fewer(run))
             trajectory = parts[0] if len(parts) == 1 else Trajectory.join(parts)
-        with clock("decode"):
+        return trajectory, _shown(run, trajectory, how, clock)
 
-            def shown(rows: range) -> list[Sample]:
-                part = trajectory if len(rows) == len(trajectory) else trajectory.rows(list(rows))
-                return run.pipeline.samples(part, how.inputs)
 
-            shown_parts = in_parts(run.local.at_once, "decode", len(ids), shown, "sampling.batch_size={} begins so")
-            return trajectory, [sample for part in shown_parts for sample in part]
+def sample_at_once(
+    run: StepContext, chunks: Sequence[Chunk], how: SamplingSpec, clock: Clock
+) -> Iterator[tuple[Trajectory, list[Sample]]]:
+    """Sample several micro-batches in one call of an engine, which batches itself; each is decoded apart.
+
+    Nothing is tried again with fewer rows: an engine's memory does not depend on how many it is asked for.
+    """
+    slots, ids = [s for of, _ in chunks for s in of], [i for _, of in chunks for i in of]
+    with run.policy.using(how.weights), torch.no_grad(), clock("sample"), in_phase("sample"):
+        run.pipeline.sync(run.policy)
+        whole = run.pipeline.sample(slots, ids, how.actions, how.seed, how.evaluate)
+    for part in _divided(whole, [len(of) for _, of in chunks]):
+        yield part, _shown(run, part, how, clock)
+
+
+def _divided(whole: Trajectory, sizes: Sequence[int]) -> Iterator[Trajectory]:
+    first = 0
+    for size in sizes:
+        yield whole.rows(list(range(first, first + size)))
+        first += size
+
+
+def _shown(run: StepContext, trajectory: Trajectory, how: SamplingSpec, clock: Clock) -> list[Sample]:
+    """What rewards see of a micro-batch."""
+
+    def shown(rows: range) -> list[Sample]:
+        part = trajectory if len(rows) == len(trajectory) else trajectory.rows(list(rows))
+        return run.pipeline.samples(part, how.inputs)
+
+    with clock("decode"):
+        parts = in_parts(run.local.at_once, "decode", len(trajectory), shown, "sampling.batch_size={} begins so")
+        return [sample for part in parts for sample in part]
 
 
 def _begin_with_fewer(run: StepContext) -> str:
@@ -63,6 +90,11 @@ def go_on(run: StepContext, trajectory: Trajectory, most: int, how: SamplingSpec
     with run.policy.using(how.weights):
         run.pipeline.sync(run.policy)
         return run.pipeline.go_on(trajectory, most, how.seed)
+
+
+def go_on_at_once(run: StepContext, parts: Sequence[Trajectory], most: int, how: SamplingSpec) -> list[Trajectory]:
+    """``go_on`` for the rows of several trajectories in one call of the engine."""
+    return list(_divided(go_on(run, Trajectory.join(parts), most, how), [len(part) for part in parts]))
 
 
 def enter(run: StepContext, weights: str) -> None:

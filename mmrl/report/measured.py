@@ -32,7 +32,7 @@ OF_PROCESS = {
     "features/*": "what the process held in memory",
     "sent/*": "traffic",
     "judge/*": "traffic",
-    "perf/engine_update*": "traffic",
+    "perf/engine_*": "traffic",
     "placement/*": "placement",
 }
 """Of metrics: what differs also where one process repeats a step of another, as it did other things before."""

@@ -246,12 +246,13 @@ def _beside(recipe: Recipe, policy: nn.Module) -> list[Beside]:
     elsewhere = options.get("url") or "CUDA_VISIBLE_DEVICES" in (options.get("environment") or {})
     if elsewhere or engine == "sglang":
         return [Beside("engine", f"{engine}, on devices of its own" if elsewhere else f"{engine}: not known to mmrl")]
+    size = torch.empty((), dtype=getattr(torch, recipe.model.dtype)).element_size()
+    weights = sum(p.numel() for p in policy.parameters()) * size
     auto = recipe.device == "auto" and torch.cuda.is_available()
     if auto or recipe.device.startswith("cuda"):
         share = options.get("gpu_memory_utilization", GPU_MEMORY if engine == "vllm" else 0.92)
         given = "gpu_memory_utilization" if "gpu_memory_utilization" in options else "its default"
-        return [Beside("engine", f"{engine}: {share:.0%} of the device's memory ({given})", share=share)]
-    size = torch.empty((), dtype=getattr(torch, recipe.model.dtype)).element_size()
-    weights = sum(p.numel() for p in policy.parameters()) * size
+        kept = weights if recipe.model.lora else 0  # as mmrl.engines.sleep_mode has it
+        return [Beside("engine", f"{engine}: {share:.0%} of the device's memory ({given})", share=share, kept=kept)]
     cache = options.get("kv_cache_memory_bytes", CONFIGURED)
     return [Beside("engine", f"{engine}: weights in {recipe.model.dtype}, and its cache", weights + cache)]

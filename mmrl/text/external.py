@@ -24,7 +24,8 @@ def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> R
 
     ``context``: positions the model has. ``sees``: it takes pictures. Raises ``UserError`` where it cannot start. Where
     a controller has several devices it starts when this one first samples; but at once where these devices have parts
-    of the weights, which they give to all engines together.
+    of the weights, which they give to all engines together. On one device it starts at once, and sleeps until it
+    samples where it is to sleep and can.
     """
     rollout = recipe.rollout
     if rollout.engine == "transformers":
@@ -44,17 +45,20 @@ def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> R
         given["bucket_bytes"] = rollout.update_bucket_mib * 2**20
     if sees and rollout.engine != "sglang":
         given.setdefault("images", 4)
+    several, elsewhere = recipe.devices_per_controller > 1, "CUDA_VISIBLE_DEVICES" in (given.get("environment") or {})
+    sleeps = recipe.placement.sleep and not elsewhere and "url" not in given
     start = partial(_start, rollout.engine, path, options, given)
-    if rollout.engine == "vllm":
+    if rollout.engine == "vllm" and not sleeps:
         return start()
-    if recipe.devices_per_controller == 1:
-        engine = Standby(start, False)
+    if several and recipe.threads and not torch.cuda.is_available():  # a server with a device of its own
+        given["environment"] = {"OMP_NUM_THREADS": str(recipe.threads), **(given.get("environment") or {})}
+    if sleeps and rollout.engine == "vllm_server" and torch.cuda.is_available():
+        options.setdefault("enable_sleep_mode", True)
+    engine = Standby(start, sleeps)
+    if not several or (recipe.train.backend != "replicated" and not recipe.placement.apart):
         engine.ready()
-        return engine
-    _beside_a_device(recipe, given, options)
-    engine = Standby(start, recipe.placement.sleep)
-    if recipe.train.backend != "replicated" and not recipe.placement.apart:
-        engine.ready()
+    if not several and engine.ready().sleeps:  # elsewhere it stays up for the first step
+        engine.sleep()
     return engine
 
 
@@ -66,15 +70,6 @@ def engine_context(recipe: Recipe, context: int | None) -> int | None:
     length = prompt + recipe.decoding.max_new_tokens if prompt else min(context or 4096, 4096)
     given = recipe.rollout.options.get("max_model_len")
     return given if isinstance(given, int) else length
-
-
-def _beside_a_device(recipe: Recipe, given: dict[str, Any], options: dict[str, Any]) -> None:
-    """Settings of a server that has one device alone, and may have to sleep."""
-    if not torch.cuda.is_available():
-        if recipe.threads:
-            given["environment"] = {"OMP_NUM_THREADS": str(recipe.threads), **(given.get("environment") or {})}
-    elif recipe.placement.sleep and recipe.rollout.engine == "vllm_server":
-        options.setdefault("enable_sleep_mode", True)
 
 
 def _start(name: str, path: str, options: dict[str, Any], given: dict[str, Any]) -> RolloutEngine:
@@ -99,10 +94,12 @@ def _engine(name: str) -> Any:
 
 
 class Given:
-    """Final class. What an engine was given of weights so far: ``updates``, their bytes, and the seconds they took."""
+    """Final class. What an engine was given so far: ``updates`` of its weights, their bytes and the seconds they took;
+    ``requests``, and in how many ``calls``."""
 
     def __init__(self) -> None:
         self.updates, self.update_bytes, self.update_seconds = 0, 0, 0.0
+        self.calls = self.requests = 0
 
     def push(self, engine: RolloutEngine, policy: Policy) -> None:
         """Give the engine the policy's present weights: the adapter alone where one trains, else all of them.
@@ -124,6 +121,10 @@ class Given:
             engine.update_lora(dict(self._counted(tensors.items())), config.r, float(config.lora_alpha), named)
         self.updates += 1
         self.update_seconds += time.perf_counter() - start
+
+    def asked(self, requests: int) -> None:
+        """Count a call."""
+        self.calls, self.requests = self.calls + 1, self.requests + requests
 
     def again(self, engine: RolloutEngine, policy: Policy) -> None:
         """``push`` to an engine that was started again, by this rank alone. Raises ``UserError`` where it has parts."""

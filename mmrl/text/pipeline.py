@@ -136,6 +136,7 @@ class TextPipeline:
         """Sample with the engine, under the weights that it was last given, which the policy still has."""
         engine = self.engine
         assert engine is not None
+        self.given.asked(len(requests))
         return unfailing(engine, self._push, lambda: engine.generate(requests, settings))
 
     def updates(self) -> dict[str, float]:
