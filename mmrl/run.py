@@ -57,7 +57,7 @@ def build(
     device = choose_device(recipe.device)
     if refused := list(performance.refusals(recipe, performance.ability(str(device)))):
         raise UserError("\n".join(refused))
-    performance.settle(recipe, device)
+    performance.settle(recipe.performance, device)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     if recipe.features.folder and not Path(recipe.features.folder).is_dir():

@@ -248,10 +248,9 @@ def test_tf32_is_set_and_set_back(monkeypatch):
     before = [f.allow_tf32 for f in flags]
     try:
         for asked, expected in ((True, [True, True]), (False, [False, False]), (None, before)):
-            made = recipe().recipe.model_copy(update={"performance": Performance(tf32=asked)})
-            performance.settle(made, cuda)
+            performance.settle(Performance(tf32=asked), cuda)
             assert [f.allow_tf32 for f in flags] == expected
-        performance.settle(recipe("performance.tf32=false").recipe, torch.device("cpu"))  # not CUDA's
+        performance.settle(Performance(tf32=True), torch.device("cpu"))  # it has none
         assert [f.allow_tf32 for f in flags] == before
     finally:
         for f, value in zip(flags, before, strict=True):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from mmrl.config.performance import Performance
 from mmrl.config.schema import Recipe
 
 if TYPE_CHECKING:
@@ -84,17 +85,16 @@ _torch_chose: list[Any] = []
 """What torch computed with before a run of this process changed it: products of matrices, convolutions."""
 
 
-def settle(recipe: Recipe, device: torch.device) -> None:
-    """Have this process compute as the recipe asks, whatever an earlier run of the process asked for."""
+def settle(asked: Performance, device: torch.device) -> None:
+    """Have this process compute as ``asked``, whatever an earlier run of the process asked for."""
     import torch
 
     if device.type != "cuda":
         return
     products: Any = torch.backends.cuda.matmul
     convolutions: Any = torch.backends.cudnn
-    asked = recipe.performance.tf32
-    if asked is None and not _torch_chose:
+    if asked.tf32 is None and not _torch_chose:
         return
     if not _torch_chose:
         _torch_chose.extend((products.allow_tf32, convolutions.allow_tf32))
-    products.allow_tf32, convolutions.allow_tf32 = _torch_chose if asked is None else (asked, asked)
+    products.allow_tf32, convolutions.allow_tf32 = _torch_chose if asked.tf32 is None else (asked.tf32, asked.tf32)
