@@ -15,6 +15,8 @@ import torch
 from smoke_place import MissedError, Place, SkippedError
 from smoke_recipes import GAP, settings, trained
 
+from mmrl.config.performance import Performance
+from mmrl.engines import performance
 from mmrl.frozen import Frozen
 from mmrl.placement.gpus import GPUS
 
@@ -176,13 +178,14 @@ def slice_of(model: Any, inputs: dict[str, torch.Tensor], seen: list[torch.Tenso
 
 
 @contextlib.contextmanager
-def tf32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+def tf32(place: Place) -> Iterator[None]:
+    """As performance.tf32=true has it."""
+    device = torch.device(place.device)
+    performance.settle(Performance(tf32=True), device)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        performance.settle(Performance(), device)
 
 
 def sd35_slice(place: Place) -> dict[str, Any]:
@@ -203,7 +206,7 @@ def sd35_slice(place: Place) -> dict[str, Any]:
         figures[label] = f"{seconds:.4f} s, off by {gap:.1g}"
 
     measured("float32")
-    measured("TF32", tf32())
+    measured("TF32", tf32(place))
     measured("autocast", torch.autocast(kind, torch.bfloat16))
     model.to(torch.bfloat16)
     inputs.update({k: v.to(torch.bfloat16) for k, v in inputs.items() if k != "timestep"})

@@ -22,6 +22,7 @@ from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.controller.workload import Balance
 from mmrl.datasets.loading import load_prompts
+from mmrl.engines import performance
 from mmrl.engines.context import InContext
 from mmrl.engines.policy import Policy, aged
 from mmrl.engines.sharded import Sharded
@@ -54,6 +55,9 @@ def build(
     """
     controller = controller or Controller(recipe.seed)
     device = choose_device(recipe.device)
+    if refused := list(performance.refusals(recipe, performance.ability(str(device)))):
+        raise UserError("\n".join(refused))
+    performance.settle(recipe.performance, device)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     if recipe.features.folder and not Path(recipe.features.folder).is_dir():
@@ -80,8 +84,10 @@ def build(
     if isinstance(recipe.algorithm, PPO):  # it starts as a copy of the policy, so before the policy is in shards
         settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
         module = pipeline.open_critic()
-        critic = Policy(module, settings, total, weights_of(module, recipe, controller), prefix="critic_")
-    policy = Policy(pipeline.policy, recipe.optim, total, weights_of(pipeline.policy, recipe, controller))
+        weights = weights_of(module, recipe, controller)
+        critic = Policy(module, settings, total, weights, recipe.performance, "critic_")
+    weights = weights_of(pipeline.policy, recipe, controller)
+    policy = Policy(pipeline.policy, recipe.optim, total, weights, recipe.performance)
     keep_copies(policy, objective, recipe.placement.staleness or 0)
     strategy, parts = strategy_of(recipe)
     streams = recipe.rollout.partial or recipe.placement.apart  # slots begin before the costs of now are known

@@ -16,7 +16,25 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``. The host does not wait for a GPU to have done what it was given before."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+
+
+def to_host(tensor: Tensor, room: Tensor | None = None) -> Tensor:
+    """A copy of ``tensor`` in page-locked memory of the host, in ``room`` where one is given. The host does not wait
+    for it: who reads it there waits before (``arrived``); what goes to the device from there comes after it."""
+    import torch
+
+    if room is None:
+        room = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return room.copy_(tensor.detach(), non_blocking=tensor.device.type == "cuda")
+
+
+def arrived(device: torch.device) -> None:
+    """Wait for what ``to_host`` has begun to copy."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def picked(tensor: Tensor, index: Sequence[int], dim: int = 0) -> Tensor:

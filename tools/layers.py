@@ -48,7 +48,8 @@ LAYERS = {
     "report.rundir report.texts report.trackers",
     "datasets": "datasets",
     "controllers": "controller balance",
-    "protocols": "engines.policy engines.weights pipelines.protocol placement.description",
+    "protocols": "engines.offload engines.optimizers engines.policy engines.weights pipelines.protocol "
+    "placement.description",
     "text": "text",
     "engines": "engines",
     "pipelines": "pipelines text.assembly text.describing text.export text.external text.pipeline text.scoring",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from mmrl.config.performance import NEEDS_HALF, PICTURE_ATTENTION, TEXT_ATTENTION
 from mmrl.config.picture_checks import of_pictures
 from mmrl.config.placement_checks import of_placement
 from mmrl.config.schema import Recipe
@@ -22,6 +23,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_groups(recipe),
             *_batches(recipe),
             *_half(recipe),
+            *_performance(recipe),
             *_text(recipe),
             *_pairs(recipe),
             *_partial(recipe),
@@ -38,6 +40,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *of_pictures(recipe),
         *_batches(recipe),
         *_half(recipe),
+        *_performance(recipe),
         *of_placement(recipe),
         *_labels(recipe),
         *_weights(recipe),
@@ -191,6 +194,40 @@ def _half(recipe: Recipe) -> Iterator[str]:
         yield (
             "model.dtype: the gradients of float16 underflow without loss scaling, which is not built; "
             "use bfloat16, or float32"
+        )
+
+
+def _performance(recipe: Recipe) -> Iterator[str]:
+    asked = recipe.performance
+    if asked.offload_reference and recipe.model.lora is not None:
+        yield (
+            "performance.offload_reference: with LoRA the reference is the base model with its adapter off, which the "
+            "policy needs itself; remove it"
+        )
+    text = recipe.sampling.type == "text"
+    known = TEXT_ATTENTION if text else PICTURE_ATTENTION
+    if asked.attention is not None and asked.attention not in known:
+        yield (
+            f"performance.attention: {'transformers' if text else 'diffusers'} has no {asked.attention!r} to train "
+            f"with; use {', '.join(known[:-1])} or {known[-1]}, or remove it"
+        )
+    elif asked.attention in NEEDS_HALF and recipe.model.dtype == "float32":
+        yield (
+            f"performance.attention: {asked.attention} computes in half precision; set model.dtype to bfloat16, or "
+            "remove performance.attention"
+        )
+    if asked.attention is not None and (recipe.train.backend == "megatron" or recipe.train.context_parallel > 1):
+        key = "backend: megatron" if recipe.train.backend == "megatron" else "context_parallel"
+        yield f"performance.attention: train.{key} brings its own attention; remove one of the two"
+    if asked.optimizer == "adamw_8bit" and recipe.train.backend != "replicated":
+        yield (
+            "performance.optimizer: the 8-bit moments of a part of a weight cannot be saved so that other numbers of "
+            f"devices read them; set it to adamw, or train.backend to replicated (it is {recipe.train.backend})"
+        )
+    if asked.offload_optimizer and recipe.train.backend == "megatron":
+        yield (
+            "performance.offload_optimizer: the state of Megatron-Core's layers stays on its device; remove it, and "
+            "set train.distributed_optimizer to divide it among devices with the same weights"
         )
 
 

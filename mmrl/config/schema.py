@@ -21,6 +21,7 @@ from pydantic import (
 
 from mmrl.config.algorithms import Algorithm
 from mmrl.config.dtype import Dtype, with_choice
+from mmrl.config.performance import Performance
 from mmrl.config.picture_algorithms import DiffusionNFT, DRaFT, FlowGRPO
 from mmrl.config.rollout import Partial, Rollout
 from mmrl.config.runtime import Features, Runtime
@@ -320,6 +321,7 @@ class Recipe(Section):
     algorithm: Algorithm
     train: Train
     optim: Optim = Optim()
+    performance: Performance = Performance()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
     features: Features = Features()

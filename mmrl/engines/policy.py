@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,13 +13,16 @@ from torch import Tensor, nn
 
 from mmrl import finite
 from mmrl.checkpoint import PartState, Saved
+from mmrl.config.performance import Performance
 from mmrl.config.schema import Optim
+from mmrl.engines.offload import OptimizerState, Visiting
+from mmrl.engines.optimizers import as_kept, as_saved, optimizer_of
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import NotFiniteError, UserError
+from mmrl.transfer import arrived, to_host
 
 P = TypeVar("P")
 R = TypeVar("R")
-_KINDS = ("exp_avg", "exp_avg_sq", "step")
 _LAG = 0.05
 """How far a schedule may stay behind the limit of CPU time. Measured time differs from run to run; with this it has no
 say where a run comes to its last step before the limit, or shortly after it would have."""
@@ -55,19 +58,22 @@ class Policy:
         settings: Optim,
         total_updates: int,
         weights: Weights | None = None,
+        performance: Performance | None = None,
         prefix: str = "",
     ) -> None:
         self.prefix = prefix
         self.module, self.settings, self.total_updates = module, settings, total_updates
         self.weights = weights or Replicated(module)
         self.trainable = self.weights.mine
-        self.optimizer = torch.optim.AdamW(
-            [self.trainable[name] for name in self.weights.stepped],
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
+        self.performance = performance or Performance()
+        stepped = [self.trainable[name] for name in self.weights.stepped]
+        self.optimizer = optimizer_of(stepped, settings, self.performance)
+        self._device = next((p.device for p in self.trainable.values()), torch.device("cpu"))
+        away = self._device.type != "cpu"
+        self._state = OptimizerState(self.optimizer) if away and self.performance.offload_optimizer else None
+        self._away = frozenset({"reference"} if away and self.performance.offload_reference else ())
+        """Copies that live on the host."""
+        self._visiting = Visiting()
         self.copies: dict[str, dict[str, Tensor]] = {}
         self.updates = 0
         self.spent = 0.0
@@ -89,7 +95,8 @@ class Policy:
         """Begin a copy ``name`` of the weights as they are now."""
         if name == "reference" and self.has_adapter:
             return
-        self.copies[name] = {k: p.detach().clone() for k, p in self.trainable.items()}
+        kept = to_host if name in self._away else torch.clone
+        self.copies[name] = {k: kept(p.detach()) for k, p in self.trainable.items()}
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
@@ -100,13 +107,20 @@ class Policy:
         elif name == self.active:
             yield
         else:
-            self.weights.swap(self.copies[name])
+            copy = self.copies[name]
+            if name in self._away:
+                copy = self._visiting.there(name, copy, self.trainable)
+            self.weights.swap(copy)
             self.active = name
             try:
                 yield
             finally:
-                self.weights.swap(self.copies[name])
+                self.weights.swap(copy)
                 self.active = "current"
+
+    def put_away(self) -> None:
+        """Have nothing on the device that lives on the host: no slice needs it before the next update."""
+        self._visiting.put_away()
 
     @contextmanager
     def alone(self, name: str) -> Iterator[None]:
@@ -179,6 +193,7 @@ class Policy:
         Raises ``NotFiniteError`` where the gradient is not finite, before a weight is touched, and where the weights
         are not finite after the step.
         """
+        self.put_away()
         self.weights.gather_gradients()
         norm = self.weights.norm()
         if not torch.isfinite(norm):
@@ -189,7 +204,8 @@ class Policy:
         lr = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        with self._state.on_device() if self._state else nullcontext():
+            self.optimizer.step()
         self.weights.updated()
         self.weights.changed()
         self.optimizer.zero_grad(set_to_none=True)
@@ -216,11 +232,13 @@ class Policy:
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """All that a resumed run needs: tensors by part and name, as this rank keeps them, and numbers."""
+        if self._state or self._away:
+            arrived(self._device)
         adam = {
-            f"{kind}.{name}": self.optimizer.state[p][kind]
+            f"{kind}.{name}": t
             for name, p in self.trainable.items()
-            for kind in _KINDS
             if p in self.optimizer.state
+            for kind, t in as_saved(self.optimizer.state[p]).items()
         }
         weights = {name: p.detach() for name, p in self.trainable.items()}
         copies = {f"copy_{name}": copy for name, copy in self.copies.items()}
@@ -244,7 +262,7 @@ class Policy:
     def rooms(self, saved: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
         """Empty tensors for a saved ``state``, whose whole shapes are ``saved``'s.
 
-        Raises ``UserError`` where it is of another policy.
+        Raises ``UserError`` where it is of another policy, or in 8 bits where weights lie in parts.
         """
         theirs = {name: t.shape for name, t in saved.get("weights", {}).items()}
         different = sorted(set(theirs) ^ set(self.weights.names))[:3]
@@ -254,9 +272,14 @@ class Policy:
                 f"the checkpoint is of another policy ({', '.join(different)}, ...): resume with its own recipe "
                 "(resolved.json in the run directory), or start a new run with --out"
             )
+        if self.weights.lockstep and any("_8bit." in key for key in saved.get("optimizer", ())):
+            raise UserError(
+                "train.backend: the checkpoint has the optimizer's moments in 8 bits, of whole weights; go on with "
+                "train.backend=replicated"
+            )
         return {
             part: {
-                k: torch.empty_like(t, device="cpu") if _counts(part, k) else torch.empty_like(self._of(part, k))
+                k: torch.empty_like(t, device="cpu") if _counts(part, k) else self._room(part, k, t)
                 for k, t in of.items()
                 if _parameter(part, k) in (self.weights.stepped if part == "optimizer" else self.trainable)
             }
@@ -267,25 +290,31 @@ class Policy:
         """A tensor of ``state`` or ``rooms`` as it is saved and read: see ``Weights.spread``."""
         return mine if _counts(part, key) else self.weights.spread(_parameter(part, key), mine)
 
-    def _of(self, part: str, key: str) -> Tensor:
-        return self.trainable[_parameter(part, key)].detach()
+    def _room(self, part: str, key: str, saved: Tensor) -> Tensor:
+        mine = self.trainable[_parameter(part, key)].detach()
+        return torch.empty_like(saved, device=mine.device) if _in_8_bits(part, key) else torch.empty_like(mine)
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]], numbers: Mapping[str, Any]) -> None:
-        """Restore ``state``; ``tensors`` are copied."""
+        """Restore ``state``, of whichever optimizer; ``tensors`` are copied."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, t in tensors.get("optimizer", {}).items():
+            kind, _, name = key.partition(".")
+            found.setdefault(name, {})[kind] = t
         for name, p in self.trainable.items():
             p.copy_(tensors["weights"][name])
-            kinds = {k: tensors.get("optimizer", {}).get(f"{k}.{name}") for k in _KINDS}
-            if kinds["step"] is not None:
-                self.optimizer.state[p] = {
-                    k: v.to(p.device if k != "step" else "cpu", copy=True) for k, v in kinds.items() if v is not None
-                }
+            if kinds := found.get(name):
+                self.optimizer.state[p] = as_kept(kinds, p, self.performance)
+        if self._state:
+            self._state.put_away()
         self.weights.changed()
-        self.copies = {
-            part.removeprefix("copy_"): {k: v.to(self.trainable[k].device, copy=True) for k, v in copy.items()}
-            for part, copy in tensors.items()
-            if part.startswith("copy_")
-        }
+        self.put_away()
+        self.copies = {}
+        for part, copy in tensors.items():
+            if part.startswith("copy_"):
+                name = part.removeprefix("copy_")
+                kept = to_host if name in self._away else torch.clone
+                self.copies[name] = {k: kept(v.to(self.trainable[k].device)) for k, v in copy.items()}
         self.updates = numbers["updates"]
 
 
@@ -302,6 +331,11 @@ def _is_part(name: str) -> bool:
 def _counts(part: str, key: str) -> bool:
     """Whether it is the optimizer's count of steps, which is no tensor of a parameter's shape."""
     return part == "optimizer" and key.startswith("step.")
+
+
+def _in_8_bits(part: str, key: str) -> bool:
+    """Whether it is 8 bits of a moment, or their scales: not as a parameter is in shape and dtype."""
+    return part == "optimizer" and key.partition(".")[0].endswith(("_8bit", "_absmax"))
 
 
 def _parameter(part: str, key: str) -> str:

@@ -77,12 +77,30 @@ def offloads(made: Plan) -> bool:
     return made.recipe.model.offload and made.device != "cpu"
 
 
-def _copies(recipe: Recipe, objective: Objective) -> list[str]:
+def keeps_optimizer(made: Plan) -> bool:
+    """Whether the optimizer's state is on the device outside of its step."""
+    return made.device == "cpu" or not made.recipe.performance.offload_optimizer
+
+
+def keeps_reference(made: Plan) -> bool:
+    """Whether the reference, where it is a copy, is on the device outside of training."""
+    return made.device == "cpu" or not made.recipe.performance.offload_reference
+
+
+def copies_of(recipe: Recipe, objective: Objective) -> list[str]:
     """Copies of the trained weights that the run keeps; LoRA's reference is the base with the adapter off."""
 
     kept = [name for name in kept_copies(objective) if name != "reference" or recipe.model.lora is None]
     kept += [aged(name, n + 1) for name in objective.copies for n in range(recipe.placement.staleness or 0)]
     return [*kept, *(["ema"] if recipe.optim.ema_decay else [])]
+
+
+def on_host(made: Plan, description: Description, sizes: dict[int, Size], objective: Objective) -> int:
+    """Bytes of the optimizer's state and of the reference in the host's memory, for each device."""
+    assert made.measured is not None
+    copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
+    away = 0 if keeps_reference(made) else copied * ("reference" in copies_of(made.recipe, objective))
+    return away + (0 if keeps_optimizer(made) else made.measured.adam)
 
 
 def roles_of(
@@ -107,7 +125,9 @@ def roles_of(
         if size.trained:
             yield from _trained_roles(made, component, size, where, objective)
     trained = sum(size.trained_parameters for size in sizes.values())
-    yield Role("optimizer", "Adam's two moments, float32", trained * 2, measured.adam, "always")
+    where = "always" if keeps_optimizer(made) else "optimizer, else in host memory"
+    dtype = "8 bits with scales" if made.recipe.performance.optimizer == "adamw_8bit" else "float32"
+    yield Role("optimizer", f"Adam's two moments, {dtype}", trained * 2, measured.adam, where)
     together = judges_beside_sampling(made.recipe)
     for one in description.beside:
         where = f"{'encode, ' * together}sample and decode, else {'in host memory' if one.kept else 'freed'}"
@@ -131,8 +151,10 @@ def _trained_roles(made: Plan, component: Component, size: Size, where: str, obj
     of = "" if policy else f", {component.role}"
     yield Role(f"gradients{of}", "float32", size.trained_parameters, size.trained, "train")
     if policy:
-        for name in _copies(made.recipe, objective):
-            yield Role(f"copy: {name}", "float32", size.trained_parameters, size.trained, "always")
+        for name in copies_of(made.recipe, objective):
+            stays = name != "reference" or keeps_reference(made)
+            where = "always" if stays else "train, else in host memory"
+            yield Role(f"copy: {name}", "float32", size.trained_parameters, size.trained, where)
         if lora and any("reference" in name for name in objective.needs | objective.prepares):
             yield Role("reference", "the policy with its adapter switched off", 0, 0, "train")
 
@@ -181,9 +203,11 @@ def phases_of(
     copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
     sleeping = sum(one.bytes for one in made.asked if one.sleeps) if sleeps(made.recipe) else 0
     engine = {one.role: _held(made, one) for one in description.beside}
+    copies = copies_of(made.recipe, objective)
+    visiting = {"train": copied * ("reference" in copies)} if not keeps_reference(made) else {}
+    moments = {"optimizer state": measured.adam}
     always = {
-        "optimizer state": measured.adam,
-        "copies of the trained weights": copied * len(_copies(made.recipe, objective)),
+        "copies of the trained weights": copied * len(copies) - sum(visiting.values()),
         **({} if sleeps(made.recipe) else engine),
         "rewards' models": sum(one.bytes for one in made.asked) - sleeping,
         "prompt features": features,
@@ -205,7 +229,14 @@ def phases_of(
         for component in description.components:
             if not offloads(made) or component.needed & inside:
                 weights[component.role] = weights.get(component.role, 0) + sizes[id(component)].total
-        parts = {**weights, **always, **awake.get(phase, {}), **own[phase]}
+        parts = {
+            **weights,
+            **(moments if phase == "optimizer" or keeps_optimizer(made) else {}),
+            **always,
+            **awake.get(phase, {}),
+            **own[phase],
+        }
+        parts["copies of the trained weights"] += visiting.get(phase, 0)
         yield PhaseMemory(phase, {name: size for name, size in parts.items() if size})
 
 

@@ -22,9 +22,6 @@ OF_BANDWIDTH = 0.6
 """The share of its memory's bandwidth."""
 _AT_ONCE = 256
 """Rows that an engine has under way at once, at most (vLLM's default)."""
-_ADAM = 28 / 8
-"""Bytes that a step of AdamW reads and writes, for each byte of its moments: weight, gradient and both moments are
-read, and all but the gradient written."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,8 @@ class Step:
     operations: Operations
     adam: int
     """Bytes of the optimizer's state."""
+    trained: int
+    """Bytes of the weights that it steps on."""
     samplers: int
     models: int
     judged: int
@@ -78,7 +77,8 @@ def estimated(step: Step, gpu: Gpu, description: Description, objective: Objecti
     if recipe.sampling.type == "text":
         found["prepare"] = slices * len(_prepared(objective, c.optimizer_steps)) * o.forward / recipe.train.width / rate
     found["train"] = slices * o.train / recipe.train.width / rate
-    found["optimizer"] = c.optimizer_steps * _ADAM * step.adam / bandwidth
+    moved = 3 * step.trained + 2 * step.adam  # all are read, gradients too, and all but those written
+    found["optimizer"] = c.optimizer_steps * moved / bandwidth
     return Estimate({name: seconds for name, seconds in found.items() if seconds}, recipe.placement.apart)
 
 

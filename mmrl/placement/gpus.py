@@ -24,6 +24,8 @@ class Gpu:
     bandwidth: float
     source: str
     bfloat16: bool = True
+    ampere: bool = True
+    """Whether it is of NVIDIA's Ampere generation or later: with TensorFloat-32 and the kernels written for it."""
 
     @property
     def memory(self) -> int:
@@ -47,12 +49,12 @@ GPUS = {
         Gpu("h200-141g", 139.8, 989, 67, 4800, "NVIDIA H200 data sheet"),
         Gpu("l4-24g", 22.0, 121, 30.3, 300, "NVIDIA L4 data sheet"),
         Gpu("l40s-48g", 44.3, 362, 91.6, 864, "NVIDIA L40S data sheet"),
-        Gpu("mi300x-192g", 191.6, 1307.4, 163.4, 5300, "AMD Instinct MI300X data sheet"),
+        Gpu("mi300x-192g", 191.6, 1307.4, 163.4, 5300, "AMD Instinct MI300X data sheet", ampere=False),
         Gpu("rtx3090-24g", 23.5, 71, 35.6, 936, "NVIDIA Ampere GA102 white paper"),
         Gpu("rtx4090-24g", 23.5, 165.2, 82.6, 1008, "NVIDIA Ada white paper"),
         Gpu("rtx5090-32g", 31.3, 209.5, 104.8, 1792, "NVIDIA RTX Blackwell white paper"),
-        Gpu("t4-16g", 14.7, 65, 8.1, 320, "NVIDIA T4 data sheet", bfloat16=False),
-        Gpu("v100-32g", 31.7, 125, 15.7, 900, "NVIDIA V100 data sheet", bfloat16=False),
+        Gpu("t4-16g", 14.7, 65, 8.1, 320, "NVIDIA T4 data sheet", bfloat16=False, ampere=False),
+        Gpu("v100-32g", 31.7, 125, 15.7, 900, "NVIDIA V100 data sheet", bfloat16=False, ampere=False),
     )
 }
 

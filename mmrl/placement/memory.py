@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mmrl.algorithms.objective import Objective
 from mmrl.config.schema import Recipe
 from mmrl.engines.context import imagined
+from mmrl.engines.optimizers import bytes_in_8_bits
 from mmrl.engines.policy import Policy
 from mmrl.pipelines.protocol import Pipeline
 from mmrl.placement.arithmetic import Counts, with_steps
@@ -45,7 +46,8 @@ class Measured:
     """Bytes. Per prompt: ``features``. Kept of a sample: ``trajectory``, and of its picture ``picture`` (float32).
 
     ``encode`` (one prompt), ``sample`` and ``decode`` (a micro-batch), ``train`` (a slice: forward and backward) and
-    ``optimizer`` are what each phase works with beyond everything that stays. ``adam`` is the optimizer's state.
+    ``optimizer`` are what each phase works with beyond everything that stays. ``adam`` is the optimizer's state,
+    ``trained`` the weights that it steps on.
     ``train_token``: by how much ``train`` grows with a token more in every row of the slice, ``train_step`` with a step
     more in its forward; 0 where that is not asked.
     ``forwards`` and ``graph_forwards`` are calls of the policy in a slice, without and with a graph; ``guided``: each
@@ -62,6 +64,7 @@ class Measured:
     train: int
     optimizer: int
     adam: int
+    trained: int
     forwards: int
     graph_forwards: int
     guided: bool
@@ -112,6 +115,8 @@ def measure(
         whole = _slice(pipeline, _uncut(recipe), objective, trained, trajectory, counts.slice_rows)
     token, step = _growth(pipeline, recipe, objective, trained, trajectory, counts, train)
     optimizer, state = _optimizers(trained)
+    if recipe.performance.optimizer == "adamw_8bit":  # which works in place
+        optimizer, state = 0, sum(bytes_in_8_bits(one.trainable.values()) for one in trained)
     pipeline.features.budget_bytes = budget
     return Measured(
         features if pipeline.makes == "text" else features // len(pipeline.features),
@@ -123,6 +128,7 @@ def measure(
         train,
         optimizer,
         state,
+        nbytes(p for one in trained for p in one.trainable.values()),
         forwards,
         graph_forwards,
         guided=negative and recipe.denoising.guidance_scale > 1,
@@ -140,14 +146,17 @@ def _uncut(recipe: Recipe) -> Recipe:
 def _trained(description: Description, recipe: Recipe, objective: Objective, foreach: bool) -> list[Policy]:
     """The policy with its copies, and the critic where there is one."""
     total = recipe.train.steps * recipe.train.updates_per_step
-    policy = Policy(description.pipeline.policy, recipe.optim, total)
+    how = recipe.performance
+    if how.optimizer == "adamw_8bit":  # its kernels take no tensors without data
+        how = how.model_copy(update={"optimizer": "adamw"})
+    policy = Policy(description.pipeline.policy, recipe.optim, total, performance=how)
     for name in kept_copies(objective):
         policy.keep(name)
     others = [c.module for c in description.components if c.role == "critic"]
-    trained = [policy, *(Policy(module, recipe.optim, total) for module in others)]
+    trained = [policy, *(Policy(module, recipe.optim, total, performance=how) for module in others)]
     for one in trained:
         for group in one.optimizer.param_groups:
-            group["foreach"] = foreach
+            group["foreach"] = foreach and not group["fused"]
     return trained
 
 

@@ -16,11 +16,11 @@ from mmrl.config.dtype import choose, has_bfloat16
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.objectives import load_objective
 from mmrl.datasets.loading import load_prompts
-from mmrl.engines import context
+from mmrl.engines import context, performance
 from mmrl.engines.megatron import mapping
 from mmrl.errors import UserError
 from mmrl.media import Media
-from mmrl.placement.account import load_of, offloads, phases_of, roles_of, sizes_of
+from mmrl.placement.account import load_of, offloads, on_host, phases_of, roles_of, sizes_of
 from mmrl.placement.arithmetic import count
 from mmrl.placement.description import Description
 from mmrl.placement.estimate import Estimate, Step, estimated
@@ -51,6 +51,8 @@ def plan(
     device, memory = ("cuda", gpu.memory) if gpu else _device(recipe.device)
     made = Plan(recipe, device, device_memory or memory, gpu=gpu, gpus=gpus)
     made.notes += _about_dtype(made, loaded.chose_dtype)
+    has = performance.Ability(gpu.name, "cuda", gpu.ampere) if gpu else performance.ability(device)
+    made.problems += performance.refusals(recipe, has)
     objective = load_objective(recipe)
     inputs = _rewards(loaded, objective, made)
     name = loaded.resolve_drop_in(recipe.pipeline)
@@ -88,7 +90,7 @@ def _time(made: Plan, description: Description, objective: Objective) -> Estimat
         return None
     asked = [one for one in made.asked if one.trained_on and c.micro_batches]
     judged = sum(-(-calls(c, one.batch_size) // (split.judge or split.rollout)) * one.weights for one in asked)
-    step = Step(made.recipe, c, m.operations, m.adam, split.rollout, models_of(made.recipe), judged)
+    step = Step(made.recipe, c, m.operations, m.adam, m.trained, split.rollout, models_of(made.recipe), judged)
     return estimated(step, made.gpu, description, objective)
 
 
@@ -222,9 +224,8 @@ def _account(
         made.notes.append(f"memory is not known: the step cannot be run without data ({type(error).__name__}: {error})")
         return
     of_optimizer = trainers if recipe.train.distributed_optimizer else shards
-    made.measured = measured = replace(
-        measured, adam=-(-measured.adam // of_optimizer), optimizer=-(-measured.optimizer // of_optimizer)
-    )
+    divided = {name: -(-getattr(measured, name) // of_optimizer) for name in ("adam", "trained", "optimizer")}
+    made.measured = measured = replace(measured, **divided)
     different = _different(prompts, description)
     in_use = min(counts.prompts, max(counts.batch, counts.slice_rows)) + 1  # the others may lie on disk
     kept = min(different or store.budget_bytes, max(in_use, store.budget_bytes // max(1, measured.features)))
@@ -236,6 +237,7 @@ def _account(
     if offloads(made):
         moved = (c for c in description.components if len(c.needed) < len(PHASES))
         made.host = sum(sizes[id(c)].total for c in moved)
+    made.host += on_host(made, description, sizes, objective)
     if sleeps(recipe) and made.device != "cpu":
         made.host += sum(one.weights for one in made.asked if one.sleeps)
         made.host += sum(one.kept for one in description.beside)

@@ -85,6 +85,21 @@ def _smaller_engine(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     yield f"a lower rollout.options.{setting}"
 
 
+def _less_state(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
+    """What the policy keeps beside its weights: on the host while it is not used, or in fewer bits."""
+    asked, much, backend = plan.recipe.performance, peak.total // 20, plan.recipe.train.backend
+    state = peak.parts.get("optimizer state", 0) > much
+    copies = peak.parts.get("copies of the trained weights", 0) > much
+    if plan.device != "cpu":
+        if state and peak.name != "optimizer" and not asked.offload_optimizer and backend != "megatron":
+            yield "performance.offload_optimizer=true"
+        reference = any(role.name == "copy: reference" for role in plan.roles)
+        if copies and peak.name != "train" and reference and not asked.offload_reference:
+            yield "performance.offload_reference=true"
+    if state and backend == "replicated" and asked.optimizer != "adamw_8bit":
+        yield "performance.optimizer=adamw_8bit (needs bitsandbytes)"
+
+
 def edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     """Edits that lower the peak, the cheapest first."""
     recipe = plan.recipe
@@ -96,6 +111,7 @@ def edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
         yield from _smaller_judges(plan, peak)
     if peak.parts.get("engine", 0) > peak.total // 20:
         yield from _smaller_engine(plan, peak)
+    yield from _less_state(plan, peak)
     if peak.name == "train" and not recipe.model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true"
     if peak.name in ("sample", "decode") and sampling.batch_size and sampling.batch_size > 1:

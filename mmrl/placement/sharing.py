@@ -211,7 +211,7 @@ def inside(plan: Plan, objective: Objective, pictures: int) -> dict[str, int]:
         "features": m.features * c.prompts * others,
         "samples": (trajectories + pictures * c.samples) if c.micro_batches else 0,
         "pictures to judge": pictures * c.samples if c.micro_batches and any(a.trained_on for a in plan.asked) else 0,
-        "weights": m.adam // 2 * given,
+        "weights": m.trained * given,
         "slices": trajectories * passes * min(plan.recipe.placement.training(others + 1) - 1, c.passes),
     }
     return {kind: size for kind, size in found.items() if size}

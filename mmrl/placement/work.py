@@ -144,6 +144,7 @@ def prepare(
                 return piece.index, piece.entries, dict(zip(names, kept, strict=True))
 
             out += run.policy.each(pieces, made)
+    run.policy.put_away()
     return out
 
 

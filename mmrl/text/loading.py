@@ -68,7 +68,9 @@ def without_wishes(model: Any) -> Any:
 
 
 def open_weights(model: Any, recipe: Recipe) -> nn.Module:
-    """Let train what the recipe says; what trains is float32. Raises ``UserError`` where it names no such module."""
+    """Let train what the recipe says; what trains is float32. Raises ``UserError`` where it names no such module, and
+    where the model has not the attention that it names."""
+    _attend(model, recipe)
     if recipe.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.base_model.register_forward_pre_hook(_checkpoint_graphs)
@@ -84,6 +86,18 @@ def open_weights(model: Any, recipe: Recipe) -> nn.Module:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return policy
+
+
+def _attend(model: Any, recipe: Recipe) -> None:
+    """On the meta device only what takes more memory than a kernel that keeps no matrix of all pairs."""
+    name = recipe.performance.attention
+    if name is None or (next(model.parameters()).is_meta and name != "eager"):
+        return
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"performance.attention: {name}: {reason}; set it to another, or remove it") from error
 
 
 def _checkpoint_graphs(body: nn.Module, _: Any) -> None:

@@ -70,7 +70,26 @@ def _assemble(family: type[Adapter], pipe: Any, recipe: Recipe, device: torch.de
     adapter.latent_shape(recipe.denoising.height, recipe.denoising.width)
     if recipe.model.gradient_checkpointing:
         adapter.model.enable_gradient_checkpointing()  # type: ignore[operator]
+    _attend(adapter.model, recipe)
     return FlowPipeline(adapter, _trainable(adapter, recipe), recipe, device)
+
+
+def _attend(model: Any, recipe: Recipe) -> None:
+    """Raises ``UserError`` where the family's code leaves no choice. On the meta device attention is counted as a
+    kernel that keeps no matrix of all pairs, whatever computes it."""
+    from diffusers.models.attention_dispatch import attention_backend
+
+    name = recipe.performance.attention
+    if name is None:
+        return
+    if not any(hasattr(getattr(m, "processor", None), "_attention_backend") for m in model.modules()):
+        raise UserError(
+            f"performance.attention: {type(model).__name__} calls torch's attention itself, which takes the fastest "
+            "kernel that it has, and no other back end of diffusers; remove it"
+        )
+    if not next(model.parameters()).is_meta:
+        with attention_backend("native"):  # diffusers changes that of other models too; afterwards it is as it was
+            model.set_attention_backend(name)
 
 
 def _dtypes(family: type[Adapter], recipe: Recipe) -> dict[str, torch.dtype]:

@@ -1,0 +1,100 @@
+"""What the section ``performance`` asks of a device and of installed libraries: whether they have it, and having it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from mmrl.config.performance import Performance
+from mmrl.config.schema import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Ability:
+    """A device to compute on: ``name`` as the user calls it, ``type`` as torch does. ``ampere``: an NVIDIA GPU of that
+    generation or later."""
+
+    name: str
+    type: str
+    ampere: bool
+
+
+def ability(device: str) -> Ability:
+    """Of a device as the recipe names it. One that is not on this machine is taken for one that has everything."""
+    import torch
+
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.partition(":")[0]
+    if kind != "cuda" or torch.version.hip is not None:
+        return Ability(device, kind, ampere=False)
+    number = int(device.partition(":")[2] or 0)
+    here = number < torch.cuda.device_count()
+    return Ability(device, kind, ampere=not here or torch.cuda.get_device_capability(number) >= (8, 0))
+
+
+def refusals(recipe: Recipe, has: Ability) -> Iterator[str]:
+    """What the device or the installed libraries lack, each with the edit that mends it."""
+    asked = recipe.performance
+    if asked.tf32 and not has.ampere:
+        yield (
+            f"performance.tf32: {has.name} has no TensorFloat-32, which NVIDIA GPUs have from Ampere on (A100, "
+            "RTX 30); remove it"
+        )
+    if asked.optimizer == "adamw_8bit":
+        if has.type not in ("cuda", "cpu", "xpu"):
+            yield f"performance.optimizer: bitsandbytes' adamw_8bit does not compute on {has.name}; set it to adamw"
+        if find_spec("bitsandbytes") is None:
+            yield (
+                "performance.optimizer: adamw_8bit is of bitsandbytes, which is not installed here; pip install "
+                "mmrl[bitsandbytes], or set it to adamw"
+            )
+    yield from _attention(asked.attention, has)
+
+
+_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash": ("flash_attn", "flash-attn"),
+    "_flash_3": ("flash_attn_interface", "FlashAttention 3, from its sources"),
+    "xformers": ("xformers", "xformers"),
+}
+"""Back ends of attention that need a package: its module, and what to install."""
+_EVERYWHERE = ("eager", "sdpa", "native", "_native_math")
+
+
+def _attention(name: str | None, has: Ability) -> Iterator[str]:
+    if name is None or name in _EVERYWHERE:
+        return
+    other = "sdpa" if name == "flash_attention_2" else "native"
+    if has.type != "cuda":
+        yield (
+            f"performance.attention: {name} has kernels for CUDA alone, and this device is {has.name}; set it to "
+            f"{other}, or remove it"
+        )
+    elif name != "xformers" and name != "_native_efficient" and not has.ampere:
+        yield f"performance.attention: {name} needs a GPU of Ampere or later; set it to {other}, or remove it"
+    module, package = _PACKAGES.get(name, ("torch", ""))
+    if find_spec(module) is None:
+        yield f"performance.attention: {name} is not installed here; install {package}, or set it to {other}"
+
+
+_torch_chose: list[Any] = []
+"""What torch computed with before a run of this process changed it: products of matrices, convolutions."""
+
+
+def settle(asked: Performance, device: torch.device) -> None:
+    """Have this process compute as ``asked``, whatever an earlier run of the process asked for."""
+    import torch
+
+    if device.type != "cuda":
+        return
+    products: Any = torch.backends.cuda.matmul
+    convolutions: Any = torch.backends.cudnn
+    if asked.tf32 is None and not _torch_chose:
+        return
+    if not _torch_chose:
+        _torch_chose.extend((products.allow_tf32, convolutions.allow_tf32))
+    products.allow_tf32, convolutions.allow_tf32 = _torch_chose if asked.tf32 is None else (asked.tf32, asked.tf32)
