@@ -1,7 +1,7 @@
 """What settings cost or save: whole steps of one recipe as given, and with overrides, in turn.
 
     OMP_NUM_THREADS=1 python benchmarks/settings_step.py shapes-full model.dtype=float32 \\
-        --arm compiled model.compile=true --arm "guided" sampling.guidance_scale=3.5 [--repeats 7]
+        --arm compiled performance.compile=true --arm "guided" sampling.guidance_scale=3.5 [--repeats 7]
 
 ``--arm NAME OVERRIDE ...``, as many as wanted, each a run of its own in one process. The first step of each is timed by
 itself and left out of the figures, for it encodes, and compiles what is compiled. Ratios are taken within a repeat.

@@ -39,7 +39,7 @@ def slices(
             old = {name: to_device(value, device) for name, value in cut.items()} | {"groups": groups}
             old["weights"] = old["weights"] * (n < len(own))
             found = run.pipeline.recorded(rows, entries)
-            known = old | recorded(drawn_before(found) if run.strategy.staleness else found, old)
+            known = old | recorded(drawn_before(found) if run.another_drew else found, old)
             tokens = sum(sum(sizes[n]) for n in index)
             yield MicroBatch(rows, entries, index, known, tokens, padded([sizes[n] for n in index]))
 
@@ -73,8 +73,8 @@ def recorded(own: dict[str, Tensor], prepared: dict[str, Tensor]) -> dict[str, T
 
 
 def drawn_before(own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What sampling recorded of pictures, its log-probs ``[B, 1]`` as those of another policy than the one that trains;
-    of text they are called so anyhow."""
+    """What sampling recorded of pictures, its log-probs ``[B, 1]`` as those of another policy than the one that trains
+    (``StepContext.another_drew``); of text they are called so anyhow."""
     if "log_probs" not in own:
         return own
     known = {name: value for name, value in own.items() if name != "log_probs"}

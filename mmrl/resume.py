@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from mmrl.config.loader import LoadedRecipe
+from mmrl.config.older import renamed
 from mmrl.config.schema import Recipe
 from mmrl.divergence import CHANGEABLE, diverged
 from mmrl.errors import UserError
@@ -41,7 +42,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     free |= set(CHANGEABLE) if diverged(directory) else set()
     if loaded.recipe.optim.schedule == "linear":
         free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
-    stored = json.loads(directory.resolved.read_text())
+    stored = renamed(json.loads(directory.resolved.read_text()))
     before, now = (flatten(masked(without_budgets(recipe))) for recipe in (stored, loaded.resolved()))
     filled = flatten(masked(without_budgets(Recipe.model_validate(stored).model_dump(mode="json")))) | _BEFORE
     new = {key: filled.get(key) for key in sorted(now.keys() - before.keys()) if not {key, key.split(".")[0]} & free}

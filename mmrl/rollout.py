@@ -36,7 +36,7 @@ def rollout(run: StepContext, slots: list[Slot], step: int, clock: Clock, tally:
     first = replace(rounds[0].scores, total=rewards_of(run, rounds, groups_of(rounds[0])))
     tally.set(reward_metrics(first, run.controller.gather))
     batch, scored = assemble(run, rounds, groups)
-    if batch.micro_batches[0].mask is not None or run.strategy.staleness:
+    if batch.micro_batches[0].mask is not None or run.another_drew:
         with clock("prepare"):
             scored = prepare(run, batch, scored)
     how: AdvantageAggregation = getattr(run.recipe.algorithm, "advantage_aggregation", "sum")
@@ -225,7 +225,8 @@ def prepare(run: StepContext, batch: Batch, scored: Scored) -> Scored:
     """Recompute what must be known of the whole batch before its first update, in the very slices of the updates.
 
     Log-probs of the policy before the update are needed only where something moves between: with one update per step
-    the first replay is that policy, and its ratio is 1. Of pictures that this policy drew they were recorded.
+    the first replay is that policy, and its ratio is 1. Of pictures they were recorded (but see
+    ``StepContext.another_drew``).
     """
     updates, mask = run.recipe.train.updates_per_step, mask_of(batch)
     moves = updates > 1 and "log_probs" in run.objective.needs

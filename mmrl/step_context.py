@@ -228,6 +228,12 @@ class StepContext:
     local: DeviceState = field(default_factory=DeviceState)
 
     @property
+    def another_drew(self) -> bool:
+        """Whether the log-probs that sampling recorded of pictures are not those of the first replay: older weights
+        drew them, or code that rounds otherwise."""
+        return self.strategy.staleness > 0 or self.recipe.replays_first
+
+    @property
     def trained(self) -> dict[str, Policy]:
         """Every model that has an optimizer, by the name that its state has in a checkpoint."""
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})

@@ -38,7 +38,7 @@ optim: {lr: 1.0e-3}
 eval: {every: 4, samples: 4}
 checkpoint: {every: 1}
 """
-COMPILED = ["model.compile=true", "device=cpu"]
+COMPILED = ["performance.compile=true", "algorithm={type: grpo_guard}", "device=cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_checks_between_sections_see_the_choice_and_a_resumed_run_its_own(tmp_pa
     loaded = load_recipe(["shapes-full"], COMPILED)
     (tmp_path / "resolved.json").write_text(json.dumps(loaded.resolved()))
     cpu(True)
-    with pytest.raises(RecipeError, match=r"model\.compile: .*set model\.dtype to float32"):
+    with pytest.raises(RecipeError, match=r"performance\.compile: .*model\.dtype to float32"):
         read_recipe("shapes-full", COMPILED)
     assert read_recipe("shapes-full", COMPILED, lambda name: tmp_path).recipe == loaded.recipe
 

@@ -279,3 +279,10 @@ def test_the_command_plans_for_the_gpu_and_refuses_what_it_cannot():
     assert "model.dtype: auto is float32, because v100-32g has no instructions for bfloat16" in made.output
     assert isinstance(asked("--gpus", "2").exception, UserError)
     assert "--gpu h1" in str(asked("--gpu", "h1").exception)
+
+
+def test_a_forward_before_the_updates_is_counted_where_compiled_code_rounds_otherwise():
+    made = planned("model.dtype=bfloat16", "performance.compile=true", "train.updates_per_step=2")
+    forwards = made.counts.slices * made.measured.operations.forward
+    assert made.time.seconds["prepare"] == pytest.approx(forwards / (0.4 * 989e12))
+    assert "prepare" not in planned("model.dtype=bfloat16", "train.updates_per_step=2").time.seconds

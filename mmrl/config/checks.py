@@ -95,8 +95,8 @@ def _text(recipe: Recipe) -> Iterator[str]:
                 f"train.micro_batch_tokens: one response may have {needed} tokens (sampling.max_new_tokens), which do "
                 f"not fit; set it to {needed} plus the longest prompt, or more"
             )
-    if recipe.model.compile:
-        yield "model.compile: what samples text has another shape for every token; remove it"
+    if recipe.performance.compile:
+        yield "performance.compile: what samples text has another shape for every token; remove it"
     if recipe.train.steps_per_forward != 1:
         yield "train.steps_per_forward: text has no denoising steps, all tokens of a row are one forward; remove it"
     if recipe.features.cache is not None:

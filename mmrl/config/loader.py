@@ -23,6 +23,7 @@ from mmrl.config.names import (
     resolve_options,
     shipped_recipes,
 )
+from mmrl.config.older import MOVED
 from mmrl.config.schema import Recipe
 from mmrl.secrets import masks, remember
 
@@ -86,8 +87,9 @@ class LoadedRecipe:
 
     def source(self, key: str) -> str:
         """Where ``key`` (``rewards[0].weight``) was written: file and line, ``command line``, or ``default``."""
-        path = parse_key(key)
-        return str(self.tree.sources[path]) if path in self.tree.sources else "default"
+        names = [key, *(old for old, new in MOVED.items() if new == key)]
+        written = [path for name in names if (path := parse_key(name)) in self.tree.sources]
+        return str(self.tree.sources[written[0]]) if written else "default"
 
 
 def load_recipe(

@@ -38,3 +38,6 @@ class Performance(Section):
     offload_reference: bool = False
     """So does the reference where it is a copy of the weights: it comes for the slices that need it and goes before the
     update (no effect on a CPU). With LoRA the reference is the base model, of which there is one."""
+    compile: bool = False
+    """Pictures and clips: compile the repeated blocks of what predicts (torch.compile), for sampling and training
+    alike."""

@@ -82,11 +82,12 @@ def _steps(recipe: Recipe) -> Iterator[str]:
 
 
 def _compiled(recipe: Recipe) -> Iterator[str]:
-    model = recipe.model
-    if model.compile and model.dtype != "float32" and recipe.algorithm.kind == "policy_gradient":
+    algorithm = recipe.algorithm
+    if recipe.replays_first and algorithm.type in ("grpo_guard", "flow_dppo"):
         yield (
-            f"model.compile: compiled kernels round {model.dtype} otherwise with a gradient than without, and ratios "
-            f"of {recipe.algorithm.type} would not begin at 1; set model.dtype to float32, or model.compile to false"
+            f"performance.compile: compiled kernels round {recipe.model.dtype} otherwise with a gradient than without, "
+            f"which is more than {algorithm.type} tolerates between the mean of a step and the one it was drawn from; "
+            "set performance.compile to false, model.dtype to float32, or algorithm.type to flow_grpo"
         )
 
 

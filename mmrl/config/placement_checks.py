@@ -158,10 +158,10 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
 def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
     """Where weights lie in shards, forward and backward passes are of all ranks together."""
     algorithm = recipe.algorithm
-    if recipe.model.compile and recipe.sampling.type != "text":
+    if recipe.performance.compile and recipe.sampling.type != "text":
         yield (
-            "model.compile: weights in shards (fsdp) are gathered in the middle of what would be compiled; set it to "
-            "false, or train.backend to replicated"
+            "performance.compile: weights in shards (fsdp) are gathered in the middle of what would be compiled; set "
+            "it to false, or train.backend to replicated"
         )
     if algorithm.kind == "pathwise":
         yield (

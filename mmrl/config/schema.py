@@ -21,6 +21,7 @@ from pydantic import (
 
 from mmrl.config.algorithms import Algorithm
 from mmrl.config.dtype import Dtype, with_choice
+from mmrl.config.older import renamed
 from mmrl.config.performance import Performance
 from mmrl.config.picture_algorithms import DiffusionNFT, DRaFT, FlowGRPO
 from mmrl.config.rollout import Partial, Rollout
@@ -75,8 +76,6 @@ class Model(Section):
     lora: Lora | None = None
     """None trains all weights of the policy."""
     gradient_checkpointing: bool = False
-    compile: bool = False
-    """Pictures and clips: compile what predicts (torch.compile), once for sampling and training."""
     freeze: list[str] = Field(default_factory=list)
     """Names of modules (``visual``) whose weights do not train; with LoRA only adapters train anyway."""
     offload: bool = True
@@ -353,6 +352,13 @@ class Recipe(Section):
         return "image" if self.sampling.frames is None else "video"
 
     @property
+    def replays_first(self) -> bool:
+        """Whether old log-probs are recomputed, with a gradient: compiled code rounds half precision otherwise than
+        without one, as sampling is."""
+        half = self.performance.compile and self.model.dtype != "float32"
+        return half and self.algorithm.kind == "policy_gradient"
+
+    @property
     def denoising(self) -> Sampling:
         """The sampling section of a diffusion recipe. Raises ``TypeError`` for another."""
         if not isinstance(self.sampling, Sampling):
@@ -380,4 +386,4 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _choose_dtype(cls, values: Any) -> Any:
-        return with_choice(values) if isinstance(values, Mapping) else values
+        return with_choice(renamed(values)) if isinstance(values, Mapping) else values

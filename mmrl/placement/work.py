@@ -129,18 +129,21 @@ def score(run: StepContext, label: str, samples: Sequence[Sample], step: int) ->
 def prepare(
     run: StepContext, pieces: Iterable[MicroBatch], wanted: frozenset[str]
 ) -> list[tuple[list[int], list[int], dict[str, Tensor]]]:
-    """What is recomputed before the first update, with the rows of the batch and the entries that it is of."""
+    """What is recomputed before the first update, with the rows of the batch and the entries that it is of.
+
+    Where code without a gradient rounds otherwise, it is computed with the gradient that the update will want.
+    """
     pieces = list(pieces)
     calls = [wanted] if run.policy.weights.stages is None else [frozenset({name}) for name in sorted(wanted)]
     out = []
-    with torch.no_grad():
+    with torch.set_grad_enabled(run.recipe.replays_first):
         for names in calls:
 
             def made(
                 piece: MicroBatch, names: frozenset[str] = names
             ) -> tuple[list[int], list[int], dict[str, Tensor]]:
                 new = run.pipeline.replay(piece.rows, piece.entries, names, run.policy.using)
-                kept = torch.stack([new[name] for name in names]).cpu()  # one wait for all
+                kept = torch.stack([new[name].detach() for name in names]).cpu()  # one wait for all
                 return piece.index, piece.entries, dict(zip(names, kept, strict=True))
 
             out += run.policy.each(pieces, made)

@@ -1,4 +1,8 @@
-"""``torch.compile`` of what predicts, in place: sampling, replay and back-propagation all call the same module."""
+"""``torch.compile`` of what predicts, in place: sampling, replay and back-propagation all call the same modules.
+
+Its repeated blocks are compiled, and not the model around them: blocks of one kind share what was compiled for the
+first, so that this takes as long for sixty of them as for one.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -13,12 +19,13 @@ from torch import nn
 from mmrl.errors import UserError
 
 _VARIANTS = 64
-"""Shapes of a batch times with or without gradient, adapter and guidance. Past it torch would go on without compiling,
-and only where that is met."""
+"""Kinds of blocks times shapes of a batch times with or without gradient and adapter. Past it torch would go on without
+compiling, and only where that is met."""
 
 
 def compile_for_all(model: nn.Module, device: torch.device) -> None:
-    """Have every call of ``model`` compiled, when it first comes. Raises ``UserError`` where nothing could be.
+    """Have every call of the blocks of ``model`` compiled, when it first comes. Raises ``UserError`` where nothing
+    could be.
 
     Each shape is compiled for itself: with sizes left open, which of several forms a batch meets would depend on what
     came before, and sampling and replay of one batch could meet two.
@@ -27,7 +34,20 @@ def compile_for_all(model: nn.Module, device: torch.device) -> None:
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
-    model.compile(dynamic=False)
+    for block in repeated(model):
+        block.compile(dynamic=False)  # in place: no name of a weight changes
+
+
+def repeated(model: nn.Module) -> Iterator[nn.Module]:
+    """The blocks that ``model`` consists of: those that diffusers names, or where it names none (SD3, Sana) what the
+    model has several of in a list of its own. Of a model without any it is the model."""
+    named = getattr(model, "_repeated_blocks", None)
+    if not named:
+        lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
+        kinds = Counter(type(block).__name__ for blocks in lists for block in blocks)
+        named = [kind for kind, times in kinds.items() if times > 1]
+    found = [module for module in model.modules() if type(module).__name__ in named]
+    yield from found or [model]
 
 
 def _check_tools(device: torch.device) -> None:
@@ -35,11 +55,11 @@ def _check_tools(device: torch.device) -> None:
         compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         if shutil.which(compiler) is None:
             raise UserError(
-                f"model.compile: on a CPU torch.compile needs a C++ compiler, and there is no {compiler} here; install "
-                "one, name another with the variable CXX, or set model.compile to false"
+                f"performance.compile: on a CPU torch.compile needs a C++ compiler, and there is no {compiler} here; "
+                "install one, name another with the variable CXX, or set performance.compile to false"
             )
     elif importlib.util.find_spec("triton") is None:
         raise UserError(
-            "model.compile: torch.compile writes kernels for an accelerator with triton, which is not installed; "
-            "install it, or set model.compile to false"
+            "performance.compile: torch.compile writes kernels for an accelerator with triton, which is not installed; "
+            "install it, or set performance.compile to false"
         )

@@ -31,7 +31,7 @@ def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device
     if not recipe.model.offload or device.type == "cpu":
         for module in (*pipeline.adapter.text_encoders, pipe.vae):
             module.to(device)
-    if recipe.model.compile:
+    if recipe.performance.compile:
         compile_for_all(pipeline.adapter.model, device)
     pipeline.cache = cache_of(pipeline.adapter, recipe)
     return pipeline

@@ -1,0 +1,27 @@
+"""Keys of older recipes and runs that are called otherwise today."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MOVED = {"model.compile": "performance.compile"}
+
+
+def renamed(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``values`` of a recipe with every key under its name of today. Raises ``ValueError`` where both names are given
+    and say different things."""
+    for old, new in MOVED.items():
+        (before, key), (after, name) = old.split("."), new.split(".")
+        section, into = values.get(before), values.get(after)
+        if not isinstance(section, Mapping) or key not in section or not isinstance(into, Mapping | None):
+            continue
+        given = section[key]
+        if into and into.get(name, given) != given:
+            raise ValueError(f"{old}: it is called {new} now, which says otherwise; remove it")
+        values = {
+            **values,
+            before: {k: v for k, v in section.items() if k != key},
+            after: {**(into or {}), name: given},
+        }
+    return values
