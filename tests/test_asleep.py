@@ -379,6 +379,10 @@ def test_a_reward_of_ones_own_is_told_its_device_and_what_is_wrong_with_it_is_sa
 PRICE_S = 0.15
 
 
+def backward(run):
+    """A task by the name of one that trains."""
+
+
 @pytest.mark.parametrize("sleep", [True, False])
 def test_the_price_of_a_move_has_the_waking_of_scorers_in_it_and_judging_has_not(clip, monkeypatch, sleep):
     """A device goes on copying after the call that began it: here for ``PRICE_S``, until it is waited for."""
@@ -396,7 +400,7 @@ def test_the_price_of_a_move_has_the_waking_of_scorers_in_it_and_judging_has_not
     try:
         for _ in range(2):
             done += [rewards.score(shown(2), [[0, 1]]).total.tolist()]
-            (slept,) = several._put([0], "backward", ())  # training: the judge sleeps
+            (slept,) = several._put([0], backward, ())  # training: the judge sleeps
             wait([slept], 20)
     finally:
         several.close()
