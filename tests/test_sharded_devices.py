@@ -12,7 +12,7 @@ from mmrl.errors import UserError
 from mmrl.loop import backward
 from mmrl.placement.board import Board, Task
 from mmrl.placement.plan import plan
-from mmrl.placement.several import all_of
+from mmrl.placement.dealing import all_of
 from tests import damage
 from tests.ray_runs import JUDGED, alike, placed, rows, run
 

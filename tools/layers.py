@@ -55,8 +55,8 @@ LAYERS = {
     "pipelines": "pipelines text.assembly text.describing text.export text.external text.pipeline text.scoring",
     "rewards, judge": "rewards judge",
     "step context": "batch micro_batches step_context tally",
-    "placement": "placement.adaptive placement.board placement.devices placement.several placement.utilisation "
-    "placement.work",
+    "placement": "placement.adaptive placement.board placement.dealing placement.devices placement.several "
+    "placement.utilisation placement.work",
     "checkpoint": "run_state saving",
     "rollout": "ahead controller.workload flight resampling rollout",
     "training": "early_stopping evaluation loop",
