@@ -11,8 +11,8 @@ from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.loop import backward
 from mmrl.placement.board import Board, Task
-from mmrl.placement.plan import plan
 from mmrl.placement.dealing import all_of
+from mmrl.placement.plan import plan
 from tests import damage
 from tests.ray_runs import JUDGED, alike, placed, rows, run
 
