@@ -60,9 +60,9 @@ OPTIM = "lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, schedule, em
 REWARD_KEYS = "name, label, weight, normalize, batch_size, timeout, retries, on_failure, options"
 TYPES = ", ".join(s.model_fields["type"].default for s in get_args(get_args(Algorithm)[0]))
 TOP = (
-    "name, seed, pipeline, model, data, sampling, rollout, rewards, scoring, algorithm, train, optim, eval, "
-    "checkpoint, features, controllers, devices_per_controller, placement, ray, runtime, device, threads, profile, "
-    "log, architecture"
+    "name, seed, pipeline, model, data, sampling, rollout, rewards, scoring, algorithm, train, optim, performance, "
+    "eval, checkpoint, features, controllers, devices_per_controller, placement, ray, runtime, device, threads, "
+    "profile, log, architecture"
 )
 
 # (what, text of RECIPE, what replaces it, the line shown)

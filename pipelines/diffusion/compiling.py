@@ -1,7 +1,7 @@
 """``torch.compile`` of what predicts, in place: sampling, replay and back-propagation all call the same modules.
 
 Its repeated blocks are compiled, and not the model around them: blocks of one kind share what was compiled for the
-first, so that this takes as long for sixty of them as for one.
+first, so that it takes no longer for many of them than for a few.
 """
 
 from __future__ import annotations
