@@ -37,7 +37,7 @@ import stepping
 import torch
 from stepping import CPU, resident, say
 
-from mmrl.algorithms.objective import Scored
+from mmrl.algorithms.objective import Scored, advantages_of, sampler
 from mmrl.batch import Batch, chunks, rows_of_update, samples_of
 from mmrl.config.objectives import load_objective
 from mmrl.controller import Controller
@@ -113,7 +113,7 @@ class Worker:
         self.keys = run.pipeline.encode(slots)
         rows = samples_of(slots, run.recipe.train.group_size)
         made = []
-        with run.policy.using(run.objective.samples_with):
+        with run.policy.using(sampler(run.objective, 0)):
             for chunk in chunks(rows, run.recipe.train.micro_batch_size):
                 noisy = run.pipeline.noisy_steps(number)
                 made.append(run.pipeline.sample([s for s, _ in chunk], [i for _, i in chunk], noisy, 0))
@@ -274,7 +274,7 @@ def with_ray(arm: str, pixels: int, size: int, model: Path) -> dict[str, Any]:
             rewards = [score for scores in ray.get(asked) for score in scores]
             rows = [ref[0] for ref in refs]
         groups = torch.arange(size).repeat_interleave(group)
-        values = objective.advantages(Scored(torch.tensor(rewards, dtype=torch.float64), groups)).values
+        values = advantages_of(objective)(Scored(torch.tensor(rewards, dtype=torch.float64), groups)).values
         mine = values.split(group)
         ray.get([worker.update.remote(*given) for worker, *given in zip(workers, rows, mine, strict=True)])
         stored = created() - stored

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from mmrl.algorithms.objective import sampler
 from mmrl.batch import Groups, Round
 from mmrl.checkpoint import PartState, Saved
 from mmrl.engines.policy import Version
@@ -83,7 +84,7 @@ class AsyncRollout(StepPart):
 
         Raises ``UserError``.
         """
-        self._versions[step] = run.devices.version(run, run.objective.samples_with(step))
+        self._versions[step] = run.devices.version(run, sampler(run.objective, step))
         self._valid[step] = 1.0 if self.dynamic is None else self.dynamic.valid
         last = min(step + self.staleness, run.recipe.train.steps - 1)
         for n in range(step, last + 1):
@@ -123,7 +124,7 @@ class AsyncRollout(StepPart):
         self._versions = {
             int(n): Version(
                 of["updates"],
-                run.objective.samples_with(int(n)),
+                sampler(run.objective, int(n)),
                 {name: tensors[f"{n}.{name}"] for name in run.policy.trainable},
             )
             for n, of in numbers.items()

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmrl.algorithms.objective import sampler
 from mmrl.batch import Groups, Round, chunks, samples_of
 from mmrl.checkpoint import PartState, Saved
 from mmrl.config.schema import Partial
@@ -122,9 +123,7 @@ class PartialRollout(StepPart):
                 return Landed(landed, micro_batches, scoring, unusable, rounds, self.in_flight, dict(self._taken))
             with clock("sample"):
                 inputs = run.rewards.inputs
-                how = SamplingSpec(
-                    [], run.objective.samples_with(step), run.recipe.seed, inputs, step=step, round=rounds
-                )
+                how = SamplingSpec([], sampler(run.objective, step), run.recipe.seed, inputs, step=step, round=rounds)
                 self._draw(run, lacking, of, how, version)
             rounds += 1
 

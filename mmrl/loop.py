@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmrl import finite
 from mmrl.algorithms.mismatch import mismatch
+from mmrl.algorithms.objective import Pathwise, copies_of
 from mmrl.batch import MicroBatch, counted, of_group, rows_of_update
 from mmrl.controller.randomness import generator
 from mmrl.engines.policy import aged
@@ -41,13 +42,14 @@ def train_step(run: StepContext, step: int, clock: Clock, spent: float = 0.0) ->
     slots = run.controller.slots(step, run.prompts, train.prompts_per_step, run.cost)
     began = worked(run)
     tally = Tally(len(slots))
-    sampled = run.objective.kind in ("policy_gradient", "forward_process")
+    objective = run.objective
+    sampled = objective.kind in ("policy_gradient", "forward_process")
     batch = rollout(run, slots, step, clock, tally) if sampled else unsampled(run, slots, clock)
     for update in range(train.updates_per_step):
         rows = rows_of_update(batch, update, train.updates_per_step)
-        if run.objective.kind == "forward_process":
+        if objective.kind == "forward_process":
             rows = counted(batch, rows)
-        total = run.controller.count(run.objective.amount(batch.weights[rows], batch.lengths[rows]))
+        total = run.controller.count(objective.amount(batch.weights[rows], batch.lengths[rows]))
         with clock("train"):
             pieces = slices(run, batch, rows, partial(run.devices.in_step, run)) if total else ()
             tally.merge(run.devices.spread(run, backward, pieces, total, step, update == 0))
@@ -57,7 +59,7 @@ def train_step(run: StepContext, step: int, clock: Clock, spent: float = 0.0) ->
             if total:
                 tally.set(run.devices.everywhere(run, work.apply, spent))
                 tally.end_update()
-    if run.objective.copies:
+    if copies_of(objective):
         run.devices.everywhere(run, work.move, step)
     run.pipeline.features.release(batch.keys)
     tally.set(run.devices.end_step(run, step))
@@ -92,23 +94,24 @@ def backward(run: StepContext, pieces: Iterable[MicroBatch], total: float, step:
 
 def recomputed(run: StepContext, piece: MicroBatch, step: int, tally: Tally) -> dict[str, Tensor]:
     """What the objective needs of a slice under the weights of now, with a graph."""
-    needs = run.objective.needs
-    match run.objective.kind:
+    objective = run.objective
+    needs = objective.needs
+    match objective.kind:
         case "policy_gradient":
             known = {name: piece.old[name] for name in needs & {"reference_log_probs"} & piece.old.keys()}
             return run.pipeline.replay(piece.rows, piece.entries, needs - known.keys(), run.policy.using) | known
         case "forward_process":
-            rows = of_group(piece.rows) if run.objective.shares_noise else piece.rows
+            rows = of_group(piece.rows) if objective.shares_noise else piece.rows
             return run.pipeline.renoise(rows, piece.entries[0], run.recipe.seed, needs, partial(as_drawn, run))
         case "offline":
             return run.pipeline.compare(piece.rows, needs, run.policy.using)
         case "pathwise":
-            return generated(run, piece.rows, step, tally)
+            return generated(run, objective, piece.rows, step, tally)
 
 
 def as_drawn(run: StepContext, name: str) -> AbstractContextManager[None]:
     """``Policy.using``, but the copy that samples as it was when this step's samples were drawn."""
-    if run.strategy.staleness and name in run.objective.copies:
+    if run.strategy.staleness and name in copies_of(run.objective):
         name = aged(name, run.strategy.staleness)
     return run.policy.using(name)
 
@@ -127,17 +130,17 @@ def compared(run: StepContext, old: dict[str, Tensor], new: dict[str, Tensor], t
     return old | {"log_probs": own} | ({} if gap.weights is None else {"importance": gap.weights})
 
 
-def generated(run: StepContext, rows: Trajectory, step: int, tally: Tally) -> dict[str, Tensor]:
+def generated(run: StepContext, objective: Pathwise, rows: Trajectory, step: int, tally: Tally) -> dict[str, Tensor]:
     """Sample ``rows`` with a graph and score them with differentiable rewards: ``rewards``, their weighted sum
     ``[P, B]`` of each of ``P`` predictions (all of them again with each further phrase), and what else the objective
     needs."""
     draw = torch.rand((), generator=generator(run.recipe.seed, step, "graph_steps")).item()
-    path = run.objective.graph_steps(run.recipe.denoising.steps, draw)
-    made = run.pipeline.generate(rows.slots, rows.ids, path, run.recipe.seed, run.objective.needs, run.policy.using)
+    path = objective.graph_steps(run.recipe.denoising.steps, draw)
+    made = run.pipeline.generate(rows.slots, rows.ids, path, run.recipe.seed, objective.needs, run.policy.using)
     images, latents = made.pop("images"), made.pop("latents")
     times = len(images) // len(rows)  # a picture and what was predicted anew from it
     shown = make_samples(rows.rows(list(range(len(rows))) * times), images, run.rewards.inputs)
-    phrases = run.objective.phrases(step) or [""]
+    phrases = objective.phrases(step) or [""]
     asked = [replace(s, prompt=replace(s.prompt, text=phrase + s.prompt.text)) for phrase in phrases for s in shown]
     try:
         parts = run.rewards.gradient_parts(asked, step=step)

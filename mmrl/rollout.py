@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmrl.algorithms.multi_reward import aggregated
-from mmrl.algorithms.objective import Scored
+from mmrl.algorithms.objective import Scored, advantages_of, prepared_by, sampler
 from mmrl.batch import Batch, Groups, Round, chunks, rows_of_update, samples_of
 from mmrl.config.checks import label_of
 from mmrl.config.section import AdvantageAggregation
@@ -31,7 +31,7 @@ MOST_REPLACED = 4
 
 def rollout(run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally) -> Batch:
     """Sample a group for every slot, score it, and turn rewards into advantages."""
-    with run.devices.alone(run, run.objective.samples_with(step)):
+    with run.devices.alone(run, sampler(run.objective, step)):
         rounds, groups = run.strategy.groups(run, slots, step, clock, tally)
     first = replace(rounds[0].scores, total=rewards_of(run, rounds, groups_of(rounds[0])))
     tally.set(reward_metrics(first, run.controller.gather))
@@ -40,7 +40,7 @@ def rollout(run: StepContext, slots: list[Slot], step: int, clock: Clock, tally:
         with clock("prepare"):
             scored = prepare(run, batch, scored)
     how: AdvantageAggregation = getattr(run.recipe.algorithm, "advantage_aggregation", "sum")
-    advantages = aggregated(run.objective.advantages, scored, how)
+    advantages = aggregated(advantages_of(run.objective), scored, how)
     batch.advantages, batch.weights = advantages.values, advantages.valid.float()
     if advantages.returns is not None:
         batch.prepared["returns"] = advantages.returns
@@ -94,7 +94,7 @@ class Sampling:
         rows = samples_of(self._slots, self._size)
         actions = run.pipeline.noisy_steps(step) if "log_probs" in run.objective.needs else []
         inputs = run.rewards.inputs
-        weights = run.objective.samples_with(step) if version is None else version.name
+        weights = sampler(run.objective, step) if version is None else version.name
         how = SamplingSpec(actions, weights, run.recipe.seed, inputs, step=step, round=number)
         self._most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
         asked = [([s for s, _ in chunk], [i for _, i in chunk]) for chunk in chunks(rows, self._most)]
@@ -231,7 +231,7 @@ def prepare(run: StepContext, batch: Batch, scored: Scored) -> Scored:
     updates, mask = run.recipe.train.updates_per_step, mask_of(batch)
     moves = updates > 1 and "log_probs" in run.objective.needs
     kept = {"log_probs", "values"}
-    wanted = run.objective.prepares | (frozenset({"log_probs"}) if moves else frozenset())
+    wanted = prepared_by(run.objective) | (frozenset({"log_probs"}) if moves else frozenset())
     if run.policy.weights.stages is not None:  # where an update calls the model once
         wanted |= run.objective.needs & {"reference_log_probs"}
         kept |= {"reference_log_probs"}

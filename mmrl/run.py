@@ -6,7 +6,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch import nn
 import mmrl
 from mmrl import checkpoint
 from mmrl.ahead import AsyncRollout
+from mmrl.algorithms.objective import Objective, copies_of, prepared_by
 from mmrl.config.algorithms import PPO, TokenAlgorithm
 from mmrl.config.checks import possible
 from mmrl.config.names import resolve, resolve_drop_in
@@ -40,9 +40,6 @@ from mmrl.rewards.scoring import RewardSet
 from mmrl.rollout import AtOnce
 from mmrl.secrets import given_again
 from mmrl.step_context import Devices, RolloutStrategy, StepContext, StepPart
-
-if TYPE_CHECKING:
-    from mmrl.algorithms.objective import Objective
 
 
 @in_phase("load")
@@ -122,11 +119,11 @@ def strategy_of(recipe: Recipe) -> tuple[RolloutStrategy, dict[str, StepPart]]:
 
 def keep_copies(policy: Policy, objective: Objective, staleness: int) -> None:
     """The copies of the trained weights that the objective asks for, each at every age that samples may have."""
-    for copy in objective.copies:
+    for copy in copies_of(objective):
         policy.keep(copy)
         for n in range(1, staleness + 1):
             policy.keep(aged(copy, n))
-    if any("reference" in name for name in objective.needs | objective.prepares):
+    if any("reference" in name for name in objective.needs | prepared_by(objective)):
         policy.keep("reference")
 
 

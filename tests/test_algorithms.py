@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mmrl.algorithms import diffusion_nft, draft, flow_grpo
 from mmrl.algorithms.advantages import group_advantages
-from mmrl.algorithms.objective import Scored
+from mmrl.algorithms.objective import Scored, prepared_by
 from mmrl.config.schema import DiffusionNFT, DRaFT, FlowGRPO
 
 GOLDEN = torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 1.0, 1.0])
@@ -219,7 +219,6 @@ def test_draft_follows_the_rewards_gradient():
     [
         (flow_grpo.Objective(FlowGRPO(advantage_std="group")), "group"),
         (diffusion_nft.Objective(DiffusionNFT()), "batch"),
-        (draft.Objective(DRaFT()), "none"),
     ],
 )
 def test_an_objective_knows_its_advantages_and_its_share_of_the_denominator(objective, std):
@@ -227,4 +226,4 @@ def test_an_objective_knows_its_advantages_and_its_share_of_the_denominator(obje
     own = objective.advantages(Scored(rewards, GROUPS))
     assert torch.equal(own.values, group_advantages(rewards, GROUPS, std).values)
     assert objective.amount(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([9.0, 9.0, 9.0])) == 18
-    assert objective.prepares == frozenset()
+    assert prepared_by(objective) == frozenset()

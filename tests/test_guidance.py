@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 import mmrl
+from mmrl.algorithms.objective import copies_of
 from mmrl.batch import of_group
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
@@ -29,7 +30,7 @@ def made(algorithm, *overrides):
     base = ["sampling.window=null", "sampling.same_initial_noise=false", "sampling.guidance_scale=4.5"]
     run = make(*base, f"algorithm={algorithm}", *overrides)
     torch.manual_seed(3)
-    for name in [*sorted(run.objective.copies), None]:
+    for name in [*sorted(copies_of(run.objective)), None]:
         with torch.no_grad():
             for p in run.policy.trainable.values():
                 p.add_(0.03 * torch.randn_like(p))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmrl.algorithms import dpo, reward_model
-from mmrl.algorithms.objective import Scored
+from mmrl.algorithms.objective import advantages_of
 from mmrl.config.algorithms import DPO, RewardModel
 
 
@@ -85,8 +85,8 @@ def test_dpo_says_what_it_needs():
 @pytest.mark.parametrize("objective", [dpo.Objective(DPO()), reward_model.Objective(RewardModel())])
 def test_offline_objectives_refuse_rewards(objective):
     assert objective.kind == "offline"
-    with pytest.raises(TypeError, match="is offline: it has pairs"):
-        objective.advantages(Scored(rewards=f64([1.0]), groups=torch.tensor([0])))
+    with pytest.raises(TypeError, match="is offline: it has no advantages"):
+        advantages_of(objective)
 
 
 def scores_loss(chosen, rejected, old=None, **settings):

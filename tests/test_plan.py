@@ -182,6 +182,8 @@ class Counting:
         def recorded(rows, entry):
             return {}
 
+    another_drew = False
+
     def __init__(self, recipe):
         self.recipe, self.objective, self.strategy = recipe, load_objective(recipe), AtOnce()
 

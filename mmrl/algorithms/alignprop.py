@@ -19,7 +19,7 @@ from mmrl.config.picture_algorithms import AlignProp
 
 
 class Objective(PathwiseObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.Pathwise``."""
 
     def __init__(self, settings: AlignProp) -> None:
         super().__init__(settings.kl_coef)

@@ -25,7 +25,7 @@ _EPSILON = 1e-10
 
 
 class Objective(ForwardObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.ForwardProcess``."""
 
     def __init__(self, settings: AWM) -> None:
         average = {"v_average"} if settings.average_coef else set()

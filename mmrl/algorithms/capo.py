@@ -22,7 +22,7 @@ from mmrl.config.algorithms import CAPO
 
 
 class Objective(TokenObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: CAPO) -> None:
         super().__init__(settings, settings.aggregation)

@@ -18,7 +18,7 @@ from mmrl.config.section import Spread
 
 
 class Objective(TokenObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: CISPO) -> None:
         super().__init__(settings, settings.aggregation)

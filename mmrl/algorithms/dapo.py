@@ -21,7 +21,7 @@ from mmrl.config.section import Spread
 
 
 class Objective(TokenObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: DAPO) -> None:
         super().__init__(settings, settings.aggregation)

@@ -11,14 +11,14 @@ its others and Flow-GRPO's CPS do.)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import Kind, Loss, Scored, current
+from mmrl.algorithms.objective import Loss, Scored
 from mmrl.config.picture_algorithms import StepAlgorithm
 from mmrl.config.section import Spread
 
@@ -38,12 +38,10 @@ class StepLoss:
 
 
 class DenoisingObjective(ABC):
-    """Abstract; see ``mmrl.algorithms.objective.Objective``. An algorithm says its surrogate."""
+    """Abstract; see ``mmrl.algorithms.objective.PolicyGradient``. An algorithm says its surrogate."""
 
-    kind: Kind = "policy_gradient"
+    kind: Literal["policy_gradient"] = "policy_gradient"
     prepares: frozenset[str] = frozenset()
-    samples_with = staticmethod(current)
-    copies: ClassVar[dict[str, Callable[[int], float]]] = {}
 
     def __init__(self, settings: StepAlgorithm, needs: frozenset[str] = frozenset()) -> None:
         """``needs``: what the surrogate reads of ``new`` beside log_probs."""

@@ -31,7 +31,7 @@ from mmrl.config.picture_algorithms import DGPO
 
 
 class Objective(ForwardObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.ForwardProcess``."""
 
     shares_noise = True
 

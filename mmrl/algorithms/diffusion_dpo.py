@@ -24,7 +24,7 @@ from mmrl.config.picture_algorithms import DiffusionDPO
 
 
 class Objective(ForwardObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``. Advantages are 1 for the better, -1 for the worse."""
+    """Final class; see ``mmrl.algorithms.objective.ForwardProcess``. Advantages: 1 for the better, -1 for the worse."""
 
     shares_noise = True
 

@@ -30,7 +30,7 @@ from mmrl.config.picture_algorithms import DiffusionNFT
 
 
 class Objective(ForwardObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.ForwardProcess``."""
 
     def __init__(self, settings: DiffusionNFT) -> None:
         super().__init__(settings.noise_levels, settings.kl_coef, frozenset({"v", "v_old"}))

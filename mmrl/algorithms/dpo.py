@@ -18,7 +18,7 @@ from mmrl.config.algorithms import DPO
 
 
 class Objective(PairObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.Offline``."""
 
     def __init__(self, settings: DPO) -> None:
         self.beta, self.label_smoothing = settings.beta, settings.label_smoothing

@@ -17,7 +17,7 @@ from mmrl.config.algorithms import DrGRPO
 
 
 class Objective(TokenObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: DrGRPO) -> None:
         super().__init__(settings, settings.aggregation)

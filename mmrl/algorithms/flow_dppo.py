@@ -16,7 +16,7 @@ from mmrl.config.picture_algorithms import FlowDPPO
 
 
 class Objective(DenoisingObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``. ``new`` holds old_distance ``[B, T]`` too."""
+    """Final class; see ``mmrl.algorithms.objective.PolicyGradient``. ``new`` holds old_distance ``[B, T]`` too."""
 
     def __init__(self, settings: FlowDPPO) -> None:
         super().__init__(settings, frozenset({"old_distance"}))

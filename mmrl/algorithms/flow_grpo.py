@@ -27,7 +27,7 @@ TEMPFLOW_SCALE = 2.25
 
 
 class Objective(DenoisingObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: FlowGRPO) -> None:
         super().__init__(settings)

@@ -10,30 +10,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import Kind, Loss, Scored, current
+from mmrl.algorithms.objective import Loss, Scored
 from mmrl.algorithms.sde import squared_distance
 from mmrl.config.section import Spread
 
 
 class ForwardObjective(ABC):
-    """Abstract; see ``mmrl.algorithms.objective.Objective``. An algorithm says its loss of a noised sample."""
+    """Abstract; see ``mmrl.algorithms.objective.ForwardProcess``. An algorithm says its loss of a noised sample."""
 
-    kind: Kind = "forward_process"
-    prepares: frozenset[str] = frozenset()
-    samples_with = staticmethod(current)
-    copies: Mapping[str, Callable[[int], float]] = {}
-    shares_noise: ClassVar[bool] = False
+    kind: Literal["forward_process"] = "forward_process"
+    shares_noise: bool = False
     advantage_std: Spread = "batch"
 
     def __init__(self, noise_levels: int | None, kl_coef: float, needs: frozenset[str]) -> None:
         """``needs``: what ``losses`` reads of ``new``."""
         self.entries, self.kl_coef = noise_levels, kl_coef
+        self.copies: Mapping[str, Callable[[int], float]] = {}
         self.needs = needs | ({"v_reference"} if kl_coef else set())
 
     @abstractmethod
@@ -42,6 +40,9 @@ class ForwardObjective(ABC):
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """The loss ``[B]`` with its graph, and by the log's names what is shown of each row, ``[B]``, as means and as
         maxima. ``new`` and ``old`` as in ``loss``."""
+
+    def samples_with(self, step: int) -> str:
+        return "current"
 
     def advantages(self, scored: Scored) -> Advantages:
         return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)

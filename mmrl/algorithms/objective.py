@@ -1,10 +1,10 @@
-"""What an objective is to the loop."""
+"""What an objective is to the loop: one of four kinds, by what is recomputed with a graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -72,43 +72,17 @@ class GraphSteps:
     jumps: tuple[tuple[float, float], ...] = ()
 
 
-def current(step: int) -> str:
-    """``Objective.samples_with`` where the weights that train sample, at every step."""
-    return "current"
+class _Objective(Protocol):
+    """What the loop asks of every objective: a pure function from recomputed tensors to a loss."""
 
-
-class Objective(Protocol):
-    """A pure function from recomputed tensors to a loss, with what the loop must know to feed it."""
-
-    kind: Kind
-    needs: frozenset[str]
-    """Names of the tensors that recomputation must return."""
-    prepares: frozenset[str]
-    """Of ``log_probs``, ``reference_log_probs`` and ``values``: what ``advantages`` reads of the whole batch,
-    recomputed before the updates."""
-    copies: Mapping[str, Callable[[int], float]]
-    """Copies of the weights to keep, and the decay each is moved with after step ``n``."""
-    entries: int | None
-    """Entries of a sample (noise levels, actions) that an update uses; None takes all the pipeline has."""
-    shares_noise: bool
-    """The samples of a group are noised alike (forward-process objectives)."""
-
-    def samples_with(self, step: int) -> str:
-        """The copy of the weights that samples in training step ``step``: ``"current"``, or one of ``copies``."""
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names of the tensors that recomputation must return."""
         ...
 
-    def advantages(self, scored: Scored) -> Advantages:
-        """What each sample, or each of its tokens, is worth. Pathwise and offline objectives are not asked."""
-        ...
-
-    def graph_steps(self, steps: int, draw: float) -> GraphSteps:
-        """Which of ``steps`` sampling steps carry a graph in a training step whose uniform random number in [0, 1) is
-        ``draw``; 0 is what takes most memory. Only pathwise objectives are asked."""
-        ...
-
-    def phrases(self, step: int) -> Sequence[str]:
-        """What is put before a picture's prompt for its reward, which is taken with each; nothing where there are none.
-        Only pathwise objectives are asked."""
+    @property
+    def entries(self) -> int | None:
+        """Entries of a sample (noise levels, actions) that an update uses; None takes all the pipeline has."""
         ...
 
     def amount(self, weights: Tensor, lengths: Tensor) -> float:
@@ -123,3 +97,90 @@ class Objective(Protocol):
         """``new``: recomputed under the current weights; ``old``: what sampling recorded; ``total``: the sum of
         ``amount`` of the whole optimizer step over all controllers. A slice's losses add up to the step's."""
         ...
+
+
+class PolicyGradient(_Objective, Protocol):
+    """On recorded actions, denoising steps or tokens: their log-probs against those they were drawn with."""
+
+    kind: Literal["policy_gradient"]
+
+    @property
+    def prepares(self) -> frozenset[str]:
+        """Of ``log_probs``, ``reference_log_probs`` and ``values``: what ``advantages`` reads of the whole batch,
+        recomputed before the updates."""
+        ...
+
+    def advantages(self, scored: Scored) -> Advantages:
+        """What each sample, or each of its tokens, is worth."""
+        ...
+
+
+class ForwardProcess(_Objective, Protocol):
+    """On clean results of sampling, noised afresh: no log-probs."""
+
+    kind: Literal["forward_process"]
+
+    @property
+    def copies(self) -> Mapping[str, Callable[[int], float]]:
+        """Copies of the weights to keep, and the decay each is moved with after step ``n``."""
+        ...
+
+    @property
+    def shares_noise(self) -> bool:
+        """Whether the samples of a group are noised alike."""
+        ...
+
+    def samples_with(self, step: int) -> str:
+        """The copy of the weights that samples in training step ``step``: ``"current"``, or one of ``copies``."""
+        ...
+
+    def advantages(self, scored: Scored) -> Advantages:
+        """What each sample is worth."""
+        ...
+
+
+class Pathwise(_Objective, Protocol):
+    """On differentiable rewards of what is sampled with a graph."""
+
+    kind: Literal["pathwise"]
+
+    def graph_steps(self, steps: int, draw: float) -> GraphSteps:
+        """Which of ``steps`` sampling steps carry a graph in a training step whose uniform random number in [0, 1) is
+        ``draw``; 0 is what takes most memory."""
+        ...
+
+    def phrases(self, step: int) -> Sequence[str]:
+        """What is put before a picture's prompt for its reward, which is taken with each; nothing where there are
+        none."""
+        ...
+
+
+class Offline(_Objective, Protocol):
+    """On given pairs: nothing is sampled."""
+
+    kind: Literal["offline"]
+
+
+Objective = PolicyGradient | ForwardProcess | Pathwise | Offline
+
+
+def copies_of(objective: Objective) -> Mapping[str, Callable[[int], float]]:
+    """The copies of the weights that it keeps, and the decay of each after step ``n``."""
+    return objective.copies if objective.kind == "forward_process" else {}
+
+
+def sampler(objective: Objective, step: int) -> str:
+    """The copy of the weights that samples in training step ``step``; ``"current"`` are those that train."""
+    return objective.samples_with(step) if objective.kind == "forward_process" else "current"
+
+
+def prepared_by(objective: Objective) -> frozenset[str]:
+    """What it has recomputed of the whole batch before the updates."""
+    return objective.prepares if objective.kind == "policy_gradient" else frozenset()
+
+
+def advantages_of(objective: Objective) -> Callable[[Scored], Advantages]:
+    """How it makes advantages of rewards. Raises ``TypeError`` for a kind that has none."""
+    if objective.kind == "policy_gradient" or objective.kind == "forward_process":
+        return objective.advantages
+    raise TypeError(f"{type(objective).__module__} is {objective.kind}: it has no advantages")

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Literal
 
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages
-from mmrl.algorithms.objective import Kind, Loss, Scored, current
+from mmrl.algorithms.objective import Loss
 
 
 class PairObjective(ABC):
-    """Abstract; see ``mmrl.algorithms.objective.Objective``. ``B`` is a number of pairs."""
+    """Abstract; see ``mmrl.algorithms.objective.Offline``. ``B`` is a number of pairs."""
 
-    kind: Kind = "offline"
+    kind: Literal["offline"] = "offline"
     needs: frozenset[str]
-    prepares: frozenset[str] = frozenset()
-    samples_with = staticmethod(current)
-    copies: ClassVar[dict[str, Callable[[int], float]]] = {}
-    entries = None
+    entries: int | None = None
 
     @abstractmethod
     def pair_loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss ``[B]`` with its graph, and what the log says of each pair, ``[B]``."""
-
-    def advantages(self, scored: Scored) -> Advantages:
-        """Raises ``TypeError``: pairs are given, and nothing is sampled that could have an advantage."""
-        raise TypeError(f"{type(self).__module__} is offline: it has pairs and no rewards")
 
     def amount(self, weights: Tensor, lengths: Tensor) -> float:
         """The number of pairs that count."""

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from torch import Tensor
 
-from mmrl.algorithms.advantages import Advantages, group_advantages
-from mmrl.algorithms.objective import GraphSteps, Kind, Loss, Scored, current
+from mmrl.algorithms.objective import GraphSteps, Loss
 
 
 class PathwiseObjective(ABC):
-    """Abstract; see ``mmrl.algorithms.objective.Objective``. An algorithm says its steps, and its loss of a reward."""
+    """Abstract; see ``mmrl.algorithms.objective.Pathwise``. An algorithm says its steps, and its loss of a reward."""
 
-    kind: Kind = "pathwise"
-    prepares: frozenset[str] = frozenset()
-    samples_with = staticmethod(current)
-    copies: ClassVar[dict[str, Callable[[int], float]]] = {}
-    entries = None
+    kind: Literal["pathwise"] = "pathwise"
+    entries: int | None = None
 
     def __init__(self, kl_coef: float) -> None:
         self.kl_coef = kl_coef
@@ -38,9 +34,6 @@ class PathwiseObjective(ABC):
 
     def phrases(self, step: int) -> Sequence[str]:
         return ()
-
-    def advantages(self, scored: Scored) -> Advantages:
-        return group_advantages(scored.rewards, scored.groups, "none")
 
     def amount(self, weights: Tensor, lengths: Tensor) -> float:
         """Every sample counts the same."""

@@ -22,7 +22,7 @@ from mmrl.config.picture_algorithms import PictureDPO
 
 
 class Objective(PairObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.Offline``."""
 
     needs = frozenset({"chosen_error", "rejected_error", "reference_chosen_error", "reference_rejected_error"})
 

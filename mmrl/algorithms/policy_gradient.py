@@ -10,16 +10,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages
 from mmrl.algorithms.aggregation import Aggregation
-from mmrl.algorithms.objective import Kind, Loss, Scored, current
+from mmrl.algorithms.objective import Loss, Scored
 from mmrl.config.algorithms import AggregationMode, TokenAlgorithm, length_limit
 
 LOG_RATIO_BOUND = 20.0
@@ -40,13 +40,11 @@ class Surrogate:
 
 
 class TokenObjective(ABC):
-    """Abstract; see ``mmrl.algorithms.objective.Objective``. An algorithm says its advantages and its surrogate."""
+    """Abstract; see ``mmrl.algorithms.objective.PolicyGradient``. An algorithm has its advantages and surrogate."""
 
-    kind: Kind = "policy_gradient"
+    kind: Literal["policy_gradient"] = "policy_gradient"
     prepares: frozenset[str] = frozenset()
-    samples_with = staticmethod(current)
-    copies: ClassVar[dict[str, Callable[[int], float]]] = {}
-    entries = None
+    entries: int | None = None
 
     def __init__(
         self,

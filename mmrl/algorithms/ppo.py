@@ -22,7 +22,7 @@ from mmrl.config.algorithms import PPO
 
 
 class Objective(TokenObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``. ``old`` holds values and returns ``[B, T]`` too."""
+    """Final class; see ``mmrl.algorithms.objective.PolicyGradient``. ``old`` has values and returns ``[B, T]`` too."""
 
     def __init__(self, settings: PPO) -> None:
         super().__init__(settings, settings.aggregation, kl_in_loss=False)

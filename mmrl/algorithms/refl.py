@@ -16,7 +16,7 @@ from mmrl.config.picture_algorithms import ReFL
 
 
 class Objective(PathwiseObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.Pathwise``."""
 
     def __init__(self, settings: ReFL) -> None:
         super().__init__(settings.kl_coef)

@@ -26,7 +26,7 @@ from mmrl.config.algorithms import ReinforcePP
 
 
 class Objective(TokenObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: ReinforcePP) -> None:
         self.baseline = settings.variant == "baseline"

@@ -18,7 +18,7 @@ from mmrl.config.algorithms import RewardModel
 
 
 class Objective(PairObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.Offline``."""
 
     def __init__(self, settings: RewardModel) -> None:
         self.center_coef = settings.center_coef

@@ -22,7 +22,7 @@ from mmrl.config.algorithms import RLOO
 
 
 class Objective(TokenObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: RLOO) -> None:
         super().__init__(settings, kl_in_loss=False)

@@ -24,7 +24,7 @@ from mmrl.config.picture_algorithms import RWR
 
 
 class Objective(ForwardObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``. Advantages are the weights, 0 or more."""
+    """Final class; see ``mmrl.algorithms.objective.ForwardProcess``. Advantages are the weights, 0 or more."""
 
     def __init__(self, settings: RWR) -> None:
         super().__init__(settings.noise_levels, settings.kl_coef, frozenset({"v", "target"}))

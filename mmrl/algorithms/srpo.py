@@ -27,7 +27,7 @@ from mmrl.config.picture_algorithms import SRPO
 
 
 class Objective(PathwiseObjective):
-    """Final class; see ``mmrl.algorithms.objective.Objective``."""
+    """Final class; see ``mmrl.algorithms.objective.Pathwise``."""
 
     def __init__(self, settings: SRPO) -> None:
         super().__init__(settings.kl_coef)

@@ -8,7 +8,8 @@ from fractions import Fraction
 
 from torch import nn
 
-from mmrl.algorithms.objective import Objective
+from mmrl.algorithms.objective import Objective, prepared_by
+from mmrl.algorithms.objective import copies_of as kept_by
 from mmrl.config.schema import Recipe
 from mmrl.engines.policy import aged
 from mmrl.engines.sharded import blocks
@@ -91,7 +92,7 @@ def copies_of(recipe: Recipe, objective: Objective) -> list[str]:
     """Copies of the trained weights that the run keeps; LoRA's reference is the base with the adapter off."""
 
     kept = [name for name in kept_copies(objective) if name != "reference" or recipe.model.lora is None]
-    kept += [aged(name, n + 1) for name in objective.copies for n in range(recipe.placement.staleness or 0)]
+    kept += [aged(name, n + 1) for name in kept_by(objective) for n in range(recipe.placement.staleness or 0)]
     return [*kept, *(["ema"] if recipe.optim.ema_decay else [])]
 
 
@@ -155,7 +156,7 @@ def _trained_roles(made: Plan, component: Component, size: Size, where: str, obj
             stays = name != "reference" or keeps_reference(made)
             where = "always" if stays else "train, else in host memory"
             yield Role(f"copy: {name}", "float32", size.trained_parameters, size.trained, where)
-        if lora and any("reference" in name for name in objective.needs | objective.prepares):
+        if lora and any("reference" in name for name in objective.needs | prepared_by(objective)):
             yield Role("reference", "the policy with its adapter switched off", 0, 0, "train")
 
 

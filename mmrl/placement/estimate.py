@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
+from mmrl.algorithms.objective import Objective, prepared_by
+
 if TYPE_CHECKING:
-    from mmrl.algorithms.objective import Objective
     from mmrl.config.schema import Recipe
     from mmrl.placement.arithmetic import Counts
     from mmrl.placement.description import Description
@@ -85,7 +86,7 @@ def estimated(step: Step, gpu: Gpu, description: Description, objective: Objecti
 def _prepared(objective: Objective, updates: int) -> frozenset[str]:
     """What is recomputed before the first update: a forward each."""
     moves = updates > 1 and "log_probs" in objective.needs
-    return objective.prepares | (frozenset({"log_probs"}) if moves else frozenset())
+    return prepared_by(objective) | (frozenset({"log_probs"}) if moves else frozenset())
 
 
 def _tokens(step: Step, description: Description, rate: float, bandwidth: float) -> float:

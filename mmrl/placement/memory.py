@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mmrl.algorithms.objective import Objective
+from mmrl.algorithms.objective import Objective, copies_of, prepared_by, sampler
 from mmrl.config.schema import Recipe
 from mmrl.engines.context import imagined
 from mmrl.engines.optimizers import bytes_in_8_bits
@@ -98,7 +98,7 @@ def measure(
     picture = sample = decode = 0
     drawn = 0, 0
     if counts.micro_batches:
-        with policy.using(objective.samples_with(0)):
+        with policy.using(sampler(objective, 0)):
             of = slots[: counts.batch], ids[: counts.batch]
             trajectory, sample, picture, decode, drawn = _micro_batch(pipeline, recipe, objective, *of)
             if counts.slice_rows > counts.batch:  # a slice of training has rows of several
@@ -199,8 +199,8 @@ _COLUMNS = ("clean", "mask", "log_probs")
 
 def kept_copies(objective: Objective) -> list[str]:
     """Copies of the trained weights that the objective keeps; ``reference`` among them is none where LoRA trains."""
-    asks = any("reference" in name for name in objective.needs | objective.prepares)
-    return [*sorted(objective.copies), *(["reference"] if asks else [])]
+    asks = any("reference" in name for name in objective.needs | prepared_by(objective))
+    return [*sorted(copies_of(objective)), *(["reference"] if asks else [])]
 
 
 def _rows(n: int, prompt: Prompt) -> tuple[list[Slot], list[SampleId]]:

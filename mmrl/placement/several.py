@@ -16,6 +16,7 @@ from dataclasses import asdict
 from threading import Thread
 from typing import Any, Protocol
 
+from mmrl.algorithms.objective import copies_of
 from mmrl.batch import MicroBatch
 from mmrl.checkpoint import PartState, Saved
 from mmrl.config.schema import Placement
@@ -154,7 +155,7 @@ class Several:
         self, run: StepContext, name: str
     ) -> Version:  # the same object until they change; copies do between updates
         same = self._version is not None and self._version.tag == (run.policy.updates, name)
-        if self._version is None or not same or name in run.objective.copies:
+        if self._version is None or not same or name in copies_of(run.objective):
             asked = [self._put([device], work.version, (name, device == 0))[0] for device in self._trainers]
             self._version = found = all_of(asked)[0]
             return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from mmrl.algorithms.objective import Objective
+from mmrl.algorithms.objective import Objective, prepared_by
 from mmrl.config.schema import Recipe
 from mmrl.placement.adaptive import Split, starting
 from mmrl.placement.arithmetic import Counts
@@ -205,7 +205,7 @@ def inside(plan: Plan, objective: Objective, pictures: int) -> dict[str, int]:
     if c is None or m is None or not others:
         return {}
     trajectories = m.trajectory * c.samples
-    passes = 1 + bool(objective.prepares or c.optimizer_steps > 1)
+    passes = 1 + bool(prepared_by(objective) or c.optimizer_steps > 1)
     given = split_of(plan).rollout if plan.recipe.placement.apart else 0
     found = {
         "features": m.features * c.prompts * others,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.algorithms.objective import copies_of
 from mmrl.batch import MicroBatch
 from mmrl.engines.policy import Version
 from mmrl.errors import NotFiniteError
@@ -168,7 +169,7 @@ def apply(run: StepContext, spent: float) -> dict[str, float]:
 
 def move(run: StepContext, step: int) -> None:
     """The policy's copies, after the updates of a step."""
-    for name, decay in run.objective.copies.items():
+    for name, decay in copies_of(run.objective).items():
         if run.strategy.staleness:
             run.policy.age(name, run.strategy.staleness)
         run.policy.move(name, decay(step))
