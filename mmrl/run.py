@@ -31,6 +31,7 @@ from mmrl.errors import UserError
 from mmrl.evaluation import Heldout, told
 from mmrl.flight import PartialRollout
 from mmrl.out_of_memory import in_phase
+from mmrl.pipelines.protocol import Pipeline
 from mmrl.placement.devices import Single
 from mmrl.report.rundir import RunDir
 from mmrl.resampling import DynamicSampling
@@ -77,12 +78,7 @@ def build(
     )
     pipeline.features.owner = controller.rank
     total = recipe.train.steps * recipe.train.updates_per_step
-    critic = None
-    if isinstance(recipe.algorithm, PPO):  # it starts as a copy of the policy, so before the policy is in shards
-        settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
-        module = pipeline.open_critic()
-        weights = weights_of(module, recipe, controller)
-        critic = Policy(module, settings, total, weights, recipe.performance, "critic_")
+    critic = critic_of(pipeline, recipe, total, controller)  # a copy of the policy, so before the policy is in shards
     weights = weights_of(pipeline.policy, recipe, controller)
     policy = Policy(pipeline.policy, recipe.optim, total, weights, recipe.performance)
     keep_copies(policy, objective, recipe.placement.staleness or 0)
@@ -115,6 +111,15 @@ def strategy_of(recipe: Recipe) -> tuple[RolloutStrategy, dict[str, StepPart]]:
     ahead = AsyncRollout(recipe.placement.staleness or 1, partial, dynamic) if recipe.placement.apart else None
     parts = {"flight": partial, "attempts": dynamic, "ahead": ahead}
     return ahead or partial or dynamic or AtOnce(), {name: part for name, part in parts.items() if part is not None}
+
+
+def critic_of(pipeline: Pipeline, recipe: Recipe, total: int, controller: Controller) -> Policy | None:
+    """The critic with its optimizer, of ``total`` updates; None where the algorithm has none."""
+    if not isinstance(recipe.algorithm, PPO):
+        return None
+    settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
+    module = pipeline.open_critic()
+    return Policy(module, settings, total, weights_of(module, recipe, controller), recipe.performance, "critic_")
 
 
 def keep_copies(policy: Policy, objective: Objective, staleness: int) -> None:

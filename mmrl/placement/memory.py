@@ -114,9 +114,7 @@ def measure(
     if recipe.train.context_parallel > 1:  # of what is cut, only the part that takes most memory is run
         whole = _slice(pipeline, _uncut(recipe), objective, trained, trajectory, counts.slice_rows)
     token, step = _growth(pipeline, recipe, objective, trained, trajectory, counts, train)
-    optimizer, state = _optimizers(trained)
-    if recipe.performance.optimizer == "adamw_8bit":  # which works in place
-        optimizer, state = 0, sum(bytes_in_8_bits(one.trainable.values()) for one in trained)
+    optimizer, state = _optimizers(trained, recipe)
     pipeline.features.budget_bytes = budget
     return Measured(
         features if pipeline.makes == "text" else features // len(pipeline.features),
@@ -160,7 +158,7 @@ def _trained(description: Description, recipe: Recipe, objective: Objective, for
     return trained
 
 
-def _optimizers(trained: Sequence[Policy]) -> tuple[int, int]:
+def _optimizers(trained: Sequence[Policy], recipe: Recipe) -> tuple[int, int]:
     """Bytes that one step of their optimizers takes at most beside what it keeps, and what they keep."""
     most = kept = 0
     for one in trained:
@@ -168,6 +166,8 @@ def _optimizers(trained: Sequence[Policy]) -> tuple[int, int]:
             one.optimizer.step()
         its = nbytes(t for s in one.optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
         most, kept = max(most, live.peak - its), kept + its
+    if recipe.performance.optimizer == "adamw_8bit":  # which works in place
+        return 0, sum(bytes_in_8_bits(one.trainable.values()) for one in trained)
     return most, kept
 
 
