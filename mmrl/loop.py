@@ -1,6 +1,6 @@
 """The step program: prompts -> trajectories -> rewards -> advantages -> update, the same for every modality.
 
-Its only branch is the kind of objective (DESIGN 2): what is recomputed with a graph, slice by slice. Where a controller
+Its only branch is the kind of objective: what is recomputed with a graph, slice by slice. Where a controller
 has several devices, micro-batches and slices are theirs (``mmrl.placement.devices``).
 """
 

@@ -15,7 +15,7 @@ from mmrl.errors import NotFiniteError, UserError
 from mmrl.transfer import read
 
 FIRST_RATIO_TOLERANCE = {"float32": 1e-5, "half": 5e-3}
-"""Largest |ratio - 1| before the first update of a step (DESIGN 9). In half precision the same code on the same shapes
+"""Largest |ratio - 1| before the first update of a step. In half precision the same code on the same shapes
 is still exact, but an accelerator may choose its kernels anew."""
 
 

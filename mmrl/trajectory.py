@@ -36,7 +36,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a step's batch. The same slot holds the same prompt and noise whoever runs it (DESIGN 4)."""
+    """A place in a step's batch. The same slot holds the same prompt and noise whoever runs it."""
 
     step: int
     index: int

@@ -37,7 +37,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Spread = Literal["group", "batch", "none"]
 """What centred rewards are divided by: the standard deviation of their group, of the batch, or nothing."""
 Kind = Literal["policy_gradient", "forward_process", "pathwise", "offline"]
-"""What an update is made of (DESIGN 2): recorded actions, clean results noised afresh, a differentiable reward, or
+"""What an update is made of: recorded actions, clean results noised afresh, a differentiable reward, or
 given pairs."""
 AdvantageAggregation = Literal["sum", "each", "gdpo"]
 """How several rewards become one advantage: of their weighted sum; one of each reward, then their weighted sum

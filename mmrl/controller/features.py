@@ -1,4 +1,4 @@
-"""The feature store of a controller: what its prompts were encoded to, once, and never leaves it (DESIGN 4)."""
+"""The feature store of a controller: what its prompts were encoded to, once, and never leaves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a judge's randomness comes from: the sample, or what it is asked; never the process (DESIGN 4)."""
+"""Where a judge's randomness comes from: the sample, or what it is asked; never the process."""
 
 from __future__ import annotations
 

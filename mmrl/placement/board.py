@@ -1,7 +1,7 @@
 """Who does what next on a controller's devices in the generate phase: samples wait to be drawn, and to be judged.
 
 A device works in one role at a time. It keeps its role while there is work in it; when that has run dry it may take up
-the other one, as the placement allows (DESIGN 5).
+the other one, as the placement allows.
 """
 
 from __future__ import annotations
