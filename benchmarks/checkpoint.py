@@ -24,12 +24,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mmrl.checkpoint import Checkpoint
+from mmrl.checkpoint.reader import Checkpoint
+from mmrl.checkpoint.writer import Saver
 from mmrl.config.schema import Optim
 from mmrl.controller.peers import Group
 from mmrl.engines.policy import Policy
 from mmrl.engines.sharded import Sharded
-from mmrl.saving import Saver
 
 WIDTH = 1000
 LAYERS = 40

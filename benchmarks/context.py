@@ -33,10 +33,10 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Alone, Group
-from mmrl.placement.fakes import LiveBytes
+from mmrl.planner.fake_tensors import LiveBytes
 from mmrl.report.environment import environment
 from mmrl.run import build
-from mmrl.step_context import StepContext
+from mmrl.training.step_context import StepContext
 from mmrl.trajectory import SampleId, Slot, Trajectory
 
 allow_cpu_only()  # before transformers imports torchvision

@@ -38,15 +38,15 @@ import torch
 from stepping import CPU, resident, say
 
 from mmrl.algorithms.objective import Scored, advantages_of, sampler
-from mmrl.batch import Batch, chunks, rows_of_update, samples_of
 from mmrl.config.objectives import load_objective
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
-from mmrl.loop import train_step
-from mmrl.micro_batches import slices
 from mmrl.report.clock import Clock
 from mmrl.report.environment import environment
-from mmrl.step_context import StepContext
+from mmrl.training.batch import Batch, chunks, rows_of_update, samples_of
+from mmrl.training.loop import train_step
+from mmrl.training.micro_batches import slices
+from mmrl.training.step_context import StepContext
 from mmrl.trajectory import Trajectory
 
 ARMS = ("ours", "single", "metadata")

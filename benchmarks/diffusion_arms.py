@@ -21,14 +21,14 @@ from stepping import Arm, must_be_equal
 from torch import Tensor
 
 import mmrl
-from mmrl.batch import chunks, samples_of
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.controller.features import FeatureStore
-from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.run import build
-from mmrl.step_context import StepContext
+from mmrl.training.batch import chunks, samples_of
+from mmrl.training.loop import train_step
+from mmrl.training.step_context import StepContext
 from mmrl.trajectory import SampleId, Slot
 
 PHASES = ("encode", "sample", "decode", "reward", "train")
@@ -168,7 +168,7 @@ def micro_batches(run: StepContext, step: int) -> list[tuple[list[Slot], list[Sa
 
 
 def ours(run: StepContext) -> Arm:
-    """An iteration of ``mmrl.loop``. Its prompts are new to it each time, as if the data set never repeated."""
+    """An iteration of ``mmrl.training.loop``. Its prompts are new each time, as if the data set never repeated."""
 
     def iterate(step: int, clock: Clock) -> None:
         run.pipeline.features = FeatureStore()

@@ -3,8 +3,9 @@
     python benchmarks/dynamic_sampling.py
 
 Each attempt's rewards differ with the chance ``valid``. ``one by one`` tries one attempt of every flat slot in a round;
-``ahead`` is ``mmrl.resampling`` once it has learned ``valid``; ``at once`` tries 1 / valid attempts of every slot
-already in the first round, and of the flat ones after it. Means over the steps: rounds, and groups sampled per slot.
+``ahead`` is ``mmrl.rollout.dynamic_sampling`` once it has learned ``valid``; ``at once`` tries 1 / valid attempts of
+every slot already in the first round, and of the flat ones after it. Means over the steps: rounds, and groups sampled
+per slot.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import random
 from collections.abc import Callable
 
-from mmrl.resampling import DynamicSampling
+from mmrl.rollout.dynamic_sampling import DynamicSampling
 
 MOST = 10
 Rule = Callable[[int, int], int]

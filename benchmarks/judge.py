@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/judge.py --json out.json
 
-The loop's own rollout (``mmrl.rollout.sample_and_score``) of the recipe ``sums`` with the shipped policy. The judge is
-the reward ``judge`` with the shipped critic, whose weights write each verdict, served in a process of its own (as by
-``mmrl serve``). Policy and judge have a core each, and one thread, in both arms. Nothing is trained. Two arms in turn,
-on the same samples:
+The loop's own rollout (``mmrl.rollout.collect.sample_and_score``) of the recipe ``sums`` with the shipped policy. The
+judge is the reward ``judge`` with the shipped critic, whose weights write each verdict, served in a process of its own
+(as by ``mmrl serve``). Policy and judge have a core each, and one thread, in both arms. Nothing is trained. Two arms in
+turn, on the same samples:
 
 - serial      all micro-batches are sampled, then all are judged: the same calls, held back until sampling has ended
 - overlapped  as the loop does it: a micro-batch is judged while the next is sampled
@@ -39,11 +39,11 @@ from mmrl.config.loader import load_recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.report.clock import Clock
 from mmrl.report.environment import environment
-from mmrl.rewards.elsewhere import started_elsewhere
 from mmrl.rewards.scoring import RewardSet, Scores, Scoring
-from mmrl.rollout import Round, sample_and_score
+from mmrl.rewards.subprocess_server import started_elsewhere
+from mmrl.rollout.collect import Round, sample_and_score
 from mmrl.run import build
-from mmrl.step_context import StepContext
+from mmrl.training.step_context import StepContext
 from mmrl.trajectory import Sample
 
 ARMS = ("serial", "overlapped")

@@ -20,9 +20,9 @@ import torch
 
 from mmrl.config.loader import load_recipe
 from mmrl.datasets.loading import load_prompts
-from mmrl.evaluation import Heldout
 from mmrl.judge.statistics import Confusions, auc, auc_interval, wilson
 from mmrl.run import build, restored
+from mmrl.training.evaluation import Heldout
 
 
 def measure(scores: list[dict[str, float]], judge: str, truth: str) -> dict[str, float]:

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 import mmrl
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
-from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.rewards.contract import Context
 from mmrl.run import build
-from mmrl.step_context import StepContext
+from mmrl.training.loop import train_step
+from mmrl.training.step_context import StepContext
 from mmrl.trajectory import Prompt, Sample
 
 PHASES = ("encode", "sample", "decode", "reward", "prepare", "train")
@@ -157,7 +157,7 @@ def make_run(size: Size, model: Path) -> StepContext:
 
 
 def ours(run: StepContext) -> Arm:
-    """A step of ``mmrl.loop``. Its prompts are new to it each time, as if the data set never repeated."""
+    """A step of ``mmrl.training.loop``. Its prompts are new to it each time, as if the data set never repeated."""
 
     def iterate(step: int, clock: Clock) -> None:
         run.pipeline.features = FeatureStore()

@@ -34,7 +34,7 @@ import torch
 from stepping import CPU, Arm, say
 
 from mmrl.report.clock import Clock
-from mmrl.step_context import StepContext
+from mmrl.training.step_context import StepContext
 
 RATIOS = {
     ("mmrl", "bare"): "our time over the bare calls' (goal: 1.15 or less)",

@@ -28,7 +28,7 @@ from torch import Tensor
 import mmrl
 from mmrl.controller.randomness import noise
 from mmrl.report.clock import Clock
-from mmrl.step_context import StepContext
+from mmrl.training.step_context import StepContext
 
 PACKAGE = "src/flow_factory"
 FILES = tuple(

@@ -26,7 +26,7 @@ from torch import Tensor
 from mmrl.algorithms import sde
 from mmrl.controller.randomness import noise
 from mmrl.report.clock import Clock
-from mmrl.step_context import StepContext
+from mmrl.training.step_context import StepContext
 
 PATCH = "flow_grpo/diffusers_patch"
 SCRIPT = "scripts/train_sd3_fast.py"

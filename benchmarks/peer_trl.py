@@ -18,7 +18,7 @@ import torch
 from llm_arms import LR, Size, prompts
 
 from mmrl.report.clock import Clock
-from mmrl.step_context import StepContext
+from mmrl.training.step_context import StepContext
 from mmrl.trajectory import Trajectory
 
 TIMED = {"_tokenize_prompts": "encode", "_generate_single_turn": "sample", "_calculate_rewards": "reward"}

@@ -2,7 +2,7 @@
 
     python benchmarks/placement.py --devices 64 512 --json benchmarks/results/placement.json
 
-In simulated time (``mmrl.placement.simulate``), the same figures on every machine. Controllers have 8 devices, 8
+In simulated time (``mmrl.simulator.simulate``), the same figures on every machine. Controllers have 8 devices, 8
 micro-batches of sampling a device and step. Three tables for each number of devices:
 
 - grid        judge cost x tail x dynamic sampling x price of a swap: how much shorter the best ``partial`` split
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.placement.adaptive import splits
-from mmrl.placement.simulate import Cluster, Outcome, adaptive, bound, static
-from mmrl.placement.trace import LOADS, Load, Trace, synthetic
+from mmrl.simulator.simulate import Cluster, Outcome, adaptive, bound, static
+from mmrl.simulator.trace import LOADS, Load, Trace, synthetic
 
 DEVICES, MICRO_BATCHES = 8, 8
 """Of a controller; of a device in a step."""

@@ -36,16 +36,16 @@ from mmrl.config.loader import LoadedRecipe, load_recipe
 from mmrl.config.schema import Placement
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
-from mmrl.loop import train_step
 from mmrl.placement.adaptive import Split, starting
-from mmrl.placement.recorded import read_run
-from mmrl.placement.several import Several
-from mmrl.placement.simulate import Cluster, Outcome, adaptive, bound, static
-from mmrl.placement.trace import Trace
+from mmrl.placement.multi_device import Several
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.runtime.worker import Reception, There, call, serve
-from mmrl.step_context import StepContext
+from mmrl.simulator.simulate import Cluster, Outcome, adaptive, bound, static
+from mmrl.simulator.trace import Trace
+from mmrl.simulator.trace_from_run import read_run
+from mmrl.training.loop import train_step
+from mmrl.training.step_context import StepContext
 
 RECIPE = [
     "devices_per_controller=2",

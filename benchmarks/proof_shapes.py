@@ -50,9 +50,9 @@ def measure_here(path: str) -> None:
     """The work of ``measure``, in this process."""
     import mmrl
     from mmrl.datasets.loading import load_prompts
-    from mmrl.evaluation import Heldout
     from mmrl.report.metrics import read
     from mmrl.run import restored
+    from mmrl.training.evaluation import Heldout
 
     out = Path(path)
     shapes = mmrl.load("datasets", "shapes")

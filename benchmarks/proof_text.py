@@ -37,9 +37,9 @@ def measure(out: Path, part: str) -> dict[str, float]:
 def measure_here(out: Path, part: str) -> None:
     """The work of ``measure``, in this process."""
     from mmrl.datasets.loading import load_prompts
-    from mmrl.evaluation import Heldout
     from mmrl.report.metrics import read
     from mmrl.run import restored
+    from mmrl.training.evaluation import Heldout
 
     rows = read(out / "metrics.jsonl")
     result: dict[str, float] = {"steps": len(rows), "cpu_seconds": rows[-1]["perf/cpu_seconds"]}

@@ -40,7 +40,7 @@ from typing import Any
 import psutil
 
 import mmrl.cli
-from mmrl import checkpoint
+from mmrl.checkpoint import reader
 from mmrl.config.loader import load_recipe
 from mmrl.report.metrics import read
 
@@ -249,7 +249,7 @@ class Trial:
         made = {"n": n, "kind": kind, "whom": whom if victims else "all", "run": out.name, "row": last(out)}
         made["in_save"] = self._in_save(out) if half is None else half
         made["faults"] = [f"left: {left}"] * bool(left) + (self._differs(out) if killed else [])
-        found = checkpoint.steps(out / "checkpoints")
+        found = reader.steps(out / "checkpoints")
         made["saved"] = found[-1] if found else 0
         self.state["kills"].append(made)
         self._keep()
@@ -259,7 +259,7 @@ class Trial:
         """Whether something of this life of the run is half written, or one checkpoint too many stands there."""
         folder = out / "checkpoints"
         found = [folder / f".tmp-step_{step:06d}" for step in aside(out)]
-        if len(kept := checkpoint.steps(folder)) > 2:
+        if len(kept := reader.steps(folder)) > 2:
             found.append(folder / f"step_{kept[-1]:06d}")
         with suppress(FileNotFoundError):  # it is in place now
             return any(path.stat().st_mtime > self.born for path in found)
@@ -309,7 +309,7 @@ class Trial:
             for row, other in zip(mine, whole, strict=False):
                 keys = [k for k in row.keys() | other.keys() if row.get(k) != other.get(k)]
                 faults += [f"{name}, step {row['step']}: {', '.join(sorted(keys)[:4])} differ"] * bool(keys)
-        found, skipped = checkpoint.load_latest(out / "checkpoints")
+        found, skipped = reader.load_latest(out / "checkpoints")
         faults += skipped
         if found is not None:
             theirs = tensors_of(self.whole / "checkpoints" / found.directory.name)
@@ -324,7 +324,7 @@ class Trial:
         for name in ("metrics.jsonl", "heldout.jsonl"):
             if (mine := len(read(out / name))) != (theirs := len(read(self.whole / name))):
                 faults.append(f"{name}: {mine} rows, not {theirs}")
-        if checkpoint.steps(out / "checkpoints")[-1:] != [rows]:
+        if reader.steps(out / "checkpoints")[-1:] != [rows]:
             faults.append(f"no checkpoint of step {rows}")
         kills = sum(kill["run"] == out.name for kill in self.state["kills"])
         print(f"{out.name} ended after {kills} kills: {faults or 'exact'}", file=sys.stderr, flush=True)
@@ -381,8 +381,8 @@ def learned(file: Path) -> list[dict[str, Any]]:
 
 def tensors_of(directory: Path) -> dict[str, str]:
     """The checksum of every file of tensors, as the manifest (which was checked) has it."""
-    files = json.loads((directory / checkpoint.MANIFEST).read_text())["files"]
-    return {name: of["sha256"] for name, of in files.items() if name != checkpoint.STATE}
+    files = json.loads((directory / reader.MANIFEST).read_text())["files"]
+    return {name: of["sha256"] for name, of in files.items() if name != reader.STATE}
 
 
 def marked(folder: Path) -> list[psutil.Process]:

@@ -17,10 +17,10 @@ from PIL import Image
 
 import mmrl
 from mmrl.config.loader import load_recipe
-from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.rewards import calling, views
 from mmrl.run import build
+from mmrl.training.loop import train_step
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 STEPS = 2

@@ -19,7 +19,7 @@ import numpy
 from PIL import Image
 
 from mmrl.rewards import wire
-from mmrl.rewards.elsewhere import started_elsewhere
+from mmrl.rewards.subprocess_server import started_elsewhere
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from stepping import CPU, JPEG, Arm, Row, measure, say, spread
 
 from mmrl.config.loader import load_recipe
-from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.run import build
+from mmrl.training.loop import train_step
 
 GIVEN = "as given"
 

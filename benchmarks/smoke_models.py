@@ -17,8 +17,8 @@ from smoke_recipes import GAP, settings, trained
 
 from mmrl.config.performance import Performance
 from mmrl.engines import performance
-from mmrl.frozen import Frozen
-from mmrl.placement.gpus import GPUS
+from mmrl.frozen_modules import Frozen
+from mmrl.planner.gpus import GPUS
 
 MEMORY_WITHIN = 0.10
 """Of the plan's peak, by which a step's may differ."""
@@ -93,7 +93,7 @@ def decoder(place: Place) -> tuple[Path, int]:
 def language_model(place: Place) -> dict[str, Any]:
     """GRPO on it: tokens a second, share of the peak in the update, and peak memory against the plan."""
     from mmrl.config.loader import load_recipe
-    from mmrl.placement.plan import plan
+    from mmrl.planner.plan import plan
 
     length, rows = (16, 8) if place.small else (256, 64)
     folder, parameters = decoder(place)
@@ -285,9 +285,9 @@ def _sleeping_engine(place: Place, *words: str) -> dict[str, Any]:
     if not find_spec("vllm"):
         raise SkippedError("vLLM is not installed")
     from mmrl.config.loader import load_recipe
-    from mmrl.loop import train_step
     from mmrl.report.clock import Clock
     from mmrl.run import build
+    from mmrl.training.loop import train_step
 
     sizes = ["train.prompts_per_step=2"] if place.small else ["train.prompts_per_step=8", "train.micro_batch_size=16"]
     made = [f"device={place.device}", "rollout={engine: vllm}", "placement={sleep: true}", "train.group_size=4"]

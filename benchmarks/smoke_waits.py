@@ -41,8 +41,10 @@ BUDGETS = {
     ),
     "a slice of pictures": Budget(),
     "a slice of pictures with a reward's gradient": Budget({"mmrl/rewards/scoring.py": 1}),
-    "a slice of text": Budget({"mmrl/placement/work.py": 1}, {"transformers/masking_utils.py": 2}),
-    "a slice of text with a critic": Budget({"mmrl/placement/work.py": 1}, {"transformers/masking_utils.py": 5}),
+    "a slice of text": Budget({"mmrl/placement/device_tasks.py": 1}, {"transformers/masking_utils.py": 2}),
+    "a slice of text with a critic": Budget(
+        {"mmrl/placement/device_tasks.py": 1}, {"transformers/masking_utils.py": 5}
+    ),
     "a generated token": Budget(libraries={"transformers/generation/utils.py": 1}),
     "model.offload, a step": Budget(),
 }
@@ -79,9 +81,9 @@ CASES = {
 def waits_of_a_step(recipe: str | Path, overrides: Sequence[str], counting: Callable[[], Any]) -> Any:
     """What ``counting()`` counted in the second step of a run; the first one makes what is made once."""
     from mmrl.config.loader import load_recipe
-    from mmrl.loop import train_step
     from mmrl.report.clock import Clock
     from mmrl.run import build
+    from mmrl.training.loop import train_step
 
     loaded = load_recipe([recipe], overrides)
     run = build(loaded.recipe, loaded.root)

@@ -13,15 +13,15 @@ import stepping
 import torch
 from stepping import CPU, JPEG, Arm
 
-from mmrl.batch import Batch, rows_of_update
 from mmrl.config.loader import load_recipe
-from mmrl.loop import backward
-from mmrl.micro_batches import slices
 from mmrl.report.clock import Clock
-from mmrl.rollout import rollout
+from mmrl.rollout.collect import rollout
 from mmrl.run import build
-from mmrl.step_context import StepContext
-from mmrl.tally import Tally
+from mmrl.training.batch import Batch, rows_of_update
+from mmrl.training.loop import backward
+from mmrl.training.micro_batches import slices
+from mmrl.training.step_context import StepContext
+from mmrl.training.step_metrics import Tally
 
 
 def slices_with(run: StepContext, batch: Batch, at_once: int, seen: dict[int, tuple[torch.Tensor, float]]) -> Arm:

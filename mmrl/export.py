@@ -15,7 +15,7 @@ from mmrl.errors import UserError
 from mmrl.report.card import What, write_card
 from mmrl.report.rundir import RunDir
 from mmrl.run import open_run, restored
-from mmrl.step_context import StepContext
+from mmrl.training.step_context import StepContext
 
 
 def export(run: Path, out: Path, what: str = "merged", checkpoint: str = "latest") -> Path:

@@ -1,4 +1,4 @@
-"""A device runs out of memory: in which phase (``mmrl.placement.shortage`` says what the plan expected there).
+"""A device runs out of memory: in which phase (``mmrl.planner.shortage`` says what the plan expected there).
 
 Sampling and decoding go on with fewer rows at once: each sample has randomness of its own, so that it is the same but
 for rounding. Training never does so by itself.

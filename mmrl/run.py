@@ -1,4 +1,4 @@
-"""Build a run from its recipe, and open one that was trained. Training is ``mmrl.session``, the step ``mmrl.loop``."""
+"""Build a run from its recipe, and open one that was trained. ``mmrl.session`` trains it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import mmrl
-from mmrl import checkpoint
-from mmrl.ahead import AsyncRollout
 from mmrl.algorithms.objective import Objective, copies_of, prepared_by
+from mmrl.checkpoint import reader
+from mmrl.checkpoint.resume import as_it_worked
 from mmrl.config.algorithms import PPO, TokenAlgorithm
 from mmrl.config.checks import possible
 from mmrl.config.names import resolve, resolve_drop_in
@@ -28,19 +28,19 @@ from mmrl.engines.policy import Policy, aged
 from mmrl.engines.sharded import Sharded
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
-from mmrl.evaluation import Heldout, told
-from mmrl.flight import PartialRollout
 from mmrl.out_of_memory import in_phase
 from mmrl.pipelines.protocol import Pipeline
-from mmrl.placement.devices import Single
+from mmrl.placement.single_device import Single
 from mmrl.report.rundir import RunDir
-from mmrl.resampling import DynamicSampling
-from mmrl.resume import as_it_worked
 from mmrl.rewards.patience import Patience
 from mmrl.rewards.scoring import RewardSet
-from mmrl.rollout import AtOnce
+from mmrl.rollout.async_rollout import AsyncRollout
+from mmrl.rollout.collect import AtOnce
+from mmrl.rollout.dynamic_sampling import DynamicSampling
+from mmrl.rollout.partial_rollout import PartialRollout
 from mmrl.secrets import given_again
-from mmrl.step_context import Devices, RolloutStrategy, StepContext, StepPart
+from mmrl.training.evaluation import Heldout, told
+from mmrl.training.step_context import Devices, RolloutStrategy, StepContext, StepPart
 
 
 @in_phase("load")
@@ -195,11 +195,11 @@ def restored(path: Path, which: str) -> tuple[StepContext, RunDir, int]:
     step = 0
     if which != "base":
         if which == "latest":
-            found = checkpoint.newest(directory.checkpoints, checkpoint.ELSEWHERE)
+            found = reader.newest(directory.checkpoints, reader.ELSEWHERE)
         elif which == "best":
-            found = checkpoint.load_best(directory.checkpoints)
+            found = reader.load_best(directory.checkpoints)
         elif which.isascii() and which.isdigit():
-            found = checkpoint.load(directory.checkpoints, int(which))
+            found = reader.load(directory.checkpoints, int(which))
         else:
             raise UserError(f"--checkpoint {which}: give latest, best, base or a step")
         if found is None:

@@ -1,5 +1,5 @@
 """Train one controller's part of a recipe: set out or go on, step by step, until the end or a stop. The step itself is
-``mmrl.loop``; ``mmrl.runtime`` starts the controllers of a run."""
+``mmrl.training.loop``; ``mmrl.runtime`` starts the controllers of a run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,19 @@ from pathlib import Path
 
 import torch
 
-from mmrl import checkpoint
-from mmrl.checkpoint import BEST, Saved, Stateful
+from mmrl.checkpoint import reader
+from mmrl.checkpoint.reader import BEST, Saved, Stateful
+from mmrl.checkpoint.run_state import of_run, restore, saver_of, take_up
 from mmrl.config.loader import LoadedRecipe
 from mmrl.controller import Controller
 from mmrl.datasets.loading import load_prompts
 from mmrl.datasets.records import checked
-from mmrl.divergence import Divergence, divergence
-from mmrl.early_stopping import EarlyStop
 from mmrl.errors import NotFiniteError, UserError
-from mmrl.evaluation import Heldout, measure, unmeasured
 from mmrl.garbage import rarely_collected
 from mmrl.judge.usage import PREFIX, Spending
-from mmrl.loop import train_step
 from mmrl.out_of_memory import OutOfMemoryError, in_phase
-from mmrl.placement import work
-from mmrl.placement.shortage import explained
+from mmrl.placement import device_tasks
+from mmrl.planner.shortage import explained
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import MetricsLog, Tracker, read
 from mmrl.report.profile import Traces, named
@@ -38,10 +35,13 @@ from mmrl.report.trackers import open_trackers
 from mmrl.rewards.patience import one_line, summary
 from mmrl.rewards.scoring import Failure
 from mmrl.run import build
-from mmrl.run_state import of_run, restore, saver_of, take_up
 from mmrl.secrets import remember
-from mmrl.step_context import Devices
 from mmrl.stopping import Stop
+from mmrl.training.divergence import Divergence, divergence
+from mmrl.training.early_stopping import EarlyStop
+from mmrl.training.evaluation import Heldout, measure, unmeasured
+from mmrl.training.loop import train_step
+from mmrl.training.step_context import Devices
 
 ANEW = "nothing was changed; put the files back from a copy, or start anew with --overwrite"
 """The edit where a run cannot go on from any of its checkpoints."""
@@ -149,7 +149,7 @@ class Session:
 
         Raises ``UserError`` where there are checkpoints and none is whole; nothing is forgotten then.
         """
-        found = found or checkpoint.newest(self.checkpoints, ANEW)
+        found = found or reader.newest(self.checkpoints, ANEW)
         if found is not None:
             restore(self.run, found, self._others)
             self.run.devices.others(self.run, take_up, self.checkpoints, found.step)
@@ -295,7 +295,7 @@ class Session:
 
     def _save(self) -> None:
         together = self.saver.ranks is not None
-        with self.run.devices.beside(self.run, work.save, self.done) if together else nullcontext():
+        with self.run.devices.beside(self.run, device_tasks.save, self.done) if together else nullcontext():
             taken = of_run(self.run, self.done, self._others, cpu_seconds=self.cpu_seconds)
             self.saver.begin(taken, self._proved)
 

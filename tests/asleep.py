@@ -5,7 +5,7 @@ import types
 import torch
 from torch import nn
 
-from mmrl import frozen
+from mmrl import frozen_modules
 
 TESTED = {
     "aesthetic:Aesthetic",
@@ -27,7 +27,7 @@ TESTED = {
 def apart(monkeypatch):
     """Take the CPU for a device with memory of its own from now on; returns the devices that were waited for."""
     waited = []
-    monkeypatch.setattr(frozen, "apart", lambda device: True)
+    monkeypatch.setattr(frozen_modules, "apart", lambda device: True)
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     return waited
 

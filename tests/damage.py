@@ -2,7 +2,7 @@
 
 import json
 
-from mmrl import checkpoint
+from mmrl.checkpoint import reader
 
 
 def truncated(directory, file):
@@ -58,7 +58,7 @@ ALL = [truncated, flipped, deleted, emptied, without_manifest, torn_manifest, to
 
 def passed_over(folder, good, bad):
     """The line on the checkpoint ``bad``, which is the only one newer than ``good``; that one is taken."""
-    found, skipped = checkpoint.load_latest(folder)
+    found, skipped = reader.load_latest(folder)
     assert found is not None
     assert found.step == good
     assert len(skipped) == 1

@@ -13,12 +13,12 @@ import torch
 
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
-from mmrl.loop import train_step
-from mmrl.placement.fakes import LiveBytes, nbytes
-from mmrl.placement.plan import plan
-from mmrl.placement.planned import Plan
+from mmrl.planner.fake_tensors import LiveBytes, nbytes
+from mmrl.planner.plan import plan
+from mmrl.planner.plan_data import Plan
 from mmrl.report.clock import Clock
 from mmrl.run import build
+from mmrl.training.loop import train_step
 
 LEFT_OUT = "the step is left out"
 
@@ -47,7 +47,7 @@ def without_the_step() -> Iterator[list]:
         raise UserError(LEFT_OUT)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmrl.placement.plan.measure", stopped)
+        patch.setattr("mmrl.planner.plan.measure", stopped)
         yield given
 
 

@@ -12,15 +12,15 @@ import torch
 from PIL import Image
 from torch import nn
 
-from mmrl import frozen as freezing
+from mmrl import frozen_modules as freezing
 from mmrl.config.schema import Placement, Reward
 from mmrl.errors import UserError
-from mmrl.frozen import Frozen, Offloaded
+from mmrl.frozen_modules import Frozen, Offloaded
 from mmrl.judge.answers import parse_kind
 from mmrl.judge.asking import Ask
 from mmrl.judge.asking import Settings as Asking
 from mmrl.judge.local import LocalModel
-from mmrl.placement.several import Several
+from mmrl.placement.multi_device import Several
 from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import build, can_sleep, find
 from mmrl.rewards.scoring import RewardSet

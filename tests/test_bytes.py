@@ -15,7 +15,6 @@ import torch
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group, interface_to
-from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.report.rundir import RunDir
 from mmrl.rewards import wire
@@ -23,6 +22,7 @@ from mmrl.rewards.serve import RewardServer
 from mmrl.run import build
 from mmrl.session import Session
 from mmrl.stopping import Stop
+from mmrl.training.loop import train_step
 from tests import judging
 from tests.hosts import network
 

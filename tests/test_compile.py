@@ -9,13 +9,13 @@ from safetensors.torch import load_file
 
 import mmrl
 from mmrl._torchvision import allow_cpu_only
+from mmrl.checkpoint.resume import same_run
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.errors import UserError
-from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.report.rundir import RunDir
-from mmrl.resume import same_run
 from mmrl.run import build
+from mmrl.training.loop import train_step
 from tests.tiny_diffusion import two_blocks
 
 allow_cpu_only()

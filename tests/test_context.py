@@ -12,8 +12,8 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.engines.context import Group, attend, columns, refusals
 from mmrl.errors import UserError
-from mmrl.placement.longest import longest
-from mmrl.placement.plan import plan
+from mmrl.planner.max_length import longest
+from mmrl.planner.plan import plan
 from tests import test_megatron as megatron
 from tests.ranks import launched
 from tests.test_megatron import SHIPPED, made, rows_of, tiny, updates

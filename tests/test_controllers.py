@@ -12,10 +12,10 @@ from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from mmrl.errors import UserError
-from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.run import build
-from mmrl.tally import Tally
+from mmrl.training.loop import train_step
+from mmrl.training.step_metrics import Tally
 from mmrl.trajectory import Prompt
 from tests.ranks import launched
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl import checkpoint
+from mmrl.checkpoint import reader
+from mmrl.checkpoint.resume import same_run
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Optim
 from mmrl.engines.policy import Policy
@@ -18,7 +19,6 @@ from mmrl.errors import UserError
 from mmrl.report import progress as shown
 from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
-from mmrl.resume import same_run
 from mmrl.runtime.start import train
 
 SMALL = ["sampling.steps=2", "train.prompts_per_step=2", "train.micro_batch_size=2", "eval.every=null"]
@@ -29,7 +29,7 @@ ROW = {"reward/mean": 0.6012, "reward/std": 0.21, "policy/ratio_max_dev": 1.2e-7
 def cpu_clock(monkeypatch):
     """Every step takes one CPU-second."""
     ticks = itertools.count()
-    monkeypatch.setattr("mmrl.placement.devices.Single.cpu_seconds", lambda self, run: float(next(ticks)))
+    monkeypatch.setattr("mmrl.placement.single_device.Single.cpu_seconds", lambda self, run: float(next(ticks)))
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_run_that_the_limit_ends_goes_on_from_the_time_in_its_checkpoint(tmp_p
     shutil.copytree(whole, cut)
     for step in (4, 5):  # as if it had been killed in step 4
         shutil.rmtree(cut / "checkpoints" / f"step_{step:06d}")
-    assert checkpoint.steps(cut / "checkpoints")[-1] == 3
+    assert reader.steps(cut / "checkpoints")[-1] == 3
     train(loaded, cut, resume=True)
     assert rows_of(cut) == rows
     longer = load_recipe(["shapes-draft"], [*loaded.overrides, "train.max_cpu_seconds=9"])

@@ -17,12 +17,12 @@ from mmrl.config.schema import Placement
 from mmrl.errors import UserError
 from mmrl.judge.local import LocalModel
 from mmrl.placement.adaptive import Split
-from mmrl.placement.board import Board, Task
-from mmrl.placement.several import Several
+from mmrl.placement.multi_device import Several
+from mmrl.placement.task_queue import Board, Task
 from mmrl.placement.utilisation import Sampler, of_gpu
 from mmrl.report import notices
 from mmrl.runtime.worker import LostDeviceError, There, serve
-from mmrl.step_context import DeviceState
+from mmrl.training.step_context import DeviceState
 from tests.ray_runs import JUDGED, ROOT, SMALL, alike, ended, lose_one, placed, rows, run, start, train
 
 allow_cpu_only()  # before transformers imports torchvision

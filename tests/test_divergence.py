@@ -9,17 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmrl import checkpoint, loop
+from mmrl.checkpoint import reader
+from mmrl.checkpoint.writer import Saver
 from mmrl.config.loader import load_recipe
 from mmrl.errors import NotFiniteError, UserError
 from mmrl.finite import check_tokens
-from mmrl.placement.plan import plan
+from mmrl.planner.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.report.html import write_report
 from mmrl.run import build
 from mmrl.runtime import start
-from mmrl.saving import Saver
-from mmrl.text.drawing import Draw, choose
+from mmrl.text.token_sampling import Draw, choose
+from mmrl.training import loop
 from mmrl.trajectory import SampleId
 from tests import tiny
 from tests.test_checkpoint import make as saved_tensors
@@ -109,7 +110,7 @@ def test_an_absurd_learning_rate_is_named_and_the_last_finite_checkpoint_stays(d
     assert "lower optim.lr or optim.max_grad_norm" in said
     assert "optim.lr=1e+29 --resume" in said
     assert "same batch shapes" not in said
-    found, skipped = checkpoint.load_latest(diverged.out / "checkpoints")
+    found, skipped = reader.load_latest(diverged.out / "checkpoints")
     assert found is not None
     assert found.step == 2
     assert all(torch.isfinite(t).all() for of in found.tensors.values() for t in of.values())
@@ -134,7 +135,7 @@ def test_it_goes_on_with_a_lower_learning_rate_from_there(diverged, folder, caps
     assert after[2]["optim/lr"] == 1e-5
     assert all(math.isfinite(row["optim/grad_norm"]) for row in after)
     assert rows(diverged.out, "failures.jsonl") == []
-    found, skipped = checkpoint.load_latest(diverged.out / "checkpoints")
+    found, skipped = reader.load_latest(diverged.out / "checkpoints")
     assert found is not None
     assert (found.step, skipped) == (4, [])
     with pytest.raises(
@@ -148,7 +149,7 @@ def test_keep_one_and_no_evaluation_keep_the_checkpoint_before_the_newest(tmp_pa
     for number, proved, there in ((1, False, [1]), (2, False, [1, 2]), (3, False, [2, 3]), (4, True, [4])):
         saver.begin(saved_tensors(number), proved)
         saver.finish()
-        assert checkpoint.steps(tmp_path) == there
+        assert reader.steps(tmp_path) == there
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer"])
@@ -160,7 +161,7 @@ def test_a_checkpoint_that_is_not_finite_is_not_written(tmp_path, part):
     with pytest.raises(NotFiniteError, match=rf"step 2 is not finite.*{part}/a \(inf\)"):
         saver.begin(bad)
     saver.finish()
-    assert (checkpoint.steps(tmp_path), saver.saved) == ([1], 1)
+    assert (reader.steps(tmp_path), saver.saved) == ([1], 1)
 
 
 def test_checkpoints_of_an_attempt_that_is_repeated_take_no_place(tmp_path):
@@ -173,10 +174,10 @@ def test_checkpoints_of_an_attempt_that_is_repeated_take_no_place(tmp_path):
     for number in (5, 7):
         saver.begin(saved_tensors(number))
         saver.finish()
-    found, _ = checkpoint.load_latest(tmp_path)
+    found, _ = reader.load_latest(tmp_path)
     assert found is not None
     assert found.step == 7
-    assert 5 in checkpoint.steps(tmp_path)
+    assert 5 in reader.steps(tmp_path)
 
 
 def poison(parameters, name="lora_B"):
@@ -328,7 +329,7 @@ def test_a_diverged_evaluation_is_named_and_nothing_is_saved_after_it(folder, tm
     said = str(error.value)
     assert "training diverged in the evaluation after step 1 at learning rate 1e+30" in said
     assert "there is no checkpoint yet: --resume begins again at step 0" in said
-    assert checkpoint.steps(out / "checkpoints") == []
+    assert reader.steps(out / "checkpoints") == []
     start.train(loaded(folder, "picture", *of, "optim.lr=1e-4", "train.steps=1"), out, resume=True)
     assert [row["step"] for row in rows(out)] == [1]
 

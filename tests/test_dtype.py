@@ -12,7 +12,7 @@ from mmrl.config.dtype import has_bfloat16
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe, shipped_recipes
 from mmrl.config.schema import Recipe
-from mmrl.placement.plan import plan
+from mmrl.planner.plan import plan
 from mmrl.run import evaluate, open_run
 from mmrl.runtime.start import train
 from tests import tiny

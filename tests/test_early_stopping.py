@@ -5,16 +5,16 @@ import math
 
 import pytest
 
-from mmrl import checkpoint
+from mmrl.checkpoint import reader
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import EarlyStopping
-from mmrl.early_stopping import EarlyStop
 from mmrl.errors import UserError
 from mmrl.report.rundir import RunDir
 from mmrl.run import evaluate, restored
 from mmrl.session import Session
 from mmrl.stopping import Stop
+from mmrl.training.early_stopping import EarlyStop
 from tests.tiny_diffusion import two_blocks
 
 HALFWAY = "eval.rewards=[{name: 'colour:target', label: halfway, options: {rgb: [150, 150, 170]}}]"
@@ -67,7 +67,7 @@ def test_a_run_ends_after_its_patience_and_keeps_the_best(stopped, capsys):
     best = max(found, key=lambda step: found[step])
     assert 0 < best < max(found) == best + 3 == outcome.done == outcome.saved < 12
     assert outcome.finished
-    assert checkpoint.steps(out / "checkpoints") == [best, best + 3], "checkpoint.keep is 1"
+    assert reader.steps(out / "checkpoints") == [best, best + 3], "checkpoint.keep is 1"
     assert evaluate(out, which="best")["reward/halfway"] == pytest.approx(found[best], abs=1e-6)
     assert restored(out, "latest")[2] == best + 3
 

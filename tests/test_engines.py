@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmrl.engines import external
-from mmrl.engines.external import (
+from mmrl.engines import engine_weights
+from mmrl.engines.engine_weights import (
     Allowance,
     Counted,
     allowances,
@@ -27,9 +27,9 @@ from mmrl.engines.external import (
     write_adapter,
     write_weights,
 )
+from mmrl.engines.lazy_engine import RESTARTS, Standby, unfailing
 from mmrl.engines.rollout import Request, Settings
-from mmrl.engines.served import Client, Process, flags, free_port
-from mmrl.engines.standby import RESTARTS, Standby, unfailing
+from mmrl.engines.server_process import Client, Process, flags, free_port
 from mmrl.engines.vllm import engine_arguments, sampling_parameters
 from mmrl.errors import LostServerError, UserError
 from mmrl.report.notices import listen
@@ -86,11 +86,11 @@ def test_an_answer_is_checked():
 
 
 def test_a_prompt_that_was_read_otherwise_is_named_with_both_counts():
-    external.check_prompt(ask(partial=[9]), [0, 1, 2, 3, 4, 9], "it")
+    engine_weights.check_prompt(ask(partial=[9]), [0, 1, 2, 3, 4, 9], "it")
     with pytest.raises(UserError, match=r"it made 6 tokens .* sample scenes/1 .* processor 5 \(they part at token 3\)"):
-        external.check_prompt(ask(partial=[9], name="scenes/1"), [0, 1, 2, 2, 3, 4, 9], "it")
+        engine_weights.check_prompt(ask(partial=[9], name="scenes/1"), [0, 1, 2, 2, 3, 4, 9], "it")
     with pytest.raises(UserError, match=r"it made 4 tokens .* processor 5"):
-        external.check_count(ask(), 4, "it")
+        engine_weights.check_count(ask(), 4, "it")
 
 
 def test_an_update_must_bring_every_weight(tmp_path):
@@ -172,7 +172,7 @@ STUBBORN = (
 STARTER = """
 import sys, time
 from pathlib import Path
-from mmrl.engines.served import Process
+from mmrl.engines.server_process import Process
 folder = Path(sys.argv[1])
 process = Process("it", [sys.executable, "-c", sys.argv[2]], {}, folder, folder.parent / "log")
 process.wait_until(lambda: "up" in process.last_lines(), 10)
@@ -214,15 +214,15 @@ def test_a_process_ends_when_its_starter_is_killed(tmp_path, death, child_too):
 
 
 def test_a_process_that_does_not_listen_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("mmrl.engines.served._CLOSE_S", 0.5)
+    monkeypatch.setattr("mmrl.engines.server_process._CLOSE_S", 0.5)
     process = started(STUBBORN, tmp_path / "private")
     process.close()
     assert not running(process._process.pid)
 
 
 def test_a_process_that_does_not_start_shows_its_last_lines(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mmrl.engines.served.PROGRESS_EVERY_S", 0.1)
-    monkeypatch.setattr("mmrl.engines.served._CLOSE_S", 0.5)
+    monkeypatch.setattr("mmrl.engines.server_process.PROGRESS_EVERY_S", 0.1)
+    monkeypatch.setattr("mmrl.engines.server_process._CLOSE_S", 0.5)
     folder = tmp_path / "private"
     folder.mkdir()
     code = "import time; print('loading'); time.sleep(0.5); print('no memory left'); raise SystemExit(3)"

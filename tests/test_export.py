@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 import mmrl
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
-from mmrl.evaluation import SEED
 from mmrl.export import export
 from mmrl.report.card import public
 from mmrl.run import restored
 from mmrl.runtime.start import train
+from mmrl.training.evaluation import SEED
 from mmrl.trajectory import Prompt, SampleId, Slot
 
 PROMPT = "two red circles"

@@ -15,7 +15,7 @@ from mmrl.config import Recipe
 from mmrl.config.loader import load_recipe, shipped_recipes
 from mmrl.errors import BadPromptError, UserError
 from mmrl.media import Media
-from mmrl.placement.plan import plan
+from mmrl.planner.plan import plan
 from mmrl.report.rundir import RunDir
 from mmrl.run import build
 from mmrl.session import Session

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from mmrl.runtime import pulse as pulses
-from mmrl.runtime.pulse import Pulse
+from mmrl.runtime import stall_watchdog as pulses
+from mmrl.runtime.stall_watchdog import Pulse
 from tests.ray_runs import SMALL, ended, learned, rows, train
 
 HANGS = """

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from mmrl.config.loader import load_recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.errors import UserError
-from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.run import build
+from mmrl.training.loop import train_step
 from mmrl.trajectory import Prompt
 from tests.tiny_diffusion import two_blocks
 

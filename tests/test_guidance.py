@@ -6,13 +6,13 @@ from torch.nn.functional import logsigmoid
 
 import mmrl
 from mmrl.algorithms.objective import copies_of
-from mmrl.batch import of_group
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
-from mmrl.placement.plan import plan
-from mmrl.placement.tables import _arithmetic
+from mmrl.planner.plan import plan
+from mmrl.planner.render import _arithmetic
+from mmrl.training.batch import of_group
 from mmrl.trajectory import SampleId, Slot
-from tests.test_loop import SMALL, make
+from tests.test_training_loop import SMALL, make
 
 KINDS = {
     "dgpo": "{type: dgpo, noise_levels: 2, beta: 30, clip_range: 0.0001}",

@@ -7,9 +7,9 @@ import torch
 
 from mmrl.config.loader import load_recipe
 from mmrl.judge.store import CACHE, TRANSCRIPTS, rows_of
-from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.run import build
+from mmrl.training.loop import train_step
 from tests import judging, tiny
 
 

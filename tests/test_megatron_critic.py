@@ -40,7 +40,7 @@ def opened(name, path, controller, *overrides):
 
 
 def sees(folder):
-    from tests.test_megatron_seeing import tiny_model  # skips where its processor's library is missing
+    from tests.test_megatron_vision import tiny_model  # skips where its processor's library is missing
 
     return tiny_model(folder)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mmrl._torchvision import allow_cpu_only
-from mmrl.config.cuts import TESTED, combination, untested
 from mmrl.config.loader import load_recipe
+from mmrl.config.megatron_layouts import TESTED, combination, untested
 from mmrl.config.placement_checks import of_placement
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
@@ -89,7 +89,7 @@ def mixture(tmp_path_factory):
 def sees(tmp_path_factory):
     pytest.importorskip("megatron.core")
     pytest.importorskip("torchvision")
-    from tests import test_megatron_seeing as seeing
+    from tests import test_megatron_vision as seeing
 
     path = seeing.tiny_model(tmp_path_factory.mktemp("cuts") / "model")
     run = megatron.made(path, None, *seeing.OPEN, name="scenes")
@@ -189,7 +189,7 @@ def models(kind):
             return [decoder("Qwen3"), Critic(decoder("Qwen3"))], ["algorithm={type: ppo}"]
         case _:
             pytest.importorskip("torchvision")
-            from tests import test_megatron_seeing as seeing
+            from tests import test_megatron_vision as seeing
 
             loaded = load_recipe(["scenes"], megatron.TP)
             return [seeing.pipeline(loaded, loaded.recipe.model.path).policy], []
@@ -202,7 +202,7 @@ def layouts(kind):
     function["critic"] = critic.test_a_shared_body_has_the_values_and_gradients_of_the_whole
     if kind == "sees":
         pytest.importorskip("torchvision")
-        from tests import test_megatron_seeing as seeing
+        from tests import test_megatron_vision as seeing
 
         of = seeing.test_a_shared_language_part_and_a_tower_on_each_rank_have_the_gradients_of_the_whole
         function["sees"] = of

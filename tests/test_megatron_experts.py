@@ -11,8 +11,8 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.engines.megatron.mapping import refusals, shares
 from mmrl.errors import UserError
-from mmrl.placement.plan import plan
-from mmrl.text.external import streamed
+from mmrl.planner.plan import plan
+from mmrl.text.engine_sampling import streamed
 from tests.ray_runs import alike, rows, run
 from tests.test_megatron import SHIPPED, equal, made, rows_of, tiny, together, updates
 

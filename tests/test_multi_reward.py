@@ -8,12 +8,12 @@ import torch
 from mmrl.algorithms.advantages import group_advantages
 from mmrl.algorithms.multi_reward import aggregated
 from mmrl.algorithms.objective import Scored
-from mmrl.batch import counted
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
-from mmrl.micro_batches import chosen
-from mmrl.placement.arithmetic import count
-from tests.test_loop import FORWARD, SMALL, make, step, update_gradient
+from mmrl.planner.counts import count
+from mmrl.training.batch import counted
+from mmrl.training.micro_batches import chosen
+from tests.test_training_loop import FORWARD, SMALL, make, step, update_gradient
 
 GROUPS = torch.tensor([0] * 4 + [1] * 4)
 LOUD = torch.tensor([100.0, -100.0, 100.0, -100.0, 50.0, 80.0, -50.0, -80.0], dtype=torch.float64)

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmrl import checkpoint, cli, manifest, saving
+from mmrl import cli
+from mmrl.checkpoint import manifest, reader, writer
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.report.rundir import RunDir
@@ -117,27 +118,27 @@ def test_a_step_that_has_no_checkpoint_is_named(trained):
 def test_the_step_in_the_manifest_decides(run, capsys):
     folder = run / "checkpoints"
     (folder / "step_000001").rename(folder / "step_000009")
-    assert checkpoint.steps(folder) == [1, 2]
+    assert reader.steps(folder) == [1, 2]
     assert restored(run, "latest")[2] == 2
     assert "warning: checkpoint step_000009 is of step 1, as its manifest.json says\n" in capsys.readouterr().err
-    assert checkpoint.load(folder, 1).directory.name == "step_000009"
+    assert reader.load(folder, 1).directory.name == "step_000009"
     with pytest.raises(UserError, match="no checkpoint of step 9"):
-        checkpoint.load(folder, 9)
+        reader.load(folder, 9)
 
 
 def test_a_copy_is_named_and_the_one_that_is_called_so_is_taken(tmp_path, capsys):
-    saving.save(tmp_path, make(1), keep=3)
-    good = saving.save(tmp_path, make(2, 2.0), keep=3)
+    writer.save(tmp_path, make(1), keep=3)
+    good = writer.save(tmp_path, make(2, 2.0), keep=3)
     shutil.copytree(good, tmp_path / "a copy")
     shutil.copytree(good, tmp_path / "step_000001", dirs_exist_ok=True)  # the older one has another's files
-    found = checkpoint.newest(tmp_path, "mend it")
+    found = reader.newest(tmp_path, "mend it")
     assert found is not None
     assert found.directory == good
     said = capsys.readouterr().err
     assert "checkpoint step_000001 is of step 2, as its manifest.json says; step_000002 is another of it" in said
     assert "checkpoint a copy is of step 2, as its manifest.json says; step_000002 is another of it" in said
     damage.flipped(good, good / "weights.safetensors")
-    found, skipped = checkpoint.load_latest(tmp_path)
+    found, skipped = reader.load_latest(tmp_path)
     assert found is not None
     assert (found.step, found.directory.name) == (2, "a copy")
     assert "step_000002 is not whole" in skipped[0]
@@ -145,9 +146,9 @@ def test_a_copy_is_named_and_the_one_that_is_called_so_is_taken(tmp_path, capsys
 
 def test_renamed_directories_are_rotated_by_their_steps(tmp_path):
     for step in (1, 2):
-        saving.save(tmp_path, make(step), keep=2)
+        writer.save(tmp_path, make(step), keep=2)
     (tmp_path / "step_000001").rename(tmp_path / "step_000050")
-    saving.save(tmp_path, make(3), keep=2)
+    writer.save(tmp_path, make(3), keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000003"]
 
 
@@ -175,30 +176,30 @@ FILE = {"bytes": 1, "sha256": "0" * 64}
     ids=str,
 )
 def test_the_manifest_is_checked_as_a_schema(tmp_path, content, says):
-    saving.save(tmp_path, make(1), keep=3)
-    directory = saving.save(tmp_path, make(2), keep=3)
+    writer.save(tmp_path, make(1), keep=3)
+    directory = writer.save(tmp_path, make(2), keep=3)
     (directory / "manifest.json").write_text(json.dumps(content))
     if isinstance(content, dict) and "state.json is missing" in says:
         for path in directory.glob("*.safetensors"):
             path.unlink()
     assert says in damage.passed_over(tmp_path, 1, 2)
     with pytest.raises(UserError, match="step_000002 is not whole"):
-        checkpoint.load(tmp_path, 2)
+        reader.load(tmp_path, 2)
 
 
 def test_tensors_that_the_manifest_does_not_know_are_not_read(tmp_path):
-    saving.save(tmp_path, make(1), keep=3)
-    directory = saving.save(tmp_path, make(2), keep=3)
+    writer.save(tmp_path, make(1), keep=3)
+    directory = writer.save(tmp_path, make(2), keep=3)
     shutil.copy(directory / "weights.safetensors", directory / "stray.safetensors")
     assert "stray.safetensors is not in its manifest.json" in damage.passed_over(tmp_path, 1, 2)
     (directory / "stray.safetensors").unlink()
     (directory / "notes.txt").write_text("of somebody's own, which nothing reads")
-    assert checkpoint.load(tmp_path, 2).step == 2
+    assert reader.load(tmp_path, 2).step == 2
 
 
 def test_what_is_no_checkpoint_is_no_fault(tmp_path):
-    saving.save(tmp_path, make(1), keep=3)
+    writer.save(tmp_path, make(1), keep=3)
     (tmp_path / "notes").mkdir()
     (tmp_path / "step_000002").write_text("a file")
     assert [entry.step for entry in manifest.entries(tmp_path)] == [1]
-    assert checkpoint.load_latest(tmp_path)[1] == []
+    assert reader.load_latest(tmp_path)[1] == []

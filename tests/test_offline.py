@@ -10,12 +10,10 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl import loop
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
-from mmrl.evaluation import Heldout
 from mmrl.export import export
 from mmrl.media import Media
 from mmrl.report.clock import Clock
@@ -25,6 +23,8 @@ from mmrl.run import build, evaluate, restored
 from mmrl.runtime.start import train
 from mmrl.session import Session
 from mmrl.text.pairs import Pair, ending, pair_of
+from mmrl.training import loop
+from mmrl.training.evaluation import Heldout
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from tests import tiny
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from mmrl.checkpoint.resume import same_run
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.report.rundir import RunDir
-from mmrl.resume import same_run
 
 NEW = ("overlong", "guidance", "last_level")
 """Keys that an older version did not have; of ``data`` and of ``algorithm``."""

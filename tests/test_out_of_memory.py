@@ -11,12 +11,12 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.out_of_memory import OutOfMemoryError, in_phase
-from mmrl.placement import work
-from mmrl.placement.fakes import LiveBytes
+from mmrl.placement import device_tasks
+from mmrl.planner.fake_tensors import LiveBytes
 from mmrl.run import build
 from mmrl.runtime import start
 from mmrl.runtime.worker import There, serve
-from mmrl.step_context import SamplingSpec
+from mmrl.training.step_context import SamplingSpec
 from mmrl.trajectory import SampleId, Slot
 from tests.tiny_diffusion import two_blocks
 
@@ -96,16 +96,16 @@ def test_sampling_goes_on_with_half_the_rows_and_draws_the_same_samples(run, ask
     limit = (max(half) + 2**20 + min(whole)) // 2
     assert max(half) < limit < min(whole)
     with a_run_that_begins(run):
-        expected, shown = work.sample(run, *asked)
+        expected, shown = device_tasks.sample(run, *asked)
         assert run.local.at_once == {}
         with Device(limit):
-            drawn, said = work.sample(run, *asked)
+            drawn, said = device_tasks.sample(run, *asked)
         told = capsys.readouterr().err
         assert run.local.at_once == {"sample": 4, "decode": 4}
         assert "out of memory in the phase sample with 8 samples at once: it goes on with 4" in told
         assert "sampling.batch_size=4" in told
         with Device(limit):
-            work.sample(run, *asked)
+            device_tasks.sample(run, *asked)
         assert capsys.readouterr().err == "", "it begins with what there is memory for"
     assert drawn.ids == expected.ids
     for name in ("clean", "states", "log_probs"):
@@ -119,7 +119,7 @@ def test_where_one_row_is_too_much_the_phase_is_named(run, asked):
         Device(2**16),
         pytest.raises(OutOfMemoryError, match="phase sample: CUDA out of memory"),
     ):
-        work.sample(run, *asked)
+        device_tasks.sample(run, *asked)
 
 
 def test_a_device_in_another_process_names_the_phase_too(run, asked):
@@ -132,7 +132,7 @@ def test_a_device_in_another_process_names_the_phase_too(run, asked):
     thread = threading.Thread(target=device, daemon=True)
     thread.start()
     with pytest.raises(OutOfMemoryError, match="phase sample: device 1: CUDA out of memory"):
-        There(1, here).perform(run, work.sample, asked, {})
+        There(1, here).perform(run, device_tasks.sample, asked, {})
     here.close()
     thread.join(10)
 

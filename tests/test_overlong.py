@@ -12,15 +12,15 @@ from mmrl.config.loader import load_recipe
 from mmrl.datasets.fields import UnreadColumns
 from mmrl.datasets.loading import load_prompts
 from mmrl.errors import BadPromptError, UserError
-from mmrl.evaluation import Heldout
 from mmrl.judge.rubric import Rubric
 from mmrl.media import Media
-from mmrl.placement.plan import plan
+from mmrl.planner.plan import plan
 from mmrl.report.rundir import RunDir
 from mmrl.run import build
 from mmrl.session import Session
 from mmrl.stopping import Stop
 from mmrl.text.overlong import without_first
+from mmrl.training.evaluation import Heldout
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 from tests import tiny
 

@@ -8,12 +8,12 @@ import torch
 
 import mmrl
 from mmrl.algorithms.objective import GraphSteps
-from mmrl.batch import groups_of, of_group
 from mmrl.controller.randomness import noise
-from mmrl.loop import train_step
 from mmrl.report.clock import Clock
+from mmrl.training.batch import groups_of, of_group
+from mmrl.training.loop import train_step
 from mmrl.trajectory import SampleId, Slot
-from tests.test_loop import make
+from tests.test_training_loop import make
 
 
 def move(policy, scale=0.05):

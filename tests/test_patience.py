@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl import checkpoint, cli
+from mmrl import cli
+from mmrl.checkpoint import reader
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Reward, Scoring
 from mmrl.config.section import seconds_of
 from mmrl.controller.peers import Group
 from mmrl.errors import UnscoredError
-from mmrl.evaluation import told, unmeasured
 from mmrl.report.progress import status_line
 from mmrl.report.rundir import RunDir
 from mmrl.rewards import patience as patiences
@@ -24,6 +24,7 @@ from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rewards.serve import RewardServer
 from mmrl.session import Session
 from mmrl.stopping import Stop
+from mmrl.training.evaluation import told, unmeasured
 from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 from tests.ranks import launched
@@ -413,7 +414,7 @@ def learned(out):
     """The rows of a run without what is of the machine, and its last weights."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     rows = [{k: v for k, v in r.items() if not k.startswith(("time/", "perf/", "sent/", "features/"))} for r in rows]
-    found, _ = checkpoint.load_latest(out / "checkpoints")
+    found, _ = reader.load_latest(out / "checkpoints")
     return rows, {part: {k: t.tolist() for k, t in of.items()} for part, of in found.tensors.items()}
 
 
@@ -441,7 +442,7 @@ def test_a_run_whose_endpoint_is_killed_stops_with_3_and_resumes_to_the_same_num
     assert "step 3: 8 of 8 samples failed (reward 'far': cannot reach http://127.0.0.1:" in said
     assert " nan " not in said
     assert [row["step"] for row in learned(tmp_path / "cut")[0]] == [1, 2]
-    assert checkpoint.steps(tmp_path / "cut" / "checkpoints") == [2]
+    assert reader.steps(tmp_path / "cut" / "checkpoints") == [2]
 
     server = Killed(length, server.server_port)
     assert train(tmp_path / "cut", rewards, resume=True).finished
@@ -472,7 +473,7 @@ def test_a_reward_that_always_fails_trains_nothing_and_is_never_done(length, tmp
     assert "steps up to 0 are saved" in said
     assert "--resume" in said
     assert "done:" not in said
-    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == []
+    assert reader.steps(tmp_path / "run" / "checkpoints") == []
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
 
 

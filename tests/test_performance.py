@@ -10,6 +10,7 @@ from torch import nn
 
 import mmrl
 from mmrl._torchvision import allow_cpu_only
+from mmrl.checkpoint.resume import same_run
 from mmrl.config.loader import load_recipe
 from mmrl.config.performance import Performance
 from mmrl.config.schema import Optim
@@ -18,11 +19,10 @@ from mmrl.engines.optimizers import bytes_in_8_bits
 from mmrl.engines.performance import Ability
 from mmrl.engines.policy import Policy
 from mmrl.errors import UserError
-from mmrl.placement.gpus import GPUS
-from mmrl.placement.plan import plan
-from mmrl.placement.room import edits
+from mmrl.planner.fit_check import edits
+from mmrl.planner.gpus import GPUS
+from mmrl.planner.plan import plan
 from mmrl.report.rundir import RunDir
-from mmrl.resume import same_run
 from tests.tiny import language_model
 from tests.tiny_diffusion import save, two_blocks
 

@@ -15,14 +15,14 @@ from mmrl.config.loader import load_recipe
 from mmrl.config.picture_algorithms import PictureDPO
 from mmrl.controller.randomness import noise
 from mmrl.errors import BadPromptError
-from mmrl.loop import train_step
 from mmrl.media import Media
-from mmrl.placement.plan import plan
+from mmrl.planner.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.report.rundir import RunDir
 from mmrl.run import build
 from mmrl.session import Session
 from mmrl.stopping import Stop
+from mmrl.training.loop import train_step
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 from tests.tiny_diffusion import two_blocks
 

@@ -18,16 +18,16 @@ from rich.console import Console
 
 import mmrl
 from mmrl._torchvision import allow_cpu_only
-from mmrl.batch import Batch, rows_of_update
 from mmrl.config.loader import load_recipe, shipped_recipes
 from mmrl.config.objectives import load_objective
-from mmrl.micro_batches import slices
-from mmrl.placement.arithmetic import count
-from mmrl.placement.fakes import LiveBytes
-from mmrl.placement.plan import _about_dtype, plan
-from mmrl.placement.room import room
-from mmrl.placement.tables import render
-from mmrl.rollout import AtOnce
+from mmrl.planner.counts import count
+from mmrl.planner.fake_tensors import LiveBytes
+from mmrl.planner.fit_check import room
+from mmrl.planner.plan import _about_dtype, plan
+from mmrl.planner.render import render
+from mmrl.rollout.collect import AtOnce
+from mmrl.training.batch import Batch, rows_of_update
+from mmrl.training.micro_batches import slices
 from mmrl.trajectory import SampleId, Trajectory
 from tests import planning
 from tests.planning import LEFT_OUT, random_weights, resident, run_steps, without_the_step

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from mmrl._torchvision import allow_cpu_only
-from mmrl.batch import chunks
 from mmrl.config.loader import load_recipe
 from mmrl.config.objectives import load_objective
 from mmrl.config.schema import Placement
 from mmrl.judge.server import CACHE
-from mmrl.placement.arithmetic import count
-from mmrl.placement.judges import Asked, on_devices
-from mmrl.placement.planned import Plan
-from mmrl.placement.room import room
-from mmrl.placement.sharing import calls, idle, inside, refusals, rows, split_of
-from mmrl.placement.tables import render
+from mmrl.planner.counts import count
+from mmrl.planner.device_roles import calls, idle, inside, refusals, rows, split_of
+from mmrl.planner.fit_check import room
+from mmrl.planner.judges import Asked, on_devices
+from mmrl.planner.plan_data import Plan
+from mmrl.planner.render import render
+from mmrl.rewards.async_scoring import Entry, batches
 from mmrl.rewards.scoring import check
-from mmrl.rewards.underway import Entry, batches
+from mmrl.training.batch import chunks
 from tests import planning
 
 allow_cpu_only()  # before transformers imports torchvision

@@ -13,14 +13,14 @@ from torch.nn.functional import conv2d, scaled_dot_product_attention
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
-from mmrl.placement import estimate
-from mmrl.placement.fakes import LiveBytes
-from mmrl.placement.gpus import GPUS, Gpu, gpu_of
-from mmrl.placement.operations import times_expert
-from mmrl.placement.plan import plan
-from mmrl.placement.planned import PhaseMemory
-from mmrl.placement.room import room
-from mmrl.placement.tables import render
+from mmrl.planner import estimate
+from mmrl.planner.fake_tensors import LiveBytes
+from mmrl.planner.fit_check import room
+from mmrl.planner.gpus import GPUS, Gpu, gpu_of
+from mmrl.planner.operations import times_expert
+from mmrl.planner.plan import plan
+from mmrl.planner.plan_data import PhaseMemory
+from mmrl.planner.render import render
 from tests.planning import without_the_step
 from tests.tiny import language_model
 from tests.tiny_diffusion import two_blocks
@@ -199,7 +199,7 @@ def test_tokens_take_as_long_as_reading_the_weights_where_memory_is_the_bound(te
 def test_what_a_token_leaves_in_the_cache_worked_out_by_hand():
     from transformers import LlamaConfig, Qwen2Config
 
-    from mmrl.text.describing import _cached
+    from mmrl.text.meta_model import _cached
 
     small = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
     assert _cached(Qwen2Config(**small, num_key_value_heads=2)) == 2 * 3 * 2 * 8

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mmrl.placement import fakes
-from mmrl.placement.fakes import LiveBytes, fake
-from mmrl.placement.shapes import Shapes
+from mmrl.planner import fake_tensors
+from mmrl.planner.fake_shapes import Shapes
+from mmrl.planner.fake_tensors import LiveBytes, fake
 
 OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "a new tensor": lambda x: x @ x.mT,
@@ -64,7 +64,7 @@ def test_a_step_of_a_model_takes_the_same_memory_with_it(monkeypatch: pytest.Mon
 
     remembered = peak()
     assert remembered[0] > remembered[1] > 0
-    monkeypatch.setattr(fakes, "Shapes", lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    monkeypatch.setattr(fake_tensors, "Shapes", lambda: FakeTensorMode(allow_non_fake_inputs=True))
     assert remembered == peak()
 
 

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrl._torchvision import allow_cpu_only
-from mmrl.balance import LAUNCH, packing_cost
 from mmrl.config.loader import load_recipe
-from mmrl.loop import train_step
-from mmrl.micro_batches import packed
-from mmrl.placement.arithmetic import count
-from mmrl.placement.fakes import LiveBytes, nbytes
-from mmrl.placement.plan import plan
+from mmrl.controller.workload_balance import LAUNCH, packing_cost
+from mmrl.planner.counts import count
+from mmrl.planner.fake_tensors import LiveBytes, nbytes
+from mmrl.planner.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.run import build
+from mmrl.training.loop import train_step
+from mmrl.training.micro_batches import packed
 from tests import tiny
 
 allow_cpu_only()

@@ -111,9 +111,9 @@ def test_weights_in_shards_over_eight_devices(folder, world, case):
 
     from mmrl.config.loader import load_recipe
     from mmrl.controller import Controller
-    from mmrl.loop import train_step
     from mmrl.report.clock import Clock
     from mmrl.run import build
+    from mmrl.training.loop import train_step
     from tests.tiny_diffusion import two_blocks
 
     words = ["controllers=8", "train.backend=fsdp", "device=cuda", "train.prompts_per_step=8", "eval.samples=8"]
@@ -146,9 +146,9 @@ def test_a_model_that_sees_with_a_judge_on_the_same_device(tmp_path):
 def stepped(folder, *words):
     """The rows of two steps, where the model that scores was when they sampled and trained."""
     from mmrl.config.loader import load_recipe
-    from mmrl.loop import train_step
     from mmrl.report.clock import Clock
     from mmrl.run import build
+    from mmrl.training.loop import train_step
     from tests.asleep import modules
 
     scored = "rewards=[{name: reward_model, options: {path: scorer}}]"

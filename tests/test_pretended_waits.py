@@ -128,15 +128,15 @@ def test_a_slice_of_an_update_waits_once_at_most(pictures, kind):
 
 @pytest.mark.parametrize("kind", ["policy_gradient", "pathwise", "offline"])
 def test_what_leaves_the_device_and_comes_back_moves_once_a_phase_and_nobody_waits(pictures, kind, monkeypatch):
-    from mmrl import frozen
+    from mmrl import frozen_modules
 
-    moved, come = Counter(), frozen.Frozen.wake
+    moved, come = Counter(), frozen_modules.Frozen.wake
 
     def noted(self, device, wait=True):
         moved[type(self.module).__name__] += self._at is None
         return come(self, device, wait)
 
-    monkeypatch.setattr(frozen.Frozen, "wake", noted)
+    monkeypatch.setattr(frozen_modules.Frozen, "wake", noted)
     sizes = ["sampling.batch_size=2", "train.micro_batch_size=2"]
     stays = waits_of_a_step(pictures / f"{kind}.yaml", "model.offload=false", *sizes)
     assert not moved
@@ -193,9 +193,9 @@ def test_what_mixes_devices_is_refused_and_what_waits_is_counted_where_it_does()
 def test_a_step_is_that_of_the_cpu(pictures):
     """The kernels are the CPU's; only attention is taken apart, as no kernel of CUDA is there."""
     from mmrl.config.loader import load_recipe
-    from mmrl.loop import train_step
     from mmrl.report.clock import Clock
     from mmrl.run import build
+    from mmrl.training.loop import train_step
 
     rows = []
     for device in ("cuda", "cpu"):

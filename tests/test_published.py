@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from mmrl.config import Recipe
-from mmrl.config.known_as import SETTINGS
+from mmrl.config.aliases import SETTINGS
 from mmrl.config.loader import load_recipe, shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[1]

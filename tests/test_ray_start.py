@@ -11,7 +11,7 @@ import pytest
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.runtime.cluster import ClusterLostError, cluster
-from mmrl.runtime.outside import Outlook
+from mmrl.runtime.process_probe import Outlook
 
 pytest.importorskip("ray")
 

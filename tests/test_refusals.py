@@ -8,10 +8,10 @@ import pytest
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.engines.external import model_folder, values_of
+from mmrl.engines.engine_weights import model_folder, values_of
 from mmrl.engines.sglang import SglangServer
 from mmrl.errors import UserError
-from mmrl.placement.plan import plan
+from mmrl.planner.plan import plan
 from mmrl.rewards.contract import Declaration
 from mmrl.rewards.loading import find
 from mmrl.rewards.scoring import check

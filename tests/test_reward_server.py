@@ -24,10 +24,10 @@ import mmrl
 from mmrl.config.schema import Reward
 from mmrl.errors import UserError
 from mmrl.media import Media
-from mmrl.rewards import elsewhere, wire
-from mmrl.rewards.elsewhere import started_elsewhere
+from mmrl.rewards import subprocess_server, wire
 from mmrl.rewards.scoring import RewardError, RewardSet
 from mmrl.rewards.serve import RewardServer, is_loopback
+from mmrl.rewards.subprocess_server import started_elsewhere
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 REPO = Path(__file__).resolve().parent.parent
@@ -540,7 +540,7 @@ def test_a_server_elsewhere_that_cannot_start_says_so(file, monkeypatch, tmp_pat
 def test_a_server_elsewhere_ends_with_its_parent(file, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     program = (
-        "import os, sys; from mmrl.rewards.elsewhere import started_elsewhere\n"
+        "import os, sys; from mmrl.rewards.subprocess_server import started_elsewhere\n"
         "with started_elsewhere(sys.argv[1], port=0) as (process, line):\n"
         "    print(line, flush=True); os._exit(9)"
     )
@@ -586,4 +586,4 @@ def test_requirements_make_an_environment_of_its_own(monkeypatch, tmp_path):
         started_elsewhere(str(tmp_path / "mine.py"), port=0, requirements=tmp_path / "requirements.txt"),
     ):
         pass
-    assert elsewhere._cache("envs").is_dir()
+    assert subprocess_server._cache("envs").is_dir()

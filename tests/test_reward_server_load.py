@@ -10,9 +10,9 @@ from contextlib import closing, suppress
 
 import pytest
 
-from mmrl.rewards import room, wire
-from mmrl.rewards.room import Room, Turns
+from mmrl.rewards import serve_limits, wire
 from mmrl.rewards.serve import RewardServer
+from mmrl.rewards.serve_limits import Room, Turns
 
 LENGTH = "import mmrl\n@mmrl.reward(inputs=('text',))\ndef score(s, *, context):\n    return [len(x.text) for x in s]\n"
 BODY = json.dumps({"version": 1, "samples": [{"text": "seven c"}]}).encode()
@@ -77,8 +77,8 @@ def test_half_sent_requests_delay_nobody(server):
 
 
 def test_a_request_that_never_ends_is_cut_off(server, monkeypatch):
-    monkeypatch.setattr(room, "HEAD_S", 0.3)
-    monkeypatch.setattr(room, "SILENCE_S", 0.3)
+    monkeypatch.setattr(serve_limits, "HEAD_S", 0.3)
+    monkeypatch.setattr(serve_limits, "SILENCE_S", 0.3)
     for beginning in (b"POST /sc", HALF):
         assert ends(connect(server, beginning), 5)
     slow = connect(server, b"POST /score HTTP/1.1\r\n")
@@ -95,7 +95,7 @@ def test_a_request_that_never_ends_is_cut_off(server, monkeypatch):
 
 
 def test_the_slowest_client_makes_way_for_a_new_one(server, monkeypatch):
-    monkeypatch.setattr(room, "_GRACE_S", 0.0)
+    monkeypatch.setattr(serve_limits, "_GRACE_S", 0.0)
     server.room = Room(connections=3)
     waiting = [connect(server, HALF) for _ in range(3)]
     time.sleep(0.1)
@@ -105,7 +105,7 @@ def test_the_slowest_client_makes_way_for_a_new_one(server, monkeypatch):
 
 def test_requests_that_hold_memory_are_bounded_together(server, monkeypatch):
     """Three uploads fill the memory and stop; a good request gets theirs, and what it held comes back."""
-    monkeypatch.setattr(room, "_GRACE_S", 0.2)
+    monkeypatch.setattr(serve_limits, "_GRACE_S", 0.2)
     server.room = Room(held=1_500_000)
     waiting = [connect(server, HALF + b" " * 490_000) for _ in range(3)]
     time.sleep(0.1)

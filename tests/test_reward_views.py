@@ -10,17 +10,17 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl import loop
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Reward
 from mmrl.datasets.loading import load_prompts
-from mmrl.evaluation import Heldout
 from mmrl.media import Media
 from mmrl.report.clock import Clock
 from mmrl.rewards import calling
 from mmrl.rewards.scoring import RewardSet
 from mmrl.rewards.serve import RewardServer
 from mmrl.run import build
+from mmrl.training import loop
+from mmrl.training.evaluation import Heldout
 from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 

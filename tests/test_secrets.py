@@ -8,14 +8,14 @@ import yaml
 from rich.console import Console
 
 from mmrl import secrets
+from mmrl.checkpoint.resume import same_run
 from mmrl.config.loader import load_recipe
-from mmrl.config.masking import masked_document, masked_override
+from mmrl.config.masked_text import masked_document, masked_override
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.placement.plan import plan
-from mmrl.placement.tables import render
+from mmrl.planner.plan import plan
+from mmrl.planner.render import render
 from mmrl.report.rundir import RunDir
-from mmrl.resume import same_run
 from mmrl.run import open_run
 from mmrl.runtime import start
 from mmrl.secrets import MASK, given_again, hidden, is_secret, masked

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.engines.external import values_of
+from mmrl.engines.engine_weights import values_of
+from mmrl.engines.lazy_engine import Standby
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Request, Settings
 from mmrl.engines.sglang import SglangServer, _command
-from mmrl.engines.standby import Standby
 from mmrl.errors import UserError
 from mmrl.media import Clip
 from mmrl.text.pipeline import TextPipeline

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl import checkpoint, run_state
+from mmrl.checkpoint import reader, run_state
+from mmrl.checkpoint.writer import Saver
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
-from mmrl.loop import train_step
 from mmrl.report.clock import Clock
 from mmrl.run import build
-from mmrl.saving import Saver
+from mmrl.training.loop import train_step
 from tests import damage
 from tests.ranks import launched
 
@@ -99,7 +99,7 @@ def tensors(policy):
 
 def go_on(run, folder, ranks):
     """The step after the newest checkpoint: its metrics, the prompts of its slots, and how far Adam and EMA are."""
-    found, skipped = checkpoint.load_latest(folder)
+    found, skipped = reader.load_latest(folder)
     assert found is not None
     assert not skipped
     run_state.restore(run, found)
@@ -269,7 +269,7 @@ def test_a_full_disk_of_one_is_told_by_all_and_the_next_save_is_whole(tmp_path):
         assert "the checkpoint of step 1 could not be saved (File too large); there is none yet" in rank["failed"]
         assert rank["saved"] == [0, 2]
         assert rank["left"] == ["step_000002"]
-    found, _ = checkpoint.load_latest(tmp_path / "checkpoints")
+    found, _ = reader.load_latest(tmp_path / "checkpoints")
     assert found is not None
 
 

@@ -9,10 +9,10 @@ import torch
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
-from mmrl.loop import backward
-from mmrl.placement.board import Board, Task
-from mmrl.placement.dealing import all_of
-from mmrl.placement.plan import plan
+from mmrl.placement.device_shares import all_of
+from mmrl.placement.task_queue import Board, Task
+from mmrl.planner.plan import plan
+from mmrl.training.loop import backward
 from tests import damage
 from tests.ray_runs import JUDGED, alike, placed, rows, run
 

@@ -13,9 +13,8 @@ from mmrl.cli.simulate import MadeUp, micro_batches, shape
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.placement.adaptive import Split, splits
-from mmrl.placement.phase import Generate, Habits
-from mmrl.placement.recorded import fitted, read_run
-from mmrl.placement.simulate import (
+from mmrl.simulator.generate_phase import Generate, Habits
+from mmrl.simulator.simulate import (
     Cluster,
     adaptive,
     best_disaggregated,
@@ -25,7 +24,8 @@ from mmrl.placement.simulate import (
     disaggregated,
     static,
 )
-from mmrl.placement.trace import LOADS, Load, Trace, Work, synthetic
+from mmrl.simulator.trace import LOADS, Load, Trace, Work, synthetic
+from mmrl.simulator.trace_from_run import fitted, read_run
 from tests.test_cli import folder, mmrl  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from mmrl._torchvision import allow_cpu_only
+from mmrl.engines.lazy_engine import Standby, unfailing
 from mmrl.engines.rollout import Request, Settings
-from mmrl.engines.standby import Standby, unfailing
 from mmrl.engines.vllm_server import VllmServer
 from mmrl.judge.answers import parse_kind
 from mmrl.judge.asking import Ask
@@ -165,7 +165,7 @@ def test_a_judge_in_a_server_gives_its_memory_back_and_judges_the_same_again(jud
 def servers(process):
     """The servers that a run has up now: engines and judges."""
     found = [(child, _command(child)) for child in children(process.pid)]
-    found = [(child, w) for child, w in found if "-m mmrl.engines.vllm_server" in w and "keeper.py" not in w]
+    found = [(child, w) for child, w in found if "-m mmrl.engines.vllm_server" in w and "process_guard.py" not in w]
     return [[child for child, w in found if f"--served-model-name {name}" in w] for name in ("policy", "judge")]
 
 

@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from mmrl.batch import chunks, samples_of
 from mmrl.config.loader import load_recipe
 from mmrl.engines.sleep_mode import SleepMode
 from mmrl.errors import UserError
-from mmrl.evaluation import Heldout
-from mmrl.placement import work
-from mmrl.placement.plan import plan
+from mmrl.placement import device_tasks
+from mmrl.planner.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
-from mmrl.rollout import encode
+from mmrl.rollout.collect import encode
 from mmrl.run import load_prompts
-from mmrl.step_context import SamplingSpec
+from mmrl.training.batch import chunks, samples_of
+from mmrl.training.evaluation import Heldout
+from mmrl.training.step_context import SamplingSpec
 from tests.asleep import modules
-from tests.flights import Sampler, load, make, step, write
+from tests.partial_rollouts import Sampler, load, make, step, write
 from tests.planning import planned_in_short
 
 SLEEP, ENGINE = "placement={sleep: true}", "rollout={engine: vllm}"
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def sampler(monkeypatch):
-    monkeypatch.setattr("mmrl.text.external._engine", lambda name: Sampler)
+    monkeypatch.setattr("mmrl.text.engine_sampling._engine", lambda name: Sampler)
 
 
 def awake(run):
@@ -90,7 +90,7 @@ def test_a_round_is_one_call_of_an_engine_and_its_micro_batches_are_as_before(fo
     assert [n for _, n in calls] == [8]
     assert [n for n, _, _ in drawn] == [0, 1, 2]
     for n, trajectory, samples in drawn:
-        before, shown = work.sample(run, *asked[n], how)
+        before, shown = device_tasks.sample(run, *asked[n], how)
         assert [s.text for s in samples] == [s.text for s in shown]
         assert (trajectory.ids, trajectory.features) == (before.ids, before.features)
         for name in ("clean", "log_probs", "mask", "truncated"):

@@ -8,12 +8,12 @@ import torch
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import RecipeError, load_recipe
-from mmrl.loop import train_step
-from mmrl.placement.arithmetic import count, with_steps
-from mmrl.placement.plan import plan, settled
-from mmrl.placement.stacking import settle
+from mmrl.planner.counts import count, with_steps
+from mmrl.planner.plan import plan, settled
+from mmrl.planner.steps_per_forward import settle
 from mmrl.report.clock import Clock
 from mmrl.run import build
+from mmrl.training.loop import train_step
 from tests.tiny_diffusion import two_blocks
 
 allow_cpu_only()

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from mmrl import checkpoint
+from mmrl.checkpoint import reader
 from mmrl.config.loader import load_recipe
 from mmrl.report.metrics import read
 from mmrl.runtime.start import train
@@ -51,7 +51,7 @@ def test_a_signal_finishes_the_step_and_saves_it(tmp_path, number, code, capsys)
     assert "stopping after this step" in said
     assert "stopped after step 2; continue with: mmrl train" in said
     assert len(read(out / "metrics.jsonl")) == 2
-    assert checkpoint.load(out / "checkpoints", 2).step == 2
+    assert reader.load(out / "checkpoints", 2).step == 2
 
 
 def test_a_terminal_that_closes_twice_does_not_interrupt_and_the_second_other_signal_does():
@@ -95,4 +95,4 @@ def test_a_terminal_that_is_closed_does_not_lose_the_step(tmp_path):
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 129
     rows = read(out / "metrics.jsonl")
-    assert checkpoint.load(out / "checkpoints", rows[-1]["step"]).step == len(rows) < 500
+    assert reader.load(out / "checkpoints", rows[-1]["step"]).step == len(rows) < 500

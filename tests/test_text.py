@@ -8,10 +8,10 @@ import torch
 import mmrl
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.micro_batches import packed
-from mmrl.text.drawing import Draw, choose, uniforms, without
 from mmrl.text.features import key_of
 from mmrl.text.likelihood import entropy, token_log_probs
+from mmrl.text.token_sampling import Draw, choose, uniforms, without
+from mmrl.training.micro_batches import packed
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 from tests import tiny
 

@@ -10,15 +10,15 @@ import torch
 
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
-from mmrl.loop import train_step
-from mmrl.micro_batches import slices
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
 from mmrl.report.rundir import RunDir
-from mmrl.rollout import rollout
+from mmrl.rollout.collect import rollout
 from mmrl.run import build
 from mmrl.runtime.start import train
-from mmrl.tally import Tally
+from mmrl.training.loop import train_step
+from mmrl.training.micro_batches import slices
+from mmrl.training.step_metrics import Tally
 from mmrl.trajectory import Prompt, Slot
 from tests import tiny
 

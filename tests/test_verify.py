@@ -11,15 +11,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mmrl import cli
+from mmrl.checkpoint.resume import as_it_worked
 from mmrl.config.loader import load_recipe
 from mmrl.judge import remote
 from mmrl.judge.store import CACHE, TRANSCRIPTS
-from mmrl.report.measured import MEASURED, OF_PROCESS, why_not_compared
 from mmrl.report.rundir import RunDir
-from mmrl.resume import as_it_worked
+from mmrl.report.varying_values import MEASURED, OF_PROCESS, why_not_compared
 from mmrl.runtime.start import train
 from mmrl.verify.notes import of_environment, of_servers
-from tests import flights, judging, tiny
+from tests import judging, partial_rollouts, tiny
 
 RECIPE = """
 name: verified
@@ -153,7 +153,7 @@ def test_a_step_before_every_checkpoint_is_refused_and_those_that_can_be_are_nam
 def test_the_learning_rate_follows_the_cpu_time_that_was_recorded(folder, tmp_path, capsys, monkeypatch):
     ticks = itertools.count()  # every step takes a CPU-second
     with monkeypatch.context() as clock:
-        clock.setattr("mmrl.placement.devices.Single.cpu_seconds", lambda self, run: float(next(ticks)))
+        clock.setattr("mmrl.placement.single_device.Single.cpu_seconds", lambda self, run: float(next(ticks)))
         changes = ["optim={schedule: linear, lr: 0.01}", "train.steps=50", "train.max_cpu_seconds=5", "eval.every=null"]
         run = train(load_recipe([folder / "recipe.yaml"], changes), tmp_path / "run")
     rates = [json.loads(line)["optim/lr"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -180,8 +180,10 @@ def test_what_a_run_keeps_beside_its_weights_is_taken_up(folder, tmp_path, capsy
 
 
 def test_responses_in_flight_are_taken_up(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mmrl.text.external._engine", lambda name: flights.Sampler)
-    loaded = flights.load(flights.write(tmp_path), "train.steps=4", "checkpoint.every=3", "eval.every=null")
+    monkeypatch.setattr("mmrl.text.engine_sampling._engine", lambda name: partial_rollouts.Sampler)
+    loaded = partial_rollouts.load(
+        partial_rollouts.write(tmp_path), "train.steps=4", "checkpoint.every=3", "eval.every=null"
+    )
     run = train(loaded, tmp_path / "run")
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[3])["sampling/stale_tokens"] > 0
     code, out, _ = verify(capsys, run, "--step", "4")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl import checkpoint, run_state, saving
+from mmrl.checkpoint import reader, run_state, writer
 from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Optim
 from mmrl.controller import Controller
@@ -18,15 +18,15 @@ from mmrl.controller.randomness import noise
 from mmrl.datasets.loading import load_prompts
 from mmrl.engines.merging import merged_weights
 from mmrl.engines.policy import Policy
-from mmrl.evaluation import Heldout
-from mmrl.placement.plan import plan
+from mmrl.planner.plan import plan
 from mmrl.run import build, weights_of
 from mmrl.runtime.start import train
-from mmrl.text.drawing import uniforms
-from mmrl.text.external import request
+from mmrl.text.engine_sampling import request
+from mmrl.text.token_sampling import uniforms
+from mmrl.training.evaluation import Heldout
 from mmrl.trajectory import SampleId
 from tests import tiny
-from tests.flights import Room
+from tests.partial_rollouts import Room
 
 RECIPE = """
 name: wiring
@@ -177,8 +177,8 @@ def test_a_checkpoint_holds_all_that_the_next_update_needs(tmp_path):
     run, other = trained(0), trained(7)
     for _ in range(3):
         update(run)
-    saving.save(tmp_path, run_state.of_run(run, 3), keep=1)
-    run_state.restore(other, checkpoint.load(tmp_path, 3))
+    writer.save(tmp_path, run_state.of_run(run, 3), keep=1)
+    run_state.restore(other, reader.load(tmp_path, 3))
     for mine, its in zip(update(other), update(run), strict=True):
         assert torch.equal(mine, its)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from mmrl.report.measured import MEASURED, matches
+from mmrl.report.varying_values import MEASURED, matches
 
 Record = dict[str, dict[str, Any]]
 

@@ -38,31 +38,30 @@ FOLDERS = {
 """Where modules lie, and the package they are in when mmrl runs: the drop-in folders join it."""
 
 LAYERS = {
-    "core": "mmrl _checkout _load _torchvision checkpoint errors files finite frozen garbage manifest media "
-    "out_of_memory samples secrets trajectory transfer controller.randomness placement.hub report.clock "
-    "report.durations report.notices report.sizes rewards.contract engines.rollout",
-    "config": "config.errors config.known_as config.layers config.rollout config.sampling config.section",
+    "core": "mmrl _checkout _load _torchvision checkpoint.manifest checkpoint.reader controller.randomness "
+    "engines.rollout errors files finite frozen_modules garbage hub_files media out_of_memory report.clock "
+    "report.durations report.notices report.sizes rewards.contract samples secrets trajectory transfer",
+    "config": "config.aliases config.errors config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms config.algorithms config.picture_algorithms",
     "recipe": "config",
     "records": "report.card report.environment report.grids report.metrics report.pictures report.progress "
     "report.rundir report.texts report.trackers",
     "datasets": "datasets",
-    "controllers": "controller balance",
-    "protocols": "engines.offload engines.optimizers engines.policy engines.weights pipelines.protocol "
-    "placement.description",
+    "controllers": "controller",
+    "protocols": "engines.optimizer_state engines.optimizers engines.policy engines.weights pipelines.description "
+    "pipelines.protocol",
     "text": "text",
     "engines": "engines",
-    "pipelines": "pipelines text.assembly text.describing text.export text.external text.pipeline text.scoring",
+    "pipelines": "pipelines text.assembly text.engine_sampling text.export text.meta_model text.pipeline text.scoring",
     "rewards, judge": "rewards judge",
-    "step context": "batch micro_batches step_context tally",
-    "placement": "placement.adaptive placement.board placement.dealing placement.devices placement.several "
-    "placement.utilisation placement.work",
-    "checkpoint": "run_state saving",
-    "rollout": "ahead controller.workload flight resampling rollout",
-    "training": "early_stopping evaluation loop",
-    "planner, simulator, report": "placement report",
-    "app": "divergence doctor export resume run session stopping verify pipelines.llm.pretrain "
-    "pipelines.vlm.pretrain_judge",
+    "step context": "training.batch training.micro_batches training.step_context training.step_metrics",
+    "placement": "placement",
+    "checkpoint": "checkpoint",
+    "rollout": "controller.workload rollout",
+    "training": "training",
+    "planner, simulator, report": "planner report simulator",
+    "app": "checkpoint.resume doctor export pipelines.llm.pretrain pipelines.vlm.pretrain_judge run session stopping "
+    "training.divergence verify",
     "runtime": "runtime",
     "cli": "cli",
 }

@@ -14,7 +14,7 @@ import sys
 
 import typer
 
-from mmrl.cli import data, judge, rewards, runs, shelf, simulate
+from mmrl.cli import data, judge, recipes, rewards, runs, simulate
 from mmrl.errors import UserError
 from mmrl.secrets import hidden
 
@@ -48,8 +48,8 @@ for _command in (
     runs.verify,
     rewards.serve,
     judge.judge,
-    shelf.ls,
-    shelf.cp,
+    recipes.ls,
+    recipes.cp,
 ):
     app.command("eval" if _command is runs.evaluate else None)(_command)
 app.add_typer(data.app)

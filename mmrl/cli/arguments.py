@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mmrl.config.loader import LoadedRecipe
-    from mmrl.placement.gpus import Gpu
+    from mmrl.planner.gpus import Gpu
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
 ChangesArgument = Annotated[

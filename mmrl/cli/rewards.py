@@ -61,7 +61,7 @@ def serve(
     _check_reward(reward)
     _check_device(device)
     if python or requirements:
-        from mmrl.rewards.elsewhere import serve_elsewhere
+        from mmrl.rewards.subprocess_server import serve_elsewhere
 
         serve_elsewhere(reward, host, port, token, arguments, python, requirements, device=device)
         return

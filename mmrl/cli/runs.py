@@ -53,8 +53,8 @@ def train(
 
     with rarely_collected():
         loaded = read_recipe(recipe, changes or (), directory if resume else None)
-        from mmrl.placement.plan import plan
-        from mmrl.placement.tables import render
+        from mmrl.planner.plan import plan
+        from mmrl.planner.render import render
 
         planned = plan(loaded)
         render(planned, console(), short=True)
@@ -78,15 +78,15 @@ def plan(
 
     Loads no model. With --gpu also estimates the time of a step.
     """
-    from mmrl.placement.gpus import gpu_of
+    from mmrl.planner.gpus import gpu_of
 
     if gpus is not None and gpu is None:
         raise UserError("--gpus says how many there are of --gpu; add --gpu h100-80g, say")
     meant = gpu_of(gpu) if gpu else None
     with rarely_collected():
         loaded = read_recipe(recipe, changes or (), gpu=meant)
-        from mmrl.placement.plan import plan as make
-        from mmrl.placement.tables import render
+        from mmrl.planner.plan import plan as make
+        from mmrl.planner.render import render
 
         planned = make(loaded, gpu=meant, gpus=gpus)
     render(planned, console())

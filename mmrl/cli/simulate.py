@@ -14,15 +14,15 @@ from mmrl.errors import UserError
 
 if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
-    from mmrl.placement.recorded import Recorded
-    from mmrl.placement.simulate import Cluster, Comparison, Outcome
-    from mmrl.placement.trace import Trace
+    from mmrl.simulator.simulate import Cluster, Comparison, Outcome
+    from mmrl.simulator.trace import Trace
+    from mmrl.simulator.trace_from_run import Recorded
 
 MOST_OF_A_HOST = 16
 
 
 class MadeUp(StrEnum):
-    """The loads of ``mmrl.placement.trace.LOADS`` (a test compares them)."""
+    """The loads of ``mmrl.simulator.trace.LOADS`` (a test compares them)."""
 
     steady = "steady"
     judge_heavy = "judge-heavy"
@@ -53,11 +53,11 @@ def simulate(
 ) -> None:
     """Predict a step under every placement, beside the best static split and the bound; runs nothing."""
     loaded = read_recipe(recipe, changes or ())
-    from mmrl.placement.simulate import compare
+    from mmrl.simulator.simulate import compare
 
     own = None
     if trace is not None:
-        from mmrl.placement.recorded import read_run
+        from mmrl.simulator.trace_from_run import read_run
 
         own = read_run(trace)
     recipe_of = loaded.recipe
@@ -79,7 +79,7 @@ def simulate(
 def shape(recipe: Recipe, devices: int | None, judge_devices: int) -> Cluster:
     """How many controllers ``devices`` make: of the recipe's devices_per_controller each where it has that, else the
     recipe's controllers share them. Raises ``UserError`` where they cannot."""
-    from mmrl.placement.simulate import Cluster
+    from mmrl.simulator.simulate import Cluster
 
     per = recipe.devices_per_controller
     total = devices or recipe.controllers * per
@@ -117,8 +117,8 @@ def micro_batches(recipe: Recipe, controllers: int) -> int:
 
 
 def _trace(recipe: Recipe, cluster: Cluster, run: Recorded | None, load: str, steps: int | None, seed: int) -> Trace:
-    from mmrl.placement.recorded import fitted
-    from mmrl.placement.trace import LOADS, synthetic
+    from mmrl.simulator.trace import LOADS, synthetic
+    from mmrl.simulator.trace_from_run import fitted
 
     count = micro_batches(recipe, cluster.controllers)
     if run is None:

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from mmrl.config.checks import impossibilities
 from mmrl.config.drop_ins import declared_paths
 from mmrl.config.dtype import chosen_by, is_auto
+from mmrl.config.error_messages import contradictions, explain, implicit_booleans
 from mmrl.config.errors import Finding, RecipeError, recipe_error
-from mmrl.config.explain import contradictions, explain, implicit_booleans
 from mmrl.config.layers import Tree, parse_key, read_layers
 from mmrl.config.names import (
     find_recipe,
@@ -23,7 +23,7 @@ from mmrl.config.names import (
     resolve_options,
     shipped_recipes,
 )
-from mmrl.config.older import MOVED
+from mmrl.config.older_keys import MOVED
 from mmrl.config.schema import Recipe
 from mmrl.secrets import masks, remember
 

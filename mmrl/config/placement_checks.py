@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import lcm
 from typing import Any
 
-from mmrl.config.cuts import untested
+from mmrl.config.megatron_layouts import untested
 from mmrl.config.schema import Recipe
 
 

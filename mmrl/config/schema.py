@@ -21,7 +21,7 @@ from pydantic import (
 
 from mmrl.config.algorithms import Algorithm
 from mmrl.config.dtype import Dtype, with_choice
-from mmrl.config.older import renamed
+from mmrl.config.older_keys import renamed
 from mmrl.config.performance import Performance
 from mmrl.config.picture_algorithms import DiffusionNFT, DRaFT, FlowGRPO
 from mmrl.config.rollout import Partial, Rollout

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
-from mmrl.balance import divide
 from mmrl.controller.peers import Alone, Peers
 from mmrl.controller.randomness import permutation, seed_of
+from mmrl.controller.workload_balance import divide
 from mmrl.trajectory import Prompt, Slot
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """What the prompts of a run take: predicted before anything of them is loaded, learned from what they took.
 
-Every controller holds the same state, for all learn the same numbers in the same order (``mmrl.balance``).
+Every controller holds the same state, for all learn the same numbers in the same order
+(``mmrl.controller.workload_balance``).
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mmrl.balance import TERMS, Lengths, Size, Workload, residual, unevenness
-from mmrl.checkpoint import PartState, Saved
+from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.schema import Recipe
+from mmrl.controller.workload_balance import TERMS, Lengths, Size, Workload, residual, unevenness
 from mmrl.media import Media
-from mmrl.step_context import FinishedStep, StepContext, StepPart
 from mmrl.text.pairs import TEXTS
+from mmrl.training.step_context import FinishedStep, StepContext, StepPart
 from mmrl.trajectory import Prompt, Trajectory
 
 CHARACTERS = 4.0

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from mmrl import finite
-from mmrl.checkpoint import PartState, Saved
+from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.performance import Performance
 from mmrl.config.schema import Optim
-from mmrl.engines.offload import OptimizerState, Visiting
+from mmrl.engines.optimizer_state import OptimizerState, Visiting
 from mmrl.engines.optimizers import as_kept, as_saved, optimizer_of
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import NotFiniteError, UserError

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from mmrl.engines.external import (
+from mmrl.engines.engine_weights import (
     BUCKET_BYTES,
     Allowance,
     Counted,
@@ -46,7 +46,7 @@ from mmrl.engines.external import (
     write_weights,
 )
 from mmrl.engines.rollout import Completion, Request, Settings
-from mmrl.engines.served import Client, Process, flags, free_port, new_key, png_url, private_folder
+from mmrl.engines.server_process import Client, Process, flags, free_port, new_key, png_url, private_folder
 from mmrl.errors import UserError
 
 _SEEDS = 2**31

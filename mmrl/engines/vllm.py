@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
-from mmrl.engines.external import (
+from mmrl.engines.engine_weights import (
     Allowance,
     Counted,
     allowances,

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmrl.engines.external import (
+from mmrl.engines.engine_weights import (
     BUCKET_BYTES,
     Counted,
     allowances,
@@ -38,7 +38,7 @@ from mmrl.engines.external import (
     write_weights,
 )
 from mmrl.engines.rollout import Completion, Request, Settings
-from mmrl.engines.served import Client, Process, flags, new_key, png_url, private_folder
+from mmrl.engines.server_process import Client, Process, flags, new_key, png_url, private_folder
 from mmrl.engines.sleep_mode import SleepMode
 from mmrl.engines.vllm import (
     ADAPTER,

@@ -21,7 +21,7 @@ from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, unread
 from mmrl.judge.jsonschema import ends_in_a_thought
 from mmrl.judge.sampling import seeded
 from mmrl.rewards.sleeping import Sleeping
-from mmrl.text.drawing import Draw
+from mmrl.text.token_sampling import Draw
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import httpx
 from PIL.Image import Image
 
-from mmrl.engines.served import png_url
+from mmrl.engines.server_process import png_url
 from mmrl.errors import UserError
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, first_words, unread

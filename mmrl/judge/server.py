@@ -1,8 +1,8 @@
 """A judge in a vLLM server of our own: processes on a Unix socket that only our user can reach, which end with us.
 
-Run with vLLM 0.32.0 on a CPU; the processes are those of ``mmrl.engines.served``. On a GPU a server that has to sleep
-does so by vLLM's own means (level 1: its weights wait in the host's memory), which we have not run; elsewhere it is
-ended and started again.
+Run with vLLM 0.32.0 on a CPU; the processes are those of ``mmrl.engines.server_process``. On a GPU a server that has to
+sleep does so by vLLM's own means (level 1: its weights wait in the host's memory), which we have not run; elsewhere it
+is ended and started again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contextlib import suppress
 from math import prod
 from typing import Any
 
-from mmrl.engines.served import Client, Process, flags, new_key, private_folder
-from mmrl.engines.standby import RESTARTS
+from mmrl.engines.lazy_engine import RESTARTS
+from mmrl.engines.server_process import Client, Process, flags, new_key, private_folder
 from mmrl.engines.vllm import environment, require_vllm
 from mmrl.errors import LostServerError
 from mmrl.judge.answers import Kind

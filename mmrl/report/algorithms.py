@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from mmrl.config.algorithms import Algorithm
-from mmrl.config.known_as import SETTINGS
+from mmrl.config.aliases import SETTINGS
 from mmrl.config.section import AlgorithmSection
 
 KINDS = {

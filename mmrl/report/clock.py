@@ -13,7 +13,7 @@ import torch
 class Clock:
     """``with clock("sample"):`` adds to that phase; an accelerator's queue is waited for, so that times are true.
 
-    ``pulse(phase)`` is entered with it: whoever watches whether the run gets on (``mmrl.runtime.pulse``).
+    ``pulse(phase)`` is entered with it: whoever watches whether the run gets on (``mmrl.runtime.stall_watchdog``).
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from mmrl.config.masking import masked_document, masked_override
+from mmrl.config.masked_text import masked_document, masked_override
 from mmrl.errors import UserError
 from mmrl.files import remove, write_atomic
 from mmrl.report.environment import environment

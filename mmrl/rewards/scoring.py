@@ -20,11 +20,7 @@ from mmrl.config import schema
 from mmrl.config.checks import label_of
 from mmrl.config.names import resolve_options
 from mmrl.errors import UserError
-from mmrl.rewards.calling import Answer, Caller, Calls
-from mmrl.rewards.contract import Context, Input
-from mmrl.rewards.loading import Found, Loaded, build, describe, find, place_of, problems
-from mmrl.rewards.patience import Patience
-from mmrl.rewards.underway import (
+from mmrl.rewards.async_scoring import (
     Entry,
     Failure,
     RewardError,
@@ -35,6 +31,10 @@ from mmrl.rewards.underway import (
     normalise,
     total_of,
 )
+from mmrl.rewards.calling import Answer, Caller, Calls
+from mmrl.rewards.contract import Context, Input
+from mmrl.rewards.loading import Found, Loaded, build, describe, find, place_of, problems
+from mmrl.rewards.patience import Patience
 from mmrl.rewards.views import views
 from mmrl.trajectory import Sample
 

@@ -1,7 +1,7 @@
 """Put any reward behind HTTP (``mmrl serve``), with the standard library's server. Imports no torch.
 
 What comes in may be hostile: sizes are bounded before anything is read or decoded, pictures are PNG only, nothing is
-unpickled; ``mmrl/rewards/room.py`` bounds time, connections and memory. Without a token the server stays on the
+unpickled; ``mmrl/rewards/serve_limits.py`` bounds time, connections and memory. Without a token the server stays on the
 loopback interface. The format is in ``mmrl/rewards/wire.py``.
 """
 
@@ -28,7 +28,7 @@ from mmrl.rewards import wire
 from mmrl.rewards.calling import NAN, Answer, Caller
 from mmrl.rewards.contract import Context, Span
 from mmrl.rewards.loading import build, find
-from mmrl.rewards.room import MAX_CONNECTIONS, PATIENCE_S, Connection, Room, Turns
+from mmrl.rewards.serve_limits import MAX_CONNECTIONS, PATIENCE_S, Connection, Room, Turns
 
 MAX_BYTES = 128 * 2**20
 """Of one request. About 60 pictures of 1024 x 1024."""

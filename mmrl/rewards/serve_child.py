@@ -1,4 +1,4 @@
-"""The process that ``mmrl.rewards.elsewhere`` starts with another interpreter: it serves one reward."""
+"""The process that ``mmrl.rewards.subprocess_server`` starts with another interpreter: it serves one reward."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 import threading
 
 from mmrl.errors import UserError
-from mmrl.rewards.elsewhere import READY, TOKEN
 from mmrl.rewards.serve import serve
+from mmrl.rewards.subprocess_server import READY, TOKEN
 
 
 def child() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from mmrl.frozen import Frozen
+from mmrl.frozen_modules import Frozen
 
 if TYPE_CHECKING:
     import torch

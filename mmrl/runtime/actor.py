@@ -16,16 +16,16 @@ from typing import NamedTuple
 import torch
 
 import mmrl
+from mmrl.checkpoint.run_state import saver_of
 from mmrl.config.loader import LoadedRecipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from mmrl.errors import UserError
-from mmrl.placement.several import Several
+from mmrl.placement.multi_device import Several
 from mmrl.report import notices
 from mmrl.report.rundir import RunDir
 from mmrl.run import build
-from mmrl.run_state import saver_of
-from mmrl.runtime.pulse import Pulse, Stuck
+from mmrl.runtime.stall_watchdog import Pulse, Stuck
 from mmrl.runtime.worker import Reception, There, call, serve
 from mmrl.session import Outcome, Session
 from mmrl.stopping import Stop

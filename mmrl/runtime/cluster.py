@@ -17,7 +17,7 @@ import psutil
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError, plain
-from mmrl.runtime.outside import STOPPED
+from mmrl.runtime.process_probe import STOPPED
 
 START_S = 180.0
 """Seconds in which an actor must have started."""

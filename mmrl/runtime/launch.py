@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mmrl.checkpoint.manifest import entries
 from mmrl.config.loader import LoadedRecipe
 from mmrl.errors import UnscoredError, UserError
-from mmrl.manifest import entries
 from mmrl.report.durations import duration
 from mmrl.report.rundir import RunDir
 from mmrl.runtime.actor import PATIENCE, Actor, Beat, versions
@@ -30,8 +30,8 @@ from mmrl.runtime.cluster import (
     on_gpu,
     room_on_one_host,
 )
-from mmrl.runtime.outside import Outlook, Silence
-from mmrl.runtime.pulse import Stuck
+from mmrl.runtime.process_probe import Outlook, Silence
+from mmrl.runtime.stall_watchdog import Stuck
 from mmrl.session import Outcome
 from mmrl.stopping import Stop
 

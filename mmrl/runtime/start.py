@@ -6,19 +6,19 @@ import shlex
 import sys
 from pathlib import Path
 
-from mmrl import checkpoint
+from mmrl.checkpoint import reader
+from mmrl.checkpoint.resume import same_run
 from mmrl.config.loader import LoadedRecipe
-from mmrl.config.masking import masked_override
-from mmrl.divergence import settle
+from mmrl.config.masked_text import masked_override
 from mmrl.errors import UserError
-from mmrl.placement.plan import settled
+from mmrl.planner.plan import settled
 from mmrl.report.html import write_report
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import check_trackers
-from mmrl.resume import same_run
 from mmrl.runtime.launch import launch
 from mmrl.session import ANEW, Outcome, Session
 from mmrl.stopping import stop_on_signal
+from mmrl.training.divergence import settle
 
 
 def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool = False) -> Path:
@@ -32,7 +32,7 @@ def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool
     with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:
         if resume and directory.resolved.exists():  # a run killed in its first second has none yet
             same_run(directory, loaded)
-        found = checkpoint.newest(directory.checkpoints, ANEW) if resume else None  # before anything is written
+        found = reader.newest(directory.checkpoints, ANEW) if resume else None  # before anything is written
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
         directory.write_environment()
         if recipe.controllers * recipe.devices_per_controller > 1:

@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
+from mmrl.checkpoint.run_state import of_run
+from mmrl.checkpoint.writer import Saver
 from mmrl.errors import NotFiniteError, UserError
 from mmrl.out_of_memory import OutOfMemoryError
-from mmrl.placement import work
+from mmrl.placement import device_tasks
 from mmrl.report import notices
-from mmrl.run_state import of_run
 from mmrl.runtime.wire import receive, send
-from mmrl.saving import Saver
-from mmrl.step_context import StepContext
+from mmrl.training.step_context import StepContext
 
 
 class LostDeviceError(RuntimeError):
@@ -80,7 +80,7 @@ class There:
         """
         fresh = {key: value for key, value in features.items() if key not in self._has}
         self._has |= fresh.keys()
-        if call is work.release:
+        if call is device_tasks.release:
             self._has.clear()
         try:
             self.sent += send(self._connection, (call, arguments, fresh))
@@ -184,7 +184,7 @@ def _answer(
     """How a task went, and what came of it."""
     try:
         _keep(run, features)
-        return "done", work.perform(run, call, arguments)
+        return "done", device_tasks.perform(run, call, arguments)
     except NotFiniteError as error:
         return "not finite", str(error)
     except OutOfMemoryError as error:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from mmrl.config.schema import Recipe
-from mmrl.placement.description import Description
+from mmrl.pipelines.description import Description
 from mmrl.text.conditioner import Conditioner
-from mmrl.text.describing import describe, empty_model, empty_scorer
-from mmrl.text.external import open_engine
+from mmrl.text.engine_sampling import open_engine
 from mmrl.text.loading import load_model, open_weights
+from mmrl.text.meta_model import describe, empty_model, empty_scorer
 from mmrl.text.pipeline import TextPipeline
-from mmrl.text.recorded import files_of
+from mmrl.text.recorded_config import files_of
 from mmrl.text.scoring import open_policy
 
 Parts = Callable[[Recipe, str, Callable[..., Any]], tuple[Conditioner, Any]]

@@ -20,20 +20,20 @@ from mmrl.algorithms.objective import Kind
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.engines.context import Rows
+from mmrl.engines.lazy_engine import Standby, unfailing
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
-from mmrl.engines.standby import Standby, unfailing
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What
-from mmrl.text import export, external, scoring
+from mmrl.text import engine_sampling, export, scoring
 from mmrl.text.conditioner import Conditioner
 from mmrl.text.critic import Critic
-from mmrl.text.drawing import Draw, uniforms, without
 from mmrl.text.features import joined, key_of
 from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
 from mmrl.text.overlong import Fitter, Limit, limit_of
 from mmrl.text.pairs import Pairs, key_of_pair
-from mmrl.text.sharing import Shared
+from mmrl.text.shared_pictures import Shared
+from mmrl.text.token_sampling import Draw, uniforms, without
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from mmrl.transfer import to_device
 
@@ -53,7 +53,7 @@ class TextPipeline:
     ) -> None:
         self.conditioner, self.policy, self.recipe, self.device = conditioner, policy, recipe, device
         self.engine = engine
-        self.given = external.Given()
+        self.given = engine_sampling.Given()
         self._synced: object = None
         self._source: Policy | None = None
         self.critic: Critic | None = None
@@ -64,7 +64,7 @@ class TextPipeline:
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         config: Any = policy.config
         self.context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self.engine_context: int | None = external.engine_context(recipe, self.context)
+        self.engine_context: int | None = engine_sampling.engine_context(recipe, self.context)
         self.fitter = Fitter(conditioner, recipe.data.overlong)
         self.shared = Shared(policy)
         self.pairs = Pairs(self) if recipe.algorithm.trains_on == "pairs" else None
@@ -165,9 +165,9 @@ class TextPipeline:
         if self.engine is None:
             tokens, log_probs, mask, truncated = self._generate(keys, ids, seed, temperature)
         else:
-            settings = external.settings_of(self.recipe, temperature, self.conditioner.stop_tokens)
+            settings = engine_sampling.settings_of(self.recipe, temperature, self.conditioner.stop_tokens)
             made = self._ask(self._requests(slots, ids, seed), settings)
-            tokens, log_probs, mask, truncated = external.stack(made, self.conditioner.forbidden, self.device)
+            tokens, log_probs, mask, truncated = engine_sampling.stack(made, self.conditioner.forbidden, self.device)
         finite.check_tokens(log_probs, mask, ids)
         return Trajectory(
             slots=list(slots),
@@ -181,15 +181,15 @@ class TextPipeline:
 
     @torch.no_grad()
     def go_on(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
-        before = external.unstack(trajectory)
+        before = engine_sampling.unstack(trajectory)
         asked = self._requests(trajectory.slots, trajectory.ids, seed)
-        settings = external.settings_of(self.recipe, self.settings.temperature, self.conditioner.stop_tokens)
+        settings = engine_sampling.settings_of(self.recipe, self.settings.temperature, self.conditioner.stop_tokens)
         drawn = self._ask(
             [replace(r, partial=done.token_ids) for r, done in zip(asked, before, strict=True)],
             replace(settings, cut_after=most),
         )
-        made = [external.appended(done, more) for done, more in zip(before, drawn, strict=True)]
-        tokens, log_probs, mask, truncated = external.stack(made, self.conditioner.forbidden, self.device)
+        made = [engine_sampling.appended(done, more) for done, more in zip(before, drawn, strict=True)]
+        tokens, log_probs, mask, truncated = engine_sampling.stack(made, self.conditioner.forbidden, self.device)
         finite.check_tokens(log_probs, mask, trajectory.ids)
         kept = mask.sum(1).tolist()  # less where a forbidden token was drawn: nothing may follow it
         cut = [c.finish == "cut" and n == len(c.token_ids) for c, n in zip(made, kept, strict=True)]
@@ -235,7 +235,7 @@ class TextPipeline:
         shown = {k: self.fitter.shown(p, self.limit) for k, p in prompts.items()}
         opened = {k: (self.conditioner.render(p), *self.conditioner.media(p)) for k, p in shown.items()}
         return [
-            external.request(seed, sample, self.features.get(key)["input_ids"], *opened[key])
+            engine_sampling.request(seed, sample, self.features.get(key)["input_ids"], *opened[key])
             for key, sample in zip((key_of(s.prompt) for s in slots), ids, strict=True)
         ]
 

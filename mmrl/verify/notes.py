@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from mmrl.checkpoint.manifest import entries
+from mmrl.checkpoint.resume import flatten
 from mmrl.config.checks import label_of
 from mmrl.config.schema import Recipe
 from mmrl.judge.replay import Recorded
-from mmrl.manifest import entries
 from mmrl.report.environment import environment
 from mmrl.report.rundir import RunDir
 from mmrl.report.verified import Part
-from mmrl.resume import flatten
 from mmrl.secrets import hidden
 from mmrl.verify.span import Rows
 

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.checkpoint import Saved
+from mmrl.checkpoint.manifest import entries
+from mmrl.checkpoint.reader import Saved
+from mmrl.checkpoint.run_state import of_run, restore
 from mmrl.config.schema import Recipe
 from mmrl.datasets.loading import load_prompts
 from mmrl.errors import NotFiniteError, UnscoredError, UserError
-from mmrl.evaluation import Heldout, measure
-from mmrl.loop import train_step
-from mmrl.manifest import entries
 from mmrl.report.clock import Clock
-from mmrl.report.measured import MEASURED, OF_PROCESS, why_not_compared
 from mmrl.report.metrics import MetricsLog, read
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
+from mmrl.report.varying_values import MEASURED, OF_PROCESS, why_not_compared
 from mmrl.report.verified import Compared, Part, compared, metrics_of
 from mmrl.run import build
-from mmrl.run_state import of_run, restore
-from mmrl.step_context import StepContext
+from mmrl.training.evaluation import Heldout, measure
+from mmrl.training.loop import train_step
+from mmrl.training.step_context import StepContext
 from mmrl.verify.span import Rows, Span, fault
 
 NOT_COMPARED = MEASURED["metrics"] | OF_PROCESS

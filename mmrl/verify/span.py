@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmrl.checkpoint import Saved
+from mmrl.checkpoint.manifest import STATE, Entry, entries, fault_of
+from mmrl.checkpoint.reader import Saved
 from mmrl.errors import UserError
-from mmrl.manifest import STATE, Entry, entries, fault_of
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 

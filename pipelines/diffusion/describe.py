@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mmrl.errors import UserError
-from mmrl.placement.hub import file_of, unreadable
+from mmrl.hub_files import file_of, unreadable
 
 from .adapter import Adapter
 

@@ -25,7 +25,7 @@ from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
 from mmrl.engines.policy import Policy
 from mmrl.errors import UserError
-from mmrl.frozen import Offloaded, apart
+from mmrl.frozen_modules import Offloaded, apart
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What, public
 from mmrl.samples import make_samples

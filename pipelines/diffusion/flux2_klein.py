@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from mmrl.config.schema import Recipe
-from mmrl.placement.description import Description
+from mmrl.pipelines.description import Description
 from mmrl.transfer import to_device
 
 from . import loading

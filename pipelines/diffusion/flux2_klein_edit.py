@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from mmrl.config.schema import Recipe
-from mmrl.placement.description import Description
+from mmrl.pipelines.description import Description
 
 from . import loading
 from .flow import FlowPipeline

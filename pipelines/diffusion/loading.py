@@ -10,7 +10,7 @@ from torch import nn
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.placement.description import Component, Description, Phase
+from mmrl.pipelines.description import Component, Description, Phase
 
 from .adapter import Adapter
 from .caching import cache_of

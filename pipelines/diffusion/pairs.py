@@ -13,7 +13,7 @@ from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
 from mmrl.errors import BadPromptError, UserError
-from mmrl.frozen import Offloaded
+from mmrl.frozen_modules import Offloaded
 from mmrl.media import BadMediaError, Media, read_bytes
 from mmrl.pipelines.protocol import Weights
 from mmrl.trajectory import Prompt, Slot, Trajectory

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
-from mmrl.placement.description import Description
+from mmrl.pipelines.description import Description
 
 from . import loading
 from .euler import EulerAdapter

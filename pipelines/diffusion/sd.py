@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmrl.config.schema import Recipe
-from mmrl.placement.description import Description
+from mmrl.pipelines.description import Description
 
 from . import loading
 from .flow import FlowPipeline

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.placement.description import Description
+from mmrl.pipelines.description import Description
 
 from . import loading
 from .adapter import Adapter

@@ -14,7 +14,7 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.media import Clip
-from mmrl.placement.description import Description
+from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_writer, describe_writer
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import TextPipeline

@@ -20,7 +20,7 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
 from mmrl.media import BadMediaError, Clip, open_clip, open_image
-from mmrl.placement.description import Description
+from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_writer, describe_writer
 from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import stop_tokens

@@ -13,7 +13,7 @@ import torch
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
-from mmrl.placement.description import Description
+from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_scorer, describe_scorer
 from mmrl.text.pipeline import TextPipeline
 from mmrl.text.scoring import Scorer, load_scorer, refuse_others

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from mmrl.config.cuts import Kind, untested
+from mmrl.config.megatron_layouts import Kind, untested
 from mmrl.config.schema import Train
 from mmrl.text.critic import Critic
 
@@ -154,7 +154,7 @@ def parts(place: Place, parameter: Tensor, heads: int, groups: int, rows: int) -
 
 
 def kind(module: Any) -> Kind:
-    """What ``module`` is to ``mmrl.config.cuts``."""
+    """What ``module`` is to ``mmrl.config.megatron_layouts``."""
     if isinstance(module, Critic):
         return "critic"
     return "sees" if tower(module) else "mixture" if sparse(module) else "dense"

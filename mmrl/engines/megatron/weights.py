@@ -2,9 +2,9 @@
 al. 2019, arXiv 1909.08053), and layers in stages (``mmrl.engines.megatron.stages``).
 
 The Hugging Face model stays in its place and lends its name, its config and its ``generate``. Outside of ``alone`` it
-has no weights but those of a vision tower (``mmrl.engines.megatron.seeing``) or of a critic's head, and a call of it is
-a call of this rank's ``GPTModel``: of all ranks that share a model, together, with the same rows. Optimizer, copies and
-checkpoints work on parts of Hugging Face's own tensors (``mapping.parts``).
+has no weights but those of a vision tower (``mmrl.engines.megatron.vision_tower``) or of a critic's head, and a call of
+it is a call of this rank's ``GPTModel``: of all ranks that share a model, together, with the same rows. Optimizer,
+copies and checkpoints work on parts of Hugging Face's own tensors (``mapping.parts``).
 """
 
 # pyright: reportMissingImports=false
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from mmrl.config.schema import Model, Train
 from mmrl.engines.context import Rows
-from mmrl.engines.megatron import seeing
+from mmrl.engines.megatron import vision_tower
 from mmrl.engines.megatron.gradients import Gradients, Twin
 from mmrl.engines.megatron.mapping import apart, body, parts, places, refusals, sparse, text_config, tower
 from mmrl.engines.megatron.model import all_tokens, arrange, built, named
@@ -80,7 +80,9 @@ class ModelParallel:
             chunk.to(device) for chunk in built(module, each * size, settings, model.gradient_checkpointing)
         ]
         self._by = size if self._by_tokens else 1
-        self._sees = None if tower(module) is None else seeing.Seeing(body(module), self._chunks[0], self._by_tokens)
+        self._sees = (
+            None if tower(module) is None else vision_tower.Seeing(body(module), self._chunks[0], self._by_tokens)
+        )
         self._call = self._valued if isinstance(module, Critic) else self._forward
         self.stages = Pipeline(self._chunks) if settings.pipeline_parallel > 1 else None
         first = each * self._group.rank()
@@ -202,7 +204,7 @@ class ModelParallel:
         if self._sees is None:
             given, picked = probe(text_config(self._module).vocab_size, 12, self._device)
         else:
-            given, picked = seeing.probe(body(self._module).config, self._device)
+            given, picked = vision_tower.probe(body(self._module).config, self._device)
         if isinstance(self._module, Critic):
             self._compare_hidden({k: given[k] for k in given.keys() - {"logits_to_keep"}})
             return

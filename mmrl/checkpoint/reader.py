@@ -1,0 +1,207 @@
+"""The format of a checkpoint, and how it is read. ``writer`` writes it, ``run_state`` restores a run from it.
+
+``checkpoints/step_000010/`` holds safetensors files, ``state.json`` and, written last, ``manifest.json`` with the size
+and SHA-256 of each. Step ``n`` means: ``n`` training steps are done. Tensors are called ``part/name``.
+
+Where the weights lie in shards each rank wrote a file, in the safetensors layout of ``torch.distributed.checkpoint``:
+the place of each piece in its tensor stands in the file. Otherwise there is a file per part. Any number of ranks reads
+either, each only what it keeps. There is no pickle in it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mmrl.checkpoint.manifest import MANIFEST, STATE, Entry, directory_of, entries, fault_of
+from mmrl.errors import UserError
+
+ELSEWHERE = "put the files back from a copy, or give --checkpoint base"
+"""The edit where a run is looked at and has no whole checkpoint."""
+BEST = "early_stopping"
+"""Where a checkpoint's state has what early stopping knows; ``step`` of it is the best."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is to be saved: ``tensors`` by part and name, ``state`` any JSON, ``step`` the number of finished steps.
+
+    Tensors are the run's own, which the next step changes; those in shards are ``DTensor``. ``own``: the parts that no
+    other controller has.
+    """
+
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+    own: frozenset[str] = frozenset()
+
+    @property
+    def flat(self) -> dict[str, Tensor]:
+        return {f"{part}/{name}": t for part, tensors in self.tensors.items() for name, t in tensors.items()}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was found whole in ``directory``."""
+
+    step: int
+    state: dict[str, Any]
+    directory: Path
+
+    @cached_property
+    def shapes(self) -> dict[str, dict[str, Tensor]]:
+        """Its tensors without their data, by part and name."""
+        out: dict[str, dict[str, Tensor]] = {}
+        for key, found in self._reader().read_metadata().state_dict_metadata.items():
+            part, _, name = key.partition("/")
+            out.setdefault(part, {})[name] = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+        return out
+
+    @cached_property
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """All of it, read whole."""
+        return self.parts("")
+
+    def parts(self, prefix: str) -> dict[str, dict[str, Tensor]]:
+        """The parts whose names begin so, read whole."""
+        out = {
+            part: {k: torch.empty_like(t, device="cpu") for k, t in of.items()}
+            for part, of in self.shapes.items()
+            if part.startswith(prefix)
+        }
+        self.read(out)
+        return out
+
+    def read(self, rooms: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Fill ``rooms``: of a ``DTensor`` this rank's shard. Needs no other rank."""
+        from torch.distributed import checkpoint as dcp
+
+        flat = {f"{part}/{name}": room for part, of in rooms.items() for name, room in of.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each reads for itself
+            dcp.load(flat, storage_reader=self._reader(), no_dist=True)
+
+    def _reader(self) -> Any:
+        from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+        return HuggingFaceStorageReader(str(self.directory))
+
+
+@dataclass(frozen=True)
+class PartState:
+    """What a part of a run keeps in a checkpoint: ``numbers``, which are JSON, and ``tensors`` by file and name."""
+
+    numbers: Any
+    tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+
+
+class Stateful(Protocol):
+    """What a checkpoint saves and restores."""
+
+    def state_dict(self) -> PartState: ...
+
+    def load_state_dict(self, numbers: Any, saved: Saved, /) -> None:
+        """Restore what ``state_dict`` gave: its ``numbers``, and its tensors, which it reads from ``saved``.
+
+        Raises ``UserError`` where the checkpoint is of another run.
+        """
+        ...
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that have a checkpoint directory, ascending; whole or not."""
+    return sorted({entry.step for entry in entries(folder)})
+
+
+def load(folder: Path, step: int) -> Saved:
+    """The checkpoint of ``step``, after comparing every file with its manifest.
+
+    Raises ``UserError`` naming what is torn, and where there is none such.
+    """
+    errors = []
+    for entry in entries(folder):
+        if entry.step == step:
+            try:
+                return _load_entry(entry)
+            except UserError as error:
+                errors.append(str(error))
+    if errors:
+        raise UserError("\n".join(errors))
+    there = ", ".join(map(str, steps(folder))) or "none"
+    raise UserError(f"there is no checkpoint of step {step} in {folder}; the steps there: {there}")
+
+
+def load_latest(folder: Path) -> tuple[Saved | None, list[str]]:
+    """The newest whole checkpoint, if any, and a line for each newer one that was passed over."""
+    skipped: list[str] = []
+    for entry in _newest_first(folder):
+        try:
+            return _load_entry(entry), skipped
+        except UserError as error:
+            skipped.append(str(error))
+    return None, skipped
+
+
+def newest(folder: Path, mend: str) -> Saved | None:
+    """The newest whole checkpoint; what is passed over, and what was renamed, is printed. None where there is none.
+
+    Raises ``UserError`` where there are checkpoints and none is whole: all faults, and the edit ``mend``.
+    """
+    found, skipped = load_latest(folder)
+    if found is None and skipped:
+        raise UserError("\n  ".join([f"no checkpoint in {folder} can be used", *skipped, mend]))
+    if found is not None:
+        for line in [f"{line}; an older one is taken" for line in skipped] + _renamed(folder, found):
+            print(f"warning: {line}", file=sys.stderr)
+    return found
+
+
+def load_best(folder: Path) -> Saved | None:
+    """The checkpoint that early stopping found best; None where there is no checkpoint at all.
+
+    Raises ``UserError`` where the run has none such, where the base itself was best, and where none is whole.
+    """
+    last = newest(folder, ELSEWHERE)
+    if last is None or last.state.get(BEST, {}).get("step") == last.step:
+        return last
+    best = last.state.get(BEST, {}).get("step")
+    if best is None:
+        raise UserError("--checkpoint best: the recipe has no eval.early_stopping, so none was kept; give latest")
+    if best == 0:
+        raise UserError("--checkpoint best: no checkpoint was better than the base model; give base")
+    return load(folder, best)
+
+
+def _newest_first(folder: Path) -> list[Entry]:
+    return sorted(entries(folder), key=lambda entry: (-entry.step, entry.renamed))
+
+
+def _load_entry(entry: Entry) -> Saved:
+    if entry.diverged is not None:
+        raise UserError(
+            f"checkpoint {entry.directory.name} is not used, as training diverged after it: {entry.diverged}"
+        )
+    fault = fault_of(entry)
+    if fault:
+        raise UserError(f"checkpoint {entry.directory.name} is not whole: {fault}")
+    return Saved(entry.step, json.loads((entry.directory / STATE).read_text()), entry.directory)
+
+
+def _renamed(folder: Path, found: Saved) -> list[str]:
+    """A line for each directory whose name is of another step than its manifest."""
+    lines = []
+    for entry in entries(folder):
+        if entry.renamed and entry.manifest is not None:
+            same = found.directory if found.step == entry.step else folder / directory_of(entry.step)
+            again = f"; {same.name} is another of it" if same != entry.directory and same.is_dir() else ""
+            lines.append(f"checkpoint {entry.directory.name} is of step {entry.step}, as its {MANIFEST} says{again}")
+    return lines

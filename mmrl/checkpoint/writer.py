@@ -1,0 +1,306 @@
+"""Writes checkpoints while the run goes on: copied at once, then written aside, checksummed and renamed into place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mmrl import finite
+from mmrl.checkpoint import reader
+from mmrl.checkpoint.manifest import MANIFEST, STATE, directory_of, entries, sha256
+from mmrl.checkpoint.reader import BEST, Checkpoint
+from mmrl.errors import NotFiniteError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.staging import AsyncStager
+
+Manifest = Mapping[str, Mapping[str, Any]]
+Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
+
+
+class Saver:
+    """Final class: saves one checkpoint at a time into ``folder``, and keeps the newest ``keep``.
+
+    ``ranks``: a process group of its own, on the CPU, of all whose weights lie in shards: they save together, each its
+    own. None: the leader, one of them all, saves for all. ``gather``: how the others tell it that they have written
+    what it lacks (``Checkpoint.own``); None where it has everything.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        ranks: dist.ProcessGroup | None = None,
+        leads: bool = True,
+        gather: Gather | None = None,
+    ) -> None:
+        self.folder, self.keep, self.ranks, self.leads, self._gather = folder, keep, ranks, leads, gather
+        self.saved = 0
+        """The newest step that is on the disk, or was taken up from there."""
+        self.failed: str | None = None
+        """Why the newest one is not on the disk."""
+        self._copies: dict[str, Tensor] = {}
+        self._stager = None if ranks is None else stager()
+        self._thread: Thread | None = None
+        self._error: BaseException | None = None
+        self._step = 0
+
+    @property
+    def together(self) -> bool:
+        """Whether all must call ``begin`` together."""
+        return self.ranks is not None or self._gather is not None
+
+    def begin(self, taken: Checkpoint, proved: bool = True) -> None:
+        """Copy ``taken`` and write it while the caller goes on; waits first for the one before.
+
+        ``proved``: numbers that were computed with its weights were finite. Where that is not known the checkpoint
+        before it is kept too, whatever ``keep`` is. Raises ``NotFiniteError`` where tensors of ``taken`` are not
+        finite: nothing is written then.
+        """
+        self.finish()
+        if held := finite.first({k: t for k, t in taken.flat.items() if k.partition("/")[0] not in taken.own}):
+            raise NotFiniteError(f"the checkpoint of step {taken.step} is not finite, and is not written: {held}")
+        keep = self.keep if proved else max(self.keep, 2)
+        self._step = taken.step
+        others: list[str] = []
+        try:
+            if self._gather is not None:
+                others = hand_in(self.folder, taken, self.leads, self._gather)
+            if self.ranks is None and not self.leads:
+                self.saved = taken.step
+                return
+            if self.ranks is None:
+                work = self._copied(taken, keep, others)
+            else:
+                work = begin_shards(self.folder, taken, keep, self.ranks, self._stager)
+        except OSError as error:
+            self._error = error
+            self.finish()
+            return
+        # not waited for where the process must end at once: what is half written is written aside
+        self._thread = Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until what was begun is on the disk. A disk that is full is told, and the last good one stays."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self.saved = self._step if self._error is None else self.saved
+            self.failed = None if self._error is None else self.failed
+        error, self._error = self._error, None
+        if isinstance(error, OSError):
+            kept = reader.steps(self.folder)
+            self.failed = (
+                f"the checkpoint of step {self._step} could not be saved ({error.strerror or error}); "
+                f"{f'the last whole one is step {kept[-1]}' if kept else 'there is none yet'}. "
+                "Free space there; --resume repeats the steps since."
+            )
+            print(f"warning: {self.failed}", file=sys.stderr)
+        elif error is not None:
+            raise error
+
+    def wait(self) -> None:
+        """Return once nothing is being written; another thread than the run's may ask."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:  # told, or raised, where the run asks next
+            self._error = error
+
+    def _copied(self, taken: Checkpoint, keep: int, others: Sequence[str]) -> Callable[[], object]:
+        """Into the memory of the last copy: to make room for hundreds of megabytes takes longer than to copy them."""
+        before, self._copies = self._copies, {}
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for part, of in taken.tensors.items():
+            tensors[part] = {}
+            for name, t in of.items():
+                room = before.get(f"{part}/{name}")
+                if room is None or (room.shape, room.dtype) != (t.shape, t.dtype):
+                    room = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+                room.copy_(t, non_blocking=t.is_cuda)
+                self._copies[f"{part}/{name}"] = tensors[part][name] = room
+        if any(t.is_cuda for t in taken.flat.values()):
+            torch.cuda.current_stream().synchronize()
+        copied = Checkpoint(taken.step, tensors, taken.state)
+        return lambda: save(self.folder, copied, keep, others)
+
+
+def hand_in(folder: Path, taken: Checkpoint, leads: bool, gather: Gather) -> list[str]:
+    """Write where the leader finds it what this controller alone has; all controllers together. Returns the parts that
+    others than the leader wrote.
+
+    Raises ``OSError`` on all of them where one cannot write.
+    """
+    mine: list[str] = [] if leads else sorted(taken.own)
+    error = None
+    try:
+        for part in mine:
+            room = _handed_in(folder, taken.step)
+            room.mkdir(parents=True, exist_ok=True)
+            _save_part(room, part, taken.tensors[part])
+    except OSError as failed:
+        error = _why(failed)
+    found = gather({"parts": mine, "error": error})
+    errors = [one["error"] for one in found if one["error"] is not None]
+    if errors:
+        raise OSError(errors[0])
+    return [part for one in found for part in one["parts"]]
+
+
+def _handed_in(folder: Path, step: int) -> Path:
+    return folder / f".parts-step_{step:06d}"
+
+
+def _save_part(folder: Path, part: str, tensors: Mapping[str, Tensor]) -> None:
+    try:
+        save_file({f"{part}/{k}": v.contiguous() for k, v in tensors.items()}, folder / f"{part}.safetensors")
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
+
+
+def save(folder: Path, whole: Checkpoint, keep: int, others: Sequence[str] = ()) -> Path:
+    """Write ``whole`` into ``folder`` atomically, with the parts that ``others`` have handed in, and delete all but the
+    newest ``keep`` and the best.
+
+    Raises ``OSError`` where the disk is full or not writable; what was there before is untouched then.
+    """
+    aside = _aside(folder, whole.step)
+    try:
+        for part, tensors in whole.tensors.items():
+            _save_part(aside, part, tensors)
+        handed_in = _handed_in(folder, whole.step)
+        for part in others:
+            os.replace(handed_in / f"{part}.safetensors", aside / f"{part}.safetensors")
+        shutil.rmtree(handed_in, ignore_errors=True)
+        files = {path.name: _described(path) for path in sorted(aside.iterdir())}
+        return _in_place(folder, aside, whole, files, keep)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def stager() -> AsyncStager:
+    """What copies shards, each time into the memory of the last copy."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    cuda = torch.cuda.is_available()
+    return DefaultStager(StagingOptions(cuda, False, False, cuda))
+
+
+def begin_shards(
+    folder: Path, taken: Checkpoint, keep: int, ranks: dist.ProcessGroup, stager: AsyncStager | None
+) -> Callable[[], object]:
+    """Copy this rank's shards of ``taken`` and begin to write them; all ranks together. The rest is what is returned.
+    ``stager``: see there; None takes new memory.
+
+    Raises ``OSError`` on every rank where the leader cannot write; so does the rest, where any cannot.
+    """
+    from torch.distributed import checkpoint as dcp
+
+    rank = dist.get_rank(ranks)
+    aside = folder / f".tmp-step_{taken.step:06d}"
+    _all_well(ranks, lambda: _aside(folder, taken.step) if rank == 0 else None)
+    writer = dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True)
+    writing: Any = dcp.async_save(taken.flat, storage_writer=writer, process_group=ranks, async_stager=stager)
+
+    def finish() -> None:
+        try:
+            _all_well(ranks, writing.result)
+            mine = sorted(aside.glob(f"shard-{rank + 1:05d}-*"))
+            found = _all_well(ranks, lambda: {path.name: _described(path) for path in mine})
+            files = {name: described for of in found for name, described in of.items()}
+            _all_well(ranks, lambda: _in_place(folder, aside, taken, files, keep) if rank == 0 else None)
+        except BaseException:
+            if rank == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
+
+    return finish
+
+
+def _all_well(ranks: dist.ProcessGroup, work: Callable[[], Any]) -> list[Any]:
+    """What ``work`` came to on every rank. Raises ``OSError`` on all of them where it failed on one."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        mine, error = work(), None
+    except CheckpointException as failed:  # no Exception; it holds every rank's
+        mine, error = None, _why(next(iter(failed.failures.values()))[0])
+    except Exception as failed:
+        mine, error = None, _why(failed)
+    found: list[Any] = [None] * dist.get_world_size(ranks)
+    dist.all_gather_object(found, (mine if isinstance(mine, dict) else None, error), group=ranks)
+    errors = [why for _, why in found if why is not None]
+    if errors:
+        raise OSError(errors[0])
+    return [done for done, _ in found]
+
+
+def _why(failed: BaseException) -> str:
+    return str(getattr(failed, "strerror", None) or failed)
+
+
+def _aside(folder: Path, step: int) -> Path:
+    """An empty directory to write into; what a killed process left is removed."""
+    for left in folder.glob(".tmp-step_*"):
+        shutil.rmtree(left, ignore_errors=True)
+    aside = folder / f".tmp-step_{step:06d}"
+    aside.mkdir(parents=True)
+    return aside
+
+
+def _in_place(folder: Path, aside: Path, taken: Checkpoint, files: Manifest, keep: int) -> Path:
+    """Add what else belongs to the checkpoint ``aside``, and rename it to where it is looked for."""
+    target = folder / directory_of(taken.step)
+    (aside / STATE).write_text(json.dumps(taken.state))
+    files = {**files, STATE: _described(aside / STATE)}
+    (aside / MANIFEST).write_text(json.dumps({"step": taken.step, "files": files}, indent=1))
+    for path in aside.iterdir():
+        _sync(path)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(aside, target)
+    _sync(folder)
+    _rotate(folder, taken, keep)
+    return target
+
+
+def _rotate(folder: Path, taken: Checkpoint, keep: int) -> None:
+    """Delete what is older than the newest ``keep`` that can be used, but not the best.
+
+    Those of later steps are of an attempt that this run repeats: they take no place, and are replaced in their turn.
+    """
+    best = taken.state.get(BEST, {}).get("step")
+    before = [entry for entry in entries(folder) if entry.step <= taken.step]
+    kept = sorted({entry.step for entry in before if entry.usable})[-keep:]
+    for entry in before if len(kept) == keep else ():
+        if entry.step < kept[0] and entry.step != best:
+            shutil.rmtree(entry.directory, ignore_errors=True)
+
+
+def _described(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

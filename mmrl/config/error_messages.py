@@ -1,0 +1,334 @@
+"""Pydantic's errors in the words of a recipe: what was expected there, what stands there, and what was meant."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ByteSize, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from mmrl.config.aliases import known_as, not_asked
+from mmrl.config.errors import Finding, KeyPath
+from mmrl.config.layers import Tree, kind_of, parse_key
+from mmrl.config.sampling import TextSampling
+from mmrl.config.sampling import kind_of as sampling_kind
+from mmrl.config.schema import Recipe
+from mmrl.config.section import AlgorithmSection, seconds_of
+
+MOST_EXPLAINED = 50
+"""Errors of a recipe: what an unknown key may have meant takes a while to find."""
+
+
+def explain(error: ValidationError, tree: Tree) -> Iterator[Finding]:
+    """Every error of ``error``, placed where its key is written (or, if it is missing, where it should be); of very
+    many the first."""
+    details = error.errors(include_url=False)
+    if len(details) > MOST_EXPLAINED:
+        further = f"{len(details) - MOST_EXPLAINED} further problems, which are not listed"
+        yield Finding(max(tree.sources.values()), (), further)
+    for detail in details[:MOST_EXPLAINED]:
+        if detail["type"] == "value_error":
+            yield from contradictions(str(detail.get("ctx", {}).get("error", detail["msg"])), tree)
+            continue
+        path = _path(detail["loc"], tree.values)
+        if detail["type"].startswith("union_tag"):
+            path = (*path, "type")
+        yield Finding(tree.source(path), path, _message(detail, path, tree.values))
+
+
+def implicit_booleans(recipe: Recipe, tree: Tree) -> Iterator[Finding]:
+    """``true`` where a number belongs, which pydantic would take for 1."""
+    for path in tree.sources:
+        written, taken = _at(tree.values, path), _at(recipe, path)
+        if isinstance(written, bool) and isinstance(taken, int | float) and not isinstance(taken, bool):
+            yield Finding(tree.source(path), path, _expected(path, tree.values, written))
+
+
+def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+    """``; did you mean 'x'?`` or nothing."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def contradictions(text: str, tree: Tree) -> Iterator[Finding]:
+    """The lines ``key: why; edit`` of a check, each placed where its key is written."""
+    for line in text.splitlines():
+        key, _, why = line.partition(": ")
+        path = parse_key(key) or ()
+        yield Finding(tree.source(path), path, why if path else line)
+
+
+def _message(detail: ErrorDetails, path: KeyPath, values: dict[str, Any]) -> str:
+    found = detail["input"]
+    match detail["type"]:
+        case "extra_forbidden":
+            return _unknown(path, values)
+        case "missing":
+            return f"missing; add it ({_describe(_annotation(path, values))})"
+        case "union_tag_not_found":
+            return f"missing; write one of {', '.join(_variants(path[:-1], values))}"
+        case "union_tag_invalid":
+            known = _variants(path[:-1], values)
+            written = kind_of(found.get("type") if isinstance(found, dict) else found)
+            word = written.strip("'")
+            hint = (known_as(word) if path[0] == "algorithm" else "") or did_you_mean(word, known)
+            return f"unknown type {written}{hint}  (types: {', '.join(known)})"
+    return _expected(path, values, found)
+
+
+def _expected(path: KeyPath, values: dict[str, Any], found: Any) -> str:
+    annotation = _annotation(path, values)
+    choices = [str(choice) for choice in _choices(annotation)]
+    message = f"expected {_describe(annotation)}, got {kind_of(found)}"
+    size, most = len(found) if isinstance(found, list) else found, _most(annotation)
+    if isinstance(size, int | float) and most is not None and size > most and f" to {most}" not in message:
+        message += f" ({most:,} at most)"
+    if isinstance(found, str):
+        message += did_you_mean(found, choices)
+    if found is None and _has_default(path, values):
+        message += " (remove the line to take the defaults)"
+    return message
+
+
+def _unknown(path: KeyPath, values: dict[str, Any]) -> str:
+    key = str(path[-1])
+    section = _section(path[:-1], values)
+    assert section is not None, "only a section forbids keys"
+    siblings = list(section.model_fields)
+    listed = f"  (keys: {', '.join(siblings)})"
+    if issubclass(section, AlgorithmSection) and (why := not_asked(section, key)):
+        return f"{why}; remove it{listed}"
+    others = [s for s in _sections(_annotation(path[:-1], values)) if s is not section and key in s.model_fields]
+    if others:
+        type_ = _tag(section)
+        owners = " and ".join(_tag(other) for other in others)
+        name = path[-2]
+        return (
+            f"belongs to type {owners}, this section's type is {type_}; remove it, "
+            f"or replace the whole section with '{name}={{type: {type_}}}'{listed}"
+        )
+    return f"unknown key{_meant(key, path[:-1], siblings)}{listed}"
+
+
+def _meant(key: str, parent: KeyPath, siblings: list[str]) -> str:
+    """The likeliest meaning: a slip of the pen here, this very key elsewhere, a slip elsewhere, anything near here."""
+    if key in _all_keys() and "." in key:
+        section, _, leaf = key.rpartition(".")
+        return f"; in a file a dot is a level: write {leaf} inside {section}"
+    slip = did_you_mean(key, siblings, 0.75)
+    if slip:
+        return slip
+    leaf_of = {dotted: dotted.rpartition(".")[2] for dotted in _all_keys()}
+    prefix = ".".join(map(str, parent)) + "."
+    for leaf in (key, *difflib.get_close_matches(key, leaf_of.values(), n=1, cutoff=0.8)):
+        found = sorted((d for d in leaf_of if leaf_of[d] == leaf), key=lambda d: not d.startswith(prefix))
+        if found:
+            return f"; did you mean {' or '.join(map(repr, found[:3]))}?"
+    return did_you_mean(key, siblings)
+
+
+@cache
+def _all_keys() -> tuple[str, ...]:
+    """Every key of the schema, lists by their first item: ``optim.lr``, ``rewards[0].weight``."""
+
+    def walk(section: type[BaseModel], prefix: str) -> Iterator[str]:
+        for name, info in section.model_fields.items():
+            annotation = _of(info)
+            yield prefix + name
+            item = _item(annotation, 0)
+            for inner in _sections(annotation):
+                yield from walk(inner, f"{prefix}{name}.")
+            for inner in _sections(item) if item is not None else ():
+                yield from walk(inner, f"{prefix}{name}[0].")
+
+    return tuple(dict.fromkeys(walk(Recipe, "")))
+
+
+# The schema beside the values: which annotation and which section a key path leads to.
+
+
+def _path(loc: tuple[str | int, ...], values: Any) -> KeyPath:
+    """``loc`` without the tags that pydantic puts in behind a section, or a value, of several types."""
+    path: KeyPath = ()
+    for part in loc:
+        annotation = _annotation(path, values)
+        kinds = _sections(annotation)
+        if len(kinds) > 1 and path and part in [_tag(kind) for kind in kinds]:
+            continue
+        if isinstance(part, str) and path and not kinds and annotation is not None and not _maps(annotation):
+            continue  # a number or a word: pydantic names each alternative
+        path = (*path, part)
+    return path
+
+
+def _annotation(path: KeyPath, values: Any) -> Any:
+    annotation: Any = Recipe
+    for depth, part in enumerate(path):
+        if isinstance(part, int):
+            annotation = _item(annotation, part)
+            continue
+        section = _chosen(annotation, _at(values, path[:depth]))
+        if section is None or part not in section.model_fields:
+            return None
+        annotation = _of(section.model_fields[part])
+    return annotation
+
+
+def _section(path: KeyPath, values: Any) -> type[BaseModel] | None:
+    return _chosen(_annotation(path, values), _at(values, path))
+
+
+def _chosen(annotation: Any, written: Any) -> type[BaseModel] | None:
+    kinds = _sections(annotation)
+    if len(kinds) > 1:
+        tag = written.get("type") if isinstance(written, dict) else None
+        if TextSampling in kinds:
+            tag = sampling_kind(written)
+        return next((kind for kind in kinds if _tag(kind) == tag), None)
+    return kinds[0] if kinds else None
+
+
+def _variants(path: KeyPath, values: Any) -> list[str]:
+    return [_tag(kind) for kind in _sections(_annotation(path, values))]
+
+
+def _has_default(path: KeyPath, values: Any) -> bool:
+    section = _section(path[:-1], values)
+    info = section.model_fields.get(str(path[-1])) if section else None
+    return info is not None and not info.is_required()
+
+
+def _tag(section: type[BaseModel]) -> str:
+    return str(section.model_fields["type"].default)
+
+
+def _of(info: FieldInfo) -> Any:
+    return Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+
+
+def _parts(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, without their ``Annotated``; a single type is its own only part."""
+    if get_origin(annotation) is Annotated:
+        return _parts(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(part for arg in get_args(annotation) for part in _parts(arg))
+    return (annotation,)
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    return [part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+
+
+def _item(annotation: Any, index: int) -> Any:
+    for part in _parts(annotation):
+        if get_origin(part) is list:
+            return get_args(part)[0]
+        if get_origin(part) is tuple and index < len(get_args(part)):
+            return get_args(part)[index]
+    return None
+
+
+def _maps(annotation: Any) -> bool:
+    """Whether any key may stand under it."""
+    return any(part is Any or part is dict or get_origin(part) is dict for part in _parts(annotation))
+
+
+def _choices(annotation: Any) -> list[Any]:
+    return [choice for part in _parts(annotation) if get_origin(part) is Literal for choice in get_args(part)]
+
+
+def _at(values: Any, path: KeyPath) -> Any:
+    """What stands at ``path`` in plain values or in a recipe; None where there is nothing."""
+    for part in path:
+        if isinstance(values, BaseModel):
+            values = getattr(values, str(part), None)
+        elif isinstance(values, dict):
+            values = values.get(part)
+        elif isinstance(values, list | tuple) and isinstance(part, int) and part < len(values):
+            values = values[part]
+        else:
+            return None
+    return values
+
+
+# What an annotation asks for, in words.
+
+
+def _describe(annotation: Any, bounds: dict[str, Any] | None = None) -> str:
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        return _describe(inner, (bounds or {}) | _bounds(metadata))
+    if get_origin(annotation) in (Union, types.UnionType):
+        sections = _sections(annotation)
+        if len(sections) > 1:
+            return f"a section with a type ({', '.join(map(_tag, sections))})"
+        nullable = type(None) in get_args(annotation)
+        words = [_describe(arg) for arg in get_args(annotation) if arg is not type(None)]
+        return " or ".join([*words, "null"] if nullable else words)
+    return _plain(annotation, bounds or {})
+
+
+def _plain(annotation: Any, bounds: dict[str, Any]) -> str:
+    if annotation in (int, float):
+        return "a time like 90s, 10m or 1h 30m, or seconds" if "duration" in bounds else _number(annotation, bounds)
+    if annotation is ByteSize:
+        return f"an amount of memory like 2 GiB, {ByteSize(bounds['ge']).human_readable()} or more"
+    if annotation is str:
+        return f"text that matches {bounds['pattern']}" if "pattern" in bounds else "text"
+    if annotation is bool:
+        return "true or false"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a section with keys {', '.join(annotation.model_fields)}"
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return f"one of {', '.join(str(choice) for choice in args)}"
+    if origin is list:
+        at_least = f"{bounds['min_length']} or more, each " if bounds.get("min_length") else ""
+        return f"a list ({at_least}{_describe(args[0])})"
+    if origin is tuple:
+        return f"a list of {len(args)} ({_describe(args[0])} each)"
+    return "a mapping" if origin is dict else "a value"
+
+
+def _number(kind: type, bounds: dict[str, Any]) -> str:
+    noun = "whole number" if kind is int else "number"
+    low, high = bounds.get("ge"), bounds.get("le")
+    if bounds.get("gt") == 0:
+        return f"a positive {noun}"
+    if low is not None and high is not None:
+        return f"a {noun} from {low} to {high}"
+    if low is not None and "lt" in bounds:
+        return f"a {noun} from {low} to below {bounds['lt']}"
+    return f"a {noun}" if low is None else f"a {noun} of {low} or more"
+
+
+def _most(annotation: Any) -> float | None:
+    """The largest number, or the most items of a list, that is allowed; None where that is not said."""
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        bounds = _bounds(metadata)
+        return bounds.get("le", bounds.get("max_length", _most(inner)))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next((most for part in get_args(annotation) if (most := _most(part)) is not None), None)
+    return None
+
+
+def _bounds(metadata: Sequence[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            found |= _bounds(item.metadata)
+            continue
+        found |= {
+            name: getattr(item, name)
+            for name in ("gt", "ge", "lt", "le", "min_length", "max_length", "pattern")
+            if getattr(item, name, None) is not None
+        }
+        if getattr(item, "func", None) is seconds_of:
+            found["duration"] = True
+    return found

@@ -1,0 +1,53 @@
+"""What each of several devices gets of a step: slices by their size, and the features that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any
+
+from mmrl.controller.workload_balance import divide, greedy
+from mmrl.training.batch import MicroBatch, without_weight
+from mmrl.training.step_context import StepContext
+from mmrl.trajectory import Slot
+
+
+def needs(run: StepContext, role: str) -> set[str]:
+    """What must be awake for ``role``, of what is not always: models that judge, an engine that samples."""
+    has = {"judge"} if role == "judge" else set()
+    return has | ({"rollout"} if role == "rollout" and run.recipe.rollout.engine != "transformers" else set())
+
+
+def features_of(run: StepContext, slots: Sequence[Slot]) -> dict[str, Any]:
+    """The features of the prompts of ``slots``, as the controller holds them."""
+    store = run.pipeline.features
+    keys = run.pipeline.encode(slots)
+    found = {key: store.get(key) for key in keys}
+    store.release(keys)
+    return found
+
+
+def deal(pieces: Sequence[MicroBatch], run: StepContext, devices: int) -> list[list[MicroBatch]]:
+    """The pieces of each device (or devices that share a model): the largest first, each to who has least, in their old
+    order on each.
+
+    Where all ranks go through them together, each gets as many as any device of any controller, some of them without
+    weight.
+    """
+    loads = [sum(run.pipeline.lengths(piece.rows)) for piece in pieces]
+    stages = run.policy.weights.stages
+    if not (pieces and run.policy.weights.lockstep):
+        found = [[pieces[n] for n in mine] for mine in greedy(loads, devices)]
+        by = 1 if stages is None else stages.multiple
+        return [mine + [without_weight(piece) for piece in mine[-1:] * (-len(mine) % by)] for mine in found]
+    dealt = [[pieces[n] for n in mine] for mine in divide(loads, devices)]
+    most = max(run.controller.gather(max(map(len, dealt))))
+    return [mine + [without_weight((mine or pieces)[-1])] * (most - len(mine)) for mine in dealt]
+
+
+def all_of(answers: Sequence[Future[Any]]) -> list[Any]:
+    """What all came to. Raises what the first to fail raised: the others may be waiting for it."""
+    done, _ = wait(answers, return_when=FIRST_EXCEPTION)
+    for answer in done:
+        answer.result()
+    return [answer.result() for answer in answers]

@@ -1,0 +1,245 @@
+"""Device tasks: functions of the run as it stands in a device's process, whichever that is.
+
+Samples and slices are computed by the same calls wherever they are computed; only who computes which differs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.algorithms.objective import copies_of
+from mmrl.engines.policy import Version
+from mmrl.errors import NotFiniteError
+from mmrl.out_of_memory import in_parts, in_phase
+from mmrl.placement.utilisation import of_gpu
+from mmrl.report.clock import Clock
+from mmrl.rewards.calling import Answer
+from mmrl.training.batch import MicroBatch
+from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
+from mmrl.trajectory import Sample, SampleId, Slot, Trajectory
+
+
+def sample(
+    run: StepContext, slots: Sequence[Slot], ids: Sequence[SampleId], how: SamplingSpec, clock: Clock | None = None
+) -> tuple[Trajectory, list[Sample]]:
+    """Sample a micro-batch and decode it."""
+    clock = clock or Clock(torch.device("cpu"))
+    with run.policy.using(how.weights), torch.no_grad():
+        with clock("sample"):
+            run.pipeline.sync(run.policy)
+
+            def drawn(rows: range) -> Trajectory:
+                of = slots[rows.start : rows.stop], ids[rows.start : rows.stop]
+                return run.pipeline.sample(*of, how.actions, how.seed, how.evaluate)
+
+            parts = in_parts(run.local.at_once, "sample", len(ids), drawn, _begin_with_fewer(run))
+            trajectory = parts[0] if len(parts) == 1 else Trajectory.join(parts)
+        return trajectory, _shown(run, trajectory, how, clock)
+
+
+def sample_at_once(
+    run: StepContext, chunks: Sequence[Chunk], how: SamplingSpec, clock: Clock
+) -> Iterator[tuple[Trajectory, list[Sample]]]:
+    """Sample several micro-batches in one call of an engine, which batches itself; each is decoded apart.
+
+    Nothing is tried again with fewer rows: an engine's memory does not depend on how many it is asked for.
+    """
+    slots, ids = [s for of, _ in chunks for s in of], [i for _, of in chunks for i in of]
+    with run.policy.using(how.weights), torch.no_grad(), clock("sample"), in_phase("sample"):
+        run.pipeline.sync(run.policy)
+        whole = run.pipeline.sample(slots, ids, how.actions, how.seed, how.evaluate)
+    for part in _divided(whole, [len(of) for _, of in chunks]):
+        yield part, _shown(run, part, how, clock)
+
+
+def _divided(whole: Trajectory, sizes: Sequence[int]) -> Iterator[Trajectory]:
+    first = 0
+    for size in sizes:
+        yield whole.rows(list(range(first, first + size)))
+        first += size
+
+
+def _shown(run: StepContext, trajectory: Trajectory, how: SamplingSpec, clock: Clock) -> list[Sample]:
+    """What rewards see of a micro-batch."""
+
+    def shown(rows: range) -> list[Sample]:
+        part = trajectory if len(rows) == len(trajectory) else trajectory.rows(list(rows))
+        return run.pipeline.samples(part, how.inputs)
+
+    with clock("decode"):
+        parts = in_parts(run.local.at_once, "decode", len(trajectory), shown, "sampling.batch_size={} begins so")
+        return [sample for part in parts for sample in part]
+
+
+def _begin_with_fewer(run: StepContext) -> str:
+    """The edit that has sampling begin with the rows that there is memory for."""
+    edit = "sampling.batch_size={} begins so"
+    if run.recipe.model.dtype == "float32" or run.objective.kind != "policy_gradient":
+        return edit
+    dtype = run.recipe.model.dtype
+    return f"{edit}; {dtype} rounds otherwise in training's larger batch, so lower train.micro_batch_size as well"
+
+
+def go_on(run: StepContext, trajectory: Trajectory, most: int, how: SamplingSpec) -> Trajectory:
+    """Draw at most ``most`` further tokens for every row, all of them under way."""
+    with run.policy.using(how.weights):
+        run.pipeline.sync(run.policy)
+        return run.pipeline.go_on(trajectory, most, how.seed)
+
+
+def go_on_at_once(run: StepContext, parts: Sequence[Trajectory], most: int, how: SamplingSpec) -> list[Trajectory]:
+    """``go_on`` for the rows of several trajectories in one call of the engine."""
+    return list(_divided(go_on(run, Trajectory.join(parts), most, how), [len(part) for part in parts]))
+
+
+def enter(run: StepContext, weights: str) -> None:
+    """Begin a phase in which this device computes without the others, under the copy ``weights`` of the policy."""
+    run.local.phase.enter_context(apart(run, weights))
+
+
+@contextmanager
+def apart(run: StepContext, weights: str) -> Iterator[None]:
+    """Such a phase. Shards are gathered for it; where an engine samples it is given them one by one, and nothing stays
+    gathered. All devices of all controllers enter and leave it together."""
+    policy = run.policy
+    if run.recipe.rollout.engine == "transformers" or not policy.weights.in_shards:
+        with policy.alone(weights):
+            yield
+    else:
+        with policy.using(weights):
+            run.pipeline.sync(policy)
+            yield
+
+
+def leave(run: StepContext) -> None:
+    """End that phase."""
+    run.local.phase.close()
+
+
+def score(run: StepContext, label: str, samples: Sequence[Sample], step: int) -> Answer:
+    """One reward's answer for a batch, from its model on this device."""
+    return run.rewards.answer(label, samples, step)
+
+
+def prepare(
+    run: StepContext, pieces: Iterable[MicroBatch], wanted: frozenset[str]
+) -> list[tuple[list[int], list[int], dict[str, Tensor]]]:
+    """What is recomputed before the first update, with the rows of the batch and the entries that it is of.
+
+    Where code without a gradient rounds otherwise, it is computed with the gradient that the update will want.
+    """
+    pieces = list(pieces)
+    calls = [wanted] if run.policy.weights.stages is None else [frozenset({name}) for name in sorted(wanted)]
+    out = []
+    with torch.set_grad_enabled(run.recipe.replays_first):
+        for names in calls:
+
+            def made(
+                piece: MicroBatch, names: frozenset[str] = names
+            ) -> tuple[list[int], list[int], dict[str, Tensor]]:
+                new = run.pipeline.replay(piece.rows, piece.entries, names, run.policy.using)
+                kept = torch.stack([new[name].detach() for name in names]).cpu()  # one wait for all
+                return piece.index, piece.entries, dict(zip(names, kept, strict=True))
+
+            out += run.policy.each(pieces, made)
+    run.policy.put_away()
+    return out
+
+
+def apply(run: StepContext, spent: float) -> dict[str, float]:
+    """The optimizer step, with the gradients of all devices of all controllers; ``spent`` as ``train_step`` has it."""
+    metrics: dict[str, float] = {}
+    for name, policy in run.trained.items():
+        policy.spent = spent
+        try:
+            found = policy.apply()
+        except NotFiniteError as error:
+            if name == "policy":
+                raise
+            raise NotFiniteError(f"the {name}: {error}") from error
+        metrics |= found if name == "policy" else renamed(found)
+    return metrics
+
+
+def move(run: StepContext, step: int) -> None:
+    """The policy's copies, after the updates of a step."""
+    for name, decay in copies_of(run.objective).items():
+        if run.strategy.staleness:
+            run.policy.age(name, run.strategy.staleness)
+        run.policy.move(name, decay(step))
+
+
+def release(run: StepContext) -> None:
+    """Drop the features that the controller sent here for the step."""
+    run.pipeline.features.release(run.local.held)
+    run.local.held.clear()
+
+
+def save(run: StepContext, step: int) -> None:
+    """Save this device's shards as they are after ``step`` steps, with the others."""
+    if run.local.save is not None:
+        run.local.save(step)
+
+
+def version(run: StepContext, name: str, first: bool) -> Version | None:
+    """The policy's copy ``name`` as it is now, of the ``first`` device that trains; the others do their part."""
+    found = run.policy.version(name) if first or run.policy.weights.in_shards else None
+    return found if first else None
+
+
+def become(run: StepContext, version: Version) -> None:
+    """Have the policy's weights of then, to sample with them."""
+    run.policy.become(version)
+
+
+def turn(run: StepContext, role: str, sleep: bool) -> bool:
+    """Have ready on this device what ``role`` needs: the models that judge, or the engine that samples.
+
+    ``sleep``: put the rest to sleep first. Returns whether something was started for good, which is no measure of what
+    the next turn takes.
+    """
+    if sleep:
+        if role != "judge":
+            run.rewards.sleep()
+        if role != "rollout":
+            run.pipeline.sleep()
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()  # what is woken asks the driver for its memory, not torch
+    if role == "judge":
+        return run.rewards.wake()
+    return role == "rollout" and run.pipeline.wake()
+
+
+def ready(run: StepContext, role: str) -> None:
+    """Nothing: the device has turned to ``role`` for it."""
+
+
+def cpu_seconds(run: StepContext) -> float:
+    """CPU time of this process so far."""
+    return time.process_time()
+
+
+def gpu(run: StepContext) -> float | None:
+    """Share of the time since the last call in which this GPU computed; None where that is not known."""
+    return of_gpu(run.device)
+
+
+def renamed(critic: dict[str, float]) -> dict[str, float]:
+    """The critic's metrics under names of their own."""
+    return {name.replace("optim/", "value/"): value for name, value in critic.items()}
+
+
+def perform(run: StepContext, task: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """What ``task`` returns; memory that runs out in it is reported under its phase."""
+    with in_phase(_PHASES.get(task.__name__, task.__name__)):
+        return task(run, *arguments)
+
+
+_PHASES = {"go_on": "sample", "enter": "sample", "score": "judge", "backward": "train", "apply": "optimizer"}
+"""What the plan calls a phase in which a task is done, where that is not the task's name."""

@@ -1,0 +1,375 @@
+"""Several devices of a controller: a thread for each takes tasks off the board, for this process or a worker's.
+
+Who computes a micro-batch or a slice changes nothing in it. Samples are drawn and judged by whoever is free, as the
+board says; the slices of an update are dealt out beforehand, by their size, so that sums are added in the same order
+each time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, as_completed
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from threading import Thread
+from typing import Any, Protocol
+
+from mmrl.algorithms.objective import copies_of
+from mmrl.checkpoint.reader import PartState, Saved
+from mmrl.config.schema import Placement
+from mmrl.engines.policy import Version
+from mmrl.placement import adaptive, device_tasks
+from mmrl.placement.device_shares import all_of, deal, features_of, needs
+from mmrl.placement.task_queue import Board, Moves, Task, as_rows
+from mmrl.report.clock import Clock
+from mmrl.rewards.calling import Answer
+from mmrl.rewards.contract import Context
+from mmrl.training.batch import MicroBatch
+from mmrl.training.step_context import Chunk, Drawn, R, SamplingSpec, StepContext, Ts
+from mmrl.trajectory import Sample, Trajectory
+
+_SHOWN = ("sample", "go_on", "score", "prepare", "backward", "apply")
+"""What is work, and not bookkeeping."""
+
+
+class RemoteDevice(Protocol):
+    """A device in a process of its own, as its controller sees it."""
+
+    def perform(
+        self, run: StepContext, call: Callable[..., Any], arguments: tuple[Any, ...], features: Mapping[str, Any]
+    ) -> Any:
+        """What ``call`` returns there; ``features`` that it lacks go with it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Several:
+    """Final class, ``Devices``: the controller's own process and ``workers``, each with a thread that takes tasks.
+
+    Of disaggregated devices the first train. The others are never waited for but for their samples: what they are to
+    know is put on the board.
+
+    ``starting_up()`` is entered while a device turns to another role, which has a deadline of its own.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[RemoteDevice],
+        settings: Placement,
+        starting_up: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._workers, self.settings, self._starting_up = workers, settings, starting_up
+        self._count = 1 + len(workers)
+        self._trainers = range(settings.training(self._count))
+        self._board = Board(self._count)
+        self._threads: list[Thread] = []
+        self.state = adaptive.starting(settings, self._count)
+        self._lines: list[dict[str, Any]] = []
+        self._cpu = self._step_began = 0.0
+        self._cpu_of = [0.0] * self._count
+        self._version: Version | None = None
+
+    def open(self, run: StepContext) -> None:
+        """Begin to work, with ``run`` as it stands in this process; its rewards' models are asked on the devices."""
+        if run.rewards.on_device:
+            run.rewards.call_by(lambda label: _OnDevices(self._board, label, self._for))
+        if self.settings.apart:
+            self.state = adaptive.starting(self.settings, self._count, bool(run.rewards.on_device))
+            self._board.apart(self.state.split)
+        for device in range(self._count):
+            thread = Thread(target=self._device, args=(run, device), name=f"mmrl-device-{device}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    @contextmanager
+    def alone(self, run: StepContext, weights: str) -> Iterator[None]:
+        if self.settings.apart:  # who samples has weights of its own
+            yield
+            return
+        self.everywhere(run, device_tasks.enter, weights)
+        try:
+            yield
+        except BaseException:
+            self._board.drop("rollout")  # it may be sampled inside alone
+            raise
+        finally:
+            self.everywhere(run, device_tasks.leave)
+
+    def sample(
+        self, run: StepContext, chunks: Iterable[Chunk], how: SamplingSpec, clock: Clock, version: Version | None = None
+    ) -> Iterator[Drawn]:
+        asked = [(slots, ids, features_of(run, slots)) for slots, ids in chunks]
+        if self.settings.apart:
+            version = version or self.version(run, how.weights)
+        else:
+            self._begin(run, how.evaluate, len(asked))
+        numbers: dict[Future[Any], int] = {}
+        for n, (slots, ids, features) in enumerate(asked):
+            task = Task("rollout", device_tasks.sample, (slots, ids, how), features, version=version, of=self._for(how))
+            numbers[self._board.put(task)] = n
+        return self._drawn(numbers, clock)
+
+    def _for(self, what: SamplingSpec | Context) -> tuple[int, int] | None:
+        """The step and round of what is drawn or judged, where that may be a later one than is trained."""
+        return (what.step, what.round) if self.settings.apart and what.step >= 0 else None
+
+    def _begin(self, run: StepContext, evaluate: bool, to_come: int) -> None:
+        """Divide the devices for a generate phase."""
+        apart = self.state.split.judge and run.rewards.on_device and not evaluate
+        split = self.state.split if apart else adaptive.Split(self._count, 0)
+        moves: Moves = "never" if apart else "after"
+        if self.settings.type == "adaptive" and self.settings.inside and not evaluate:
+            moves = "worth"
+        self._board.begin(split, moves, to_come)
+        if apart:  # to wake while the others sample
+            self._put(range(split.rollout, self._count), device_tasks.ready, ("judge",))
+
+    def _drawn(self, numbers: Mapping[Future[Any], int], clock: Clock) -> Iterator[Drawn]:
+        done = as_completed(numbers)
+        for _ in range(len(numbers)):
+            with clock("sample"):
+                answer = next(done)
+                drawn = answer.result()
+            yield numbers[answer], *drawn
+
+    def go_on(
+        self,
+        run: StepContext,
+        parts: Sequence[Trajectory],
+        most: int,
+        how: SamplingSpec,
+        version: Version | None = None,
+    ) -> list[Trajectory]:
+        assert self.settings.apart  # elsewhere it is refused
+        version = version or self.version(run, how.weights)
+        tasks = [
+            Task(
+                "rollout",
+                device_tasks.go_on,
+                (p, most, how),
+                features_of(run, p.slots),
+                version=version,
+                of=self._for(how),
+            )
+            for p in parts
+        ]
+        return all_of([self._board.put(task) for task in tasks])
+
+    def version(
+        self, run: StepContext, name: str
+    ) -> Version:  # the same object until they change; copies do between updates
+        same = self._version is not None and self._version.tag == (run.policy.updates, name)
+        if self._version is None or not same or name in copies_of(run.objective):
+            asked = [self._put([device], device_tasks.version, (name, device == 0))[0] for device in self._trainers]
+            self._version = found = all_of(asked)[0]
+            return found
+        return self._version
+
+    def in_step(self, run: StepContext, n: int) -> int:
+        return n  # micro-batches are not the devices' until they are dealt
+
+    def spread(
+        self,
+        run: StepContext,
+        task: Callable[[StepContext, Iterable[MicroBatch], *Ts], R],
+        pieces: Iterable[MicroBatch],
+        *arguments: *Ts,
+    ) -> list[R]:
+        answers, width = [], run.policy.weights.width
+        for n, mine in enumerate(deal(list(pieces), run, len(self._trainers) // width)):
+            if mine:
+                features = features_of(run, [slot for piece in mine for slot in piece.rows.slots])
+                devices = range(n * width, (n + 1) * width)
+                tasks = [Task("train", task, (mine, *arguments), features, device) for device in devices]
+                answers += [self._board.put(task) for task in tasks]
+        return all_of(answers)[width - 1 :: width]  # of those that share a model the last has what it came to
+
+    def everywhere(self, run: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
+        return all_of(self._put(self._trainers, task, arguments))[0]
+
+    def others(self, run: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> None:
+        with self.beside(run, task, *arguments):
+            pass
+
+    @contextmanager
+    def beside(self, run: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> Iterator[None]:
+        answers = self._put(self._trainers[1:], task, arguments)
+        yield
+        all_of(answers)
+
+    def begin_step(self) -> None:
+        self._board.new_step()
+        self._step_began = self._cpu
+        all_of(self._put(self._trainers, device_tasks.gpu, ()))  # what the step before and evaluation came to
+
+    def end_step(self, run: StepContext, step: int) -> dict[str, float]:
+        board = self._board
+        self.others(run, device_tasks.release)
+        for device in range(len(self._trainers), self._count):
+            board.put(Task("train", device_tasks.release, (), device=device))
+        board.cut()
+        gpus = [share for share in all_of(self._put(self._trainers, device_tasks.gpu, ())) if share is not None]
+        mine = {
+            "rollout_busy": board.seconds("rollout"),
+            "judge_busy": board.seconds("judge"),
+            "train_busy": board.seconds("train"),
+            "rollout_done": board.done_after("rollout"),
+            "judge_done": board.done_after("judge"),
+            "price": board.price,
+            "moves": board.moves,
+            "micro_batches": sum(event.role == "rollout" for event in board.events),
+            "wall": board.elapsed,
+            "cpu": self.cpu_seconds(run) - self._step_began,
+            "wake": board.seconds("wake"),
+            "gpu": sum(gpus),
+            "gpus": len(gpus),
+        }
+        found = run.controller.gather((mine, as_rows(board.events, step + 1, run.controller.rank)))
+        latest = ("rollout_done", "judge_done", "price", "wall")
+        numbers = {k: (max if k in latest else sum)(n[k] for n, _ in found) for k in mine}
+        self._lines = [line for _, lines in found for line in lines]
+        split = self.state.split
+        if self.settings.type == "adaptive" and run.rewards.on_device:
+            self._decide(step + 1, numbers, self._count * len(found))
+        wall = numbers["wall"]
+        busy = numbers["rollout_busy"] + numbers["judge_busy"] + numbers["train_busy"]
+        return {
+            "placement/rollout_devices": split.rollout,
+            "placement/judge_devices": split.judge,
+            "placement/rollout_busy": numbers["rollout_busy"],
+            "placement/judge_busy": numbers["judge_busy"],
+            "placement/wake": numbers["wake"],
+            "placement/moves": numbers["moves"],
+            "placement/idle": max(0.0, 1 - busy / (self._count * len(found) * wall)),
+            "placement/cpu": numbers["cpu"] / (self._count * len(found) * wall),
+            **({"placement/gpu": numbers["gpu"] / numbers["gpus"]} if numbers["gpus"] else {}),
+        }
+
+    def lines(self) -> list[dict[str, Any]]:
+        return self._lines
+
+    def cpu_seconds(self, run: StepContext) -> float:
+        for device in range(len(self._trainers), self._count):  # as last heard of: they may be at work
+            (heard,) = self._put([device], device_tasks.cpu_seconds, ())
+            heard.add_done_callback(lambda answer, device=device: self._hear(device, answer))
+        answers = all_of(self._put(self._trainers, device_tasks.cpu_seconds, ()))
+        for device, seconds in zip(self._trainers, answers, strict=True):
+            self._cpu_of[device] = seconds
+        self._cpu = sum(self._cpu_of)
+        return self._cpu
+
+    def _hear(self, device: int, answer: Future[Any]) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            self._cpu_of[device] = answer.result()
+
+    def state_dict(self) -> PartState:
+        return PartState(asdict(self.state) if self.settings.type == "adaptive" else {})
+
+    def load_state_dict(self, numbers: Any, saved: Saved) -> None:
+        if self.settings.type == "adaptive" and numbers.get("devices") == self._count:
+            self.state = adaptive.State.read(numbers)
+
+    def close(self) -> None:
+        self._board.close()
+        for worker in self._workers:
+            worker.close()
+        for thread in self._threads:
+            thread.join(1.0)  # idle ones end; one that frees tensors while the interpreter shuts down aborts it
+
+    def _decide(self, step: int, numbers: Mapping[str, float], devices: int) -> None:
+        measured = adaptive.Measured(
+            numbers["rollout_busy"],
+            numbers["judge_busy"],
+            numbers["rollout_done"],
+            numbers["judge_done"],
+            devices,
+            numbers["price"],
+            int(numbers["micro_batches"]),
+        )
+        self.state, decision = adaptive.decide(self.state, measured)
+        self._lines.append(
+            {
+                "step": step,
+                "decision": decision.why,
+                "rollout": decision.split.rollout,
+                "judge": decision.split.judge,
+                "numbers": {k: round(v, 4) for k, v in decision.numbers.items()},
+            }
+        )
+
+    def _put(self, devices: Iterable[int], call: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Future[Any]]:
+        return [self._board.put(Task("train", call, arguments, device=d)) for d in devices]
+
+    def _device(self, run: StepContext, device: int) -> None:
+        """The thread of one device. What it fails of, inside a task or out, is told to who waits for an answer."""
+        try:
+            self._work(run, device)
+        except BaseException as error:
+            self._board.fail(device, error)
+
+    def _work(self, run: StepContext, device: int) -> None:
+        import torch
+
+        if device == 0 and run.recipe.threads:
+            torch.set_num_threads(run.recipe.threads)  # of this thread
+        awake: set[str] = set()
+        version = None
+        while (task := self._board.take(device)) is not None:
+            shown = task.role if task.name in _SHOWN else None
+            role = task.arguments[0] if task.call is device_tasks.ready else shown
+            began = turned = time.perf_counter()
+            priced = False
+            if not task.answer.set_running_or_notify_cancel():
+                self._board.done(device, None, began, turned, turned)
+                continue
+            try:
+                needed = needs(run, role) if role else set()
+                if role and (needed != awake if self.settings.sleep else needed - awake):
+                    with self._starting_up():
+                        once = self._perform(
+                            run, device, Task(task.role, device_tasks.turn, (role, self.settings.sleep))
+                        )
+                    awake = needed if self.settings.sleep else needed | awake
+                    priced = self.settings.sleep and not once and role != "train"
+                    turned = time.perf_counter() if self.settings.sleep or once else turned
+                if task.version is not None and task.version is not version:
+                    self._perform(run, device, Task(task.role, device_tasks.become, (task.version,)))
+                    version, turned = task.version, time.perf_counter()
+                answer = self._perform(run, device, task)
+            except BaseException as error:
+                self._board.done(device, shown, began, turned, time.perf_counter(), priced)
+                task.answer.set_exception(error)
+            else:
+                self._board.done(device, shown, began, turned, time.perf_counter(), priced)
+                task.answer.set_result(answer)
+            del task
+
+    def _perform(self, run: StepContext, device: int, task: Task) -> Any:
+        if device == 0:
+            return device_tasks.perform(run, task.call, task.arguments)
+        return self._workers[device - 1].perform(run, task.call, task.arguments, task.features)
+
+
+class _OnDevices:
+    """Final class: the calls of a reward whose model is on the devices that judge."""
+
+    def __init__(
+        self, board: Board, label: str, of: Callable[[SamplingSpec | Context], tuple[int, int] | None]
+    ) -> None:
+        self._board, self._label, self._for = board, label, of
+
+    def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
+        task = Task("judge", device_tasks.score, (self._label, list(samples), context.step), of=self._for(context))
+        answer = self._board.put(task)
+        answer.add_done_callback(lambda done: context.sent.update(_sent(done)))
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+def _sent(answer: Future[Answer]) -> Counter[str]:
+    return Counter() if answer.cancelled() or answer.exception() else answer.result().sent

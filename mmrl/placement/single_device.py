@@ -1,0 +1,141 @@
+"""One device does all of a step in turn; ``mmrl.placement.multi_device`` shares it among several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from mmrl.checkpoint.reader import PartState, Saved
+from mmrl.engines.policy import Version
+from mmrl.placement import device_tasks
+from mmrl.report.clock import Clock
+from mmrl.report.notices import starting
+from mmrl.training.batch import MicroBatch
+from mmrl.training.step_context import Chunk, Drawn, R, SamplingSpec, StepContext, Ts
+from mmrl.trajectory import Trajectory
+
+
+class Single:
+    """Final class, ``Devices``: the controller's own process is its one device.
+
+    Under ``placement.sleep`` an engine and the models that judge are awake until it trains: samples are judged while
+    others are drawn.
+    """
+
+    def __init__(self) -> None:
+        self._ready: set[str] = set()
+        """The roles that it has turned to since it last trained, or that."""
+        self._turning = 0.0
+        """Seconds of this step."""
+
+    @contextmanager
+    def alone(self, run: StepContext, weights: str) -> Iterator[None]:
+        self._turn(run, "rollout")
+        with device_tasks.apart(run, weights):
+            yield
+
+    def _turn(self, run: StepContext, role: str) -> None:
+        """Wake what ``role`` needs, or have all that can sleep do so, to train."""
+        if not run.recipe.placement.sleep or role in self._ready:
+            return
+        began, trains = time.perf_counter(), role == "train"
+        with starting():
+            device_tasks.perform(run, device_tasks.turn, (role, trains))
+        self._ready = {role} if trains else self._ready - {"train"} | {role}
+        self._turning += time.perf_counter() - began
+
+    def sample(
+        self, run: StepContext, chunks: Iterable[Chunk], how: SamplingSpec, clock: Clock, version: Version | None = None
+    ) -> Iterator[Drawn]:
+        assert version is None  # it trains as well
+        if not how.evaluate:
+            self._turn(run, "judge")
+        if run.recipe.rollout.engine == "transformers":
+            for n, (slots, ids) in enumerate(chunks):
+                yield n, *device_tasks.sample(run, slots, ids, how, clock)
+        else:
+            yield from self._by_engine(run, chunks, how, clock)
+        if how.evaluate:  # which judges when all are drawn
+            self._turn(run, "judge")
+
+    def _by_engine(self, run: StepContext, chunks: Iterable[Chunk], how: SamplingSpec, clock: Clock) -> Iterator[Drawn]:
+        done = 0
+        for some in _rounds(chunks, run.recipe.train.prompts_per_step * run.recipe.train.group_size):
+            for n, drawn in enumerate(device_tasks.sample_at_once(run, some, how, clock), done):
+                yield n, *drawn
+            done += len(some)
+
+    def go_on(
+        self,
+        run: StepContext,
+        parts: Sequence[Trajectory],
+        most: int,
+        how: SamplingSpec,
+        version: Version | None = None,
+    ) -> list[Trajectory]:
+        assert version is None
+        self._turn(run, "judge")
+        return device_tasks.go_on_at_once(run, parts, most, how)
+
+    def version(self, run: StepContext, name: str) -> Version:
+        return run.policy.version(name)
+
+    def in_step(self, run: StepContext, n: int) -> int:
+        return max(run.controller.gather(n)) if run.policy.weights.lockstep else n
+
+    def spread(
+        self,
+        run: StepContext,
+        task: Callable[[StepContext, Iterable[MicroBatch], *Ts], R],
+        pieces: Iterable[MicroBatch],
+        *arguments: *Ts,
+    ) -> list[R]:
+        self._turn(run, "train")
+        return [device_tasks.perform(run, task, (pieces, *arguments))]
+
+    def everywhere(self, run: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
+        return device_tasks.perform(run, task, arguments)
+
+    def others(self, run: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> None:
+        pass
+
+    def beside(
+        self, run: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin_step(self) -> None:
+        self._turning = 0.0
+
+    def end_step(self, run: StepContext, step: int) -> dict[str, float]:
+        return {"placement/wake": sum(run.controller.gather(self._turning))} if run.recipe.placement.sleep else {}
+
+    def lines(self) -> list[dict[str, Any]]:
+        return []
+
+    def cpu_seconds(self, run: StepContext) -> float:
+        return time.process_time()
+
+    def state_dict(self) -> PartState:
+        return PartState({})
+
+    def load_state_dict(self, numbers: Any, saved: Saved) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _rounds(chunks: Iterable[Chunk], rows: int) -> Iterator[list[Chunk]]:
+    """``chunks`` as many at a time as have ``rows`` together: what a step samples, so that an evaluation of many
+    prompts holds no more features at once."""
+    some: list[Chunk] = []
+    for chunk in chunks:
+        some.append(chunk)
+        if sum(len(ids) for _, ids in some) >= rows:
+            yield some
+            some = []
+    if some:
+        yield some

@@ -1,0 +1,82 @@
+"""How often a step does what: exact counts, from the recipe alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mmrl.config.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one step, on the controller that has most to do.
+
+    ``batch`` and ``slice_rows`` are the samples of the largest micro-batch of sampling and slice of training; a
+    pathwise objective samples inside its slices and an offline one not at all, and neither has micro-batches.
+
+    Of text, ``row_tokens`` is the longest row, prompt and response (0 for pictures); forwards of sampling and slices
+    are those of the most work there can be, for responses end earlier and short rows share a slice. Rows of very
+    different length may take more slices, where that saves more padding than it costs
+    (``mmrl.controller.workload_balance.pack``).
+    """
+
+    prompts: int
+    samples: int
+    batch: int
+    micro_batches: int
+    sampling_forwards: int
+    entries: int
+    slices: int
+    slice_rows: int
+    optimizer_steps: int
+    row_tokens: int = 0
+    at_once: int = 1
+    """Entries of a row in one slice."""
+
+    @property
+    def passes(self) -> int:
+        """Slices of an update that a row is in."""
+        return -(-self.entries // self.at_once)
+
+
+def count(recipe: Recipe, entries: int, sampled: bool = True, row_tokens: int = 0) -> Counts:
+    """As ``mmrl.training.loop`` cuts; ``entries``: how many actions or noise levels of a sample an update goes through;
+    ``sampled``: samples are drawn before the updates; ``row_tokens`` as in ``Counts``."""
+    train = recipe.train
+    prompts = -(-train.prompts_per_step // recipe.controllers)
+    samples = prompts * train.group_size
+    batch = recipe.sampling.batch_size or train.micro_batch_size if sampled else samples
+    chunks = [range(start, min(start + batch, samples)) for start in range(0, samples, batch)]
+    turns = [
+        sum(k % train.updates_per_step == u for k in range(train.group_size)) for u in range(train.updates_per_step)
+    ]
+    rows = [n * prompts for n in turns] if sampled else [samples]
+    if recipe.algorithm.whole == "pair":  # the rest of a group has no weight
+        rows = [2 * prompts]
+    most = train.micro_batch_size
+    if train.micro_batch_tokens is not None and row_tokens:
+        most = min(most, max(1, train.micro_batch_tokens // row_tokens))
+    return Counts(
+        prompts=prompts,
+        samples=samples,
+        batch=min(batch, samples),
+        micro_batches=len(chunks) if sampled else 0,
+        sampling_forwards=len(chunks) * forwards_of_a_sample(recipe) if sampled else 0,
+        entries=entries,
+        slices=sum(-(-n // most) for n in rows) * -(-entries // train.at_once),
+        slice_rows=min(most, max(rows)),
+        optimizer_steps=train.updates_per_step,
+        row_tokens=row_tokens,
+        at_once=train.at_once,
+    )
+
+
+def forwards_of_a_sample(recipe: Recipe) -> int:
+    """Denoising steps, or tokens at most: the prompt's forward gives the first."""
+    return recipe.decoding.max_new_tokens if recipe.sampling.type == "text" else recipe.denoising.steps
+
+
+def with_steps(recipe: Recipe, n: int | Literal["auto"]) -> Recipe:
+    """The recipe with ``n`` steps in a forward."""
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps_per_forward": n})})

@@ -1,0 +1,217 @@
+"""How a controller's devices share a step in a plan: who does what in which phase, what crosses, and who would idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from mmrl.algorithms.objective import Objective, prepared_by
+from mmrl.config.schema import Recipe
+from mmrl.placement.adaptive import Split, starting
+from mmrl.planner.counts import Counts
+from mmrl.planner.plan_data import Plan
+
+SAMPLED = ("policy_gradient", "forward_process")
+"""The kinds of objective that sample before their updates."""
+
+
+def split_of(plan: Plan) -> Split:
+    """The split that a run begins with."""
+    recipe = plan.recipe
+    return starting(recipe.placement, recipe.devices_per_controller, any(one.trained_on for one in plan.asked)).split
+
+
+def sleeps(recipe: Recipe) -> bool:
+    """Whether models that judge, and an engine, give their memory back."""
+    return recipe.placement.sleep
+
+
+def judges_beside_sampling(recipe: Recipe) -> bool:
+    """Whether models that judge are awake while their device samples: of several devices each does one at a time."""
+    return recipe.devices_per_controller == 1
+
+
+def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
+    """Why the recipe's placement has nothing to place, or to put to sleep, with the edit."""
+    kind = plan.recipe.placement.type
+    if sleeps(plan.recipe) and plan.recipe.devices_per_controller == 1:
+        yield from _all_awake(plan)
+    if kind == "colocate":
+        return
+    if kind == "disaggregated":
+        yield from _apart(plan)
+        return
+    mend = "set placement=colocate"
+    if objective.kind not in SAMPLED:
+        yield (
+            f"placement: {kind} has some devices judge while others sample, and {plan.recipe.algorithm.type} samples "
+            f"nothing before its updates; {mend}"
+        )
+    elif not any(one.trained_on for one in plan.asked):
+        yield (
+            f"placement: {kind} has some devices judge while others sample, and no reward of this recipe computes on a "
+            f"device (as a judge with a local model, or @mmrl.reward(device=True), would); {mend}"
+        )
+
+
+def _all_awake(plan: Plan) -> Iterator[str]:
+    if plan.recipe.rollout.engine != "transformers" or any(one.sleeps for one in plan.asked):
+        return
+    awake = [one.label for one in plan.asked if one.trained_on]
+    if awake:
+        yield (
+            f"placement.sleep: {', '.join(awake)} cannot sleep: give the class sleep(device) and wake(device), as "
+            "mmrl.rewards.sleeping.Sleeping has them, or remove placement.sleep"
+        )
+    else:
+        yield (
+            "placement.sleep: no reward of this recipe computes with a model on the device, and the policy itself "
+            "samples, so nothing sleeps; remove it, or set rollout.engine"
+        )
+
+
+def _apart(plan: Plan) -> Iterator[str]:
+    recipe, split = plan.recipe, split_of(plan)
+    judged = [one.label for one in plan.asked if one.trained_on]
+    if judged and not split.judge:
+        yield (
+            f"placement: disaggregated devices keep their role, and of {recipe.devices_per_controller} none is left "
+            f"for {', '.join(judged)}; set devices_per_controller to 3 or more, or lower placement.trainers"
+        )
+    if not judged and recipe.placement.judges:
+        yield "placement.judges: no reward of this recipe computes on a device, so they would idle; remove it"
+
+
+def idle(plan: Plan) -> Iterator[str]:
+    """Notes on devices that would have nothing to do, with the edit."""
+    c, recipe, devices = plan.counts, plan.recipe, plan.recipe.devices_per_controller
+    if c is None or devices == 1:
+        return
+    split, trainers = split_of(plan), models_of(recipe)
+    if 0 < c.micro_batches < split.rollout:
+        edit = _fewer_rows("sampling.batch_size", c.samples, split.rollout)
+        yield (
+            f"a controller's {c.micro_batches} sampling micro-batch{'es' * (c.micro_batches > 1)} cannot keep "
+            f"{split.rollout} devices busy; {edit}"
+        )
+    elif c.micro_batches:
+        for one in plan.asked:
+            judges, asked = split.judge or split.rollout, calls(c, one.batch_size)
+            if one.trained_on and asked < judges:
+                edit = _fewer_rows("sampling.batch_size", c.samples, judges)
+                of = f"{asked} call{'s' * (asked > 1)} of {one.label}"
+                yield f"{of} cannot keep {judges} devices of a controller busy; {edit}"
+    slices = c.slices // c.optimizer_steps
+    if slices < trainers:
+        edit = _fewer_rows("train.micro_batch_size", c.samples // c.optimizer_steps, -(-trainers // c.passes))
+        of = f"an update's {slices} slice{'s' * (slices > 1)} of a controller"
+        what = f"groups of {recipe.train.width} devices" if _shared(recipe) else "devices"
+        yield f"{of} cannot keep {trainers} {what} busy; {edit}"
+
+
+def models_of(recipe: Recipe) -> int:
+    """How many slices of an update a controller computes at once: devices that share a model or rows are one."""
+    return recipe.placement.training(recipe.devices_per_controller) // recipe.train.width
+
+
+def _shared(recipe: Recipe) -> str:
+    train = recipe.train
+    shared = ["a model"] * (train.sharing > 1) + ["rows"] * (train.context_parallel > 1)
+    return f" x {train.width}, which share {' and '.join(shared)}" if shared else ""
+
+
+def _fewer_rows(key: str, samples: int, parts: int) -> str:
+    if samples < parts:
+        return "lower devices_per_controller, or raise train.prompts_per_step"
+    return f"set {key}={samples // parts} or less"
+
+
+def calls(counts: Counts, batch_size: int | None) -> int:
+    """Calls in a step of a reward per sample: micro-batches are never put together for one."""
+    most = batch_size or counts.batch
+    whole, rest = divmod(counts.samples, counts.batch)
+    return whole * -(-counts.batch // most) + -(-rest // most)
+
+
+def rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """The devices of a controller that do the same: which, what in the generate phase, and what in training."""
+    recipe = plan.recipe
+    split, sampled = split_of(plan), bool(plan.counts and plan.counts.micro_batches)
+    judging = ", ".join(one.label for one in plan.asked if one.trained_on)
+    judge = "judge" if judging == "judge" else f"judge ({judging})"
+    engine = "" if recipe.rollout.engine == "transformers" else "engine"
+    resting = ", ".join(one.label for one in plan.asked if one.sleeps)
+    asleep = _asleep(recipe, resting)
+    at_first = ", at first" * (recipe.placement.type == "adaptive")
+    done = []
+    for device in range(recipe.devices_per_controller):
+        if recipe.placement.apart:
+            done.append(_always(plan, split, device, judge))
+            continue
+        if not sampled:
+            generate = "-"
+        elif not judging:
+            generate = "sample"
+        elif not split.judge:
+            generate = f"sample, then {judge}{at_first}"
+        elif device < split.rollout:
+            generate = f"sample{at_first}{asleep}"
+        else:
+            generate = f"{judge}{at_first}{_asleep(recipe, engine)}"
+        done.append((generate, f"train{_asleep(recipe, resting, engine)}"))
+    out, first = [], 0
+    for (generate, train), same in groupby(done):
+        last = first + len(list(same)) - 1
+        out.append((str(first) if first == last else f"{first} to {last}", generate, train))
+        first = last + 1
+    return out
+
+
+def _always(plan: Plan, split: Split, device: int, judge: str) -> tuple[str, str]:
+    """What a device of a disaggregated placement does while others generate, and while they train."""
+    placement, trainers = plan.recipe.placement, plan.recipe.placement.training(plan.recipe.devices_per_controller)
+    if device < trainers:
+        return "wait for samples", "train"
+    steps = f"{placement.staleness} step{'s' * (placement.staleness != 1)}"
+    role = f"sample {steps} ahead" if device < trainers + split.rollout else judge
+    return role, role
+
+
+def _asleep(recipe: Recipe, *who: str) -> str:
+    named = ", ".join(name for name in who if name)
+    return f"; {named} asleep" if named and sleeps(recipe) else ""
+
+
+def shares(plan: Plan) -> str:
+    """How the counts of a step are dealt out over a controller's devices."""
+    c, recipe, devices = plan.counts, plan.recipe, plan.recipe.devices_per_controller
+    assert c is not None
+    split, parts = split_of(plan), []
+    if c.micro_batches:
+        parts.append(f"{c.micro_batches:,} sampling micro-batches on {split.rollout}")
+        for one in plan.asked:
+            if one.trained_on:
+                parts.append(f"{calls(c, one.batch_size):,} calls of {one.label} on {split.judge or devices}")
+    parts.append(f"{c.slices // c.optimizer_steps:,} slices of an update on {models_of(recipe)}{_shared(recipe)}")
+    return "; ".join(parts)
+
+
+def inside(plan: Plan, objective: Objective, pictures: int) -> dict[str, int]:
+    """Bytes that go between a controller and its further devices in a step, by kind: the most, without names and marks.
+
+    ``pictures``: what rewards are shown of a sample's picture, in bytes.
+    """
+    c, m, others = plan.counts, plan.measured, plan.recipe.devices_per_controller - 1
+    if c is None or m is None or not others:
+        return {}
+    trajectories = m.trajectory * c.samples
+    passes = 1 + bool(prepared_by(objective) or c.optimizer_steps > 1)
+    given = split_of(plan).rollout if plan.recipe.placement.apart else 0
+    found = {
+        "features": m.features * c.prompts * others,
+        "samples": (trajectories + pictures * c.samples) if c.micro_batches else 0,
+        "pictures to judge": pictures * c.samples if c.micro_batches and any(a.trained_on for a in plan.asked) else 0,
+        "weights": m.trained * given,
+        "slices": trajectories * passes * min(plan.recipe.placement.training(others + 1) - 1, c.passes),
+    }
+    return {kind: size for kind, size in found.items() if size}

@@ -1,0 +1,150 @@
+"""Tensors that have shapes and no data, and what a plan learns of them: the bytes that a step would take, and the
+operations on numbers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mmrl.planner.fake_shapes import DEVICE, Shapes, leaves
+from mmrl.planner.operations import operations_of, times_expert
+
+
+class LiveBytes(TorchDispatchMode):
+    """``with LiveBytes() as live:`` counts the bytes of storages made inside it and still alive (``now``), and their
+    maximum (``peak``). What existed before does not count, nor do views of it. ``operations``: multiplications and
+    additions of matrices, convolutions and attention (``mmrl.planner.operations``)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = self.operations = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so that no operation pays for keeping the compiler out of this class."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = _run(func, types, args, kwargs or {})
+        if func is DEVICE:  # asked more often than anything is computed
+            return out
+        self.operations += operations_of(func, args, out)
+        given: set[int] | None = None
+        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._alive:
+                continue
+            if given is None:
+                inputs = (x for x in leaves(args, kwargs) if isinstance(x, Tensor))
+                given = {x.untyped_storage()._cdata for x in inputs if x.layout == torch.strided}
+            if key not in given:
+                self._count(key, storage)
+        return out
+
+    def _count(self, key: int, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+
+        def freed(_: Any) -> None:
+            del self._alive[key]
+            self.now -= size
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def again(self, working: int, operations: int) -> None:
+        """Count work that was measured before: it takes ``working`` bytes more than what is alive now."""
+        self.peak = max(self.peak, self.now + working)
+        self.operations += operations
+
+
+def _run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The operation's result. The mode of the fake tensors is asked at once, where torch would dispatch twice more."""
+    mode = next((x.fake_mode for x in leaves(args, kwargs) if isinstance(x, FakeTensor)), None)
+    return func(*args, **kwargs) if mode is None else mode.dispatch(func, types, args, kwargs)
+
+
+class KnownMasks(TorchDispatchMode):
+    """Inside the block, a mask picks as many entries of a fake tensor as it would of a real one, and experts take
+    tokens in every precision.
+
+    A model that sees puts its pictures where their placeholders stand. The placeholders are real, but on a fake tensor
+    torch counts no mask; so masks become the indices that they stand for. What multiplies the tokens of each expert
+    takes float32 too, and torch's rule for shapes has bfloat16 alone. Its operations are ``live``'s.
+    """
+
+    def __init__(self, live: LiveBytes | None = None) -> None:
+        super().__init__()
+        self._live = live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _INDEXED:
+            args = (args[0], [i for given in args[1] for i in _counted(given)], *args[2:])
+        if func is _GROUPED and isinstance(args[0], FakeTensor):
+            if self._live is not None:
+                self._live.operations += times_expert(args[0], args[1])
+            return _product(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+_INDEXED = frozenset(
+    {
+        torch.ops.aten.index.Tensor,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.index_put_.default,
+        torch.ops.aten._index_put_impl_.default,
+    }
+)
+
+
+_GROUPED = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
+
+
+def _product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """``[N, J]`` of the rows ``[N, I]`` of several groups, each times its own of ``[G, I, J]``; or ``[G, I, J]`` of
+    ``[I, N]`` times ``[N, J]``, group by group."""
+    return a.new_empty((len(a), b.shape[-1]) if b.ndim == 3 else (len(ends), len(a), b.shape[-1]))
+
+
+def _counted(index: Tensor | None) -> Iterable[Tensor | None]:
+    if index is None or isinstance(index, FakeTensor) or index.dtype != torch.bool:
+        return [index]
+    return index.nonzero().unbind(1)
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, each storage counted once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def fake(modules: Iterable[nn.Module]) -> None:
+    """Turn parameters, buffers and other tensors on the meta device into fake ones that behave as on a CPU, in place.
+
+    On a device that has kernels (a fake CPU) autocast and the choice of attention kernel work as in a real run.
+    """
+    mode = Shapes()
+    device = torch.device("cpu")
+    made: dict[int, Tensor] = {}  # weights that are tied stay so
+    for module in {id(m): m for root in modules for m in root.modules()}.values():
+        for name, p in module._parameters.items():
+            if p is not None and not isinstance(p, FakeTensor):
+                if id(p) not in made:
+                    made[id(p)] = nn.Parameter(FakeTensor(mode, p.data, device), requires_grad=p.requires_grad)
+                module._parameters[name] = made[id(p)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not isinstance(buffer, FakeTensor):
+                module._buffers[name] = made.setdefault(id(buffer), FakeTensor(mode, buffer, device))
+        for name, table in list(vars(module).items()):  # of positions, say, which some keep outside their buffers
+            if isinstance(table, Tensor) and table.is_meta and not isinstance(table, FakeTensor):
+                setattr(module, name, FakeTensor(mode, table, device))

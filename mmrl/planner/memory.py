@@ -1,0 +1,338 @@
+"""What a step needs of a device, measured rather than guessed: the pipeline's own code runs on tensors without data.
+Bytes, and with them the operations on numbers.
+
+Sampling, decoding, a training slice and the optimizer's step run as they do in training, but on fake tensors: shapes,
+dtypes, autocast, gradient checkpointing and the autograd graph are real, the numbers are not there. ``LiveBytes``
+watches every operation and counts the storages alive. The same watcher counts a real step (``tests/test_plan.py``
+compares the two).
+
+Counted: every tensor that an operator returns. Not counted: what a kernel takes and gives back inside itself (matmul
+and convolution workspaces), the allocator's slack, the accelerator's own context. Attention is counted as the flash
+kernel does it, on every device: no [B, heads, S, S] matrix.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mmrl.algorithms.objective import Objective, copies_of, prepared_by, sampler
+from mmrl.config.schema import Recipe
+from mmrl.engines.context import imagined
+from mmrl.engines.optimizers import bytes_in_8_bits
+from mmrl.engines.policy import Policy
+from mmrl.pipelines.description import Description
+from mmrl.pipelines.protocol import Pipeline
+from mmrl.planner.counts import Counts, with_steps
+from mmrl.planner.fake_tensors import KnownMasks, LiveBytes, fake, nbytes
+from mmrl.planner.operations import Operations
+from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+
+
+def known_masks(pipeline: Pipeline, live: LiveBytes) -> AbstractContextManager[Any]:
+    """``KnownMasks`` where a model may see; it costs time, and diffusion needs none."""
+    return KnownMasks(live) if pipeline.makes == "text" else nullcontext()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes. Per prompt: ``features``. Kept of a sample: ``trajectory``, and of its picture ``picture`` (float32).
+
+    ``encode`` (one prompt), ``sample`` and ``decode`` (a micro-batch), ``train`` (a slice: forward and backward) and
+    ``optimizer`` are what each phase works with beyond everything that stays. ``adam`` is the optimizer's state,
+    ``trained`` the weights that it steps on.
+    ``train_token``: by how much ``train`` grows with a token more in every row of the slice, ``train_step`` with a step
+    more in its forward; 0 where that is not asked.
+    ``forwards`` and ``graph_forwards`` are calls of the policy in a slice, without and with a graph; ``guided``: each
+    forward of sampling is of twice the rows, with the prompt and with the negative one; ``guided_loss``: each of
+    training is.
+    """
+
+    features: int
+    trajectory: int
+    picture: int
+    encode: int
+    sample: int
+    decode: int
+    train: int
+    optimizer: int
+    adam: int
+    trained: int
+    forwards: int
+    graph_forwards: int
+    guided: bool
+    guided_loss: bool
+    operations: Operations
+    train_token: float = 0.0
+    train_step: int = 0
+
+
+def measure(
+    description: Description, recipe: Recipe, objective: Objective, counts: Counts, foreach: bool, prompt: Prompt
+) -> Measured:
+    """Run the parts of a step for the largest micro-batch of sampling and slice of training, each row ``prompt``'s.
+
+    ``foreach``: the optimizer works on all parameters at once, as it does on CUDA, and takes more memory for it. The
+    description's modules are made fake, so that this is the last thing done with them.
+    """
+    fake(component.module for component in description.components)
+    pipeline = description.pipeline
+    trained = _trained(description, recipe, objective, foreach)
+    policy = trained[0]
+    slots, ids = _rows(max(counts.batch, counts.slice_rows), prompt)
+
+    budget, pipeline.features.budget_bytes = pipeline.features.budget_bytes, sys.maxsize  # nothing fake goes to disk
+    with LiveBytes() as live:
+        keys = pipeline.encode(slots[:1])
+    features = pipeline.features.bytes
+    negative = len(keys) > 1 and pipeline.makes != "text"  # of one slot: the negative prompt has features too
+    encode = max(0, live.peak - features)  # where an encoder only makes what is kept, that is not counted twice
+
+    picture = sample = decode = 0
+    drawn = 0, 0
+    if counts.micro_batches:
+        with policy.using(sampler(objective, 0)):
+            of = slots[: counts.batch], ids[: counts.batch]
+            trajectory, sample, picture, decode, drawn = _micro_batch(pipeline, recipe, objective, *of)
+            if counts.slice_rows > counts.batch:  # a slice of training has rows of several
+                trajectory = _micro_batch(pipeline, recipe, objective, slots, ids)[0]
+    else:
+        n = counts.slice_rows
+        trajectory = Trajectory(slots[:n], ids[:n], torch.empty(n, 0), keys[:1] * n)
+    kept = nbytes(t for t in vars(trajectory).values() if isinstance(t, Tensor)) // len(trajectory)
+
+    made = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
+    train, forwards, graph_forwards = made.bytes, made.calls[False], made.calls[True]
+    whole = made
+    if recipe.train.context_parallel > 1:  # of what is cut, only the part that takes most memory is run
+        whole = _slice(pipeline, _uncut(recipe), objective, trained, trajectory, counts.slice_rows)
+    token, step = _growth(pipeline, recipe, objective, trained, trajectory, counts, train)
+    optimizer, state = _optimizers(trained, recipe)
+    pipeline.features.budget_bytes = budget
+    return Measured(
+        features if pipeline.makes == "text" else features // len(pipeline.features),
+        kept,
+        picture,
+        encode,
+        sample,
+        decode,
+        train,
+        optimizer,
+        state,
+        nbytes(p for one in trained for p in one.trainable.values()),
+        forwards,
+        graph_forwards,
+        guided=negative and recipe.denoising.guidance_scale > 1,
+        guided_loss=negative and recipe.algorithm.loss_guidance(recipe.denoising.guidance_scale) > 1,
+        operations=Operations(live.operations, *drawn, whole.operations, whole.forward),
+        train_token=token,
+        train_step=step,
+    )
+
+
+def _uncut(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"context_parallel": 1})})
+
+
+def _trained(description: Description, recipe: Recipe, objective: Objective, foreach: bool) -> list[Policy]:
+    """The policy with its copies, and the critic where there is one."""
+    total = recipe.train.steps * recipe.train.updates_per_step
+    how = recipe.performance
+    if how.optimizer == "adamw_8bit":  # its kernels take no tensors without data
+        how = how.model_copy(update={"optimizer": "adamw"})
+    policy = Policy(description.pipeline.policy, recipe.optim, total, performance=how)
+    for name in kept_copies(objective):
+        policy.keep(name)
+    others = [c.module for c in description.components if c.role == "critic"]
+    trained = [policy, *(Policy(module, recipe.optim, total, performance=how) for module in others)]
+    for one in trained:
+        for group in one.optimizer.param_groups:
+            group["foreach"] = foreach and not group["fused"]
+    return trained
+
+
+def _optimizers(trained: Sequence[Policy], recipe: Recipe) -> tuple[int, int]:
+    """Bytes that one step of their optimizers takes at most beside what it keeps, and what they keep."""
+    most = kept = 0
+    for one in trained:
+        with LiveBytes() as live:
+            one.optimizer.step()
+        its = nbytes(t for s in one.optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
+        most, kept = max(most, live.peak - its), kept + its
+    if recipe.performance.optimizer == "adamw_8bit":  # which works in place
+        return 0, sum(bytes_in_8_bits(one.trainable.values()) for one in trained)
+    return most, kept
+
+
+def _growth(
+    pipeline: Pipeline,
+    recipe: Recipe,
+    objective: Objective,
+    trained: list[Policy],
+    trajectory: Trajectory,
+    counts: Counts,
+    train: int,
+) -> tuple[float, int]:
+    """By how much the ``train`` bytes of a slice grow with a token more in every row, and with a step more in its
+    forward; 0 where that is not asked."""
+    token, step = 0.0, 0
+    if recipe.train.context_parallel > 1 and trajectory.mask is not None:
+        less = trajectory.clean.shape[1] // 2
+        short = replace(trajectory, **{name: getattr(trajectory, name)[:, less:] for name in _COLUMNS})
+        token = (train - _slice(pipeline, recipe, objective, trained, short, counts.slice_rows).bytes) / max(1, less)
+    if recipe.train.steps_per_forward == "auto" and counts.entries > 1:
+        two = with_steps(recipe, 2)
+        step = _slice(pipeline, two, objective, trained, trajectory, counts.slice_rows).bytes - train
+    return token, step
+
+
+_COLUMNS = ("clean", "mask", "log_probs")
+"""Of a text's trajectory, what has an entry for each token of a response."""
+
+
+def kept_copies(objective: Objective) -> list[str]:
+    """Copies of the trained weights that the objective keeps; ``reference`` among them is none where LoRA trains."""
+    asks = any("reference" in name for name in objective.needs | prepared_by(objective))
+    return [*sorted(copies_of(objective)), *(["reference"] if asks else [])]
+
+
+def _rows(n: int, prompt: Prompt) -> tuple[list[Slot], list[SampleId]]:
+    slot = Slot(0, 0, 0, prompt)
+    return [slot] * n, [SampleId(0, 0, 0, k) for k in range(n)]
+
+
+@torch.no_grad()
+def _micro_batch(
+    pipeline: Pipeline, recipe: Recipe, objective: Objective, slots: list[Slot], ids: list[SampleId]
+) -> tuple[Trajectory, int, int, int, tuple[int, int]]:
+    """A micro-batch sampled and decoded, the bytes of sampling, of a picture for rewards and of decoding, and the
+    operations of both."""
+    actions = pipeline.noisy_steps(0) if "log_probs" in objective.needs else []
+    with LiveBytes() as live, once(pipeline, live), known_masks(pipeline, live):
+        trajectory = pipeline.sample(slots, ids, actions, recipe.seed)
+    sample, operations = live.peak - live.now, live.operations
+    with LiveBytes() as live:
+        made = pipeline.samples(trajectory, frozenset({"tensor"}))
+    picture = 0 if made[0].tensor is None else made[0].tensor.nbytes
+    return trajectory, sample, picture, live.peak, (operations, live.operations)
+
+
+class _Slice(NamedTuple):
+    bytes: int
+    calls: dict[bool, int]
+    operations: int
+    forward: int
+    """Operations of the first call of the policy."""
+
+
+def _slice(
+    pipeline: Pipeline, recipe: Recipe, objective: Objective, trained: list[Policy], trajectory: Trajectory, n: int
+) -> _Slice:
+    """One training slice of ``n`` rows, forward and backward, with gradients already there from an earlier one.
+
+    ``trained``: the policy, and the critic where there is one.
+    """
+    policy = trained[0]
+    for p in (p for one in trained for p in one.trainable.values()):
+        p.grad = p.detach().clone()
+    old = {"advantages": torch.zeros(n), "weights": torch.ones(n), "groups": torch.zeros(n, dtype=torch.long)}
+    cut = imagined(pipeline.policy, recipe.train.context_parallel)
+    with LiveBytes() as live, counted(pipeline.policy, live) as (calls, spent), known_masks(pipeline, live), cut:
+        rows = trajectory if n == len(trajectory) else trajectory.rows(list(range(n)))
+        at_once = range(recipe.train.at_once)
+        match objective.kind:
+            case "policy_gradient":
+                new = pipeline.replay(rows, at_once, objective.needs, policy.using)
+                old |= pipeline.recorded(rows, at_once)
+                if pipeline.makes == "text":  # what was prepared has the shape of what is computed
+                    old |= {"log_probs": new["log_probs"].detach(), "returns": old["mask"]}
+                    old |= {"values": new["values"].detach()} if "values" in new else {}
+            case "forward_process":
+                new = pipeline.renoise(rows, 0, recipe.seed, objective.needs, policy.using)
+            case "offline":
+                new = pipeline.compare(rows, objective.needs, policy.using)
+                old |= pipeline.recorded(rows, [0])
+            case _:
+                with once(pipeline, live):
+                    path = objective.graph_steps(recipe.denoising.steps, 0.0)
+                    new = pipeline.generate(rows.slots, rows.ids, path, recipe.seed, objective.needs, policy.using)
+                del new["latents"]
+                rewards = new.pop("images").flatten(1).mean(1).view(-1, n)
+                new["rewards"] = rewards.repeat(max(1, len(objective.phrases(0))), 1)
+        policy.backward(objective.loss(new, old, float(n)).value)
+    return _Slice(live.peak, calls, live.operations, spent[0] if spent else 0)
+
+
+@contextmanager
+def counted(module: nn.Module, live: LiveBytes) -> Iterator[tuple[dict[bool, int], list[int]]]:
+    """Count the module's forwards inside the block, by whether gradients are on; recomputed ones count again. And the
+    operations of each, as ``live`` counts them."""
+    calls, spent, begun = {False: 0, True: 0}, list[int](), list[int]()
+
+    def count(*_: Any) -> None:
+        calls[torch.is_grad_enabled()] += 1
+        begun.append(live.operations)
+
+    def ended(*_: Any) -> None:
+        spent.append(live.operations - begun.pop())
+
+    handles = module.register_forward_pre_hook(count), module.register_forward_hook(ended)
+    try:
+        yield calls, spent
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def once(pipeline: Pipeline, live: LiveBytes) -> Iterator[None]:
+    """Inside the block, a forward of the policy without gradients runs once for each set of shapes.
+
+    The denoising steps of a sample take the same memory; running one of them on fake tensors is enough, and the rest
+    return empty tensors of the right shapes. Text has no such steps.
+    """
+    if pipeline.makes == "text":
+        yield
+        return
+    module = pipeline.policy
+    original: Callable[..., Any] = module.forward
+    seen: dict[Any, tuple[Any, int, int]] = {}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
+        if key not in seen:
+            before, highest, operations = live.now, live.peak, live.operations
+            live.peak = before
+            out = original(*args, **kwargs)
+            working = live.peak - before
+            live.peak = max(highest, live.peak)
+            blanks = tree_map(lambda x: Blank(x.new_empty(0), x.shape) if isinstance(x, Tensor) else x, out)
+            seen[key] = blanks, working, live.operations - operations
+            return out
+        blanks, working, operations = seen[key]
+        live.again(working, operations)
+        return tree_map(lambda x: x.like.new_empty(x.shape) if isinstance(x, Blank) else x, blanks)
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        module.forward = original
+
+
+@dataclass(frozen=True)
+class Blank:
+    """What is remembered of a tensor: ``like`` is empty and has its dtype and device."""
+
+    like: Tensor
+    shape: torch.Size

@@ -1,0 +1,274 @@
+"""What is in a device's memory: by role, and by phase of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from torch import nn
+
+from mmrl.algorithms.objective import Objective, prepared_by
+from mmrl.algorithms.objective import copies_of as kept_by
+from mmrl.config.schema import Recipe
+from mmrl.engines.policy import aged
+from mmrl.engines.sharded import blocks
+from mmrl.pipelines.description import Beside, Component, Description
+from mmrl.planner.device_roles import judges_beside_sampling, sleeps
+from mmrl.planner.fake_tensors import nbytes
+from mmrl.planner.memory import kept_copies
+from mmrl.planner.plan_data import PHASES, PhaseMemory, Plan, Role
+from mmrl.report.sizes import size as amount
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes are what one device keeps: of what trains, its shard; ``gathered`` and ``gathered_blocks`` come on top
+    where it computes without the others, and in a training slice."""
+
+    parameters: int
+    trained_parameters: int
+    total: int
+    trained: int
+    dtypes: str
+    gathered: int = 0
+    gathered_blocks: int = 0
+
+
+def sizes_of(description: Description, shards: int | Fraction, by_block: bool) -> dict[int, Size]:
+    """Of each component, by ``id``; what trains lies in so many ``shards``, and is gathered ``by_block`` to train."""
+
+    sizes = {}
+    for component in description.components:
+        parameters = list(component.module.parameters())
+        trained = [p for p in parameters if p.requires_grad]
+        frozen = [p for p in parameters if not p.requires_grad]
+        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in frozen or trained})
+        sizes[id(component)] = Size(
+            sum(p.numel() for p in parameters),
+            sum(p.numel() for p in trained),
+            nbytes([*parameters, *component.module.buffers()]),
+            nbytes(trained),
+            ", ".join(dtypes),
+        )
+        if trained and shards > 1:
+            sizes[id(component)] = _in_shards(component.module, sizes[id(component)], shards, by_block)
+    return sizes
+
+
+def _in_shards(module: nn.Module, whole: Size, shards: int | Fraction, by_block: bool) -> Size:
+    """By block: in a slice two of them are there at once, one computing and one on its way, with their gradients until
+    each rank has its rows; what is in no block is there all the time."""
+
+    groups = [list(block.parameters()) for block in blocks(module)]
+    inside = {id(p) for group in groups for p in group}
+    groups.append([p for p in module.parameters() if id(p) not in inside])
+    moving = [nbytes(group) + nbytes(p for p in group if p.requires_grad) for group in groups]
+    return replace(
+        whole,
+        total=-(-whole.total // shards),
+        trained=-(-whole.trained // shards),
+        gathered=whole.total,
+        gathered_blocks=by_block * (moving[-1] + 2 * max(moving[:-1], default=0)),
+    )
+
+
+def offloads(made: Plan) -> bool:
+    """Whether what idles leaves the device."""
+    return made.recipe.model.offload and made.device != "cpu"
+
+
+def keeps_optimizer(made: Plan) -> bool:
+    """Whether the optimizer's state is on the device outside of its step."""
+    return made.device == "cpu" or not made.recipe.performance.offload_optimizer
+
+
+def keeps_reference(made: Plan) -> bool:
+    """Whether the reference, where it is a copy, is on the device outside of training."""
+    return made.device == "cpu" or not made.recipe.performance.offload_reference
+
+
+def copies_of(recipe: Recipe, objective: Objective) -> list[str]:
+    """Copies of the trained weights that the run keeps; LoRA's reference is the base with the adapter off."""
+
+    kept = [name for name in kept_copies(objective) if name != "reference" or recipe.model.lora is None]
+    kept += [aged(name, n + 1) for name in kept_by(objective) for n in range(recipe.placement.staleness or 0)]
+    return [*kept, *(["ema"] if recipe.optim.ema_decay else [])]
+
+
+def on_host(made: Plan, description: Description, sizes: dict[int, Size], objective: Objective) -> int:
+    """Bytes of the optimizer's state and of the reference in the host's memory, for each device."""
+    assert made.measured is not None
+    copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
+    away = 0 if keeps_reference(made) else copied * ("reference" in copies_of(made.recipe, objective))
+    return away + (0 if keeps_optimizer(made) else made.measured.adam)
+
+
+def roles_of(
+    made: Plan, description: Description, sizes: dict[int, Size], objective: Objective, features: int
+) -> Iterator[Role]:
+    """The lines of the roles' table; ``features``: bytes of the prompts' features that are kept."""
+
+    measured, counts = made.measured, made.counts
+    assert measured is not None
+    assert counts is not None
+    for component in description.components:
+        size = sizes[id(component)]
+        always = len(component.needed) == len(PHASES) or not offloads(made)
+        where = " and ".join(phase for phase in PHASES if phase in component.needed)
+        where = "always" if always else f"{where}, else in host memory"
+        what = f"{component.name}, {size.dtypes}"
+        frozen = size.parameters - size.trained_parameters
+        if size.trained and frozen:
+            yield Role(f"{component.role}, frozen", what, frozen, size.total - size.trained, where)
+        elif not size.trained:
+            yield Role(component.role, what, size.parameters, size.total, where)
+        if size.trained:
+            yield from _trained_roles(made, component, size, where, objective)
+    trained = sum(size.trained_parameters for size in sizes.values())
+    where = "always" if keeps_optimizer(made) else "optimizer, else in host memory"
+    dtype = "8 bits with scales" if made.recipe.performance.optimizer == "adamw_8bit" else "float32"
+    yield Role("optimizer", f"Adam's two moments, {dtype}", trained * 2, measured.adam, where)
+    together = judges_beside_sampling(made.recipe)
+    for one in description.beside:
+        where = f"{'encode, ' * together}sample and decode, else {'in host memory' if one.kept else 'freed'}"
+        yield Role(one.role, one.what, 0, _held(made, one), where if sleeps(made.recipe) else "always")
+    judging = "sample and decode" if together else "judge"
+    asleep = "freed" if made.device == "cpu" else "in host memory"
+    for asked in made.asked:
+        where = f"{judging}, else {asleep}" if sleeps(made.recipe) and asked.sleeps else "always"
+        yield Role(f"reward {asked.label}", asked.what, asked.parameters, asked.bytes, where)
+    yield Role("prompt features", f"{amount(measured.features)} a prompt", 0, features, "always")
+    if measured.trajectory:
+        total = measured.trajectory * counts.samples
+        yield Role("trajectories", f"{amount(measured.trajectory)} a sample, float32", 0, total, "sample to optimizer")
+
+
+def _trained_roles(made: Plan, component: Component, size: Size, where: str, objective: Objective) -> Iterator[Role]:
+    """What trains of a component, its gradients, and of the policy its copies."""
+    lora, policy = made.recipe.model.lora, component.role == "policy"
+    kind = f"LoRA of rank {lora.rank}" if lora and policy else component.name
+    yield Role(f"{component.role}, trained", f"{kind}, float32", size.trained_parameters, size.trained, where)
+    of = "" if policy else f", {component.role}"
+    yield Role(f"gradients{of}", "float32", size.trained_parameters, size.trained, "train")
+    if policy:
+        for name in copies_of(made.recipe, objective):
+            stays = name != "reference" or keeps_reference(made)
+            where = "always" if stays else "train, else in host memory"
+            yield Role(f"copy: {name}", "float32", size.trained_parameters, size.trained, where)
+        if lora and any("reference" in name for name in objective.needs | prepared_by(objective)):
+            yield Role("reference", "the policy with its adapter switched off", 0, 0, "train")
+
+
+def _held(made: Plan, one: Beside) -> int:
+    return one.bytes + int(one.share * (made.device_memory or 0))
+
+
+def load_of(made: Plan, description: Description, sizes: dict[int, Size]) -> PhaseMemory:
+    """What an accelerator holds while a run is loaded.
+
+    Every rank puts the whole model on its device, in the dtypes it will train in, before it keeps its part. Models that
+    judge and an engine of the device's own are there before, unless they sleep.
+    """
+    train, n, asleep = made.recipe.train, made.recipe.devices_per_controller, sleeps(made.recipe)
+    weights: dict[str, int] = {}
+    for component in description.components:
+        if not offloads(made) or "train" in component.needed:
+            size = sizes[id(component)]
+            weights[component.role] = weights.get(component.role, 0) + (size.gathered or size.total)
+    parts = {
+        **weights,
+        "this device's part of the model": sum(s.total for s in sizes.values()) if train.backend == "megatron" else 0,
+        **{one.role: 0 if asleep else _held(made, one) for one in description.beside},
+        "rewards' models": sum(one.bytes for one in made.asked if one.trained_on) if n == 1 and not asleep else 0,
+    }
+    return PhaseMemory("load", {name: size for name, size in parts.items() if size})
+
+
+def phases_of(
+    made: Plan,
+    description: Description,
+    sizes: dict[int, Size],
+    objective: Objective,
+    features: int,
+    inputs: frozenset[str],
+    pathwise: bool,
+) -> Iterator[PhaseMemory]:
+    """What each phase of the step holds; ``judge`` is one where what judges is awake in it alone, of several devices.
+
+    ``inputs`` are what rewards read of a sample; ``pathwise``: the update samples.
+    """
+    measured, counts = made.measured, made.counts
+    assert measured is not None
+    assert counts is not None
+    copied = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
+    sleeping = sum(one.bytes for one in made.asked if one.sleeps) if sleeps(made.recipe) else 0
+    engine = {one.role: _held(made, one) for one in description.beside}
+    copies = copies_of(made.recipe, objective)
+    visiting = {"train": copied * ("reference" in copies)} if not keeps_reference(made) else {}
+    moments = {"optimizer state": measured.adam}
+    always = {
+        "copies of the trained weights": copied * len(copies) - sum(visiting.values()),
+        **({} if sleeps(made.recipe) else engine),
+        "rewards' models": sum(one.bytes for one in made.asked) - sleeping,
+        "prompt features": features,
+    }
+    awake: dict[str, dict[str, int]] = dict.fromkeys(("sample", "decode"), engine)
+    if judges_beside_sampling(made.recipe):
+        judges = {"rewards' models": always["rewards' models"] + sleeping}
+        awake = {"encode": engine} | dict.fromkeys(awake, engine | judges)
+    own = _own_of_phases(made, sizes, inputs, always["rewards' models"] + sleeping)
+    for phase in (*PHASES[:3], "judge", *PHASES[3:]):
+        if phase in ("sample", "decode", "judge") and not counts.micro_batches:
+            continue
+        if phase == "judge" and (not sleeping or judges_beside_sampling(made.recipe)):
+            continue
+        inside = {phase, "sample", "decode"} if pathwise else {phase}  # what its update samples with stays meanwhile
+        if phase == "judge":
+            inside = {"optimizer"}  # what is there in every phase
+        weights: dict[str, int] = {}
+        for component in description.components:
+            if not offloads(made) or component.needed & inside:
+                weights[component.role] = weights.get(component.role, 0) + sizes[id(component)].total
+        parts = {
+            **weights,
+            **(moments if phase == "optimizer" or keeps_optimizer(made) else {}),
+            **always,
+            **awake.get(phase, {}),
+            **own[phase],
+        }
+        parts["copies of the trained weights"] += visiting.get(phase, 0)
+        yield PhaseMemory(phase, {name: size for name, size in parts.items() if size})
+
+
+def _own_of_phases(
+    made: Plan, sizes: dict[int, Size], inputs: frozenset[str], judges: int
+) -> dict[str, dict[str, int]]:
+    """What each phase holds beside what is there in all of them; ``judges``: bytes of the models that judge."""
+    measured, counts = made.measured, made.counts
+    assert measured is not None
+    assert counts is not None
+    trained = sum(size.trained for size in sizes.values())
+    pictures = measured.picture * counts.samples if "tensor" in inputs else 0
+    if inputs & {"image", "video"} and made.device == "cpu":
+        pictures += measured.picture * counts.samples // 4  # as bytes, where the host is the device
+    trajectories = {"trajectories": measured.trajectory * counts.samples}
+    own: dict[str, dict[str, int]] = {
+        "encode": {"working memory": measured.encode},
+        "sample": {**trajectories, "pictures for the rewards": pictures, "working memory": measured.sample},
+        "decode": {**trajectories, "pictures for the rewards": pictures, "working memory": measured.decode},
+        "judge": {
+            **trajectories,
+            "pictures for the rewards": pictures,
+            "rewards' models": judges,
+        },
+        "train": {**trajectories, "gradients": trained, "working memory": measured.train},
+        "optimizer": {**trajectories, "gradients": trained, "working memory": measured.optimizer},
+    }
+    gathered = {name: sum(getattr(size, name) for size in sizes.values()) for name in ("gathered", "gathered_blocks")}
+    for phase in ("encode", "sample", "decode", "judge"):
+        own[phase]["weights gathered for the phase"] = gathered["gathered"]
+    own["train"]["blocks being gathered, and their gradients"] = gathered["gathered_blocks"]
+    if made.recipe.controllers * made.recipe.devices_per_controller > 1 and made.recipe.train.backend == "replicated":
+        own["optimizer"]["gradients being summed"] = trained
+    return own

@@ -1,0 +1,279 @@
+"""``mmrl plan``: what a recipe would hold and do, resolved before a weight is loaded. ``mmrl train`` begins with it.
+
+Everything of a controller is in its device's memory at some phase of the step; of several, the one with most to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import mmrl
+from mmrl.algorithms.objective import Objective
+from mmrl.config.dtype import choose, has_bfloat16
+from mmrl.config.loader import LoadedRecipe
+from mmrl.config.objectives import load_objective
+from mmrl.datasets.loading import load_prompts
+from mmrl.engines import context, performance
+from mmrl.engines.megatron import mapping
+from mmrl.errors import UserError
+from mmrl.media import Media
+from mmrl.pipelines.description import Description
+from mmrl.planner.counts import count
+from mmrl.planner.device_roles import SAMPLED, calls, idle, inside, models_of, refusals, sleeps, split_of
+from mmrl.planner.estimate import Estimate, Step, estimated
+from mmrl.planner.fit_check import room
+from mmrl.planner.gpus import Gpu
+from mmrl.planner.judges import on_devices
+from mmrl.planner.memory import measure
+from mmrl.planner.memory_budget import load_of, offloads, on_host, phases_of, roles_of, sizes_of
+from mmrl.planner.plan_data import PHASES, Plan
+from mmrl.planner.steps_per_forward import settle
+from mmrl.rewards.loading import Found
+from mmrl.rewards.scoring import check, reads
+from mmrl.trajectory import Prompt
+
+
+def plan(
+    loaded: LoadedRecipe, device_memory: int | None = None, gpu: Gpu | None = None, gpus: int | None = None
+) -> Plan:
+    """Resolve a recipe on the meta device. Loads no weight; what is wrong becomes ``problems``, all of it at once.
+
+    ``device_memory`` in bytes stands for the device's own, to plan for a machine that is not this one; ``gpu`` for the
+    whole device, which then is cuda, and ``gpus`` for how many of it there are.
+    """
+
+    if gpu is not None:
+        loaded = replace(loaded, recipe=loaded.recipe.model_copy(update={"device": "cuda"}))
+    recipe = loaded.recipe
+    device, memory = ("cuda", gpu.memory) if gpu else _device(recipe.device)
+    made = Plan(recipe, device, device_memory or memory, gpu=gpu, gpus=gpus)
+    made.notes += _about_dtype(made, loaded.chose_dtype)
+    has = performance.Ability(gpu.name, "cuda", gpu.ampere) if gpu else performance.ability(device)
+    made.problems += performance.refusals(recipe, has)
+    objective = load_objective(recipe)
+    inputs = _rewards(loaded, objective, made)
+    name = loaded.resolve_drop_in(recipe.pipeline)
+    try:
+        module = mmrl.load("pipelines", name)
+        if not hasattr(module, "describe"):
+            made.notes.append(f"{name} has no describe(recipe, path, architecture), so its memory is not known")
+            settle(made)
+            return made
+        prompts = _prompts(loaded, made)
+        architecture = Path(loaded.resolve(recipe.architecture)) if recipe.architecture else None
+        description = module.describe(recipe, loaded.resolve(recipe.model.path), architecture)
+    except UserError as error:
+        made.problems.append(str(error))
+        return made
+    _account(made, description, objective, prompts, inputs)
+    settle(made)
+    made.time = _time(made, description, objective)
+    made.problems += room(made)
+    made.notes += [*idle(made), *_unused(made)]
+    return made
+
+
+def settled(loaded: LoadedRecipe) -> LoadedRecipe:
+    """The recipe with what it leaves to the plan chosen; itself where it leaves nothing."""
+    if loaded.recipe.train.steps_per_forward != "auto":
+        return loaded
+    return replace(loaded, recipe=plan(loaded).recipe)
+
+
+def _time(made: Plan, description: Description, objective: Objective) -> Estimate | None:
+    """Of a step on the GPU that is planned for."""
+    c, m, split = made.counts, made.measured, split_of(made)
+    if made.gpu is None or c is None or m is None:
+        return None
+    asked = [one for one in made.asked if one.trained_on and c.micro_batches]
+    judged = sum(-(-calls(c, one.batch_size) // (split.judge or split.rollout)) * one.weights for one in asked)
+    step = Step(made.recipe, c, m.operations, m.adam, m.trained, split.rollout, models_of(made.recipe), judged)
+    return estimated(step, made.gpu, description, objective)
+
+
+def _unused(made: Plan) -> Iterator[str]:
+    """GPUs that the recipe leaves idle."""
+    recipe = made.recipe
+    n = recipe.controllers * recipe.devices_per_controller
+    if made.gpus is not None and n < made.gpus:
+        each = made.gpus // recipe.controllers
+        edit = f"devices_per_controller={each}" if each > recipe.devices_per_controller else f"controllers={made.gpus}"
+        yield f"the recipe uses {n} of {made.gpus} GPUs; set {edit}"
+
+
+def _device(name: str) -> tuple[str, int | None]:
+    """The device as ``mmrl.run`` will choose it, and its memory where it is on this machine."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    number = int(name.partition(":")[2] or 0)
+    if name.startswith("cuda") and number < torch.cuda.device_count():
+        return name, torch.cuda.get_device_properties(torch.device(name)).total_memory
+    return name, _main_memory() if name == "cpu" else None
+
+
+def _about_dtype(made: Plan, chosen: bool) -> Iterator[str]:
+    """What ``model.dtype: auto`` came to, where it was ``chosen``; or that this CPU is slow in what the recipe says."""
+    model, device = made.recipe.model, made.recipe.device
+    if made.gpu is not None:
+        lacks = f"{made.gpu.name} has no instructions for bfloat16"
+        if chosen:
+            why = lacks if not made.gpu.bfloat16 else f"{made.gpu.name} has instructions for it"
+            yield f"model.dtype: auto is {model.dtype}, because {why}"
+        elif model.dtype == "bfloat16" and not made.gpu.bfloat16:
+            yield f"{lacks} and computes it slowly; set model.dtype=float16 or float32"
+    elif chosen:
+        dtype, why = choose(device)
+        yield f"model.dtype: auto is {model.dtype}, {why if model.dtype == dtype else 'as the run began'}"
+    elif made.device == "cpu" and model.dtype == "bfloat16" and not has_bfloat16(device):
+        yield "this CPU has no instructions for bfloat16 and computes faster in float32; set model.dtype=float32"
+
+
+def _main_memory() -> int:
+    import psutil
+
+    total = psutil.virtual_memory().total
+    try:  # of the container, where it has less than its machine
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        return total
+
+
+def _prompts(loaded: LoadedRecipe, made: Plan) -> list[Sequence[Prompt]]:
+    """The prompts of both splits, as lazy as the data set makes them; none where it cannot be read."""
+
+    try:
+        return [load_prompts(loaded.recipe, loaded.root, split) for split in ("train", "heldout")]
+    except UserError as error:
+        made.problems.append(str(error))
+        return []
+
+
+def _looked_at(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """All prompts, or where they are read as they are asked for, some in equal distances: pictures cost time."""
+    if isinstance(prompts, list):
+        return prompts
+    most = 100 if prompts[0].media else 4000
+    return [prompts[n * len(prompts) // min(most, len(prompts))] for n in range(min(most, len(prompts)))]
+
+
+def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozenset[str]:
+    """What the rewards read of a sample."""
+    import inspect
+
+    recipe, both = loaded.recipe, list[list[Found]]()
+    for key, listed in (("rewards", recipe.rewards), ("eval.rewards", recipe.eval.rewards)):
+        try:
+            both.append(check(listed, loaded.root, recipe.makes, key))
+        except UserError as error:
+            made.problems.extend(str(error).splitlines())
+    if len(both) < 2:
+        return frozenset()
+    found, evaluated = both
+    made.asked, problems, notes = on_devices(loaded, found, evaluated, made.device, made.device_memory)
+    made.notes += notes
+    made.problems += problems or refusals(made, objective)
+    if objective.kind == "pathwise":
+        made.problems += [
+            f"rewards: {recipe.algorithm.type} follows the reward's gradient, and {one.name} declares none "
+            "(@mmrl.reward(differentiable=True)); use colour:target, or algorithm.type=flow_grpo"
+            for one in found
+            if not inspect.isclass(one.target) and not one.declaration.differentiable
+        ]
+    return frozenset(name for r, one in zip(recipe.rewards, found, strict=True) for name in reads(one, r, loaded.root))
+
+
+def _account(
+    made: Plan,
+    description: Description,
+    objective: Objective,
+    prompts: list[Sequence[Prompt]],
+    inputs: frozenset[str],
+) -> None:
+    """Fill in counts, measured sizes, roles and phases."""
+
+    recipe, made.source = made.recipe, description.source
+    pathwise = objective.kind == "pathwise"
+    entries = objective.entries or description.pipeline.entries(objective.kind)
+    store = description.pipeline.features
+    trainers = recipe.controllers * recipe.placement.training(recipe.devices_per_controller)
+    shards = _shards(made, description, trainers)
+    if shards is None:
+        return
+    sizes = sizes_of(description, shards, by_block=recipe.train.backend == "fsdp")
+    media = _pair()[: 2 if objective.kind == "offline" else description.pictures]
+    prompt, row_tokens = Prompt("plan", "plan", media=media), 0
+    try:
+        if description.longest is not None:
+            if not prompts:
+                return
+            every = recipe.data.overlong == "error"  # the run is to stop before it begins, for any of them
+            looked_at = [p for split in prompts for p in (split if every else _looked_at(split))]
+            prompt, row_tokens, said = description.longest(looked_at)
+            made.notes += said
+        made.counts = counts = count(recipe, entries, objective.kind in SAMPLED, row_tokens)
+        measured = measure(description, recipe, objective, counts, made.device.startswith("cuda"), prompt)
+    except UserError as error:
+        made.problems.append(str(error))
+        return
+    except Exception as error:  # a pipeline that fake tensors cannot run may still train: an estimate must not stop it
+        made.notes.append(f"memory is not known: the step cannot be run without data ({type(error).__name__}: {error})")
+        return
+    of_optimizer = trainers if recipe.train.distributed_optimizer else shards
+    divided = {name: -(-getattr(measured, name) // of_optimizer) for name in ("adam", "trained", "optimizer")}
+    made.measured = measured = replace(measured, **divided)
+    different = _different(prompts, description)
+    in_use = min(counts.prompts, max(counts.batch, counts.slice_rows)) + 1  # the others may lie on disk
+    kept = min(different or store.budget_bytes, max(in_use, store.budget_bytes // max(1, measured.features)))
+    features = measured.features * kept
+    made.roles = list(roles_of(made, description, sizes, objective, features))
+    made.phases = list(phases_of(made, description, sizes, objective, features, inputs, pathwise))
+    if made.device != "cpu":
+        made.load = load_of(made, description, sizes)
+    if offloads(made):
+        moved = (c for c in description.components if len(c.needed) < len(PHASES))
+        made.host = sum(sizes[id(c)].total for c in moved)
+    made.host += on_host(made, description, sizes, objective)
+    if sleeps(recipe) and made.device != "cpu":
+        made.host += sum(one.weights for one in made.asked if one.sleeps)
+        made.host += sum(one.kept for one in description.beside)
+    shown = measured.picture if "tensor" in inputs else measured.picture // 4 if inputs & {"image", "video"} else 0
+    made.inside = inside(made, objective, shown)
+
+
+def _shards(made: Plan, description: Description, trainers: int) -> int | Fraction | None:
+    """In how many parts what trains lies, after what refuses that; None where rows cannot be cut."""
+
+    train, policy = made.recipe.train, description.pipeline.policy
+    shards: int | Fraction = train.parts(trainers)
+    if train.backend == "megatron":
+        made.problems += mapping.refusals(policy, train)
+        shards = mapping.shares(policy, train)
+        made.notes.append("activations are counted whole, and devices that share a model divide most of them")
+    refused = list(context.refusals(policy, train.context_parallel)) if train.context_parallel > 1 else []
+    made.problems += refused
+    return None if refused else shards
+
+
+def _pair() -> tuple[Media, ...]:
+    """Two pictures, for a pipeline that trains on pairs of them; one is enough where it is edited."""
+    from io import BytesIO
+
+    from PIL import Image
+
+    files = [BytesIO(), BytesIO()]
+    for shade, file in enumerate(files):
+        Image.new("RGB", (1, 1), (shade, shade, shade)).save(file, "png")
+    return Media("image", data=files[0].getvalue()), Media("image", data=files[1].getvalue())
+
+
+def _different(prompts: list[Sequence[Prompt]], description: Description) -> int:
+    """How many different prompts the run may encode, at most; 0 where that is not known."""
+    if description.longest is not None:
+        return sum(map(len, prompts))
+    found = {(prompt.text, prompt.media if description.pictures else ()) for split in prompts for prompt in split}
+    return len(found) + 1 if found else 0  # the empty prompt of guidance

@@ -1,0 +1,253 @@
+"""A plan as text: tables on a console."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from mmrl.planner.device_roles import rows, shares
+from mmrl.planner.estimate import assumptions
+from mmrl.planner.max_length import longest
+from mmrl.planner.plan_data import Plan
+from mmrl.report.durations import duration
+from mmrl.report.sizes import size
+from mmrl.secrets import hidden
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+NOT_COUNTED = (
+    "Every tensor is counted, attention as the flash kernel does it. Not counted: kernels' own workspaces, the "
+    "allocator's slack, the device's context, and what rewards work with beside the weights of their models."
+)
+
+
+def render(plan: Plan, console: Console, short: bool = False) -> None:
+    """Print it; ``short`` is three lines, without the problems (for a caller who raises them)."""
+    (_render_short if short else _render_whole)(plan, console)
+
+
+def _render_short(plan: Plan, console: Console) -> None:
+    """What a run says before it begins."""
+    for line in (_step(plan), _peak(plan), *plan.notes):
+        if line:
+            console.print(hidden(line), markup=False, highlight=False)
+
+
+def _render_whole(plan: Plan, console: Console) -> None:
+    """Everything, problems last."""
+
+    def say(text: str) -> None:
+        console.print(hidden(text), markup=False, highlight=False, soft_wrap=True)
+
+    recipe = plan.recipe
+    several = f", the first of {recipe.devices_per_controller} devices" if recipe.devices_per_controller > 1 else ""
+    say(f"{recipe.name} on {plan.where}, one controller{several}")
+    if plan.source:
+        say(f"sizes from {plan.source}")
+    if plan.counts and plan.measured:
+        say("")
+        for line in _arithmetic(plan):
+            say(line)
+    if plan.phases:
+        console.print(_roles(plan))
+        console.print(_phases(plan))
+        say(_peak(plan))
+        if plan.load:
+            console.print(_loading(plan), markup=False, highlight=False)
+        if plan.recipe.train.context_parallel > 1:
+            say(_cut(plan))
+        if plan.host:
+            say(f"page-locked in host memory, of what leaves the device and comes back: {size(plan.host)}")
+        _placed(plan, console)
+        say(_crossing(plan))
+        if plan.inside:
+            parts = ", ".join(f"{kind} {size(n)}" for kind, n in plan.inside.items())
+            say(f"between a controller and its further devices, on their host, a step: up to about {parts}")
+        say(NOT_COUNTED)
+        _time(plan, console)
+    for note in plan.notes:
+        say(f"note: {note}")
+    for problem in plan.problems:
+        say(f"problem: {problem}")
+
+
+def _step(plan: Plan) -> str:
+    c = plan.counts
+    if c is None:
+        return ""
+    train, n = plan.recipe.train, plan.recipe.controllers
+    of_each = f" of each of {n} controllers" if n > 1 else ""
+    return (
+        f"a step{of_each}: {c.prompts} prompts x {train.group_size} = {c.samples:,} samples, "
+        f"{c.slices:,} training slices, {c.optimizer_steps} optimizer step{'s' * (c.optimizer_steps > 1)}; "
+        f"{train.steps:,} steps"
+    )
+
+
+def _arithmetic(plan: Plan) -> list[str]:
+    c, m, recipe = plan.counts, plan.measured, plan.recipe
+    assert c is not None
+    assert m is not None
+    text = recipe.sampling.type == "text"
+    twice, twice_loss = (" (twice that with guidance)" if guided else "" for guided in (m.guided, m.guided_loss))
+    lines = [_step(plan)]
+    if c.micro_batches:
+        each = f"up to {recipe.decoding.max_new_tokens} tokens" if text else f"{recipe.denoising.steps} denoising steps"
+        lines.append(
+            f"  sampling: {c.micro_batches:,} micro-batches of {c.batch} samples{twice} x {each} = "
+            f"{c.sampling_forwards:,} forwards{_engine(plan)}"
+        )
+    without = f" and {m.forwards} without" if m.forwards else ""
+    plural = "s" * (m.graph_forwards > 1)
+    checkpointed = ", recomputed in it (gradient checkpointing)" if recipe.model.gradient_checkpointing else ""
+    at_once = f", {c.at_once} in a forward" if c.at_once > 1 else ""
+    taken = (
+        f" of up to {c.row_tokens:,} tokens" if text else f"{twice_loss}, {c.entries} entries of each sample{at_once}"
+    )
+    lines.append(
+        f"  training: {c.slices:,} slices of up to {c.slice_rows} samples{taken}; "
+        f"a slice is {m.graph_forwards} forward{plural} with a graph{without}, and a backward{checkpointed}"
+    )
+    steps = recipe.train.steps
+    forwards = c.sampling_forwards + c.slices * (m.forwards + m.graph_forwards)
+    lines.append(
+        f"  the run: {steps:,} steps = {steps * c.samples:,} samples, {steps * forwards:,} forwards, "
+        f"{steps * c.slices:,} backwards, {steps * c.optimizer_steps:,} optimizer steps (evaluation not counted)"
+    )
+    return lines
+
+
+def _engine(plan: Plan) -> str:
+    if plan.recipe.sampling.type != "text" or plan.recipe.rollout.engine == "transformers":
+        return ""
+    return f" of {plan.recipe.rollout.engine}, which batches them its own way"
+
+
+def _roles(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="what there is", title_justify="left", title_style="bold")
+    for name in ("role", "what", "parameters", "memory", "on the device"):
+        table.add_column(name, justify="right" if name in ("parameters", "memory") else "left", overflow="fold")
+    for role in plan.roles:
+        number = f"{role.parameters:,}" if role.parameters else ""
+        table.add_row(escape(role.name), escape(role.what), number, size(role.bytes) if role.bytes else "-", role.where)
+    return table
+
+
+def _phases(plan: Plan) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, title=f"{plan.where} by phase of a step", title_justify="left", title_style="bold"
+    )
+    table.add_column("")
+    for phase in plan.phases:
+        table.add_column(phase.name, justify="right", no_wrap=True)
+    for part in dict.fromkeys(name for phase in plan.phases for name in phase.parts):
+        table.add_row(escape(part), *(size(p.parts[part]) if part in p.parts else "" for p in plan.phases))
+    table.add_section()
+    table.add_row("in all", *(size(p.total) for p in plan.phases), style="bold")
+    return table
+
+
+def _placed(plan: Plan, console: Console) -> None:
+    """Who does what when, where there are several devices."""
+    recipe = plan.recipe
+    if recipe.controllers * recipe.devices_per_controller == 1:
+        return
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"placement: {recipe.placement.type}, {recipe.controllers} controller{'s' * (recipe.controllers > 1)} x "
+        f"{recipe.devices_per_controller} device{'s' * (recipe.devices_per_controller > 1)}",
+        title_justify="left",
+        title_style="bold",
+    )
+    for name in ("device of each", "generate", "prepare, train"):
+        table.add_column(name, overflow="fold")
+    for row in rows(plan):
+        table.add_row(*map(escape, row))
+    console.print(table)
+    if recipe.devices_per_controller > 1:
+        console.print(f"of a controller: {shares(plan)}", markup=False, highlight=False, soft_wrap=True)
+    if recipe.placement.type == "adaptive":
+        inside = "a device whose role has run dry takes up the other" if recipe.placement.inside else "roles stay"
+        moves = f"between steps the split follows what was measured; inside a step {inside}"
+        console.print(moves, markup=False, highlight=False, soft_wrap=True)
+
+
+def _peak(plan: Plan) -> str:
+    peak = plan.peak
+    if peak is None:
+        return ""
+    if plan.device_memory is None:
+        return (
+            f"peak: {size(peak.total)} in {peak.name} ({plan.device} is not on this machine: its memory is not known)"
+        )
+    share = peak.total / plan.device_memory
+    return f"peak: {size(peak.total)} in {peak.name}, {share:.0%} of {plan.where}'s {size(plan.device_memory)}"
+
+
+def _loading(plan: Plan) -> str:
+    """What the run holds before its first step; each rank has the whole model on its device for a moment."""
+    assert plan.load is not None
+    listed = ", ".join(f"{name} {size(n)}" for name, n in plan.load.parts.items())
+    return f"loading: {size(plan.load.total)} ({listed}); each process first has the weights in the host's memory"
+
+
+def _time(plan: Plan, console: Console) -> None:
+    """How long a step would take on the GPU that is planned for."""
+    if plan.time is None or plan.gpu is None:
+        return
+    console.print(f"time of a step on {plan.gpu.name}: an estimate, not measured", style="bold", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    table.add_column("estimate", justify="right", no_wrap=True)
+    for name, seconds in plan.time.seconds.items():
+        table.add_row(f"{name}, at least" if name == "judge" else name, _about(seconds))
+    table.add_section()
+    beside = " (training beside the rest)" if plan.time.beside else ""
+    table.add_row(f"a step{beside}", _about(plan.time.step), style="bold")
+    steps = plan.recipe.train.steps
+    table.add_row(f"{steps:,} steps", _about(steps * plan.time.step), style="bold")
+    console.print(table)
+    console.print(assumptions(plan.gpu, plan.recipe.model.dtype), markup=False, highlight=False)
+
+
+def _about(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms" if seconds >= 1e-4 else "< 0.1 ms"
+    days = seconds / 86400
+    return f"{days:,.1f} days" if days >= 2 else duration(seconds)
+
+
+def _cut(plan: Plan) -> str:
+    """What devices that share rows have of them, and how long rows may be."""
+    c, m, n = plan.counts, plan.measured, plan.recipe.train.context_parallel
+    assert c is not None
+    assert m is not None
+    said = f"rows are cut: each of {n} devices has 1/{n} of the tokens in training ({size(m.train)} of activations)"
+    if (found := longest(plan)) is None:
+        return said
+    tokens, phase = found
+    whole = ", where a device has whole rows" if phase == "sample" else ""
+    most = f"; by {phase}{whole}, rows of up to {tokens:,} tokens fit"
+    return f"{said}{most} (now {c.row_tokens:,}), {c.slice_rows} to a slice"
+
+
+def _crossing(plan: Plan) -> str:
+    c, m, n = plan.counts, plan.measured, plan.recipe.controllers
+    assert c is not None
+    assert m is not None
+    pictures = f"; the rewards get {c.samples:,} pictures a step, {size(c.samples * m.picture // 4)} as bytes"
+    crossing = "0 bytes, there is one"
+    if n > 1:
+        trained = next(role.bytes for role in plan.roles if role.name == "gradients")
+        plural = "s" * (c.optimizer_steps > 1)
+        crossing = (
+            f"the gradients ({size(trained)}) of {c.optimizer_steps} update{plural} a step, and numbers; no samples"
+        )
+        if plan.recipe.train.backend == "fsdp":
+            crossing = "weights and gradients of every training slice, weights once a step, and numbers; no samples"
+    return f"between controllers: {crossing}{pictures if m.picture else ''}"

@@ -1,0 +1,36 @@
+"""A device ran out of memory: what the plan expected there, and the edits that help."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mmrl.out_of_memory import OutOfMemoryError, free
+from mmrl.planner.fit_check import edits
+from mmrl.planner.plan import plan
+from mmrl.planner.plan_data import PhaseMemory
+from mmrl.report.sizes import size
+
+if TYPE_CHECKING:
+    from mmrl.config.loader import LoadedRecipe
+
+
+def explained(error: OutOfMemoryError, loaded: LoadedRecipe) -> str:
+    """The error with what the plan expected in its phase, and the edits that lower it."""
+    free()
+    try:
+        made = plan(loaded)
+    except Exception:  # of whatever kind: the explanation must not stand in the error's place
+        return str(error)
+    name = {"prepare": "train"}.get(error.phase, error.phase)
+    phases = {phase.name: phase for phase in (*made.phases, *([made.load] if made.load else []))}
+    phase, peak = phases.get(name), made.peak
+    expected = "The plan does not know what it takes"
+    if peak is not None:
+        has = f" of {made.device}'s {size(made.device_memory)}" if made.device_memory else ""
+        there = f"{size(phase.total)} there and " if phase else ""
+        expected = f"The plan expected {there}{size(peak.total)} at most (in {peak.name}){has}"
+    listed = "; ".join(edits(made, phase or PhaseMemory(name, peak.parts if peak else {})))
+    return (
+        f"{error}\n{expected}; it counts no other process on the device, no workspaces of kernels and no memory that "
+        f"is in pieces too small to use. Try: {listed}"
+    )

@@ -1,0 +1,301 @@
+"""The first half of a step: sample a group for every slot, score it, and turn rewards into advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mmrl.algorithms.multi_reward import aggregated
+from mmrl.algorithms.objective import Scored, advantages_of, prepared_by, sampler
+from mmrl.config.checks import label_of
+from mmrl.config.section import AdvantageAggregation
+from mmrl.engines.policy import Version
+from mmrl.errors import BadPromptError
+from mmrl.out_of_memory import in_phase
+from mmrl.placement import device_tasks
+from mmrl.report.clock import Clock
+from mmrl.rewards.scoring import Failure, Scores
+from mmrl.training.batch import Batch, Groups, Round, chunks, rows_of_update, samples_of
+from mmrl.training.micro_batches import slices
+from mmrl.training.step_context import SamplingSpec, StepContext
+from mmrl.training.step_metrics import Tally
+from mmrl.trajectory import SampleId, Slot, Trajectory
+
+MOST_REPLACED = 4
+"""Unusable prompts in a step, per slot, after which it fails: the data is not what it seems."""
+
+
+def rollout(run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally) -> Batch:
+    """Sample a group for every slot, score it, and turn rewards into advantages."""
+    with run.devices.alone(run, sampler(run.objective, step)):
+        rounds, groups = run.strategy.groups(run, slots, step, clock, tally)
+    first = replace(rounds[0].scores, total=rewards_of(run, rounds, groups_of(rounds[0])))
+    tally.set(reward_metrics(first, run.controller.gather))
+    batch, scored = assemble(run, rounds, groups)
+    if batch.micro_batches[0].mask is not None or run.another_drew:
+        with clock("prepare"):
+            scored = prepare(run, batch, scored)
+    how: AdvantageAggregation = getattr(run.recipe.algorithm, "advantage_aggregation", "sum")
+    advantages = aggregated(advantages_of(run.objective), scored, how)
+    batch.advantages, batch.weights = advantages.values, advantages.valid.float()
+    if advantages.returns is not None:
+        batch.prepared["returns"] = advantages.returns
+    if scored.mask is not None:
+        tally.set(text_metrics(batch, scored.mask))
+    tally.set({"advantage/zero_std_groups": advantages.zero_std_groups / advantages.groups, **advantages.metrics})
+    return batch
+
+
+class AtOnce:
+    """Final class, a ``RolloutStrategy``: every group is sampled in its step, with the weights that train."""
+
+    staleness = 0
+    replaces_groups = False
+
+    def groups(
+        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally
+    ) -> tuple[list[Round], Groups]:
+        whole = sample_and_score(run, slots, step, clock)
+        return [whole], groups_of(whole)
+
+
+def sample_and_score(
+    run: StepContext, slots: list[Slot], step: int, clock: Clock, version: Version | None = None, number: int = 0
+) -> Round:
+    """A group of samples for every slot, in micro-batches, and what the rewards say of them, in round ``number``."""
+    sampling = Sampling(run, slots, step, clock, clock, version, number)
+    sampling.collect()
+    return sampling.finish(clock)
+
+
+class Sampling:
+    """Final class: a round under way. It is asked for when it is made; ``collect`` may run in another thread.
+
+    ``clock`` is of who makes it, ``inside`` of who collects. ``version``: see ``Devices.sample``.
+    """
+
+    def __init__(
+        self,
+        run: StepContext,
+        slots: list[Slot],
+        step: int,
+        clock: Clock,
+        inside: Clock,
+        version: Version | None = None,
+        number: int = 0,
+    ) -> None:
+        with clock("encode"):
+            self._slots, self._keys, self._bad = encode(run, slots)
+        self._size = run.recipe.train.group_size
+        rows = samples_of(self._slots, self._size)
+        actions = run.pipeline.noisy_steps(step) if "log_probs" in run.objective.needs else []
+        inputs = run.rewards.inputs
+        weights = sampler(run.objective, step) if version is None else version.name
+        how = SamplingSpec(actions, weights, run.recipe.seed, inputs, step=step, round=number)
+        self._most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
+        asked = [([s for s, _ in chunk], [i for _, i in chunk]) for chunk in chunks(rows, self._most)]
+        self._scoring = run.rewards.start(step, self._size, scale=not run.strategy.replaces_groups, round=number)
+        self._drawn = run.devices.sample(run, asked, how, inside, version)
+        self._micro_batches: dict[int, Trajectory] = {}
+
+    def collect(self) -> None:
+        """Have what is drawn judged, while the next is sampled."""
+        for n, trajectory, samples in self._drawn:
+            self._micro_batches[n] = trajectory
+            self._scoring.add(samples, n * self._most)
+
+    def finish(self, clock: Clock) -> Round:
+        """All that was collected, scored. Raises ``RewardError``."""
+        size, n = self._size, len(self._slots) * self._size
+        with clock("reward"):
+            scores = self._scoring.finish([list(range(first, first + size)) for first in range(0, n, size)])
+        scores.failures.extend(self._bad)
+        return Round(self._slots, self._keys, [self._micro_batches[i] for i in sorted(self._micro_batches)], scores)
+
+
+def encode(
+    run: StepContext, slots: list[Slot], other: Callable[[Slot, int], Slot] | None = None
+) -> tuple[list[Slot], list[str], list[Failure]]:
+    """Encode the prompts; one that cannot be used is named, and another takes its place. Raises ``UserError``.
+
+    ``other``: the slot with its prompt of an attempt; None draws from the training prompts.
+    """
+    bad: list[Failure] = []
+    other = other or (lambda slot, attempt: run.controller.replacement(slot, attempt, run.prompts))
+    while True:
+        try:
+            with in_phase("encode"):
+                return slots, run.pipeline.encode(slots), bad
+        except BadPromptError as error:
+            places = [n for n, slot in enumerate(slots) if slot.prompt.id == error.prompt]
+            if not places or len(bad) >= MOST_REPLACED * len(slots):
+                raise
+            for n in places:
+                slot = slots[n]
+                name = SampleId(slot.step, slot.index, slot.attempt, 0)
+                bad.append(Failure(name, slot.prompt.text, "prompt", error.reason))
+                last = max(s.attempt for s in slots if (s.step, s.index) == (slot.step, slot.index))
+                slots = [*slots[:n], other(slot, last + 1), *slots[n + 1 :]]
+
+
+def assemble(run: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> tuple[Batch, Scored]:
+    """The chosen groups of all rounds as one batch, with their rewards."""
+    size = run.recipe.train.group_size
+    sampled = [trajectory for r in rounds for trajectory in r.micro_batches]
+    everywhere = iter([(m, i) for m, trajectory in enumerate(sampled) for i in range(len(trajectory))])
+    places = [[next(everywhere) for _ in range(size * len(r.slots))] for r in rounds]
+    rows = [(r, n * size + k) for r, n in groups for k in range(size)]
+    kept = sorted({places[r][i][0] for r, i in rows})  # of groups that were replaced nothing is
+    micro_batches = [sampled[m] for m in kept]
+    lengths = [run.pipeline.actions(trajectory, run.objective.kind) for trajectory in micro_batches]
+    chosen = [(kept.index(m), k) for m, k in (places[r][i] for r, i in rows)]
+    batch = Batch(
+        micro_batches,
+        chosen,
+        advantages=torch.zeros(len(chosen)),
+        weights=torch.ones(len(chosen)),
+        lengths=torch.tensor([float(run.objective.entries or lengths[m][i]) for m, i in chosen]),
+        keys=[key for r in rounds for key in r.keys],
+        failures=[failure for r in rounds for failure in r.scores.failures],
+    )
+    rewards = rewards_of(run, rounds, groups)
+    token_rewards, all_sum = spread_spans(run, batch, rounds, rows), run.controller.total
+    parts, labels = parts_of(run, rounds, groups), run.rewards.weights
+    each = [
+        (weight, torch.where(rewards.isnan(), torch.nan, parts[label])) for label, weight in labels.items() if weight
+    ]
+    scored = Scored(rewards, group_of_row(len(groups), run), token_rewards=token_rewards, all_sum=all_sum, parts=each)
+    return batch, scored
+
+
+def groups_of(whole: Round) -> Groups:
+    """The (round, group) of every slot of a first round."""
+    return [(0, n) for n in range(len(whole.slots))]
+
+
+def rewards_of(run: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> Tensor:
+    """The weighted sum ``[B]`` of the rewards of these groups, which are the batch that some are normalised by."""
+    if not run.strategy.replaces_groups:
+        return taken(run, groups, [one.scores.total for one in rounds])
+    size = run.recipe.train.group_size
+    return run.rewards.total(
+        parts_of(run, rounds, groups), [range(n, n + size) for n in range(0, len(groups) * size, size)]
+    )
+
+
+def parts_of(run: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> dict[str, Tensor]:
+    """The raw values ``[B]`` of every reward of these groups, by label."""
+    return {label: taken(run, groups, [one.scores.parts[label] for one in rounds]) for label in run.rewards.labels}
+
+
+def taken(run: StepContext, groups: list[tuple[int, int]], columns: list[Tensor]) -> Tensor:
+    """The rows of these (round, group), of a column of every round."""
+    size = run.recipe.train.group_size
+    return torch.cat([columns[r][n * size : (n + 1) * size] for r, n in groups])
+
+
+def spread_spans(run: StepContext, batch: Batch, rounds: list[Round], rows: list[tuple[int, int]]) -> Tensor | None:
+    """What rewards said of pieces of responses, summed on their tokens ``[B, T]`` float64; None where they said none.
+
+    Each reward counts with its weight.
+    """
+    labels = rounds[0].scores.spans
+    if not labels:
+        return None
+    weights = {label_of(r.name, r.label): r.weight for r in run.recipe.rewards}
+    out = torch.zeros(len(rows), max(t.clean.shape[1] for t in batch.micro_batches), dtype=torch.float64)
+    for n, ((r, i), (m, k)) in enumerate(zip(rows, batch.places, strict=True)):
+        given = [(s.start, s.end, s.value * weights[x]) for x in labels for s in rounds[r].scores.spans[x][i] or ()]
+        if given:
+            values = run.pipeline.token_values(batch.micro_batches[m].rows([k]), given)
+            out[n, : len(values)] = torch.tensor(values, dtype=torch.float64)
+    return out
+
+
+def group_of_row(groups: int, run: StepContext) -> Tensor:
+    """The group of each row ``[B]``, groups contiguous."""
+    return torch.arange(groups).repeat_interleave(run.recipe.train.group_size)
+
+
+def prepare(run: StepContext, batch: Batch, scored: Scored) -> Scored:
+    """Recompute what must be known of the whole batch before its first update, in the very slices of the updates.
+
+    Log-probs of the policy before the update are needed only where something moves between: with one update per step
+    the first replay is that policy, and its ratio is 1. Of pictures they were recorded (but see
+    ``StepContext.another_drew``).
+    """
+    updates, mask = run.recipe.train.updates_per_step, mask_of(batch)
+    moves = updates > 1 and "log_probs" in run.objective.needs
+    kept = {"log_probs", "values"}
+    wanted = prepared_by(run.objective) | (frozenset({"log_probs"}) if moves else frozenset())
+    if run.policy.weights.stages is not None:  # where an update calls the model once
+        wanted |= run.objective.needs & {"reference_log_probs"}
+        kept |= {"reference_log_probs"}
+    width = run.pipeline.entries(run.objective.kind) if mask is None else mask.shape[1]
+    columns = {name: torch.zeros(len(batch.places), width) for name in wanted}
+    for update in range(updates if wanted else 0):
+        pieces = slices(run, batch, rows_of_update(batch, update, updates), partial(run.devices.in_step, run))
+        for made in run.devices.spread(run, device_tasks.prepare, pieces, wanted):
+            for index, entries, new in made:
+                at = torch.tensor(index).unsqueeze(1)
+                for name in new:
+                    of = entries if mask is None else list(range(new[name].shape[1]))
+                    columns[name][at, torch.tensor(of)] = new[name]
+    batch.prepared = {name: columns[name] for name in sorted(kept) if name in columns}
+    return replace(scored, mask=mask, **columns)
+
+
+def mask_of(batch: Batch) -> Tensor | None:
+    """The response tokens of every row ``[B, T]``; None of pictures."""
+    if batch.micro_batches[0].mask is None:
+        return None
+    mask = torch.zeros(len(batch.places), max(t.clean.shape[1] for t in batch.micro_batches))
+    masks = [t.mask.cpu() for t in batch.micro_batches]  # type: ignore[union-attr]
+    for n, (m, i) in enumerate(batch.places):
+        mask[n, : masks[m].shape[1]] = masks[m][i]
+    return mask
+
+
+def unsampled(run: StepContext, slots: list[Slot], clock: Clock) -> Batch:
+    """The rows of a step that has nothing to sample: a pathwise one samples in its update, an offline one has pairs."""
+    with clock("encode"):
+        slots, keys, bad = encode(run, slots)
+    return prompts_alone(run, slots, keys, bad)
+
+
+def prompts_alone(run: StepContext, slots: list[Slot], keys: list[str], failures: Sequence[Failure] = ()) -> Batch:
+    """The rows of every slot, all of weight 1, with nothing in them but their prompts."""
+    rows = samples_of(slots, run.recipe.train.group_size)
+    empty = torch.empty(len(rows), 0, device=next(iter(run.policy.trainable.values())).device)
+    trajectory = Trajectory([s for s, _ in rows], [i for _, i in rows], empty, [s.prompt.text for s, _ in rows])
+    ones = torch.ones(len(rows))
+    places = [(0, i) for i in range(len(rows))]
+    return Batch([trajectory], places, torch.zeros(len(rows)), ones, ones, keys, failures=list(failures))
+
+
+def reward_metrics(
+    scores: Scores, gather: Callable[[dict[str, list[float]]], list[dict[str, list[float]]]]
+) -> dict[str, float]:
+    """Mean and spread of the total, the mean of every part, and how many samples were left out, of all controllers."""
+    mine = {name: values.tolist() for name, values in {**scores.parts, "mean": scores.total}.items()}
+    everyone = gather(mine)
+    out: dict[str, float] = {}
+    for name in dict.fromkeys(name for one in everyone for name in one):
+        values = torch.tensor([value for one in everyone for value in one.get(name, ())], dtype=torch.float64)
+        valid = values[values.isfinite()]
+        out[f"reward/{name}"] = valid.mean().item()
+        if name == "mean":
+            out["reward/std"] = (valid - valid.mean()).square().mean().sqrt().item()
+            out["reward/dropped"] = float(len(values) - len(valid))
+    return out
+
+
+def text_metrics(batch: Batch, mask: Tensor) -> dict[str, float]:
+    """Length of the responses and how many were cut."""
+    truncated = [t.truncated.tolist() for t in batch.micro_batches]  # type: ignore[union-attr]
+    cut = [truncated[m][i] for m, i in batch.places]
+    return {"text/length": mask.sum(1).mean().item(), "text/truncated": sum(cut) / len(cut)}

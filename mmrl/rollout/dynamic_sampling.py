@@ -1,0 +1,139 @@
+"""Dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2): other prompts in the slots whose rewards are all equal.
+
+The attempts of a slot have an order, the same whoever runs it: its prompt of the epoch, then the replacements 1, 2 and
+so on. The first whose rewards differ stands in the slot, or the last of ``max_attempts``. How many are tried together
+changes what is sampled for nothing, and never which group stands: so the outcome depends neither on the number of
+controllers nor on what earlier steps taught about the data. No controller asks another anything meanwhile, so that
+steps drawn ahead (``mmrl.rollout.async_rollout``) may do it in a thread of their own.
+
+The first round tries one attempt of every slot. One that is flat after ``n`` rounds is tried with
+``2 ** (n - 1) / valid`` more, where ``valid`` is the fraction of groups that differed in the steps before: as many as
+make one good group likely, then twice as many each time, since few slots are left by then and a round has its
+own price (``benchmarks/dynamic_sampling.py`` counts both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mmrl.algorithms.advantages import flat_groups
+from mmrl.checkpoint.reader import PartState, Saved
+from mmrl.report.clock import Clock
+from mmrl.rollout.collect import sample_and_score
+from mmrl.training.batch import Groups, Round
+from mmrl.training.step_context import FinishedStep, StepContext, StepPart
+from mmrl.training.step_metrics import Tally
+from mmrl.trajectory import Slot
+
+DECAY = 0.9
+"""Of the moving average of the valid fraction, per step."""
+
+
+class DynamicSampling(StepPart):
+    """Final class, a ``RolloutStrategy``: how many attempts a slot has, ``most``, and how many of a flat one are tried
+    together.
+
+    ``valid``: moving average of the fraction of groups that differed, over all controllers; 1 at the start.
+    """
+
+    staleness = 0
+    replaces_groups = True
+
+    def __init__(self, most: int) -> None:
+        self.most, self.valid = most, 1.0
+
+    def groups(
+        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally
+    ) -> tuple[list[Round], Groups]:
+        rounds = [sample_and_score(run, slots, step, clock)]
+
+        def again(slots: list[Slot]) -> Round:
+            return sample_and_score(run, slots, step, clock, number=len(rounds))
+
+        return rounds, resample(run, self, rounds, again, tally)
+
+    def ahead(self, rounds: int, tried: int) -> int:
+        """How many to try of a slot that is flat after ``rounds`` rounds and ``tried`` attempts."""
+        wanted = 2 ** (rounds - 1) / max(self.valid, 1 / self.most)
+        return min(self.most - tried, round(wanted))
+
+    def at(self, valid: float) -> DynamicSampling:
+        """As they were when ``valid`` was the average; what is learned later does not reach them."""
+        then = copy(self)
+        then.valid = valid
+        return then
+
+    def end_step(self, run: StepContext, done: FinishedStep) -> dict[str, float]:
+        """Take in the step's ``sampling/valid`` of all controllers; returns the average as a metric."""
+        self.valid = DECAY * self.valid + (1 - DECAY) * done.metrics["sampling/valid"]
+        return {"sampling/valid_ema": self.valid}
+
+    def state_dict(self) -> PartState:
+        return PartState({"valid": self.valid})
+
+    def load_state_dict(self, numbers: Any, saved: Saved, run: StepContext) -> None:
+        self.valid = numbers["valid"]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Group ``place`` of round ``round``, an attempt of a slot."""
+
+    attempt: int
+    round: int
+    place: int
+    flat: bool
+
+
+def resample(
+    run: StepContext,
+    attempts: DynamicSampling,
+    rounds: list[Round],
+    sample: Callable[[list[Slot]], Round],
+    tally: Tally,
+) -> Groups:
+    """Try further attempts of the slots of ``rounds[0]`` that are flat, by ``sample``, until none is or can be.
+
+    Appends to ``rounds``; returns for each slot the (round, group) that stands in it.
+    """
+    tried = [[group] for group in _groups(run, rounds[0], 0)]
+    while True:
+        again: list[tuple[int, Slot]] = []
+        for i, groups in enumerate(tried):
+            if all(group.flat for group in groups):
+                first = groups[-1].attempt + 1
+                more = range(first, first + attempts.ahead(len(rounds), len(groups)))
+                again += [(i, run.controller.replacement(rounds[0].slots[i], n, run.prompts)) for n in more]
+        if not again:
+            break
+        rounds.append(sample([slot for _, slot in again]))
+        for (i, _), group in zip(again, _groups(run, rounds[-1], len(rounds) - 1), strict=True):
+            tried[i].append(group)
+        for groups in tried:
+            groups.sort(key=lambda group: group.attempt)  # an unusable prompt's place has a later attempt
+    standing = [next((group for group in groups if not group.flat), groups[-1]) for groups in tried]
+    everything = [group for groups in tried for group in groups]
+    valid = torch.tensor(float(sum(not group.flat for group in everything)))
+    tally.gather({"sampling/valid": valid}, {"sampling/rounds": torch.tensor(float(len(rounds)))}, len(everything))
+    unused = sum(g.attempt > one.attempt for one, groups in zip(standing, tried, strict=True) for g in groups)
+    tally.count({"sampling/groups": len(everything), "sampling/ahead_unused": unused})
+    return [(group.round, group.place) for group in standing]
+
+
+def _groups(run: StepContext, of: Round, number: int) -> list[_Group]:
+    """The groups of round ``number`` and whether their rewards are all equal.
+
+    A reward that is to be scaled by the whole batch's spread, which nobody knows yet, is looked at by itself: added to
+    others before it is scaled, it might cancel what they say.
+    """
+    rows = torch.arange(len(of.slots)).repeat_interleave(run.recipe.train.group_size)
+    total = of.scores.total
+    flat = flat_groups(total, rows)
+    for label in run.rewards.by_batch:
+        flat &= flat_groups(torch.where(total.isnan(), torch.nan, of.scores.parts[label]), rows)
+    return [_Group(slot.attempt, number, n, bool(flat[n])) for n, slot in enumerate(of.slots)]

@@ -1,0 +1,286 @@
+"""Partial rollout: responses that are cut, stay in flight, and go on in later steps under the weights of then.
+
+The stream is the run's slots, step after step. A step fills the flight up to ``prompts_per_step + extra`` groups from
+it, and has the engine draw at most ``cut_after`` tokens for every response under way, round after round, until
+``prompts_per_step`` groups are whole: those are scored, as soon as they are, and trained on. The others stay with their
+tokens. So a long response holds up no step, every step trains on equally many groups, and no group is lost or trained
+on twice. Among groups that are whole at the same time the first of the stream go first.
+
+Each token keeps the log-prob it was drawn with, under the weights of then. Their distance from the policy that trains
+is part of the gap that truncated importance sampling corrects (``mmrl.algorithms.mismatch``).
+
+Short responses come back sooner: the first steps of a run see more of them than the data's share.
+
+Slots and ``extra`` are divided into ``pools``, which know nothing of one another: what lands in one, and how far its
+others have come, follows from the weights and its own slots. A controller has whole pools, so that their number changes
+nothing. Tokens never leave their controller but for a checkpoint, which keeps each pool's as a part of its own.
+
+Where steps are drawn ahead (``mmrl.rollout.async_rollout``) this happens while earlier steps train, with the weights of
+that step: its drawing begins when that of the step before has ended, whose groups in flight it goes on with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmrl.algorithms.objective import sampler
+from mmrl.checkpoint.reader import PartState, Saved
+from mmrl.config.schema import Partial
+from mmrl.engines.policy import Version
+from mmrl.errors import UserError
+from mmrl.report.clock import Clock
+from mmrl.rewards.scoring import Failure, Scoring
+from mmrl.rollout.collect import encode, groups_of
+from mmrl.training.batch import Groups, Round, chunks, samples_of
+from mmrl.training.step_context import FinishedStep, SamplingSpec, StepContext, StepPart
+from mmrl.training.step_metrics import Tally
+from mmrl.trajectory import Slot, Trajectory
+
+_FILE = "flight"
+"""How the names of its files in a checkpoint begin; the pool follows."""
+_SAVED = ("clean", "log_probs", "mask", "truncated", "under_way", "drawn_at")
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The samples of one slot, as far as they are drawn. ``keys``: the features it holds in the store."""
+
+    slot: Slot
+    keys: list[str]
+    rows: Trajectory
+
+    @property
+    def whole(self) -> bool:
+        return not _column(self.rows.under_way).any()
+
+
+@dataclass(frozen=True)
+class Landed:
+    """What was drawn for a step: ``groups`` that are whole, in the order in which they are scored, and ``left``, those
+    that stay in flight, in the order of the stream. ``taken``: by pool, how many slots of its stream were begun."""
+
+    groups: list[Group]
+    micro_batches: list[Trajectory]
+    scoring: Scoring
+    unusable: list[Failure]
+    rounds: int
+    left: list[Group]
+    taken: dict[int, int]
+
+
+class PartialRollout(StepPart):
+    """Final class, a ``RolloutStrategy``: this controller's groups in flight, in the order of the stream."""
+
+    staleness = 0
+    replaces_groups = False
+    own = True  # responses in flight stay with their controller
+
+    def __init__(self, settings: Partial) -> None:
+        self.settings = settings
+        self.in_flight: list[Group] = []
+        self._taken: dict[int, int] = {}
+        self._landed: tuple[list[Group], dict[int, int]] = ([], {})
+        self._settled: tuple[list[Group], dict[str, Any]] = ([], {"taken": [0] * settings.pools, "slots": []})
+
+    def groups(
+        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally
+    ) -> tuple[list[Round], Groups]:
+        """As a ``RolloutStrategy``'s; ``slots`` are not asked: the stream's may have begun in earlier steps."""
+        whole = self.land(run, self.draw(run, step, step, clock), step, clock, tally)
+        return [whole], groups_of(whole)
+
+    def draw(self, run: StepContext, step: int, of: int, clock: Clock, version: Version | None = None) -> Landed:
+        """Draw until as many groups are whole as ``step`` trains on, and have them judged. May run in another thread.
+
+        ``of``: the weights are those after so many steps; ``version``: see ``Devices.go_on``. Raises ``UserError``.
+        """
+        pools = range(run.controller.rank, self.settings.pools, run.controller.size)
+        wanted = {pool: len(self._share(run, pool)) for pool in pools}
+        with clock("encode"):
+            unusable = self._fill(run, wanted)
+        scoring = run.rewards.start(step, run.recipe.train.group_size)
+        landed: list[Group] = []
+        micro_batches: list[Trajectory] = []
+        rounds = 0
+        while True:
+            ready = [group for pool, most in wanted.items() for group in self._whole(pool)[:most]]
+            if ready:
+                with clock("decode"):
+                    micro_batches.append(Trajectory.join([group.rows for group in ready]))
+                    scoring.add(run.pipeline.samples(micro_batches[-1], run.rewards.inputs))
+                self.in_flight = [group for group in self.in_flight if group not in ready]
+                landed += ready
+                for group in ready:
+                    wanted[self._pool(group.slot)] -= 1
+            lacking = [pool for pool, most in wanted.items() if most]
+            if not lacking:
+                return Landed(landed, micro_batches, scoring, unusable, rounds, self.in_flight, dict(self._taken))
+            with clock("sample"):
+                inputs = run.rewards.inputs
+                how = SamplingSpec([], sampler(run.objective, step), run.recipe.seed, inputs, step=step, round=rounds)
+                self._draw(run, lacking, of, how, version)
+            rounds += 1
+
+    def land(self, run: StepContext, drawn: Landed, step: int, clock: Clock, tally: Tally) -> Round:
+        """What was drawn for ``step``, scored. Raises ``RewardError``."""
+        size = run.recipe.train.group_size
+        with clock("reward"):
+            scores = drawn.scoring.finish([list(range(n, n + size)) for n in range(0, len(drawn.groups) * size, size)])
+        scores.failures.extend(drawn.unusable)
+        _measure(drawn, step, tally)
+        self._landed = drawn.left, drawn.taken
+        keys = [key for group in drawn.groups for key in group.keys]
+        return Round([group.slot for group in drawn.groups], keys, drawn.micro_batches, scores)
+
+    def end_step(self, run: StepContext, done: FinishedStep) -> dict[str, float]:
+        """What was left in flight of the step, on all controllers, is what a checkpoint keeps."""
+        groups, taken = self._landed
+        mine = [[g.slot.step, g.slot.index, g.slot.attempt, g.slot.prompt.id] for g in groups]
+        everyone = run.controller.gather({"taken": [[pool, n] for pool, n in taken.items()], "slots": mine})
+        counts = dict(pair for one in everyone for pair in one["taken"])
+        slots = sorted((slot for one in everyone for slot in one["slots"]), key=lambda slot: slot[:2])
+        self._settled = (groups, {"taken": [counts[pool] for pool in range(self.settings.pools)], "slots": slots})
+        return {}
+
+    def state_dict(self) -> PartState:
+        """What was in flight after the last finished step: by pool of this controller the rows of its groups one after
+        another, and the slots of all controllers."""
+        groups, state = self._settled  # neither the list nor its groups are changed in place
+        rows: dict[int, Trajectory] = {}
+        for pool in sorted({self._pool(group.slot) for group in groups}):
+            rows[pool] = Trajectory.join([group.rows for group in groups if self._pool(group.slot) == pool])
+        of = {f"{_FILE}-{pool}": {name: _column(getattr(r, name)) for name in _SAVED} for pool, r in rows.items()}
+        return PartState(state, of)
+
+    def load_state_dict(self, numbers: dict[str, Any], saved: Saved, run: StepContext) -> None:
+        """Restore this controller's part, features of the prompts too.
+
+        Raises ``UserError`` where the data set has changed.
+        """
+        self._load(run, {int(part.partition("-")[2]): rows for part, rows in saved.parts(_FILE).items()}, numbers)
+
+    def _load(self, run: StepContext, tensors: Mapping[int, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
+        pools = range(run.controller.rank, self.settings.pools, run.controller.size)
+        self.in_flight = []
+        rows = dict.fromkeys(pools, 0)
+        for step, index, attempt, prompt in state["slots"]:
+            pool = index % self.settings.pools
+            if pool not in rows:
+                continue  # another controller's
+            (slot,) = _slots(run, step, [index])
+            slot = run.controller.replacement(slot, attempt, run.prompts) if attempt else slot
+            if slot.prompt.id != prompt:
+                raise UserError(
+                    f"--resume: slot {index} of step {step} held the prompt {prompt}, and now {slot.prompt.id}: the "
+                    "data set has changed, and responses to its old prompts are in flight. Put it back, or start a "
+                    "new run with --out"
+                )
+            group = _begun(run, slot)
+            first, size = rows[pool], len(group.rows)
+            device = group.rows.clean.device
+            saved = {name: column[first : first + size].to(device) for name, column in tensors[pool].items()}
+            without_padding = replace(group.rows, **saved).rows(list(range(size)))
+            self.in_flight.append(replace(group, rows=without_padding))
+            rows[pool] += size
+        self._taken = {pool: state["taken"][pool] for pool in pools}
+        self._landed = (self.in_flight, dict(self._taken))
+        self._settled = (self.in_flight, state)
+
+    def _pool(self, slot: Slot) -> int:
+        return slot.index % self.settings.pools
+
+    def _share(self, run: StepContext, pool: int) -> range:
+        """The indices of a pool's slots of a step."""
+        return range(pool, run.recipe.train.prompts_per_step, self.settings.pools)
+
+    def _whole(self, pool: int) -> list[Group]:
+        return [group for group in self.in_flight if self._pool(group.slot) == pool and group.whole]
+
+    def _fill(self, run: StepContext, wanted: Mapping[int, int]) -> list[Failure]:
+        """Begin groups for the next slots of every pool's stream, until it has ``wanted`` and its part of ``extra``;
+        returns the prompts that cannot be used."""
+        fresh: list[Slot] = []
+        for pool, n in wanted.items():
+            share, taken = self._share(run, pool), self._taken.get(pool, 0)
+            extra = len(range(pool, self.settings.extra, self.settings.pools))
+            flying = sum(self._pool(group.slot) == pool for group in self.in_flight)
+            self._taken[pool] = taken + n + extra - flying
+            for place in range(taken, self._taken[pool]):
+                fresh += _slots(run, place // len(share), [share[place % len(share)]])
+        slots, keys, unusable = encode(run, fresh)
+        groups = [*self.in_flight, *(_begun(run, slot) for slot in slots)]
+        self.in_flight = sorted(groups, key=lambda group: (group.slot.step, group.slot.index))
+        run.pipeline.features.release(keys)  # each group holds its own: two may share a prompt
+        return unusable
+
+    def _draw(
+        self, run: StepContext, pools: Sequence[int], of: int, how: SamplingSpec, version: Version | None
+    ) -> None:
+        """One round: at most ``cut_after`` tokens for every response under way in ``pools``."""
+        size = run.recipe.train.group_size
+        flying = [group for group in self.in_flight if not group.whole and self._pool(group.slot) in pools]
+        before = Trajectory.join([group.rows for group in flying])
+        going = _column(before.under_way).tolist()
+        order = sorted(range(len(before)), key=lambda row: going[row])  # stable: what is complete, then what goes on
+        done, asked = order[: going.count(False)], order[going.count(False) :]
+        most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
+        parts = [before.rows(rows) for rows in chunks(asked, most)]
+        grown = run.devices.go_on(run, parts, self.settings.cut_after, how, version)
+        dated = [_dated(part, more, of) for part, more in zip(parts, grown, strict=True)]
+        after = Trajectory.join([*([before.rows(done)] if done else []), *dated])
+        place = {row: n for n, row in enumerate(order)}
+        rows = [after.rows([place[row] for row in range(n, n + size)]) for n in range(0, len(before), size)]
+        further = {id(group): replace(group, rows=of) for group, of in zip(flying, rows, strict=True)}
+        self.in_flight = [further.get(id(group), group) for group in self.in_flight]
+
+
+def _measure(drawn: Landed, step: int, tally: Tally) -> None:
+    ages = torch.cat([step - _column(t.drawn_at)[_column(t.mask) > 0] for t in drawn.micro_batches])
+    oldest = ages.max() if len(ages) else torch.tensor(0)
+    largest = {"sampling/stale_steps": oldest, "sampling/rounds": torch.tensor(drawn.rounds)}
+    tally.gather({"sampling/stale_tokens": (ages > 0).sum(), "sampling/stale_age": ages.sum()}, largest, len(ages))
+    waiting = sum(group.whole for group in drawn.left)
+    tally.count({"sampling/in_flight": len(drawn.left) - waiting, "sampling/waiting": waiting})
+
+
+def _slots(run: StepContext, step: int, indices: Sequence[int]) -> list[Slot]:
+    return run.controller.slots_at(indices, step, run.prompts, run.recipe.train.prompts_per_step)
+
+
+def _begun(run: StepContext, slot: Slot) -> Group:
+    """A group of which nothing is drawn yet, holding its prompt's features."""
+    keys = run.pipeline.encode([slot])
+    rows = samples_of([slot], run.recipe.train.group_size)
+    device = next(iter(run.policy.trainable.values())).device
+    none = torch.zeros(len(rows), 0, device=device)
+    start = Trajectory(
+        [s for s, _ in rows],
+        [i for _, i in rows],
+        none.long(),
+        keys * len(rows),
+        log_probs=none,
+        mask=none,
+        truncated=torch.ones(len(rows), dtype=torch.bool, device=device),
+        under_way=torch.ones(len(rows), dtype=torch.bool, device=device),
+        drawn_at=none.long(),
+    )
+    return Group(slot, keys, start)
+
+
+def _dated(before: Trajectory, after: Trajectory, step: int) -> Trajectory:
+    """``after`` with the steps in which its tokens were drawn: those that ``before`` lacks in ``step``."""
+    mask, old = _column(after.mask), _column(before.mask)
+    known = pad(old, (0, mask.shape[1] - old.shape[1])) > 0
+    dates = pad(_column(before.drawn_at), (0, mask.shape[1] - old.shape[1]))
+    return replace(after, drawn_at=torch.where(known, dates, step) * mask.long())
+
+
+def _column(column: Tensor | None) -> Tensor:
+    assert column is not None
+    return column

@@ -1,0 +1,1 @@
+"""The simulator: the steps of a run on many devices, in simulated time (``mmrl simulate``)."""

@@ -1,0 +1,117 @@
+"""The work of a run's steps, drawn from a seed, for the simulator. ``trace_from_run`` reads that of a recorded run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmrl.simulator.generate_phase import MicroBatch, Rounds
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step's work: each controller's rounds, and ``train``, the seconds that all devices together then train."""
+
+    shares: list[Rounds]
+    train: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The work of all steps; ``price``: seconds of a device's move from one role to the other."""
+
+    steps: list[Work]
+    price: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Load:
+    """A made-up load, in units that scale: ``sample`` is the mean seconds of a micro-batch, all else is relative.
+
+    ``judge``: device-seconds of judging for one of sampling, a function of how far the run is (0..1). ``tail``: the
+    spread of sampling seconds, sigma of a log-normal; ``pareto``: its shape instead (below 2 has a heavy tail), cut at
+    30 times the least. ``judge_tail``: sigma of judging. ``again``: the share of micro-batches to be replaced because
+    their rewards are all equal, from the first step to the last; ``ahead``: as many more are tried in the first round
+    as the step before would have needed. ``train``: training's share of the device-seconds of the first step.
+    ``price``: of a move, in mean micro-batches of sampling.
+    """
+
+    about: str
+    judge: Callable[[float], float]
+    sample: float = 20.0
+    tail: float = 0.4
+    pareto: float | None = None
+    judge_tail: float = 0.2
+    again: tuple[float, float] = (0.0, 0.0)
+    ahead: bool = True
+    train: float = 0.25
+    price: float = 1.0
+
+
+LOADS: dict[str, Load] = {
+    "steady": Load("judging takes half of what sampling takes, always", lambda at: 0.5),
+    "judge-heavy": Load("judging takes three times what sampling takes", lambda at: 3.0),
+    "drifting": Load(
+        "judging grows from a quarter of sampling to four times; replaced groups from 10 % to 40 %",
+        lambda at: 4.0 ** (2 * at - 1),
+        again=(0.1, 0.4),
+    ),
+    "shifting": Load(
+        "half-way judging jumps from a third of sampling to three times", lambda at: 3.0 if at >= 0.5 else 1 / 3
+    ),
+    "tailed": Load("responses with a heavy tail (Pareto 1.5), as much judging as sampling", lambda at: 1.0, pareto=1.5),
+}
+
+
+MOST_ROUNDS = 4
+"""Rounds of sampling in a step at most; what is still missing then is trained on as it is."""
+
+
+def synthetic(
+    load: Load, steps: int, controllers: int, devices: int, micro_batches: int, seed: int = 0, replica: int = 1
+) -> Trace:
+    """``steps`` steps of ``micro_batches`` each, dealt to the controllers in turn; ``devices`` of all controllers."""
+    rng = np.random.default_rng(seed)
+    train = load.sample * micro_batches * (1 + load.judge(0.0)) / devices * load.train / (1 - load.train)
+    made, tried = [], 1.0
+    for step in range(steps):
+        at = step / max(steps - 1, 1)
+        again = load.again[0] + (load.again[1] - load.again[0]) * at
+        shares = []
+        for rank in range(controllers):
+            wanted = len(range(rank, micro_batches, controllers))
+            shares.append(_rounds(load, wanted, tried, again, load.judge(at) / replica, rng))
+        tried = 1 / (1 - again) if load.ahead else 1.0
+        made.append(Work(shares, train))
+    return Trace(made, load.price * load.sample, load.about)
+
+
+def _rounds(load: Load, wanted: int, tried: float, again: float, judge: float, rng: np.random.Generator) -> Rounds:
+    rounds: Rounds = []
+    while wanted > 0 and len(rounds) < MOST_ROUNDS:
+        count = math.ceil(wanted * tried)
+        rounds.append([_micro_batch(load, judge, rng) for _ in range(count)])
+        wanted -= int((rng.random(count) >= again).sum())
+    return rounds
+
+
+def _micro_batch(load: Load, judge: float, rng: np.random.Generator) -> MicroBatch:
+    seconds = load.sample * (_normal(load.tail, rng) if load.pareto is None else _pareto(load.pareto, rng))
+    return seconds, load.sample * judge * _normal(load.judge_tail, rng)
+
+
+def _normal(sigma: float, rng: np.random.Generator) -> float:
+    """Log-normal of mean 1."""
+    return float(rng.lognormal(-sigma * sigma / 2, sigma))
+
+
+def _pareto(shape: float, rng: np.random.Generator, most: float = 30.0) -> float:
+    """Pareto between 1 and ``most``, over its mean."""
+    low = most**-shape
+    drawn = (1 - rng.random() * (1 - low)) ** (-1 / shape)
+    mean = shape / (shape - 1) * (1 - most ** (1 - shape)) / (1 - low)
+    return float(drawn / mean)

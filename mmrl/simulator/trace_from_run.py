@@ -1,0 +1,173 @@
+"""A trace from the records of a run: what its micro-batches took, for the simulator.
+
+``placement.jsonl`` has a line for everything that a device did, seconds from the step's start,
+
+    {"step": 3, "controller": 0, "device": 1, "role": "rollout", "began": 0.1, "ended": 2.3}
+
+where the role is rollout, judge, train or wake (a move from one role to another; ``priced`` is false there where a move
+inside a phase would take another time) and ``round``, if it is there, is the round of dynamic sampling. Of devices that
+sample ahead ``of`` is the step that something was for, where that was a later one, and ``cut`` says that it went on in
+the next step. Lines with ``decision`` are what the adaptive split said. Without that file ``metrics.jsonl`` has the
+phases of a step as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.report.metrics import read
+from mmrl.simulator.generate_phase import JUDGE, ROLLOUT, WAKE, MicroBatch, Rounds
+from mmrl.simulator.trace import Trace, Work
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run's trace, and the shape it ran in: ``controllers`` of ``devices`` each."""
+
+    trace: Trace
+    controllers: int
+    devices: int
+
+
+def read_run(run: Path) -> Recorded:
+    """Of a run directory. Raises ``UserError`` where nothing was recorded, or what was cannot be read."""
+    metrics = {row["step"]: row for row in read(run / "metrics.jsonl") if "time/step" in row}
+    events = [row for row in read(run / "placement.jsonl") if "role" in row]
+    if any("sampling/stale_tokens" in row for row in metrics.values()):
+        raise UserError(
+            f"{run} drew responses in parts, over several steps (rollout.partial), so that none is a measure of a "
+            "step's work; name a run without"
+        )
+    apart = any("sampling/stale_steps" in row for row in metrics.values()) and bool(events)
+    if apart and not any("of" in row for row in events):
+        raise UserError(
+            f"{run} sampled ahead of its training (disaggregated) and did not yet record for which step, so that its "
+            "steps are no measure of a step's work; name a run of this version, or of another placement"
+        )
+    if not metrics and not events:
+        raise UserError(f"{run} has no metrics.jsonl with steps in it; name the directory of a run that has made some")
+    try:
+        return _of_events(run, events, metrics, apart) if events else _of_metrics(run, metrics)
+    except (KeyError, TypeError, ValueError) as error:
+        name = "placement.jsonl" if events else "metrics.jsonl"
+        raise UserError(f"{run / name} has a line that is not as expected ({error!r}); delete it") from None
+
+
+def fitted(recorded: Recorded, controllers: int, devices: int, micro_batches: int, seed: int = 0) -> Trace:
+    """The trace on another shape; in the run's own it is the trace itself.
+
+    Every step has ``micro_batches`` drawn from those of the run's step, in one round, dealt to ``controllers``. It
+    trains as long as the training of so many takes on ``devices`` in all.
+    """
+    own = recorded.controllers * recorded.devices
+    if (controllers, devices) == (recorded.controllers, own):
+        return recorded.trace
+    rng = np.random.default_rng(seed)
+    steps = []
+    for work in recorded.trace.steps:
+        pool = [batch for rounds in work.shares for batches in rounds for batch in batches]
+        drawn = [pool[n] for n in rng.integers(len(pool), size=micro_batches)]
+        train = work.train * micro_batches / len(pool) * own / devices
+        steps.append(Work([[drawn[rank::controllers]] for rank in range(controllers)], train))
+    return Trace(steps, recorded.trace.price, recorded.trace.source)
+
+
+def _of_events(run: Path, events: Sequence[Row], metrics: Mapping[int, Row], apart: bool) -> Recorded:
+    controllers = 1 + max(int(row["controller"]) for row in events)
+    devices = 1 + max(int(row["device"]) for row in events)
+    by_step: defaultdict[int, list[Row]] = defaultdict(list)
+    for row in _by_their_step(events, metrics) if apart else events:
+        by_step[int(row["step"])].append(row)
+    steps = []
+    for step, rows in sorted(by_step.items()):
+        if not any(row["role"] == ROLLOUT for row in rows):
+            continue
+        shares = [_rounds([row for row in rows if row["controller"] == rank]) for rank in range(controllers)]
+        trainers = len({row["device"] for row in rows if row["role"] == "train"})
+        after = _after(rows, None) * trainers / devices if apart else _after(rows, metrics.get(step))
+        if trainers or not apart:  # else the run ended before it trained on them
+            steps.append(Work(shares, after))
+    if not steps:
+        raise UserError(f"{run / 'placement.jsonl'} has no sampling in it; run a step, or remove the file")
+    prices = [row["ended"] - row["began"] for row in events if row["role"] == WAKE and row.get("priced", True)]
+    price = statistics.median(prices) if prices else 0.0
+    return Recorded(Trace(steps, price, f"{run}, {len(steps)} steps"), controllers, devices)
+
+
+def _by_their_step(events: Sequence[Row], metrics: Mapping[int, Row]) -> list[Row]:
+    """Of devices that trained while others sampled: everything in the step that it was for, with times from the run's
+    beginning. What a step's end had cut in two is whole."""
+    starts, began = {}, 0.0
+    for step in range(min(metrics, default=1), 1 + max(int(row["step"]) for row in events)):
+        starts[step] = began
+        began += metrics[step]["time/step"] if step in metrics else 0.0
+    out: list[Row] = []
+    going: dict[tuple[int, int, str], dict[str, Any]] = {}
+    for row in events:
+        place, at = (row["controller"], row["device"], row["role"]), starts[int(row["step"])]
+        whole = going.pop(place, None)
+        if whole is not None and (row["began"] == 0 or at + row["began"] == whole["ended"]):
+            whole["ended"] += row["ended"] - row["began"]
+        else:
+            whole = {**row, "step": row.get("of", row["step"]), "began": at + row["began"], "ended": at + row["ended"]}
+            out.append(whole)
+        if row.get("cut"):
+            going[place] = whole
+    return out
+
+
+def _rounds(rows: Sequence[Row]) -> Rounds:
+    return [
+        _pairs([row for row in rows if row.get("round", 0) == number])
+        for number in sorted({row.get("round", 0) for row in rows if row["role"] in (ROLLOUT, JUDGE)})
+    ]
+
+
+def _pairs(rows: Sequence[Row]) -> list[MicroBatch]:
+    """Samplings with their judging: the first to end is the first to be judged. Where they are not as many, each has
+    the same part of all judging."""
+    sampled = sorted((row for row in rows if row["role"] == ROLLOUT), key=lambda row: row["ended"])
+    judged = sorted((row for row in rows if row["role"] == JUDGE), key=lambda row: row["began"])
+    seconds = [row["ended"] - row["began"] for row in judged]
+    if len(judged) != len(sampled):
+        seconds = [sum(seconds) / max(len(sampled), 1)] * len(sampled)
+    found = zip(sampled, seconds, strict=True)
+    pairs = sorted(((row["began"], row["ended"] - row["began"], judging) for row, judging in found))
+    return [(sampling, judging) for _, sampling, judging in pairs]
+
+
+def _after(rows: Sequence[Row], metrics: Row | None) -> float:
+    """Seconds of a step outside its generate phase: of the whole step where that was measured, else of training."""
+    generate = [row for row in rows if row["role"] in (ROLLOUT, JUDGE)]
+    if metrics is not None:
+        phase = max(row["ended"] for row in generate) - min(row["began"] for row in generate)
+        return max(metrics["time/step"] - phase, 0.0)
+    train = [row for row in rows if row["role"] == "train"]
+    return max(row["ended"] for row in train) - min(row["began"] for row in train) if train else 0.0
+
+
+def _of_metrics(run: Path, metrics: Mapping[int, Row]) -> Recorded:
+    """Every micro-batch has the mean of its step; judging is what was waited for, which is less than what it took where
+    it went on beside sampling."""
+    settings = json.loads((run / "resolved.json").read_text(encoding="utf-8"))
+    train, sampling = settings["train"], settings["sampling"]
+    controllers = settings.get("controllers", 1)
+    prompts = -(-train["prompts_per_step"] // controllers)
+    count = -(-prompts * train["group_size"] // (sampling.get("batch_size") or train["micro_batch_size"]))
+    steps = []
+    for row in metrics.values():
+        sampled, judged = row.get("time/sample", 0.0) + row.get("time/decode", 0.0), row.get("time/reward", 0.0)
+        share: Rounds = [[(sampled / count, judged / count)] * count]
+        steps.append(Work([share] * controllers, max(row["time/step"] - sampled - judged, 0.0)))
+    return Recorded(Trace(steps, 0.0, f"{run}, {len(steps)} steps (metrics alone)"), controllers, 1)

@@ -1,0 +1,221 @@
+"""Sampling by an engine with weights of its own: which one, keeping its weights equal to the policy's, its tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.config.schema import Recipe
+from mmrl.controller.randomness import seed_of
+from mmrl.engines.lazy_engine import Standby
+from mmrl.engines.policy import Policy
+from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
+from mmrl.errors import UserError
+from mmrl.trajectory import SampleId, Trajectory
+
+
+def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> RolloutEngine | None:
+    """The engine of ``rollout.engine`` on the model at ``path``; None where the training process samples.
+
+    ``context``: positions the model has. ``sees``: it takes pictures. Raises ``UserError`` where it cannot start. Where
+    a controller has several devices it starts when this one first samples; but at once where these devices have parts
+    of the weights, which they give to all engines together. On one device it starts at once, and sleeps until it
+    samples where it is to sleep and can.
+    """
+    rollout = recipe.rollout
+    if rollout.engine == "transformers":
+        if rollout.options:
+            raise UserError("rollout.options: sampling in process has none; remove them, or set rollout.engine")
+        return None
+    options = dict(rollout.options)
+    given: dict[str, Any] = {
+        "max_model_len": options.pop("max_model_len", engine_context(recipe, context)),
+        "dtype": recipe.model.dtype,
+        "lora_rank": recipe.model.lora.rank if recipe.model.lora else None,
+    }
+    for name in ("environment", "url", "key", "start_timeout_s", "request_timeout_s", "images", "clips"):
+        if name in options:
+            given[name] = options.pop(name)
+    if rollout.engine != "vllm":  # which takes tensor after tensor
+        given["bucket_bytes"] = rollout.update_bucket_mib * 2**20
+    if sees and rollout.engine != "sglang":
+        given.setdefault("images", 4)
+    several, elsewhere = recipe.devices_per_controller > 1, "CUDA_VISIBLE_DEVICES" in (given.get("environment") or {})
+    sleeps = recipe.placement.sleep and not elsewhere and "url" not in given
+    start = partial(_start, rollout.engine, path, options, given)
+    if rollout.engine == "vllm" and not sleeps:
+        return start()
+    if several and recipe.threads and not torch.cuda.is_available():  # a server with a device of its own
+        given["environment"] = {"OMP_NUM_THREADS": str(recipe.threads), **(given.get("environment") or {})}
+    if sleeps and rollout.engine == "vllm_server" and torch.cuda.is_available():
+        options.setdefault("enable_sleep_mode", True)
+    engine = Standby(start, sleeps)
+    if not several or (recipe.train.backend != "replicated" and not recipe.placement.apart):
+        engine.ready()
+    if not several and engine.ready().sleeps:  # elsewhere it stays up for the first step
+        engine.sleep()
+    return engine
+
+
+def engine_context(recipe: Recipe, context: int | None) -> int | None:
+    """Tokens of prompt and response that the recipe's engine takes; None where the training process samples."""
+    if recipe.rollout.engine == "transformers":
+        return None
+    prompt = recipe.decoding.max_prompt_tokens
+    length = prompt + recipe.decoding.max_new_tokens if prompt else min(context or 4096, 4096)
+    given = recipe.rollout.options.get("max_model_len")
+    return given if isinstance(given, int) else length
+
+
+def _start(name: str, path: str, options: dict[str, Any], given: dict[str, Any]) -> RolloutEngine:
+    try:
+        return _engine(name)(path, **given, options=options)
+    except TypeError as error:
+        raise UserError(f"rollout.options: {name} does not take them: {error}") from error
+
+
+def _engine(name: str) -> Any:
+    if name == "vllm":
+        from mmrl.engines.vllm import VllmEngine
+
+        return VllmEngine
+    if name == "vllm_server":
+        from mmrl.engines.vllm_server import VllmServer
+
+        return VllmServer
+    from mmrl.engines.sglang import SglangServer
+
+    return SglangServer
+
+
+class Given:
+    """Final class. What an engine was given so far: ``updates`` of its weights, their bytes and the seconds they took;
+    ``requests``, and in how many ``calls``."""
+
+    def __init__(self) -> None:
+        self.updates, self.update_bytes, self.update_seconds = 0, 0, 0.0
+        self.calls = self.requests = 0
+
+    def push(self, engine: RolloutEngine, policy: Policy) -> None:
+        """Give the engine the policy's present weights: the adapter alone where one trains, else all of them.
+
+        Each tensor is gathered once, when its turn comes, by all ranks that hold parts of it together.
+        """
+        start = time.perf_counter()
+        module: Any = policy.module
+        if not hasattr(module, "peft_config"):
+            engine.update(self._counted(streamed(policy)))
+        else:
+            from peft.utils import get_peft_model_state_dict
+
+            config = module.peft_config["default"]
+            mine = {name: policy.weights.whole(name, p.detach()) for name, p in policy.trainable.items()}
+            tensors = get_peft_model_state_dict(module, state_dict=mine, save_embedding_layers=False)
+            targets = config.target_modules
+            named = [targets] if isinstance(targets, str) else sorted(targets)
+            engine.update_lora(dict(self._counted(tensors.items())), config.r, float(config.lora_alpha), named)
+        self.updates += 1
+        self.update_seconds += time.perf_counter() - start
+
+    def asked(self, requests: int) -> None:
+        """Count a call."""
+        self.calls, self.requests = self.calls + 1, self.requests + requests
+
+    def again(self, engine: RolloutEngine, policy: Policy) -> None:
+        """``push`` to an engine that was started again, by this rank alone. Raises ``UserError`` where it has parts."""
+        if policy.weights.in_shards:
+            raise UserError(
+                "the rollout engine was lost while it sampled, and its weights lie in shards, which all controllers "
+                "gather together; --resume goes on from the last checkpoint"
+            )
+        self.push(engine, policy)
+
+    def _counted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self.update_bytes += tensor.nbytes
+            yield name, tensor
+
+    def row(self) -> dict[str, float]:
+        """``perf/engine_<what>``, since the run began."""
+        return {f"perf/engine_{name}": value for name, value in vars(self).items()} if self.updates else {}
+
+
+@torch.no_grad()
+def streamed(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """All weights, whole, by their names in a checkpoint; what is tied to another is left out, as save_pretrained does.
+
+    Where ranks hold parts, all of them go through it together, outside of ``alone``; only one tensor is whole at a time
+    unless the caller keeps it.
+    """
+    module: Any = policy.module
+    ties = module.config.get_text_config().tie_word_embeddings
+    tied = set(module._tied_weights_keys or ()) if ties else set()
+    for name, tensor in module.state_dict().items():
+        if name in policy.trainable:
+            yield from _as_saved(module, name, policy.weights.whole(name, policy.trainable[name].detach()))
+        elif name not in tied:
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # frozen, and in shards
+            yield from _as_saved(module, name, whole)
+
+
+def _as_saved(module: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint has apart and transformers in one tensor, such as the experts of a layer; else the tensor."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    saved = revert_weight_conversion(module, {name: tensor})
+    yield from saved.items() if len(saved) > 1 else [(name, tensor)]
+
+
+def request(
+    run_seed: int, sample: SampleId, prompt_ids: Tensor, text: str, images: Sequence[Any], clips: Sequence[Any]
+) -> Request:
+    """One sample to draw, with a seed of its own."""
+    name = f"step {sample.step}, slot {sample.slot}, attempt {sample.attempt}, sample {sample.sample}"
+    seed = seed_of(run_seed, sample.step, sample.slot, sample.attempt, sample.sample, "tokens") % 2**31
+    return Request(prompt_ids.tolist(), text, seed, images, clips, name=name)
+
+
+def settings_of(recipe: Recipe, temperature: float, stop: Sequence[int]) -> Settings:
+    """The recipe's sampling in the engine's words."""
+    decoding = recipe.decoding
+    return Settings(decoding.max_new_tokens, temperature, decoding.top_p, decoding.top_k, stop)
+
+
+def unstack(trajectory: Trajectory) -> list[Completion]:
+    """What was drawn of each row so far, to be gone on with; the prompts' tokens are not counted."""
+    assert trajectory.mask is not None
+    assert trajectory.log_probs is not None
+    rows = zip(trajectory.clean.tolist(), trajectory.log_probs.tolist(), trajectory.mask.sum(1).int(), strict=True)
+    return [Completion(tokens[:n], log_probs[:n], "cut", 0) for tokens, log_probs, n in rows]
+
+
+def appended(done: Completion, more: Completion) -> Completion:
+    """A response with what was drawn after it: each token keeps the log-prob that it was drawn with."""
+    tokens, log_probs = [*done.token_ids, *more.token_ids], [*done.log_probs, *more.log_probs]
+    return Completion(tokens, log_probs, more.finish, more.prompt_tokens)
+
+
+def stack(
+    completions: Sequence[Completion], forbidden: Sequence[int], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens ``[B, T]``, log-probs ``[B, T]``, mask ``[B, T]`` and truncated ``[B]`` of what an engine drew.
+
+    A response is cut before its first ``forbidden`` token (an engine may draw those, with next to no probability).
+    """
+    longest = max(1, *(len(c.token_ids) for c in completions))
+    tokens = torch.zeros(len(completions), longest, dtype=torch.long)
+    log_probs, mask = torch.zeros(len(completions), longest), torch.zeros(len(completions), longest)
+    cut = []
+    for i, c in enumerate(completions):
+        n = next((n for n, token in enumerate(c.token_ids) if token in forbidden), len(c.token_ids))
+        tokens[i, :n] = torch.tensor(c.token_ids[:n])
+        log_probs[i, :n] = torch.tensor(c.log_probs[:n])
+        mask[i, :n] = 1.0
+        cut.append(n < len(c.token_ids) or c.finish != "stop")
+    truncated = torch.tensor(cut)
+    return tokens.to(device), log_probs.to(device), mask.to(device), truncated.to(device)

@@ -1,0 +1,258 @@
+"""What a text pipeline would hold, before a weight is loaded: the model on the meta device, for ``mmrl plan``.
+
+The pipeline's own code then runs on tensors without data (``mmrl.planner.memory``). Only ``generate`` is rehearsed:
+it would look at tokens that nobody drew. The rehearsal is the two forwards that matter, of the prompt and of the last
+token behind a full cache, with the same drawing after each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from mmrl.config.schema import Recipe
+from mmrl.engines.rollout import Completion, Request, Settings
+from mmrl.errors import BadPromptError, UserError
+from mmrl.pipelines.description import Beside, Component, Description, Longest, Phase
+from mmrl.text.critic import Critic
+from mmrl.text.features import PER_TOKEN
+from mmrl.text.loading import why, without_wishes
+from mmrl.text.overlong import OverlongError
+from mmrl.text.pairs import TEXTS
+from mmrl.text.pipeline import TextPipeline
+from mmrl.text.recorded_config import Files
+from mmrl.text.scoring import open_scorer, score_class
+from mmrl.trajectory import Prompt
+
+CONFIGURED = 512 * 2**20
+"""Bytes of vLLM's key-value cache on a CPU (``mmrl.engines.vllm``)."""
+LOOKED_AT = 16
+"""Prompts that are made ready whole to find the longest: those whose texts have the most tokens."""
+MOST_COUNTED = 4000
+"""Prompts whose texts are tokenised for that: of more, those with the most characters."""
+PIXELS = 28 * 28
+"""Of a picture, that make about one token (Qwen-VL); only the order in which prompts are looked at depends on it."""
+NAMED = 5
+
+
+def empty_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...], otherwise: str) -> Any:
+    """As ``mmrl.text.loading.load_model``, on the meta device, from ``config.json`` alone. Raises ``UserError``."""
+    from transformers import AutoConfig, GenerationConfig
+
+    dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = auto.from_config(config, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        reason, mend = why(error, "a directory with config.json", otherwise)
+        raise UserError(f"model.path: {path} cannot be made by {auto.__name__}: {reason}\n  {mend}") from error
+    with suppress(OSError):  # where it has none, the library took what config.json says
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return without_wishes(model)
+
+
+def empty_scorer(path: str, pad_token: int, recipe: Recipe) -> nn.Module:
+    """As ``mmrl.text.scoring.open_policy``, on the meta device. Raises ``UserError``."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path)
+    config.num_labels = 1
+    with torch.device("meta"):
+        model: Any = score_class(config)(config)
+    model.to(getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32)
+    config.get_text_config().pad_token_id = pad_token
+    return open_scorer(model.requires_grad_(False).eval(), recipe)
+
+
+def describe(pipeline: TextPipeline, files: Files) -> Description:
+    """Of a ``pipeline`` whose policy is on the meta device. Raises ``UserError`` where no response would fit."""
+    recipe, context = pipeline.recipe, pipeline.context
+    if pipeline.pairs is None and context is not None and pipeline.settings.max_new_tokens >= context:
+        raise UserError(
+            f"sampling.max_new_tokens: {pipeline.settings.max_new_tokens} tokens leave no room for a prompt in the "
+            f"model's context of {context}; set it to less than {context}"
+        )
+    if files.recorded:
+        _take_the_limit(pipeline)
+    policy: Any = pipeline.policy
+    policy.generate = _rehearsal(policy)
+    phases = frozenset(get_args(Phase))
+    name = type(policy.get_base_model() if hasattr(policy, "get_base_model") else policy).__name__
+    components = [Component("policy", name, policy, phases)]
+    if recipe.algorithm.type == "ppo":
+        with torch.device("meta"):
+            pipeline.critic = Critic(policy)
+        components.append(Component("critic", type(pipeline.critic.body).__name__, pipeline.critic, phases))
+    if recipe.rollout.engine != "transformers":
+        pipeline.engine = _FullLength()  # type: ignore[assignment]  # sampling asks it for nothing else
+    beside = _beside(recipe, policy)
+    return Description(
+        pipeline, components, files.source, _longest_of(pipeline), beside, cache_numbers=_cached(policy.config)
+    )
+
+
+def _cached(config: Any) -> int:
+    """Keys and values of a token in all layers; 0 of a model that does not say so."""
+    text = config.get_text_config()
+    queries = getattr(text, "num_attention_heads", None) or 1
+    width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // queries
+    return 2 * getattr(text, "num_hidden_layers", 0) * (getattr(text, "num_key_value_heads", None) or queries) * width
+
+
+def _longest_of(pipeline: TextPipeline) -> Callable[[Sequence[Prompt]], Longest]:
+    def longest(prompts: Sequence[Prompt]) -> Longest:
+        """The prompt that has most tokens of those that can be used, and what becomes of those that are too long."""
+        overlong, good, why = list[OverlongError](), list[tuple[Prompt, int]](), list[str]()
+        error = pipeline.recipe.data.overlong == "error"
+        for prompt in _by_length(pipeline, prompts):
+            if len(good) == LOOKED_AT and not (error and prompt.media):  # whose tokens nobody knows before
+                break
+            try:
+                good.append((prompt, _tokens(pipeline, prompt)))
+            except OverlongError as found:
+                overlong.append(found)
+            except BadPromptError as found:
+                why.append(str(found))
+        if error and overlong:
+            raise UserError(
+                f"data: {_named(overlong, len(prompts))}; shorten them or take them out of the data, raise the limit, "
+                "or set data.overlong to skip or cut"
+            )
+        if not good:
+            first = [*map(str, overlong[:1]), *why[:1]][0]
+            raise UserError(f"data: none of {len(prompts)} prompts can be used; {first}")
+        notes = [f"{_named(overlong, len(prompts))}: they are left out (data.overlong)"] if overlong else []
+        return Longest(*max(good, key=lambda found: found[1]), notes)
+
+    return longest
+
+
+def _named(overlong: Sequence[OverlongError], of: int) -> str:
+    names = ", ".join(error.prompt for error in overlong[:NAMED]) + (", ..." if len(overlong) > NAMED else "")
+    return f"{len(overlong)} of {of} prompts looked at are too long ({names}); of the first, {overlong[0].reason}"
+
+
+def _by_length(pipeline: TextPipeline, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Those that probably have most tokens first: tokens of their texts, and about as many as their pictures have."""
+    most = len(prompts) if pipeline.recipe.data.overlong == "error" else MOST_COUNTED
+    if len(prompts) > most:
+        prompts = sorted(prompts, key=lambda p: sum(map(len, _texts(p))), reverse=True)
+    counted = pipeline.conditioner.count(["\n".join(_texts(p)) for p in prompts[:most]])
+    counted += [0] * (len(prompts) - len(counted))
+    pixels = [sum(medium.pixels or 0 for medium in p.media) for p in prompts]
+    ranked = sorted(range(len(prompts)), key=lambda n: counted[n] + pixels[n] / PIXELS, reverse=True)
+    return [prompts[n] for n in ranked]
+
+
+def _texts(prompt: Prompt) -> list[str]:
+    return [prompt.text, prompt.system or "", *(str(prompt.meta.get(name, "")) for name in TEXTS)]
+
+
+def _tokens(pipeline: TextPipeline, prompt: Prompt) -> int:
+    """Of the longest row with this prompt. Raises ``BadPromptError`` for one that would be left out."""
+    overlong = "skip" if pipeline.recipe.data.overlong == "error" else None  # all of them are to be named
+    prompt, features = pipeline.fitter.encode(prompt, pipeline.limit, overlong)
+    length = len(features["input_ids"])
+    if pipeline.pairs is None:
+        return length + pipeline.settings.max_new_tokens
+    pair = pipeline.pairs.encoded(prompt, length)
+    return 2 * (length + max(len(pair[name]) for name in TEXTS))
+
+
+def _take_the_limit(pipeline: TextPipeline) -> None:
+    """Where the tokenizer only estimates, prompts have ``max_prompt_tokens`` where that is set, and none is refused."""
+    conditioner, most = pipeline.conditioner, pipeline.settings.max_prompt_tokens
+    encode = conditioner.encode
+
+    def encode_to_the_limit(prompt: Prompt) -> dict[str, Tensor]:
+        made = encode(prompt)
+        missing = (most or 0) - len(made["input_ids"])
+        if not most or (missing < 0 and prompt.media):
+            return made
+        return {name: pad(value, (missing, 0)) if name in PER_TOKEN else value for name, value in made.items()}
+
+    conditioner.encode = encode_to_the_limit
+    pipeline.settings = pipeline.settings.model_copy(update={"max_prompt_tokens": None})
+    pipeline.context = pipeline.engine_context = None
+
+
+def _rehearsal(policy: nn.Module) -> Callable[..., Tensor]:
+    """Stands where ``generate`` does. Responses are as long as they may be, all but one: rows of one length would need
+    no attention mask, and take less."""
+
+    def generate(
+        *, input_ids: Tensor, attention_mask: Tensor, logits_processor: Any, max_new_tokens: int, **given: Any
+    ) -> Tensor:
+        draw = logits_processor[0]
+        ends, padding = given.pop("eos_token_id"), given.pop("pad_token_id")
+        given.pop("do_sample")
+        rows = len(input_ids)
+        attention_mask[0, 0] = rows == 1  # as if this prompt were shorter
+        out = policy(input_ids=input_ids, attention_mask=attention_mask, **given, use_cache=True, logits_to_keep=1)
+        scores = logits_processor(input_ids, out.logits[:, -1].to(copy=True, dtype=torch.float32))
+        cache = out.past_key_values
+        del out
+        if max_new_tokens > 1:
+            for layer in cache.layers:  # what the tokens in between leave there
+                layer.keys = pad(layer.keys, (0, 0, 0, max_new_tokens - 2))
+                layer.values = pad(layer.values, (0, 0, 0, max_new_tokens - 2))
+            draw.log_probs *= max_new_tokens - 1
+            whole = pad(attention_mask, (0, max_new_tokens - 1), value=1)
+            last = policy(
+                input_ids=input_ids[:, -1:],
+                attention_mask=whole,
+                position_ids=whole.sum(1, keepdim=True) - 1,
+                past_key_values=cache,
+                use_cache=True,
+            )
+            logits_processor(input_ids, last.logits[:, -1].to(copy=True, dtype=torch.float32))
+        del scores  # the library keeps those of one token until the next has its own
+        token = next(n for n in range(len(ends) + 2) if n not in {*ends, padding})
+        drawn = torch.full((rows, max_new_tokens), token)
+        if rows > 1 and max_new_tokens > 1:
+            drawn[0, -2] = ends[0]
+        return torch.cat([input_ids, drawn], 1)
+
+    return generate
+
+
+class _FullLength:
+    """Final class. Stands where an engine does: every response has all the tokens it may have."""
+
+    def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
+        n = settings.max_new_tokens
+        token = next(t for t in range(len(settings.stop_token_ids) + 1) if t not in settings.stop_token_ids)
+        made = [Completion([token] * n, [0.0] * n, "length", len(r.prompt_ids)) for r in requests]
+        if n > 1 and len(made) > 1:
+            made[0] = Completion([token] * (n - 1), [0.0] * (n - 1), "stop", made[0].prompt_tokens)
+        return made
+
+    def close(self) -> None: ...
+
+
+def _beside(recipe: Recipe, policy: nn.Module) -> list[Beside]:
+    """What an engine with weights of its own takes of the training device: what was configured, or its default."""
+    from mmrl.engines.vllm import GPU_MEMORY
+
+    engine, options = recipe.rollout.engine, recipe.rollout.options
+    if engine == "transformers":
+        return []
+    elsewhere = options.get("url") or "CUDA_VISIBLE_DEVICES" in (options.get("environment") or {})
+    if elsewhere or engine == "sglang":
+        return [Beside("engine", f"{engine}, on devices of its own" if elsewhere else f"{engine}: not known to mmrl")]
+    size = torch.empty((), dtype=getattr(torch, recipe.model.dtype)).element_size()
+    weights = sum(p.numel() for p in policy.parameters()) * size
+    auto = recipe.device == "auto" and torch.cuda.is_available()
+    if auto or recipe.device.startswith("cuda"):
+        share = options.get("gpu_memory_utilization", GPU_MEMORY if engine == "vllm" else 0.92)
+        given = "gpu_memory_utilization" if "gpu_memory_utilization" in options else "its default"
+        kept = weights if recipe.model.lora else 0  # as mmrl.engines.sleep_mode has it
+        return [Beside("engine", f"{engine}: {share:.0%} of the device's memory ({given})", share=share, kept=kept)]
+    cache = options.get("kv_cache_memory_bytes", CONFIGURED)
+    return [Beside("engine", f"{engine}: weights in {recipe.model.dtype}, and its cache", weights + cache)]

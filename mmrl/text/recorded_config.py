@@ -1,0 +1,94 @@
+"""A checkpoint's configuration files, its own or those recorded beside a recipe, as a folder that loads.
+
+An ``architecture`` file of a text recipe is a JSON object: ``files`` are the checkpoint's configuration files by name
+(``config.json``, of a model that sees ``preprocessor_config.json`` too), ``tokens`` the ids of control tokens by text,
+``media`` what stands for a picture and a clip in a prompt (``{"image": "<|image_pad|>"}``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from mmrl._torchvision import allow_cpu_only
+from mmrl.errors import UserError
+from mmrl.hub_files import file_of, unreadable
+
+CHARACTERS = 3
+"""Characters to a token where the tokenizer is not to be had; those of large vocabularies take more of most texts."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """``path`` is what to load configuration and tokenizer from; ``recorded``: its tokenizer only estimates."""
+
+    path: str
+    source: str
+    recorded: bool = False
+
+
+@contextmanager
+def files_of(path: str, architecture: Path | None) -> Iterator[Files]:
+    """The checkpoint ``path`` where its ``config.json`` can be read, else a folder made from the ``architecture`` file.
+
+    Raises ``UserError`` where neither is to be had.
+    """
+    try:
+        json.loads(file_of(path, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        if architecture is None:
+            raise unreadable(path, "config.json", "configuration files", error) from error
+    else:
+        yield Files(path, f"the configuration files of {path}")
+        return
+    source = f"the architecture recorded in {architecture.name}, because {path} cannot be read here"
+    with TemporaryDirectory(prefix="mmrl-plan-") as folder:
+        _write(architecture, Path(folder))
+        yield Files(folder, source, recorded=True)
+
+
+def _write(architecture: Path, folder: Path) -> None:
+    try:
+        recorded = json.loads(architecture.read_text(encoding="utf-8"))
+        files, tokens, media = recorded["files"], recorded["tokens"], recorded.get("media", {})
+        if "config.json" not in files:
+            raise ValueError("no config.json under files")
+        for name, content in files.items():
+            (folder / Path(name).name).write_text(json.dumps(content), encoding="utf-8")
+        _tokenizer(tokens, media).save_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"architecture: {architecture} cannot be read as configuration files ({type(error).__name__}: {error}); "
+            'it is a JSON object {"files": {"config.json": {...}}, "tokens": {"<|im_end|>": 151645}}'
+        ) from error
+
+
+def _tokenizer(tokens: Mapping[str, int], media: Mapping[str, str]) -> Any:
+    """A tokenizer that makes a token of every few characters, and knows control tokens, the first of which ends a
+    response."""
+    allow_cpu_only()  # transformers imports torchvision wherever it is installed
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    unknown = "<unknown>"
+    made = Tokenizer(WordLevel({unknown: 0, **tokens}, unk_token=unknown))
+    made.pre_tokenizer = Split(Regex(rf"[\s\S]{{1,{CHARACTERS}}}"), "isolated")  # type: ignore[attr-defined]
+    made.add_special_tokens(list(tokens))
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=made, unk_token=unknown, eos_token=next(iter(tokens)))
+    shown = "".join(f"{{% elif part.type == '{kind}' %}}{text}" for kind, text in media.items())
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+        + shown
+        + "{% endif %}{% endfor %}{% endif %}"
+        + next(iter(tokens))
+        + "{% endfor %}"
+    )
+    return tokenizer

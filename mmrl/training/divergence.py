@@ -1,0 +1,90 @@
+"""A run that met numbers that are not finite: what they are, which checkpoints are from before, and how to go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmrl import finite
+from mmrl.checkpoint.manifest import entries, mark_diverged
+from mmrl.config.schema import Recipe
+from mmrl.errors import NotFiniteError
+from mmrl.report.metrics import read
+from mmrl.report.rundir import RunDir
+from mmrl.training.step_context import StepContext
+
+KIND = "diverged"
+"""Of its row in failures.jsonl."""
+CHANGEABLE = (
+    *("optim.lr", "optim.max_grad_norm", "optim.betas", "optim.eps", "optim.weight_decay", "optim.warmup_steps"),
+    *("algorithm.critic_lr", "model.dtype"),
+)
+"""What a run that diverged may change when it is resumed."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """``what`` was not finite, in training step ``step`` (counted from 1) or in the evaluation after it.
+
+    ``lr``: of the update that was next. ``done``: finished steps. ``proved``: with the weights after them something
+    was computed that was finite; otherwise a checkpoint of them is as ruined as the run.
+    """
+
+    what: str
+    step: int
+    evaluating: bool
+    lr: float
+    done: int
+    proved: bool
+    trained: bool
+    """Whether the first such number is in weights that are trained, or made from them."""
+
+    @property
+    def place(self) -> str:
+        return f"the evaluation after step {self.step}" if self.evaluating else f"step {self.step}"
+
+
+def divergence(run: StepContext, error: NotFiniteError, done: int, evaluating: bool, proved: bool) -> Divergence:
+    """What became of ``run`` after ``done`` finished steps. Where weights are not finite they are named first."""
+    what, trained = str(error), True
+    for whose, policy in (("", run.policy), ("the critic: ", run.critic)):
+        if policy is None or "weights after update" in what:
+            continue
+        if held := finite.first(dict(policy.module.named_parameters())):
+            trained = policy.updates > 0
+            what = f"{whose}a weight of the model is not finite: {held}; so {what}"
+            break
+    step = done if evaluating else done + 1
+    return Divergence(what, step, evaluating, run.policy.learning_rate(), done, proved, trained)
+
+
+def settle(directory: RunDir, found: Divergence, recipe: Recipe, command: str) -> str:
+    """Keep in the run directory what was found, so that ``--resume`` goes on from the last checkpoint before it;
+    returns what the user is told. ``command`` trains this run."""
+    if not found.proved:
+        for entry in entries(directory.checkpoints):
+            if entry.step == found.done:
+                mark_diverged(entry, f"{found.place}: {found.what}")
+    directory.failure(found.step, KIND, "training", found.what, lr=found.lr)
+    there = entries(directory.checkpoints)
+    last = max((entry.step for entry in there if entry.usable and entry.step <= found.done), default=None)
+    lines = [f"training diverged in {found.place} at learning rate {found.lr:g}: {found.what}"]
+    if not found.trained:
+        lines.append(f"the model was loaded with it: mend the weights in model.path ({recipe.model.path})")
+        return "\n".join(lines)
+    edits = ["lower optim.lr or optim.max_grad_norm"]
+    edits += ["set model.dtype=float32"] if recipe.model.dtype != "float32" else []
+    how = "--resume"
+    if last is not None:
+        lines.append(f"the last finite checkpoint is of step {last}, and is kept; nothing after it was saved")
+    elif there:
+        lines.append("there is no finite checkpoint")
+        how = "--overwrite"
+    else:
+        lines.append("there is no checkpoint yet: --resume begins again at step 0")
+    lower = f"optim.lr={recipe.optim.lr / 10:g}"
+    return "\n".join([*lines, f"{', or '.join(edits)}; for example: {command} {lower} {how}"])
+
+
+def diverged(directory: RunDir) -> bool:
+    """Whether the run stopped so, and has not gone on since."""
+    return any(row.get("kind") == KIND for row in read(directory.failures))

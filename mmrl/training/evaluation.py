@@ -1,0 +1,213 @@
+"""Held-out measurement: fixed prompts and fixed noise, no exploration noise, rewards that training may not see."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mmrl.controller.randomness import seed_of
+from mmrl.errors import BadPromptError, UserError
+from mmrl.placement import device_tasks
+from mmrl.report.clock import Clock
+from mmrl.report.grids import write_samples
+from mmrl.report.metrics import MetricsLog
+from mmrl.report.progress import Progress
+from mmrl.report.rundir import RunDir
+from mmrl.report.texts import write_texts
+from mmrl.rewards.patience import one_line, too_many
+from mmrl.rewards.scoring import Failure, RewardSet
+from mmrl.rollout.collect import encode, prompts_alone
+from mmrl.training.batch import chunks
+from mmrl.training.micro_batches import slices
+from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
+from mmrl.trajectory import Prompt, Sample, SampleId, Slot
+
+SEED = 20_261_121
+"""Of all held-out noise, whatever the run's seed: runs are compared on the same pictures-to-be."""
+
+FAILED = "failed/"
+"""Before a reward's label in a row of heldout.jsonl: how many samples it could not score; absent where it could all."""
+
+
+@dataclass
+class Made:
+    """What an evaluation made: one entry per sample, scores by ``label`` and ``label/part``."""
+
+    samples: list[Sample] = field(default_factory=list)
+    scores: list[dict[str, float]] = field(default_factory=list)
+
+
+class Heldout:
+    """The held-out prompts of a run with the rewards measured on them; of an offline run the pairs."""
+
+    def __init__(self, run: StepContext, prompts: Sequence[Prompt], root: Path) -> None:
+        self.run, self.prompts = run, prompts
+        self.rewards = [run.rewards, RewardSet(run.recipe.eval.rewards, root, run.rewards.device)]
+        self.rewards[1].can_read(run.recipe.makes)
+
+    def score(self, samples: int) -> tuple[dict[str, float], Made, list[Failure]]:
+        """Means over ``samples`` samples, what was made, and what could not be scored.
+
+        Sample ``i`` is of prompt ``i mod n``, always from the same noise; where that prompt cannot be used it is named,
+        and another, always the same, takes its place. An offline run is measured on its first
+        ``samples`` pairs by the objective's own figures, and samples only where the recipe has ``eval.rewards``.
+        """
+        if self.run.objective.kind != "offline":
+            return self._score(self._slots(samples))
+        slots, row, bad = self._compare(self._slots(min(samples, len(self.prompts))))
+        made, failures = Made(), []
+        if self.run.recipe.eval.rewards:
+            rewards, made, failures = self._score(slots)
+            row |= rewards
+        count = self.run.controller.count
+        row |= {"samples": count(len(slots)), "dropped": row.get("dropped", 0) + count(len(bad))}
+        return row, made, [*bad, *failures]
+
+    def _slots(self, samples: int) -> list[Slot]:
+        """This controller's share of the evaluation's slots."""
+        return [Slot(-1, i, 0, self.prompts[i % len(self.prompts)]) for i in self.run.controller.share(samples)]
+
+    def _score(self, slots: list[Slot]) -> tuple[dict[str, float], Made, list[Failure]]:
+        """Sample ``slots`` and have the rewards score what was made."""
+        (made, bad), gather = self._make(slots), self.run.controller.gather
+        places: defaultdict[str, list[int]] = defaultdict(list)  # of each prompt
+        for i, sample in enumerate(made):
+            places[sample.prompt.id].append(i)
+        groups = list(places.values())
+        with torch.no_grad():
+            scores = [rewards.score(made, groups, step=-1) for rewards in self.rewards]
+        parts = {name: values for s in scores for name, values in s.parts.items()}
+        failures = [f for s in scores for f in s.failures]
+        rows = [{k: v[i].item() for k, v in parts.items() if math.isfinite(v[i])} for i in range(len(slots))]
+        everyone = gather({name: values.tolist() for name, values in parts.items()})
+        names = dict.fromkeys(name for one in everyone for name in one)  # of a reward that failed parts are not known
+        row = {
+            f"reward/{name}": finite_mean(
+                torch.tensor([v for one in everyone for v in one.get(name, ())], dtype=torch.float64)
+            )
+            for name in names
+        }
+        failed = Counter(f.reward for f in failures)
+        counts = gather((len(slots), len({f.sample.slot for f in failures}), dict(failed)))
+        row |= {"samples": sum(n for n, _, _ in counts), "dropped": sum(n for _, n, _ in counts)}
+        row |= {f"{FAILED}{label}": n for label, n in sum((Counter(of) for _, _, of in counts), Counter()).items()}
+        return row, Made(made, rows), [*bad, *failures]
+
+    def _compare(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, float], list[Failure]]:
+        """The objective's figures, mean over the pairs of ``slots`` under the evaluation's weights; the slots whose
+        pairs can be used, and why the others cannot."""
+        run, good, bad = self.run, list[Slot](), list[Failure]()
+        sums: defaultdict[str, float] = defaultdict(float)
+        with (
+            run.devices.alone(run, run.policy.evaluated),
+            torch.no_grad(),
+            Progress(len(slots), "evaluate", "pairs") as progress,
+        ):
+            for chunk in chunks(slots, run.recipe.train.micro_batch_size):
+                usable, keys, unusable = self._encode(chunk)
+                good, bad = good + usable, bad + unusable
+                batch = prompts_alone(run, usable, keys)
+                for piece in slices(run, batch, list(range(len(usable)))):
+                    new = run.pipeline.compare(piece.rows, run.objective.needs, run.policy.using)
+                    for name, value in run.objective.loss(new, piece.old, 1.0).sums.items():
+                        sums[name] += value.item()
+                run.pipeline.features.release(keys)
+                progress.advance(len(chunk))
+        everyone = run.controller.gather((len(good), dict(sums)))
+        count = sum(n for n, _ in everyone)
+        if not count:
+            named = f"; of {bad[0].prompt!r}: {bad[0].reason}" if bad else ""
+            raise UserError(f"data.heldout: none of its pairs can be used{named}")
+        names = dict.fromkeys(name for _, sums in everyone for name in sums)
+        return good, {name: sum(sums.get(name, 0.0) for _, sums in everyone) / count for name in names}, bad
+
+    def _encode(self, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Failure]]:
+        """Encode what can be; nothing takes the place of the rest, so that every evaluation is of the same pairs."""
+        good, bad = list(slots), list[Failure]()
+        while True:
+            try:
+                return good, self.run.pipeline.encode(good), bad
+            except BadPromptError as error:
+                wrong = [s for s in good if s.prompt.id == error.prompt]
+                if not wrong:
+                    raise
+                good = [s for s in good if s.prompt.id != error.prompt]
+                bad += [Failure(SampleId(-1, s.index, 0, 0), s.prompt.text, "prompt", error.reason) for s in wrong]
+
+    def _other(self, slot: Slot, attempt: int) -> Slot:
+        """Another prompt in the place of one that cannot be used, the same in every run."""
+        n = seed_of(SEED, slot.index, attempt, "replacement") % len(self.prompts)
+        return Slot(slot.step, slot.index, attempt, self.prompts[n])
+
+    def _make(self, slots: list[Slot]) -> tuple[list[Sample], list[Failure]]:
+        """Sample as the recipe's evaluation says, under its weights; and the prompts that others took the place of."""
+        run, recipe = self.run, self.run.recipe
+        inputs = self.rewards[0].inputs | self.rewards[1].inputs
+        if run.pipeline.makes != "text":
+            inputs |= frozenset({run.pipeline.makes})
+        how = SamplingSpec([], run.policy.evaluated, SEED, inputs, evaluate=True)
+        keys, bad = list[list[str]](), list[Failure]()
+
+        def asked() -> Iterator[Chunk]:
+            for chunk in chunks(slots, recipe.sampling.batch_size or recipe.train.micro_batch_size):
+                usable, held, unusable = encode(run, chunk, self._other)
+                keys.append(held)
+                bad.extend(unusable)
+                yield usable, [SampleId(-1, s.index, s.attempt, 0) for s in usable]
+
+        made: dict[int, list[Sample]] = {}
+        with run.devices.alone(run, how.weights), Progress(len(slots), "evaluate", "samples") as progress:
+            for n, _, samples in run.devices.sample(run, asked(), how, Clock(run.device)):
+                made[n] = samples
+                run.pipeline.features.release(keys[n])
+                progress.advance(len(samples))
+        run.devices.others(run, device_tasks.release)
+        return [sample for n in sorted(made) for sample in made[n]], bad
+
+
+def finite_mean(values: Tensor) -> float:
+    return values[values.isfinite()].mean().item()
+
+
+def told(row: Mapping[str, float], failures: Sequence[Failure]) -> str:
+    """A row of heldout.jsonl for the terminal; what has no value says why. ``failures``: of this controller."""
+    said = []
+    for key, value in row.items():
+        if key in ("samples", "dropped") or key.startswith(FAILED):
+            continue
+        name = key.removeprefix("reward/")
+        said.append(f"{name} {value:.3f}" if math.isfinite(value) else f"{name} -")
+        if bad := row.get(f"{FAILED}{name}"):
+            why = Counter(f.reason for f in failures if f.reward == name).most_common(1)
+            reason = one_line(why[0][0]) if why else "on other controllers"
+            said[-1] += f" ({bad:g} of {row['samples']:g} samples failed: {reason})"
+    return "  ".join(said)
+
+
+def unmeasured(row: Mapping[str, float], metric: str, most: float) -> bool:
+    """Whether the reward that ``metric`` is of failed for more than the share ``most`` of the samples of ``row``."""
+    label = metric.removeprefix("reward/").partition("/")[0]
+    return too_many(int(row.get(f"{FAILED}{label}", 0)), int(row["samples"]), most)
+
+
+def measure(
+    run: StepContext, heldout: Heldout, samples: int, directory: RunDir, step: int, log: MetricsLog
+) -> tuple[dict[str, float], str]:
+    """Evaluate after ``step`` steps: a row of heldout.jsonl and samples to look at. Returns the row, and as a text."""
+    row, made, failures = heldout.score(samples)
+    for f in failures:
+        directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
+    log.write(step, row)
+    shown, scores = made.samples[: run.recipe.eval.grid], made.scores[: run.recipe.eval.grid]
+    if shown and run.pipeline.makes != "text":
+        images = [made for s in shown if (made := s.image or s.video) is not None]
+        log.picture(step, "samples", write_samples(directory, step, images, [s.prompt.text for s in shown], scores))
+    elif shown:
+        write_texts(directory, step, shown, scores)
+    return row, told(row, failures)

@@ -1,0 +1,91 @@
+"""The slices of an update: so many rows and entries at once that no more than one slice's graph is ever held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mmrl.controller.randomness import generator
+from mmrl.controller.workload_balance import pack, padded
+from mmrl.pipelines.protocol import Pipeline
+from mmrl.training.batch import Batch, MicroBatch, chunks, gather, groups_of
+from mmrl.training.step_context import StepContext
+from mmrl.trajectory import Trajectory
+from mmrl.transfer import to_device
+
+
+def slices(
+    run: StepContext, batch: Batch, mine: list[int], in_step: Callable[[int], int] = int
+) -> Iterator[MicroBatch]:
+    """The slices of one optimizer step over the rows ``mine``: micro-batches of them, entry by entry or a few at once.
+
+    ``in_step`` says how many micro-batches to go through for so many of these rows, where ranks wait for one another
+    (``Devices.in_step``): the last one is repeated without weight.
+    """
+    device = batch.micro_batches[0].clean.device
+    train = run.recipe.train
+    found = [parts(run.pipeline, t) for t in batch.micro_batches]
+    sizes = [found[m][i] for m, i in batch.places]
+    own = list(packed(mine, sizes, train.micro_batch_size, train.micro_batch_tokens))
+    for n, index in enumerate(own + own[-1:] * (in_step(len(own)) - len(own))):
+        rows = gather(batch.micro_batches, [batch.places[n] for n in index])
+        groups = to_device(groups_of(rows), device)
+        for entries in chunks(chosen(run, rows), train.at_once):
+            columns = {"advantages": batch.advantages, "weights": batch.weights, **batch.prepared}
+            of = entries if rows.mask is None else slice(rows.clean.shape[1])
+            cut = {k: v[index] if v.ndim == 1 else v[index][:, of] for k, v in columns.items()}
+            old = {name: to_device(value, device) for name, value in cut.items()} | {"groups": groups}
+            old["weights"] = old["weights"] * (n < len(own))
+            found = run.pipeline.recorded(rows, entries)
+            known = old | recorded(drawn_before(found) if run.another_drew else found, old)
+            tokens = sum(sum(sizes[n]) for n in index)
+            yield MicroBatch(rows, entries, index, known, tokens, padded([sizes[n] for n in index]))
+
+
+def parts(pipeline: Pipeline, trajectory: Trajectory) -> list[tuple[int, ...]]:
+    """Tokens of each row, by the parts that a micro-batch pads apart: the prompt, and the response drawn to it."""
+    lengths = pipeline.lengths(trajectory)
+    if trajectory.mask is None:
+        return [(n,) for n in lengths]
+    return [(n - response, response) for n, response in zip(lengths, trajectory.responses, strict=True)]
+
+
+def number_of_entries(run: StepContext) -> int:
+    """How many entries (actions, noise levels) of each sample an update goes through."""
+    return run.objective.entries or run.pipeline.entries(run.objective.kind)
+
+
+def chosen(run: StepContext, rows: Trajectory) -> list[int]:
+    """Those entries: all, or where the objective takes fewer actions than were recorded, a choice that is drawn anew in
+    every step and is the same for all rows."""
+    n = number_of_entries(run)
+    if run.objective.kind != "policy_gradient" or n == run.pipeline.entries(run.objective.kind):
+        return list(range(n))
+    drawn = generator(run.recipe.seed, rows.ids[0].step, "trained steps")
+    return sorted(torch.randperm(run.pipeline.entries(run.objective.kind), generator=drawn)[:n].tolist())
+
+
+def recorded(own: dict[str, Tensor], prepared: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What sampling recorded; log-probs that were recomputed go before those it kept."""
+    return {name: value for name, value in own.items() if name not in prepared}
+
+
+def drawn_before(own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What sampling recorded of pictures, its log-probs ``[B, 1]`` as those of another policy than the one that trains
+    (``StepContext.another_drew``); of text they are called so anyhow."""
+    if "log_probs" not in own:
+        return own
+    known = {name: value for name, value in own.items() if name != "log_probs"}
+    return known | {"rollout_log_probs": own["log_probs"], "mask": torch.ones_like(own["log_probs"])}
+
+
+def packed(rows: list[int], sizes: Sequence[Sequence[int]], most: int, tokens: int | None) -> Iterator[list[int]]:
+    """``rows`` in micro-batches of at most ``most``; of neighbouring length, and within ``tokens`` with padding where
+    given (``mmrl.controller.workload_balance.pack``). ``sizes``: tokens of the parts of every row of the batch.
+
+    Rows of one size keep their order, so that a micro-batch of pictures is updated as it was sampled.
+    """
+    for index in pack([sizes[n] for n in rows], most, tokens):
+        yield [rows[i] for i in index]
