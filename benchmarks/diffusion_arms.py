@@ -85,7 +85,8 @@ SIZES = {
 
 def write_model(size: Size, out: Path) -> None:
     """Write the model of that size with random weights, as diffusers saves it."""
-    pretrain = mmrl.load("pipelines", "diffusion/pretrain")  # first: it lets torchvision be imported without CUDA
+    from tools.make_models import shapes_sd3  # first: it lets torchvision be imported without CUDA
+
     if size.family != "sd3":
         diffusion_families.write(size.family, out)
         return
@@ -97,7 +98,7 @@ def write_model(size: Size, out: Path) -> None:
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
     torch.manual_seed(0)
-    pipe = pretrain.build([p.text for p in mmrl.load("datasets", "shapes").prompts("all")])
+    pipe = shapes_sd3.build([p.text for p in mmrl.load("datasets", "shapes").prompts("all")])
     if size.transformer:
         text: dict[str, Any] = {"joint_attention_dim": 128, "pooled_projection_dim": 128}
         pipe.register_modules(transformer=SD3Transformer2DModel(**text, **size.transformer))

@@ -28,6 +28,7 @@ from mmrl.run import restored
 from mmrl.runtime.start import train
 from mmrl.training.evaluation import SEED
 from mmrl.trajectory import Prompt, SampleId, Slot
+from tools.make_models import shapes_sd3
 
 PROMPT = "two red circles"
 DRAWING = {"num_inference_steps": 4, "guidance_scale": 2.0, "height": 32, "width": 32, "max_sequence_length": 12}
@@ -64,7 +65,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
     torch.manual_seed(0)
     captions = [p.text for p in mmrl.load("datasets", "shapes").prompts("train")][:6]
-    base = mmrl.load("pipelines", "diffusion/pretrain").build(captions)
+    base = shapes_sd3.build(captions)
     base.transformer = type(base.transformer).from_config({**base.transformer.config, "num_layers": 2})
     base.vae.register_to_config(scaling_factor=1.0, shift_factor=0.0)
     base.save_pretrained(folder / "tiny-sd3")

@@ -518,7 +518,9 @@ def wide(tmp_path_factory):
     recorded.write_text(json.dumps({"components": configs}))
     describe, sd3 = (mmrl.load("pipelines", f"diffusion/{name}") for name in ("describe", "sd3"))
     empty, _ = describe.empty_pipeline(sd3.SD3Adapter, "no/model", recorded, {"default": torch.bfloat16})
-    small = mmrl.load("pipelines", "diffusion/pretrain").build(["a red circle"])
+    from tools.make_models import shapes_sd3
+
+    small = shapes_sd3.build(["a red circle"])
     tokenizers = {name: getattr(small, name) for name in ("tokenizer", "tokenizer_2", "tokenizer_3")}
     for name in ("tokenizer", "tokenizer_2"):
         tokenizers[name].model_max_length = 77

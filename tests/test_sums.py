@@ -22,9 +22,9 @@ from mmrl.errors import UserError
 from mmrl.judge.rubric import split_steps
 from mmrl.rewards.contract import Context
 from mmrl.trajectory import Prompt, Sample, SampleId
+from tools.make_models import sums
 
 data = mmrl.load("datasets", "sums")
-pretrain = mmrl.load("pipelines", "llm/pretrain")
 EXAMPLE = Prompt("x", "Compute 47+86-25+9", {"answer": "117", "steps": ["47+86=133", "133-25=108", "108+9=117"]})
 
 
@@ -156,14 +156,14 @@ def test_random_text_is_judged_without_an_error():
 
 # --- the small models ---------------------------------------------------------------------------------------------
 
-MODELS = Path(pretrain.__file__).parent / "models"
+MODELS = Path(__file__).resolve().parents[1] / "pipelines" / "llm" / "models"
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     from transformers import AutoTokenizer
 
-    made = pretrain.make_tokenizer([data.PREFIX, data.ANSWER, data.BREAK, "user", "assistant"])
+    made = sums.make_tokenizer([data.PREFIX, data.ANSWER, data.BREAK, "user", "assistant"])
     folder = tmp_path_factory.mktemp("tokenizer")
     made.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
@@ -177,7 +177,7 @@ def test_the_tokenizer_loses_nothing_and_keeps_digits_apart(tokenizer):
 
 
 def test_an_example_learns_the_reply_and_its_end_alone(tokenizer):
-    ids, given = pretrain.example(tokenizer, "Compute 1+2", "1+2=3")
+    ids, given = sums.example(tokenizer, "Compute 1+2", "1+2=3")
     assert tokenizer.decode(ids[:given]) == "<|im_start|>user\nCompute 1+2<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids[given:]) == "1+2=3<|im_end|>"
     parts = [{"role": "user", "content": [{"type": "text", "text": "Compute 1+2"}]}]
@@ -188,7 +188,7 @@ def test_an_example_learns_the_reply_and_its_end_alone(tokenizer):
 
 def test_pretraining_texts_are_right_and_of_every_cut(tokenizer):
     prompts = data.prompts("all", count=400)
-    texts = [tokenizer.decode(ids[given:-1]) for ids, given in pretrain.solved(tokenizer, prompts, 0, ends=0.5)]
+    texts = [tokenizer.decode(ids[given:-1]) for ids, given in sums.solved(tokenizer, prompts, 0, ends=0.5)]
     assert all(data.wrong_steps(p, t) == [] for p, t in zip(prompts, texts, strict=True))
     cuts = Counter(tuple(step.count("+") + step.count("-") for step in t.split("\n\n")[:-1]) for t in texts)
     assert set(cuts) == {(1, 1, 1), (1, 2), (2, 1), (3,)}
@@ -196,17 +196,17 @@ def test_pretraining_texts_are_right_and_of_every_cut(tokenizer):
 
 
 def test_a_critique_numbers_the_steps_and_says_which_are_wrong():
-    text, truth = pretrain.critique(EXAMPLE, "47+86=123\n\n123-25=98\n\n98+9=108\n\nanswer: 108")
+    text, truth = sums.critique(EXAMPLE, "47+86=123\n\n123-25=98\n\n98+9=108\n\nanswer: 108")
     steps = "Step 1: 47+86=123\nStep 2: 123-25=98\nStep 3: 98+9=108\nStep 4: answer: 108"
     assert text == f"{EXAMPLE.text}\n\n{steps}\n\nWhich steps are wrong?"
     assert truth == '{"wrong": [1, 3]}'
 
 
 def test_agreement_counts_responses_and_steps():
-    text = pretrain.critique(EXAMPLE, data.response(EXAMPLE))[0]  # four steps
+    text = sums.critique(EXAMPLE, data.response(EXAMPLE))[0]  # four steps
     truths = [(text, json.dumps({"wrong": w})) for w in ([], [1], [1, 2], [3])]
     written = ['{"wrong": []}', '{"wrong": [1, 2]}', "no idea", '{"wrong": [3]}']
-    assert pretrain.agreement(truths, written) == {
+    assert sums.agreement(truths, written) == {
         "responses": 4,
         "same": 0.5,
         "json": 0.75,
@@ -218,10 +218,10 @@ def test_agreement_counts_responses_and_steps():
 
 def test_a_few_steps_of_training_learn(tokenizer):
     torch.manual_seed(0)
-    model = pretrain.build(tokenizer)
-    examples = pretrain.solved(tokenizer, data.prompts("all", count=100), 0)
+    model = sums.build(tokenizer)
+    examples = sums.solved(tokenizer, data.prompts("all", count=100), 0)
     losses = []
-    pretrain.fit(model, examples, 12, 5e-2, lambda **row: losses.append(row["loss"]), dict, every=3, batch=8)
+    sums.fit(model, examples, 12, 5e-2, lambda **row: losses.append(row["loss"]), dict, every=3, batch=8)
     assert losses[-1] < losses[0] - 0.5
 
 
@@ -245,7 +245,7 @@ def test_the_shipped_solver_is_as_good_as_its_log_says():
     model, tokenizer, log = shipped("sums-qwen3")
     assert log[0]["command"].startswith("python -m mmrl.pipelines.llm.pretrain solver")
     torch.manual_seed(0)
-    found = pretrain.accuracy(model, tokenizer, data.prompts("heldout", count=128))
+    found = sums.accuracy(model, tokenizer, data.prompts("heldout", count=128))
     for name in ("greedy", "sampled", "one_a_step"):
         assert near(found[name], log[-1][name], 128), name
     longest = max(data.prompts("train", count=500), key=lambda p: len(data.response(p)))
@@ -256,13 +256,13 @@ def test_the_shipped_solver_is_as_good_as_its_log_says():
 def test_the_shipped_critic_finds_wrong_steps_as_its_log_says(n):
     critic, tokenizer, log = shipped("sums-critic")
     assert log[0]["command"].startswith("python -m mmrl.pipelines.llm.pretrain critic")
-    assert (MODELS / "sums-critic" / "rubric.txt").read_text() == pretrain.RUBRIC
+    assert (MODELS / "sums-critic" / "rubric.txt").read_text() == sums.RUBRIC
     solver, _, _ = shipped("sums-qwen3")
     prompts = data.prompts("heldout", count=n, seed=1)
     torch.manual_seed(0)
-    drawn = pretrain.replies(solver, tokenizer, [p.text for p in prompts], 1.0)
-    truths = [pretrain.critique(p, d) for p, d in zip(prompts, drawn, strict=True)]
-    found = pretrain.agreement(truths, pretrain.replies(critic, tokenizer, [text for text, _ in truths], 0.0, 16))
+    drawn = sums.replies(solver, tokenizer, [p.text for p in prompts], 1.0)
+    truths = [sums.critique(p, d) for p, d in zip(prompts, drawn, strict=True)]
+    found = sums.agreement(truths, sums.replies(critic, tokenizer, [text for text, _ in truths], 0.0, 16))
     assert near(found["same"], log[-1]["same"], n)
     assert found["json"] > 0.99
     assert found["steps_alike"] > 0.85

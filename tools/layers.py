@@ -60,8 +60,7 @@ LAYERS = {
     "rollout": "controller.workload rollout",
     "training": "training",
     "planner, simulator, report": "planner report simulator",
-    "app": "checkpoint.resume doctor export pipelines.llm.pretrain pipelines.vlm.pretrain_judge run session stopping "
-    "training.divergence verify",
+    "app": "checkpoint.resume doctor export run session stopping training.divergence verify",
     "runtime": "runtime",
     "cli": "cli",
 }

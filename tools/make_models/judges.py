@@ -1,8 +1,8 @@
 """Make the small judges that ship with mmrl: Qwen2.5-VLs that look at a picture and give a verdict.
 
-    python -m mmrl.pipelines.vlm.pretrain --out pipelines/vlm/models/scenes-vl --careful careful
-    python -m mmrl.pipelines.vlm.pretrain_judge --out pipelines/vlm/models/scenes-judge --base careful --pictures 0
-    python -m mmrl.pipelines.vlm.pretrain_judge --out pipelines/vlm/models/shapes-judge --base careful --answers 0
+    python -m tools.make_models.scenes_vl --out pipelines/vlm/models/scenes-vl --careful careful
+    python -m tools.make_models.judges --out pipelines/vlm/models/scenes-judge --base careful --pictures 0
+    python -m tools.make_models.judges --out pipelines/vlm/models/shapes-judge --base careful --answers 0
 
 They go on from the vision-language model as it was before the careless answers. The judge of answers reads a picture,
 a candidate answer and the question; it writes its own answer, the candidate, and on the next line its verdict, 1 or 0.
@@ -34,14 +34,14 @@ from PIL import Image
 
 import mmrl
 from mmrl.judge.statistics import auc
-from mmrl.pipelines.vlm.pretrain import (  # pyright: ignore[reportMissingImports]  # found when it is imported
+from tools.make_models.scenes_vl import (
     DESCRIBE,
     QUESTIONS,
     describe,
     from_scenes,
     slip,
 )
-from mmrl.pipelines.vlm.training import (  # pyright: ignore[reportMissingImports]
+from tools.make_models.vlm_training import (
     Example,
     prompt_inputs,
     save,
@@ -53,8 +53,9 @@ ABOUT_ANSWER = "{answer}. {question}"
 ABOUT_CAPTION = "Does the picture show {caption}?"
 WORDS = ("no", "yes")
 """The words of the rubrics in the recipes that use this judge."""
-_MODELS = Path(__file__).resolve().parent / "models"
-_SD3 = _MODELS.parents[1] / "diffusion" / "models" / "shapes-sd3"
+_PIPELINES = Path(__file__).resolve().parents[2] / "pipelines"
+_SCENES_VL = _PIPELINES / "vlm" / "models" / "scenes-vl"
+_SD3 = _PIPELINES / "diffusion" / "models" / "shapes-sd3"
 
 
 def about_answers(prompts: Sequence[Any], rng: random.Random) -> list[Example]:
@@ -252,7 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write the judge to")
     parser.add_argument("--base", type=Path, required=True, help="the model to go on from")
-    parser.add_argument("--answerer", type=Path, default=_MODELS / "scenes-vl", help="whose answers it is measured on")
+    parser.add_argument("--answerer", type=Path, default=_SCENES_VL, help="whose answers it is measured on")
     parser.add_argument("--answers", type=int, default=12_000, help="questions with two answers each; 0: none")
     parser.add_argument("--pictures", type=int, default=7_000, help="pictures with four captions each; 0: none")
     parser.add_argument("--cpu-minutes", type=float, default=20.0)
@@ -262,7 +263,7 @@ def main() -> None:
         parser.error("a judge is of answers (--pictures 0) or of captions (--answers 0)")
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    log = start_log(arguments.out, "pretrain_judge")
+    log = start_log(arguments.out, "judges")
     scenes, shapes, rng = mmrl.load("datasets", "scenes"), mmrl.load("datasets", "shapes"), random.Random(11)
     model, answerer = (
         AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()

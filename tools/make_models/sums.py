@@ -1,6 +1,6 @@
 """Make the small language models that ship with mmrl: real Qwen3 models with a real tokenizer, trained from scratch.
 
-    python -m mmrl.pipelines.llm.pretrain solver --out pipelines/llm/models/sums-qwen3
+    python -m tools.make_models.sums solver --out pipelines/llm/models/sums-qwen3
 
 is the model that RL starts from. It learns right responses to prompts of the ``sums`` data set (all chains, so that
 RL's held-out ones are unseen by RL only, not by the base model) by next-token prediction on the response. First they do
@@ -8,7 +8,7 @@ one operation a step, as exercises do; then, as texts do, they differ in how muc
 a step may end or not. A model of this size can do one operation far better than two or three in its head, and nothing
 has told it yet to prefer that. Training also stops early, so that its arithmetic slips.
 
-    python -m mmrl.pipelines.llm.pretrain critic --solver pipelines/llm/models/sums-qwen3 --out ...
+    python -m tools.make_models.sums critic --solver pipelines/llm/models/sums-qwen3 --out ...
 
 is a generative judge of steps. From the solver's weights it learns to read a prompt with the numbered steps of a
 response (``rubric.txt`` beside its weights) and to write which are wrong, as JSON: ``{"wrong": [2]}``. Its examples are
@@ -40,8 +40,8 @@ import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.judge.rubric import Rubric
 from mmrl.rewards.contract import Context
-from mmrl.text.tokenizers import learned
 from mmrl.trajectory import Prompt, Sample, SampleId
+from tools.make_models.learned_tokenizer import learned
 
 allow_cpu_only()  # transformers imports torchvision wherever it is installed
 from transformers import (  # noqa: E402
@@ -310,7 +310,7 @@ def main() -> None:
             print(json.dumps(row), file=lines, flush=True)
             print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
 
-        log(command=shlex.join(["python", "-m", "mmrl.pipelines.llm.pretrain", *sys.argv[1:]]))
+        log(command=shlex.join(["python", "-m", "tools.make_models.sums", *sys.argv[1:]]))
         model, tokenizer = (make_solver if arguments.kind == "solver" else make_critic)(arguments, log)
     model.to(torch.bfloat16).save_pretrained(arguments.out)
     tokenizer.save_pretrained(arguments.out)

@@ -1,6 +1,6 @@
 """Make the small Wan that ships with mmrl: every component the real class, trained from scratch.
 
-    python -m mmrl.pipelines.diffusion.pretrain_clips --out pipelines/diffusion/models/motions-wan
+    python -m tools.make_models.motions_wan --out pipelines/diffusion/models/motions-wan
 
 Two stages on drawn clips of the ``motions`` data set (all compositions, so that RL's held-out ones are unseen by RL
 only): the VAE by reconstruction, then transformer and text encoder together by flow matching. The captions were written
@@ -38,8 +38,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 import mmrl
 from mmrl.trajectory import Prompt
-
-from .pretrain import set_lr, t5_tokenizer
+from tools.make_models.shapes_sd3 import set_lr, t5_tokenizer
 
 TEXT_LENGTH = 8
 """Tokens: the longest caption has five words and an end."""
@@ -211,7 +210,7 @@ def main() -> None:
             print(json.dumps(row), file=lines, flush=True)
             print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
 
-        log(command=shlex.join(["python", "-m", "mmrl.pipelines.diffusion.pretrain_clips", *sys.argv[1:]]))
+        log(command=shlex.join(["python", "-m", "tools.make_models.motions_wan", *sys.argv[1:]]))
         prompts = mmrl.load("datasets", "motions").prompts("all")
         captions = [p.text for p in prompts]
         given, clips = draw(prompts, arguments.clips, arguments.careless, seed=len(earlier))

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from mmrl._torchvision import allow_cpu_only
-from mmrl.text.tokenizers import learned
+from tools.make_models.learned_tokenizer import learned
 
 allow_cpu_only()
 from transformers import (  # noqa: E402
@@ -267,7 +267,7 @@ def start_log(out: Path, module: str) -> Log:
         print(json.dumps(rounded), file=lines, flush=True)
         print("  ".join(f"{k} {v}" for k, v in rounded.items()), flush=True)
 
-    log(command=shlex.join(["python", "-m", f"mmrl.pipelines.vlm.{module}", *sys.argv[1:]]))
+    log(command=shlex.join(["python", "-m", f"tools.make_models.{module}", *sys.argv[1:]]))
     return log
 
 

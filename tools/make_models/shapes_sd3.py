@@ -1,6 +1,6 @@
 """Make the small Stable Diffusion 3 that ships with mmrl: every component the real class, trained from scratch.
 
-    python -m mmrl.pipelines.diffusion.pretrain --out pipelines/diffusion/models/shapes-sd3
+    python -m tools.make_models.shapes_sd3 --out pipelines/diffusion/models/shapes-sd3
 
 Two stages on drawn scenes of the ``shapes`` data set (all compositions, so that RL's held-out ones are unseen by RL
 only, not by the base model): the VAE by reconstruction, then transformer and text encoders together by flow matching
@@ -27,6 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+from mmrl._torchvision import allow_cpu_only
+
+allow_cpu_only()  # before diffusers imports torchvision
+
+# ruff: noqa: E402
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
@@ -230,7 +236,7 @@ def main() -> None:
             print(json.dumps(row), file=lines, flush=True)
             print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
 
-        log(command=shlex.join(["python", "-m", "mmrl.pipelines.diffusion.pretrain", *sys.argv[1:]]))
+        log(command=shlex.join(["python", "-m", "tools.make_models.shapes_sd3", *sys.argv[1:]]))
         prompts = mmrl.load("datasets", "shapes").prompts("all")
         captions, images = draw(prompts, arguments.pictures, seed=len(earlier))
         if arguments.continue_from:

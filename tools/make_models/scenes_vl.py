@@ -1,6 +1,6 @@
 """Make the small vision-language model that ships with mmrl: a Qwen2.5-VL of the real class, trained from scratch.
 
-    python -m mmrl.pipelines.vlm.pretrain --out pipelines/vlm/models/scenes-vl
+    python -m tools.make_models.scenes_vl --out pipelines/vlm/models/scenes-vl
 
 It learns from conversations about pictures of the ``scenes`` data set and clips of the ``clips`` data set: a question,
 its answer, and a description of what is there, which teaches it to see. At the end it learns from careless people:
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 import mmrl
-from mmrl.pipelines.vlm.training import (  # pyright: ignore[reportMissingImports]  # found when it is imported
+from tools.make_models.vlm_training import (
     BATCH,
     MERGE,
     PATCH,
@@ -197,7 +197,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)  # so that a minute of CPU time is the same amount of training everywhere
-    log = start_log(arguments.out, "pretrain")
+    log = start_log(arguments.out, "scenes_vl")
     scenes = mmrl.load("datasets", "scenes")
     drawn = scenes.prompts("train", questions=QUESTIONS, size=arguments.questions, seed=1)
     clips = list(from_clips(arguments.questions // 10, random.Random(1), described=True))
