@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from mmrl.errors import UserError
 from mmrl.judge.asking import Outcome
-from mmrl.judge.jsonschema import check_schema, json_in, mismatch, without_thoughts
+from mmrl.judge.json_answer import check_schema, json_in, mismatch, without_thoughts
 
 _NUMBER = r"[-+]?\d+(?:\.\d+)?"
 _LINE = re.compile(rf"(?:[a-z][a-z ]{{0,30}}[:=]\s*)?({_NUMBER})(?:\s*/\s*({_NUMBER}))?\.?")

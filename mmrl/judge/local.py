@@ -18,7 +18,7 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.errors import UserError
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, unread
-from mmrl.judge.jsonschema import ends_in_a_thought
+from mmrl.judge.json_answer import ends_in_a_thought
 from mmrl.judge.sampling import seeded
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.text.token_sampling import Draw
