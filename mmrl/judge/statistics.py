@@ -1,10 +1,12 @@
-"""How well two readings of the same things agree. Pure functions of plain numbers."""
+"""How well two readings of the same things agree. What SciPy has, it computes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import scipy  # its parts are loaded when they are first used
 
 Z95 = 1.959963984540054
 """Standard normal quantile of a two-sided interval of 95 %."""
@@ -42,61 +44,38 @@ class Confusions:
         return (self.accuracy - chance) / (1 - chance) if chance < 1 else math.nan
 
 
-def wilson(k: int, n: int, z: float = Z95) -> tuple[float, float]:
-    """The score interval of a proportion ``k / n`` (Wilson 1927)."""
+def wilson(k: int, n: int) -> tuple[float, float]:
+    """The interval of 95 % of a proportion ``k / n`` (Wilson 1927)."""
     if n == 0:
         return 0.0, 1.0
-    p, zz = k / n, z * z / n
-    centre, half = p + zz / 2, z * math.sqrt(p * (1 - p) / n + zz / (4 * n))
-    return max(0.0, (centre - half) / (1 + zz)), min(1.0, (centre + half) / (1 + zz))
+    low, high = scipy.stats.binomtest(k, n).proportion_ci(method="wilson")
+    return float(low), float(high)
 
 
 def auc(scores: Sequence[float], truth: Sequence[bool]) -> float:
-    """The probability that a right one scores above a wrong one, ties counting half; NaN where one kind is missing.
-
-    The Mann-Whitney statistic divided by the number of pairs, from mid-ranks.
-    """
-    positives = sum(truth)
-    negatives = len(truth) - positives
-    if not positives or not negatives:
+    """The probability that a right one scores above a wrong one, ties counting half; NaN where one kind is missing."""
+    right = [score for score, is_so in zip(scores, truth, strict=True) if is_so]
+    wrong = [score for score, is_so in zip(scores, truth, strict=True) if not is_so]
+    if not right or not wrong:
         return math.nan
-    rank_sum = sum(rank for rank, right in zip(ranks(scores), truth, strict=True) if right)
-    return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
+    return float(scipy.stats.mannwhitneyu(right, wrong, method="asymptotic").statistic) / (len(right) * len(wrong))
 
 
-def auc_interval(area: float, positives: int, negatives: int, z: float = Z95) -> tuple[float, float]:
+def auc_interval(area: float, positives: int, negatives: int) -> tuple[float, float]:
     """An interval of an AUC by Hanley and McNeil's standard error (Radiology 143, 1982), cut to [0, 1]."""
     if not positives or not negatives or math.isnan(area):
         return 0.0, 1.0
     q1, q2 = area / (2 - area), 2 * area**2 / (1 + area)
     variance = area * (1 - area) + (positives - 1) * (q1 - area**2) + (negatives - 1) * (q2 - area**2)
-    half = z * math.sqrt(max(variance, 0.0) / (positives * negatives))
+    half = Z95 * math.sqrt(max(variance, 0.0) / (positives * negatives))
     return max(0.0, area - half), min(1.0, area + half)
-
-
-def ranks(values: Sequence[float]) -> list[float]:
-    """Ranks from 1, equal values sharing the mean of theirs."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    found = [0.0] * len(values)
-    first = 0
-    while first < len(order):
-        last = first
-        while last + 1 < len(order) and values[order[last + 1]] == values[order[first]]:
-            last += 1
-        for place in range(first, last + 1):
-            found[order[place]] = (first + last) / 2 + 1
-        first = last + 1
-    return found
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """The correlation of ranks; NaN where one side is constant."""
-    x, y = ranks(a), ranks(b)
-    n = len(x)
-    mean = (n + 1) / 2
-    xy = math.fsum((i - mean) * (j - mean) for i, j in zip(x, y, strict=True))
-    xx, yy = (math.fsum((i - mean) ** 2 for i in of) for of in (x, y))
-    return xy / math.sqrt(xx * yy) if xx > 0 and yy > 0 else math.nan
+    if len(set(a)) < 2 or len(set(b)) < 2:
+        return math.nan
+    return float(scipy.stats.spearmanr(a, b).statistic)
 
 
 def concordance(scores: Sequence[float], truth: Sequence[float], groups: Sequence[object]) -> tuple[float, int]:
