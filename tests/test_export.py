@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from diffusers import DiffusionPipeline, StableDiffusion3Pipeline  # pyright: ignore[reportPrivateImportUsage]
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
 
@@ -264,6 +265,8 @@ def test_the_card_says_what_was_trained_and_what_it_changed(root: Path, exported
     first, last = rows[0]["reward/bright"], rows[-1]["reward/bright"]
     assert f"| bright | {first:.3f} | {last:.3f} | {last - first:+.3f} |" in card
     assert "before (step 0) | after (step 2)" in card
+    results = ModelCard(card).data.eval_results
+    assert [(r.metric_type, r.metric_value, r.dataset_type) for r in results] == [("bright", last, "shapes")]
     settings = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", card, re.DOTALL)[0])
     assert settings["optim"]["lr"] == 0.03
     assert settings["rewards"][0]["options"] == {"api_token": "(withheld)"}

@@ -57,7 +57,7 @@ def write_card(folder: Path, name: str, recipe: Recipe, directory: RunDir, step:
     """
     rows = [row for row in read(directory.heldout) if row["step"] <= step]
     parts = [
-        _front_matter(recipe, what, usage),
+        _front_matter(name, recipe, rows, what, usage),
         f"# {name}",
         _summary(recipe, directory, step, what),
         _before_after(folder, directory, step),
@@ -74,16 +74,23 @@ def write_card(folder: Path, name: str, recipe: Recipe, directory: RunDir, step:
     return bool(rows)
 
 
-def _front_matter(recipe: Recipe, what: What, usage: Usage) -> str:
+def _front_matter(name: str, recipe: Recipe, rows: list[dict[str, Any]], what: What, usage: Usage) -> str:
+    """What a hub files the model under, and the held-out figures after training."""
+    from huggingface_hub import EvalResult, ModelCardData
+
     learning = [] if recipe.algorithm.kind == "offline" else ["reinforcement-learning"]
-    head = {
-        "base_model": public(recipe.model.path),
-        "base_model_relation": "adapter" if what == "lora" else "finetune",
-        "library_name": usage.library,
-        "pipeline_tag": usage.task,
-        "tags": [*usage.tags, "mmrl", *learning, recipe.algorithm.type],
-    }
-    return f"---\n{_yaml(head)}---"
+    data, last = public(recipe.data.name), rows[-1] if rows else {}
+    figures = {key.removeprefix("reward/"): last[key] for key in _figures(last) if last[key] is not None}
+    head = ModelCardData(
+        base_model=public(recipe.model.path),
+        base_model_relation="adapter" if what == "lora" else "finetune",
+        library_name=usage.library,
+        pipeline_tag=usage.task,
+        tags=[*usage.tags, "mmrl", *learning, recipe.algorithm.type],
+        model_name=name if figures else None,
+        eval_results=[EvalResult(usage.task, data, f"{data}, held out", *f) for f in figures.items()] or None,
+    )
+    return f"---\n{head}\n---"
 
 
 def _summary(recipe: Recipe, directory: RunDir, step: int, what: What) -> str:
@@ -179,7 +186,7 @@ def _table(rows: list[dict[str, Any]], step: int, drawn: str) -> str:
     if not rows:
         return ""
     first, last = rows[0], rows[-1]
-    keys = [*of_pairs(last), *(key for key in last if key.startswith("reward/"))]
+    keys = _figures(last)
     figure = "held-out figure" if of_pairs(last) else "held-out reward"
     if first is last:
         lines = [f"| {figure} | step {last['step']} |", "|---|---:|"]
@@ -194,6 +201,10 @@ def _table(rows: list[dict[str, Any]], step: int, drawn: str) -> str:
     later = "" if last["step"] == step else f" The weights are those of step {step}."
     counted = f"Means over {last['samples']} samples of held-out prompts, {drawn}."
     return "\n".join(["## Before and after", "", *lines, "", f"{counted}{later}"])
+
+
+def _figures(row: dict[str, Any]) -> list[str]:
+    return [*of_pairs(row), *(key for key in row if key.startswith("reward/"))]
 
 
 def _label(key: str) -> str:
