@@ -100,13 +100,13 @@ def test_hostile_answers_end_the_process_and_not_the_reward(reward):
 
 def test_a_hostile_answer_ends_the_process_the_next_starts_one_and_close_ends_that(reward):
     assert correct(reward, "\\boxed{x+1}", "1+x") == 1.0
-    first = reward._verify._process
+    first = reward._verify._child.process
     assert correct(reward, HOSTILE[0], "1") == 0.0
     assert first.poll() == -signal.SIGPROF
     caller = Caller(loading.Loaded("math", reward.score, reward.__mmrl_reward__, False, None, "here"), timeout=1)
     (found,) = caller.many([samples(["\\boxed{x+1}"], "1+x")], Context())  # in a thread of its own
     assert found.total == [1.0]
-    second = reward._verify._process
+    second = reward._verify._child.process
     assert second.pid != first.pid
     caller.close()
     assert second.poll() is not None

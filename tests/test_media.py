@@ -427,7 +427,7 @@ def test_a_picture_is_no_clip_and_nothing_is_no_request():
 
 
 def running(name: str):
-    process = decoding.process_of(name)._process
+    process = decoding.process_of(name)._child.process
     assert process is not None
     return process
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.script_process import ScriptProcess
 
 DECODERS = ("decord", "av")
 """In the order they are tried."""
@@ -46,14 +43,14 @@ class Decoder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
+        self._child: ScriptProcess | None = None
         self._owner = 0
 
     def ask(self, request: Mapping[str, Any], data: bytes, timeout: float) -> tuple[dict[str, Any], bytes]:
         """The header and the pixels that ``request`` brings. ``timeout`` is in seconds. Raises ``DecoderLostError``."""
         with self._lock:
-            pipe = self._open()
+            child = self._open()
+            pipe = child.pipe
             try:
                 pipe.send_bytes(json.dumps(request).encode())
                 pipe.send_bytes(data)
@@ -61,8 +58,7 @@ class Decoder:
                     raise DecoderLostError(f"was not decoded within {timeout:g} s")
                 return json.loads(pipe.recv_bytes()), pipe.recv_bytes()
             except (EOFError, OSError):
-                code = self._process.wait(5) if self._process else None
-                raise DecoderLostError(f"ended the decoder's process (exit code {code})") from None
+                raise DecoderLostError(f"ended the decoder's process (exit code {child.process.wait(5)})") from None
             finally:
                 if sys.exc_info()[0] is not None:  # also an interrupt: its answer must not be taken for the next one
                     self._close()
@@ -72,32 +68,17 @@ class Decoder:
         with self._lock:
             self._close()
 
-    def _open(self) -> Connection:
+    def _open(self) -> ScriptProcess:
         if self._owner != os.getpid():  # the pipe of a parent that forked belongs to the parent
-            self._process, self._pipe, self._owner = None, None, os.getpid()
-        if self._pipe is None:
-            ours, theirs = Pipe()
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                )
-            self._pipe = ours
-        return self._pipe
+            self._child, self._owner = None, os.getpid()
+        if self._child is None:
+            self._child = ScriptProcess(_SCRIPT)
+        return self._child
 
     def _close(self) -> None:
-        if self._owner != os.getpid():
-            return
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
-        if self._process is not None:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
-            self._process = None
+        if self._owner == os.getpid() and self._child is not None:
+            self._child.end()
+            self._child = None
 
 
 _running: dict[str, Decoder] = {}

@@ -5,17 +5,14 @@ Its own timeout is a signal, which works in a main thread only, and not where a 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import subprocess
-import sys
 import threading
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from mmrl.errors import UserError
+from mmrl.script_process import ScriptProcess
 
 START_S = 300.0
 """Seconds for the process to import what it needs."""
@@ -40,8 +37,7 @@ class MathVerify:
             )
         self.deadline, self.late = deadline, 0
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
+        self._child: ScriptProcess | None = None
 
     def same(self, found: str, wanted: str) -> bool | None:
         """Whether two answers are equal; None where one of them is not understood, or is not in time.
@@ -71,36 +67,23 @@ class MathVerify:
             self._close()
 
     def _open(self) -> Connection:
-        if self._pipe is not None:
-            return self._pipe
-        ours, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        self._pipe = ours
+        if self._child is not None:
+            return self._child.pipe
+        self._child = child = ScriptProcess(_SCRIPT, quiet=True)
+        pipe = child.pipe
         try:
-            said = json.loads(ours.recv_bytes(_LARGEST)) if ours.poll(START_S) else {"error": f"silent for {START_S} s"}
+            said = json.loads(pipe.recv_bytes(_LARGEST)) if pipe.poll(START_S) else {"error": f"silent for {START_S} s"}
         except (EOFError, OSError):
-            said = {"error": f"ended with status {self._process.wait()}"}
+            said = {"error": f"ended with status {child.process.wait()}"}
         if "ready" not in said:
             self._close()
             raise UserError(
                 f"math-verify does not start: {said.get('error')}; install it anew: pip install 'mmrl[math]', or take "
                 "answer:boxed"
             )
-        return ours
+        return pipe
 
     def _close(self) -> None:
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
-        if self._process is not None:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
-            self._process = None
+        if self._child is not None:
+            self._child.end()
+            self._child = None

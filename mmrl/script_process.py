@@ -1,0 +1,34 @@
+"""A script that runs in a process of its own and is asked over a pipe: what it is given may hang or crash it."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from multiprocessing import Pipe
+from pathlib import Path
+
+
+class ScriptProcess:
+    """Runs ``script`` with the number of its end of ``pipe``; that pipe is all it shares with this process.
+
+    ``quiet``: what it writes to stderr is dropped.
+    """
+
+    def __init__(self, script: Path, quiet: bool = False) -> None:
+        self.pipe, theirs = Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", str(script), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if quiet else None,
+            )
+
+    def end(self) -> None:
+        """Kill the process."""
+        self.pipe.close()
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
