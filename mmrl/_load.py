@@ -13,7 +13,7 @@ from typing import Any, Literal
 from mmrl._torchvision import allow_cpu_only
 from mmrl.errors import UserError
 
-Kind = Literal["pipelines", "rewards", "datasets"]
+Kind = Literal["pipelines", "rewards", "datasets", "algorithms"]
 _LOCK = threading.RLock()
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import mmrl
 from mmrl.algorithms.objective import Objective, copies_of, prepared_by
+from mmrl.algorithms.settings import CriticSettings, TokenSettings
 from mmrl.checkpoint import reader
 from mmrl.checkpoint.resume import as_it_worked
-from mmrl.config.algorithms import PPO, TokenAlgorithm
 from mmrl.config.checks import possible
 from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.objectives import load_objective
@@ -106,7 +106,7 @@ def strategy_of(recipe: Recipe) -> tuple[RolloutStrategy, dict[str, StepPart]]:
     """How a step of the recipe gets its groups, and the parts of the step that it is made of."""
     partial = PartialRollout(recipe.rollout.partial) if recipe.rollout.partial else None
     algorithm, dynamic = recipe.algorithm, None
-    if isinstance(algorithm, TokenAlgorithm) and algorithm.dynamic_sampling:
+    if isinstance(algorithm, TokenSettings) and algorithm.dynamic_sampling:
         dynamic = DynamicSampling(algorithm.max_attempts)
     ahead = AsyncRollout(recipe.placement.staleness or 1, partial, dynamic) if recipe.placement.apart else None
     parts = {"flight": partial, "attempts": dynamic, "ahead": ahead}
@@ -115,7 +115,7 @@ def strategy_of(recipe: Recipe) -> tuple[RolloutStrategy, dict[str, StepPart]]:
 
 def critic_of(pipeline: Pipeline, recipe: Recipe, total: int, controller: Controller) -> Policy | None:
     """The critic with its optimizer, of ``total`` updates; None where the algorithm has none."""
-    if not isinstance(recipe.algorithm, PPO):
+    if not isinstance(recipe.algorithm, CriticSettings):
         return None
     settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
     module = pipeline.open_critic()

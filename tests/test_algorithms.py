@@ -8,10 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.algorithms import diffusion_nft, draft, flow_grpo
+from mmrl.algorithms import diffusion_nft
 from mmrl.algorithms.advantages import group_advantages
+from mmrl.algorithms.diffusion_nft import DiffusionNFT, DiffusionNFTSettings
+from mmrl.algorithms.draft import DRaFT, DRaFTSettings
+from mmrl.algorithms.flow_grpo import FlowGRPO, FlowGRPOSettings
 from mmrl.algorithms.objective import Scored, prepared_by
-from mmrl.config.schema import DiffusionNFT, DRaFT, FlowGRPO
 
 GOLDEN = torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 1.0, 1.0])
 GROUPS = torch.tensor([0] * 4 + [1] * 4)
@@ -70,7 +72,7 @@ def test_a_group_with_one_valid_sample_teaches_nothing():
 
 def grpo(new, old, advantages, weights=None, importance=None, **settings):
     """The objective's loss on ``[B, T]`` log-probs."""
-    objective = flow_grpo.Objective(FlowGRPO(**{"kl_coef": 0.0, **settings}))
+    objective = FlowGRPO(FlowGRPOSettings(**{"kl_coef": 0.0, **settings}))
     record = {
         "log_probs": old,
         "advantages": advantages,
@@ -156,7 +158,7 @@ def test_any_slicing_gives_the_same_gradient(pieces):
                     "log_probs": old[index, t : t + 1], "advantages": a[index], "weights": torch.ones(len(index)),
                     "std": torch.ones(1), "dt": torch.ones(1),
                 }  # fmt: skip
-                flow_grpo.Objective(FlowGRPO(kl_coef=0, clip_range=0.3)).loss(new, record, 24.0).value.backward()
+                FlowGRPO(FlowGRPOSettings(kl_coef=0, clip_range=0.3)).loss(new, record, 24.0).value.backward()
         return scale.grad
 
     whole = gradient([torch.arange(6)])
@@ -193,7 +195,7 @@ def test_nft_gradient_vanishes_without_advantage_and_changes_sign_with_it():
 
 
 def test_nft_pulls_the_reference_back():
-    objective = diffusion_nft.Objective(DiffusionNFT(kl_coef=1.0))
+    objective = DiffusionNFT(DiffusionNFTSettings(kl_coef=1.0))
     v = torch.ones(1, 4, requires_grad=True)
     same = torch.ones(1, 4)
     new = {"v": v, "v_old": same, "v_reference": torch.zeros(1, 4), "x_s": same, "x0": same, "sigma": torch.ones(1)}
@@ -203,13 +205,13 @@ def test_nft_pulls_the_reference_back():
 
 
 def test_nft_old_policy_decay_follows_the_paper():
-    decay = diffusion_nft.Objective(DiffusionNFT()).copies["old"]
+    decay = DiffusionNFT(DiffusionNFTSettings()).copies["old"]
     assert [decay(n) for n in (0, 100, 499, 5000)] == pytest.approx([0.0, 0.1, 0.499, 0.5])
 
 
 def test_draft_follows_the_rewards_gradient():
     rewards = torch.tensor([1.0, 3.0], requires_grad=True)
-    draft.Objective(DRaFT()).loss({"rewards": rewards.unsqueeze(0)}, {}, 2.0).value.backward()
+    DRaFT(DRaFTSettings()).loss({"rewards": rewards.unsqueeze(0)}, {}, 2.0).value.backward()
     assert rewards.grad is not None
     assert rewards.grad.tolist() == [-0.5, -0.5]
 
@@ -217,8 +219,8 @@ def test_draft_follows_the_rewards_gradient():
 @pytest.mark.parametrize(
     ("objective", "std"),
     [
-        (flow_grpo.Objective(FlowGRPO(advantage_std="group")), "group"),
-        (diffusion_nft.Objective(DiffusionNFT()), "batch"),
+        (FlowGRPO(FlowGRPOSettings(advantage_std="group")), "group"),
+        (DiffusionNFT(DiffusionNFTSettings()), "batch"),
     ],
 )
 def test_an_objective_knows_its_advantages_and_its_share_of_the_denominator(objective, std):

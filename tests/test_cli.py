@@ -204,7 +204,7 @@ def test_main_quiets_the_libraries_but_keeps_the_users_choice(folder: Path, monk
 def test_no_command_imports_torch_to_say_no(folder: Path) -> None:
     code = (
         "import sys; from mmrl.cli import main\n"
-        "for arguments in (['train', 'recipe.yaml', 'x=1'], ['score', 'no.py', '--images', '.'], ['eval', 'no']):\n"
+        "for arguments in (['train', 'no.yaml', 'x=1'], ['score', 'no.py', '--images', '.'], ['eval', 'no']):\n"
         "    sys.argv = ['mmrl', *arguments]\n"
         "    try: main()\n"
         "    except SystemExit as leaving: print(leaving.code, 'torch' in sys.modules)\n"

@@ -5,14 +5,13 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from mmrl.config.algorithms import Algorithm
+from mmrl.config.algorithms import algorithm_names
 from mmrl.config.drop_ins import entries
 from mmrl.config.layers import parse_key, parse_value
 from mmrl.config.loader import LoadedRecipe, RecipeError, find_recipe, load_recipe, resolve, shipped_recipes
@@ -58,7 +57,7 @@ def lines_of(error: RecipeError) -> list[str]:
 
 OPTIM = "lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, schedule, ema_decay, ema_every"
 REWARD_KEYS = "name, label, weight, normalize, batch_size, timeout, retries, on_failure, options"
-TYPES = ", ".join(s.model_fields["type"].default for s in get_args(get_args(Algorithm)[0]))
+TYPES = ", ".join(algorithm_names())
 TOP = (
     "name, seed, pipeline, model, data, sampling, rollout, rewards, scoring, algorithm, train, optim, performance, "
     "eval, checkpoint, features, controllers, devices_per_controller, placement, ray, runtime, device, threads, "
@@ -165,9 +164,9 @@ IN_FILE = [
         "key of another type",
         "  type: flow_grpo",
         "  type: draft",
-        "recipe.yaml:13  algorithm.clip_range: belongs to type flow_grpo and grpo_guard and awm and dgpo, this "
+        "recipe.yaml:13  algorithm.clip_range: belongs to type awm and dgpo and flow_grpo and grpo_guard, this "
         "section's type is draft; remove it, "
-        "or replace the whole section with 'algorithm={type: draft}'  (keys: kl_coef, type, last_steps, renoise)",
+        "or replace the whole section with 'algorithm={type: draft}'  (keys: type, kl_coef, last_steps, renoise)",
     ),
     (
         "duplicate",
@@ -597,7 +596,12 @@ def test_entries_are_what_a_recipe_may_name_and_not_the_core() -> None:
     assert all(entry.summary for entry in entries("rewards"))
 
 
-def test_reading_a_recipe_imports_neither_torch_nor_the_reward(folder: Path) -> None:
-    code = "import sys, mmrl.config.loader as x; x.load_recipe(['recipe.yaml']); print('torch' in sys.modules)"
+def test_reading_a_recipe_imports_its_algorithm_and_not_the_reward(folder: Path) -> None:
+    code = (
+        "import sys, mmrl.config.loader as x; x.load_recipe(['recipe.yaml'])\n"
+        "print(*sorted(m for m in sys.modules if m.startswith(('mmrl.rewards.', 'mmrl.algorithms.', 'diffusers'))))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=folder)
-    assert done.stdout == "False\n"
+    imported = done.stdout.split()
+    assert "mmrl.algorithms.flow_grpo" in imported
+    assert not {"mmrl.algorithms.grpo", "mmrl.rewards.shapes", "mmrl.rewards.jpeg", "diffusers"} & {*imported}

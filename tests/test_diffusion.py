@@ -10,8 +10,8 @@ from diffusers import StableDiffusion3Pipeline
 
 import mmrl
 from mmrl.algorithms.objective import GraphSteps
-from mmrl.config import Recipe
 from mmrl.config.loader import load_recipe
+from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.controller.randomness import noise
 from mmrl.engines.policy import Policy

@@ -11,8 +11,8 @@ from PIL import Image
 
 import mmrl
 from mmrl._torchvision import allow_cpu_only
-from mmrl.config import Recipe
 from mmrl.config.loader import load_recipe, shipped_recipes
+from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
 from mmrl.media import Media
 from mmrl.planner.plan import plan

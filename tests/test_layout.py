@@ -84,6 +84,8 @@ def test_algorithms_are_pure():
         "collections",
         "__future__",
         "mmrl.algorithms",
+        "pydantic",
+        "mmrl.errors",
         "mmrl.config",
     )
     for path in (ROOT / "mmrl" / "algorithms").glob("*.py"):

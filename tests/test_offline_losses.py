@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from mmrl.algorithms import dpo, reward_model
+from mmrl.algorithms.dpo import DPO, DPOSettings
 from mmrl.algorithms.objective import advantages_of
-from mmrl.config.algorithms import DPO, RewardModel
+from mmrl.algorithms.reward_model import RewardModel, RewardModelSettings
 
 
 def f64(values):
@@ -24,7 +24,7 @@ def log_sigmoid(x):
 
 
 def dpo_loss(weights=ONES, chosen=CHOSEN, rejected=REJECTED, **settings):
-    objective = dpo.Objective(DPO(**settings))
+    objective = DPO(DPOSettings(**settings))
     new = {"chosen_log_probs": chosen, "rejected_log_probs": rejected, **REFERENCE}
     return objective.loss(new, {"weights": weights}, objective.amount(weights, ONES))
 
@@ -47,7 +47,7 @@ def test_dpo_is_the_papers_loss(smoothing, reference_free):
 
 
 def test_a_policy_that_is_its_reference_starts_at_log_two():
-    objective = dpo.Objective(DPO())
+    objective = DPO(DPOSettings())
     new = {"chosen_log_probs": CHOSEN, "rejected_log_probs": REJECTED}
     new |= {f"reference_{name}": value for name, value in new.items()}
     assert objective.loss(new, {"weights": ONES}, 3.0).value.item() == pytest.approx(math.log(2))
@@ -65,7 +65,7 @@ def test_smoothed_dpo_is_least_where_the_margin_says_the_labels_reliability():
     """Its minimum is at sigmoid(h) = 1 - e, not at infinity."""
     h = math.log(0.8 / 0.2)
     chosen = f64([h / 0.1]).requires_grad_()
-    objective = dpo.Objective(DPO(label_smoothing=0.2, reference_free=True))
+    objective = DPO(DPOSettings(label_smoothing=0.2, reference_free=True))
     new = {"chosen_log_probs": chosen, "rejected_log_probs": f64([0.0])}
     objective.loss(new, {"weights": f64([1.0])}, 1.0).value.backward()
     assert chosen.grad is not None
@@ -78,11 +78,11 @@ def test_dpo_survives_margins_that_exp_cannot_hold():
 
 
 def test_dpo_says_what_it_needs():
-    assert dpo.Objective(DPO(reference_free=True)).needs == {"chosen_log_probs", "rejected_log_probs"}
-    assert dpo.Objective(DPO()).needs == {"chosen_log_probs", "rejected_log_probs", *REFERENCE}
+    assert DPO(DPOSettings(reference_free=True)).needs == {"chosen_log_probs", "rejected_log_probs"}
+    assert DPO(DPOSettings()).needs == {"chosen_log_probs", "rejected_log_probs", *REFERENCE}
 
 
-@pytest.mark.parametrize("objective", [dpo.Objective(DPO()), reward_model.Objective(RewardModel())])
+@pytest.mark.parametrize("objective", [DPO(DPOSettings()), RewardModel(RewardModelSettings())])
 def test_offline_objectives_refuse_rewards(objective):
     assert objective.kind == "offline"
     with pytest.raises(TypeError, match="is offline: it has no advantages"):
@@ -90,7 +90,7 @@ def test_offline_objectives_refuse_rewards(objective):
 
 
 def scores_loss(chosen, rejected, old=None, **settings):
-    objective = reward_model.Objective(RewardModel(**settings))
+    objective = RewardModel(RewardModelSettings(**settings))
     weights = torch.ones(len(chosen), dtype=torch.float64)
     return objective.loss(
         {"chosen_scores": chosen, "rejected_scores": rejected}, {"weights": weights, **(old or {})}, len(chosen)
@@ -131,7 +131,7 @@ def test_any_split_of_the_pairs_has_the_same_gradient_and_dropped_pairs_have_non
 
     def gradient(parts):
         chosen = CHOSEN.clone().requires_grad_()
-        objective = dpo.Objective(DPO())
+        objective = DPO(DPOSettings())
         total = objective.amount(weights, ONES)
         for rows in parts:
             new = {"chosen_log_probs": chosen[rows], "rejected_log_probs": REJECTED[rows]}

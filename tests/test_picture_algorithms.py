@@ -7,34 +7,22 @@ import pytest
 import torch
 
 from mmrl.algorithms import (
-    alignprop,
     awm,
-    dgpo,
-    diffusion_dpo,
-    draft,
-    flow_dppo,
-    flow_grpo,
-    grpo_guard,
-    refl,
-    rwr,
     sde,
-    srpo,
 )
 from mmrl.algorithms.advantages import group_advantages
+from mmrl.algorithms.alignprop import AlignProp, AlignPropSettings
+from mmrl.algorithms.awm import AWM, AWMSettings
+from mmrl.algorithms.dgpo import DGPO, DGPOSettings
+from mmrl.algorithms.diffusion_dpo import DiffusionDPO, DiffusionDPOSettings
+from mmrl.algorithms.draft import DRaFT, DRaFTSettings
+from mmrl.algorithms.flow_dppo import FlowDPPO, FlowDPPOSettings
+from mmrl.algorithms.flow_grpo import FlowGRPO, FlowGRPOSettings
+from mmrl.algorithms.grpo_guard import GRPOGuard, GRPOGuardSettings
 from mmrl.algorithms.objective import GraphSteps, Scored
-from mmrl.config.picture_algorithms import (
-    AWM,
-    DGPO,
-    RWR,
-    SRPO,
-    AlignProp,
-    DiffusionDPO,
-    DRaFT,
-    FlowDPPO,
-    FlowGRPO,
-    GRPOGuard,
-    ReFL,
-)
+from mmrl.algorithms.refl import ReFL, ReFLSettings
+from mmrl.algorithms.rwr import RWR, RWRSettings
+from mmrl.algorithms.srpo import SRPO, SRPOSettings
 from mmrl.report import algorithms as docs
 
 
@@ -76,7 +64,7 @@ def test_golden_guard():
     assert (log_probs[1] - log_probs[0]).item() == pytest.approx(0.006747, abs=1e-6)
     new = {"log_probs": log_probs[1], "old_distance": torch.full((1, 1), 1e-4)}
     old = {"log_probs": log_probs[0], "advantages": torch.ones(1), "weights": torch.ones(1), "std": c.std[:1]}
-    loss = grpo_guard.Objective(GRPOGuard(clip_range=1)).loss(new, old | {"dt": c.dt[:1]}, 1.0)
+    loss = GRPOGuard(GRPOGuardSettings(clip_range=1)).loss(new, old | {"dt": c.dt[:1]}, 1.0)
     assert loss.sums["policy/ratio"].item() == pytest.approx(1.00431371, abs=1e-6)
     assert loss.value.item() == pytest.approx(-1.00431371 / 0.2, abs=1e-5)
 
@@ -84,15 +72,15 @@ def test_golden_guard():
 def test_guard_is_the_exponential_of_noise_times_shift_of_each_sample_alone():
     new, old, delta, z = moved_step()
     advantages = f64([1.0, -0.5, 2.0])
-    loss = grpo_guard.Objective(GRPOGuard(clip_range=1)).loss(new, old | {"advantages": advantages}, 3.0)
+    loss = GRPOGuard(GRPOGuardSettings(clip_range=1)).loss(new, old | {"advantages": advantages}, 3.0)
     ratio = (z * delta).flatten(1).mean(1).exp()
     assert loss.value.item() == pytest.approx((-advantages * ratio / 0.2).mean().item(), rel=1e-6)
     # the bias taken over the batch as well, as in the authors' code, is another number where samples moved differently
     batch = new | {"old_distance": new["old_distance"].mean().expand(3, 1)}
-    wrong = grpo_guard.Objective(GRPOGuard(clip_range=1)).loss(batch, old | {"advantages": advantages}, 3.0)
+    wrong = GRPOGuard(GRPOGuardSettings(clip_range=1)).loss(batch, old | {"advantages": advantages}, 3.0)
     assert abs(wrong.value.item() - loss.value.item()) > 1e-5
     alone = [
-        grpo_guard.Objective(GRPOGuard(clip_range=1)).loss(
+        GRPOGuard(GRPOGuardSettings(clip_range=1)).loss(
             {k: v[i : i + 1] for k, v in new.items()},
             old | {k: v[i : i + 1] for k, v in {**old, "advantages": advantages}.items() if len(v) == 3},
             3.0,
@@ -105,11 +93,11 @@ def test_guard_is_the_exponential_of_noise_times_shift_of_each_sample_alone():
 def test_guard_gradients_are_alike_whatever_the_step_and_plain_ones_are_not():
     """At ratio 1 the gradient by the mean is z / n times -A / -dt; the plain one is divided by the step's noise."""
     new, old, delta, z = moved_step(shift=0.0)
-    loss = grpo_guard.Objective(GRPOGuard()).loss(new, old | {"advantages": torch.ones(3).double()}, 3.0)
+    loss = GRPOGuard(GRPOGuardSettings()).loss(new, old | {"advantages": torch.ones(3).double()}, 3.0)
     assert loss.maxima["policy/ratio_max_dev"] == 0
     (gradient,) = torch.autograd.grad(loss.value, delta, retain_graph=True)
     torch.testing.assert_close(gradient, -z / 12 / 0.2 / 3, rtol=1e-6, atol=0)
-    plain = flow_grpo.Objective(FlowGRPO(kl_coef=0)).loss(new, old | {"advantages": torch.ones(3).double()}, 3.0)
+    plain = FlowGRPO(FlowGRPOSettings(kl_coef=0)).loss(new, old | {"advantages": torch.ones(3).double()}, 3.0)
     (gradient,) = torch.autograd.grad(plain.value, delta)
     torch.testing.assert_close(gradient, -z / 12 / old["std"] / 3, rtol=1e-6, atol=0)
 
@@ -119,7 +107,7 @@ def test_dppo_leaves_out_what_moved_far_and_would_move_further():
     log_probs = f64([[0.2], [0.2], [-0.2], [-0.2], [0.2], [0.0]]).requires_grad_()
     distance = f64([[0.1], [0.1], [0.1], [0.1], [1e-9], [0.1]])
     advantages = f64([1.0, -1.0, 1.0, -1.0, 1.0, 1.0])
-    loss = flow_dppo.Objective(FlowDPPO(max_divergence=0.1)).loss(
+    loss = FlowDPPO(FlowDPPOSettings(max_divergence=0.1)).loss(
         {"log_probs": log_probs, "old_distance": distance}, old | {"advantages": advantages}, 6.0
     )
     loss.value.backward()
@@ -148,7 +136,7 @@ def test_weights_of_steps(weight, expected):
     new, old, _, _ = moved_step(shift=0.0)
     c = sde.coefficients(f64([0.8, 0.6, 0.4, 0.2, 0.0]), "flow", 0.7, [0, 1, 2])
     old |= {"every_std": c.std[:3].double(), "every_c_v": c.c_v[:3].double()}
-    objective = flow_grpo.Objective(FlowGRPO(kl_coef=0, step_weight=weight))
+    objective = FlowGRPO(FlowGRPOSettings(kl_coef=0, step_weight=weight))
     loss = objective.loss(new, old | {"advantages": f64([1.0, 1.0, 1.0])}, 3.0)
     assert -loss.value.item() == pytest.approx(expected, rel=1e-5)
 
@@ -165,7 +153,7 @@ def test_the_pull_to_the_reference_has_the_scale_of_each_noises_authors(kind):
         "linear": 0.7 * 0.6 * 0.8 * math.sqrt(0.2),
     }[kind]
     new["reference_distance"] = f64([[0.01], [0.02], [0.0]])
-    loss = flow_grpo.Objective(FlowGRPO(kl_coef=0.04)).loss(
+    loss = FlowGRPO(FlowGRPOSettings(kl_coef=0.04)).loss(
         new, old | {"advantages": f64([0.0, 0.0, 0.0]), "kl_std": c.kl_std[:1].double()}, 3.0
     )
     assert loss.value.item() == pytest.approx(0.04 * 0.03 / 3 / (2 * e**2), rel=1e-6)
@@ -221,7 +209,7 @@ def test_awm_gradient_at_ratio_one_is_minus_advantage_times_that_of_the_log_prob
     new = noised(4)
     new["v_old"] = new["v"].detach()
     old = {"advantages": f64([1.0, -2.0, 20.0, 0.0]), "weights": torch.ones(4).double()}
-    loss = awm.Objective(AWM(kl_coef=0, average_coef=0)).loss(new, old, 4.0)
+    loss = AWM(AWMSettings(kl_coef=0, average_coef=0)).loss(new, old, 4.0)
     assert loss.maxima["policy/ratio_max_dev"] == 0
     (gradient,) = torch.autograd.grad(loss.value, new["v"], retain_graph=True)
     weighted = awm.weighted_error(errors(new["v"], new["target"]), new["sigma"], "ghuber", 0.25)
@@ -232,11 +220,11 @@ def test_awm_gradient_at_ratio_one_is_minus_advantage_times_that_of_the_log_prob
 @pytest.mark.parametrize(
     ("objective", "advantages"),
     [
-        (awm.Objective(AWM(clip_range=0.5)), [2.0, -1.0, 3.0, 1.0]),
-        (dgpo.Objective(DGPO(beta=20, kl_coef=0.1, clip_range=None)), [1.2, -0.4, 0.3, -1.1]),
-        (dgpo.Objective(DGPO(beta=20, clip_range=None, reference="average")), [1.2, -0.4, 0.3, -1.1]),
-        (diffusion_dpo.Objective(DiffusionDPO(beta=50)), [1.0, -1.0, -1.0, 1.0]),
-        (rwr.Objective(RWR(kl_coef=0.1)), [0.5, 1.5, 1.9, 0.1]),
+        (AWM(AWMSettings(clip_range=0.5)), [2.0, -1.0, 3.0, 1.0]),
+        (DGPO(DGPOSettings(beta=20, kl_coef=0.1, clip_range=None)), [1.2, -0.4, 0.3, -1.1]),
+        (DGPO(DGPOSettings(beta=20, clip_range=None, reference="average")), [1.2, -0.4, 0.3, -1.1]),
+        (DiffusionDPO(DiffusionDPOSettings(beta=50)), [1.0, -1.0, -1.0, 1.0]),
+        (RWR(RWRSettings(kl_coef=0.1)), [0.5, 1.5, 1.9, 0.1]),
     ],
     ids=["awm", "dgpo", "dgpo_average", "diffusion_dpo", "rwr"],
 )
@@ -256,7 +244,7 @@ def test_golden_diffusion_dpo():
     roots = f64([[0.5], [0.6]]).sqrt(), f64([[0.52], [0.59]]).sqrt()
     new = {"v": roots[0], "v_reference": roots[1], "target": torch.zeros(2, 1).double()}
     old = {"advantages": f64([1.0, -1.0]), "weights": torch.ones(2), "groups": torch.tensor([0, 0])}
-    objective = diffusion_dpo.Objective(DiffusionDPO(beta=2000))
+    objective = DiffusionDPO(DiffusionDPOSettings(beta=2000))
     loss = objective.loss(new, old, objective.amount(torch.ones(2), torch.ones(2)))
     assert loss.sums["policy/pair_margin"].item() == pytest.approx(30, abs=1e-3)
     same = objective.loss(new | {"v_reference": new["v"]}, old, 1.0)
@@ -264,11 +252,11 @@ def test_golden_diffusion_dpo():
 
 
 def test_diffusion_dpo_takes_the_best_and_the_worst_of_a_group_that_differs():
-    a = diffusion_dpo.Objective(DiffusionDPO()).advantages(Scored(REWARDS, GROUPS))
+    a = DiffusionDPO(DiffusionDPOSettings()).advantages(Scored(REWARDS, GROUPS))
     assert a.values.tolist() == [-1, 0, 0, 1, -1, 0, 1, 0, 0, 0]
     assert a.valid.tolist() == [True, False, False, True, True, False, True, False, False, False]
     assert (a.groups, a.zero_std_groups) == (3, 1)
-    dropped = diffusion_dpo.Objective(DiffusionDPO()).advantages(
+    dropped = DiffusionDPO(DiffusionDPOSettings()).advantages(
         Scored(f64([math.nan, 5.0, 7.0, 6.0]), torch.zeros(4, dtype=torch.long))
     )
     assert dropped.values.tolist() == [0, -1, 1, 0]
@@ -277,7 +265,7 @@ def test_diffusion_dpo_takes_the_best_and_the_worst_of_a_group_that_differs():
 def test_dgpo_gradient_is_the_authors_detached_sigmoid_form(exact):
     new, groups = noised(5), torch.tensor([0, 0, 0, 1, 1])
     a, size = f64([1.5, -0.5, -1.0, 0.7, -0.7]), f64([3.0, 3, 3, 2, 2])
-    objective = dgpo.Objective(DGPO(beta=30, clip_range=None))
+    objective = DGPO(DGPOSettings(beta=30, clip_range=None))
     old = {"advantages": a, "weights": torch.ones(5).double(), "groups": groups}
     (gradient,) = torch.autograd.grad(objective.loss(new, old, 5.0).value, new["v"], retain_graph=True)
     dsm, reference = errors(new["v"], new["target"]), errors(new["v_reference"], new["target"])
@@ -296,7 +284,7 @@ def test_dgpo_error_past_the_average_has_no_gradient_and_counts_as_before(exact)
     old["advantages"] = f64([1.0, 1.5, -2.0, -0.5])
     made = {}
     for clip in (None, 0.01, 0.03):
-        loss = dgpo.Objective(DGPO(beta=30, clip_range=clip)).loss(new, old, 4.0)
+        loss = DGPO(DGPOSettings(beta=30, clip_range=clip)).loss(new, old, 4.0)
         made[clip] = loss, torch.autograd.grad(loss.value, new["v"], retain_graph=True)[0]
     assert {loss.value.item() for loss, _ in made.values()} == {made[None][0].value.item()}
     assert made[0.01][0].sums["policy/clip_fraction"] == 2
@@ -306,30 +294,30 @@ def test_dgpo_error_past_the_average_has_no_gradient_and_counts_as_before(exact)
 
 
 def test_dgpo_keeps_an_average_where_something_asks_for_it():
-    plain = dgpo.Objective(DGPO(clip_range=None, average_samples_after=None))
+    plain = DGPO(DGPOSettings(clip_range=None, average_samples_after=None))
     assert (plain.copies, plain.needs) == ({}, {"v", "v_reference", "target"})
     assert plain.samples_with(10**6) == "current"
-    late = dgpo.Objective(DGPO(clip_range=None, average_samples_after=3))
+    late = DGPO(DGPOSettings(clip_range=None, average_samples_after=3))
     assert [late.samples_with(n) for n in (0, 3, 4)] == ["current", "current", "average"]
     assert [late.copies["average"](n) for n in (0, 10, 1000)] == [0, 0.01, 0.3]
     assert "v_average" not in late.needs
-    assert dgpo.Objective(DGPO(reference="average")).needs == {"v", "v_average", "target"}
+    assert DGPO(DGPOSettings(reference="average")).needs == {"v", "v_average", "target"}
 
 
 def test_dgpo_keeps_groups_whole_where_a_sample_was_dropped():
-    a = dgpo.Objective(DGPO()).advantages(Scored(f64([1.0, math.nan, 3.0]), torch.zeros(3, dtype=torch.long)))
+    a = DGPO(DGPOSettings()).advantages(Scored(f64([1.0, math.nan, 3.0]), torch.zeros(3, dtype=torch.long)))
     assert a.valid.all()
     assert a.values[1] == 0
     assert a.values[0] < 0 < a.values[2]
 
 
 def test_reward_weighted_regression_weighs_by_the_softmax_in_a_group():
-    a = rwr.Objective(RWR(temperature=0.5)).advantages(Scored(REWARDS, GROUPS))
+    a = RWR(RWRSettings(temperature=0.5)).advantages(Scored(REWARDS, GROUPS))
     inside = group_advantages(REWARDS, GROUPS, "group").values
     torch.testing.assert_close(a.values[:4], 4 * (inside[:4] / 0.5).softmax(0))
     assert a.values[4:8].sum().item() == pytest.approx(4)
     assert a.valid.tolist() == [True] * 8 + [False] * 2
-    best = rwr.Objective(RWR(weights="best")).advantages(Scored(REWARDS, GROUPS))
+    best = RWR(RWRSettings(weights="best")).advantages(Scored(REWARDS, GROUPS))
     assert best.values.tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 0, 0]
     assert best.valid.tolist() == [v > 0 for v in best.values.tolist()]
 
@@ -337,7 +325,7 @@ def test_reward_weighted_regression_weighs_by_the_softmax_in_a_group():
 def test_reward_weighted_regression_is_weighted_flow_matching():
     new = noised(3)
     old = {"advantages": f64([0.5, 2.0, 0.0]), "weights": torch.ones(3)}
-    loss = rwr.Objective(RWR()).loss(new, old, 3.0)
+    loss = RWR(RWRSettings()).loss(new, old, 3.0)
     expected = (f64([0.5, 2.0, 0.0]) * errors(new["v"], new["target"])).mean()
     assert loss.value.item() == pytest.approx(expected.item(), rel=1e-6)
 
@@ -346,25 +334,25 @@ def test_reward_weighted_regression_is_weighted_flow_matching():
 
 
 def test_steps_with_a_graph():
-    assert draft.Objective(DRaFT(last_steps=3)).graph_steps(10, 0.7) == GraphSteps(7, 9)
-    assert draft.Objective(DRaFT(renoise=2)).graph_steps(10, 0.7) == GraphSteps(9, 9, 2)
+    assert DRaFT(DRaFTSettings(last_steps=3)).graph_steps(10, 0.7) == GraphSteps(7, 9)
+    assert DRaFT(DRaFTSettings(renoise=2)).graph_steps(10, 0.7) == GraphSteps(9, 9, 2)
     draws = torch.linspace(0, 0.999, 200).tolist()
-    steps = {refl.Objective(ReFL()).graph_steps(40, draw) for draw in draws}
+    steps = {ReFL(ReFLSettings()).graph_steps(40, draw) for draw in draws}
     assert steps == {GraphSteps(n, n) for n in range(30, 40)}
-    steps = [alignprop.Objective(AlignProp()).graph_steps(10, draw) for draw in draws]
+    steps = [AlignProp(AlignPropSettings()).graph_steps(10, draw) for draw in draws]
     assert steps[0] == GraphSteps(0, 9), "0 is what takes most memory"
     assert {s: steps.count(s) for s in steps} == {GraphSteps(n, 9): 20 for n in range(10)}
-    assert alignprop.Objective(AlignProp(last_steps=2)).graph_steps(10, 0.0) == GraphSteps(8, 9)
+    assert AlignProp(AlignPropSettings(last_steps=2)).graph_steps(10, 0.0) == GraphSteps(8, 9)
 
 
 @pytest.mark.parametrize(
     ("objective", "value", "gradient"),
     [
-        (refl.Objective(ReFL()), 1e-3 * (1.0 + 0.0) / 2, [-5e-4, 0.0]),
-        (alignprop.Objective(AlignProp(target=2.0, scale=0.1)), 0.1 * (1.0 + 1.0) / 2, [-0.05, 0.05]),
-        (alignprop.Objective(AlignProp()), -2.0, [-0.5, -0.5]),
-        (draft.Objective(DRaFT()), -2.0, [-0.5, -0.5]),
-        (srpo.Objective(SRPO(wanted=[], unwanted=[], threshold=2.5)), 1.5 / 2, [-0.5, 0.0]),
+        (ReFL(ReFLSettings()), 1e-3 * (1.0 + 0.0) / 2, [-5e-4, 0.0]),
+        (AlignProp(AlignPropSettings(target=2.0, scale=0.1)), 0.1 * (1.0 + 1.0) / 2, [-0.05, 0.05]),
+        (AlignProp(AlignPropSettings()), -2.0, [-0.5, -0.5]),
+        (DRaFT(DRaFTSettings()), -2.0, [-0.5, -0.5]),
+        (SRPO(SRPOSettings(wanted=[], unwanted=[], threshold=2.5)), 1.5 / 2, [-0.5, 0.0]),
     ],
     ids=["refl", "alignprop-target", "alignprop", "draft", "direct-align"],
 )
@@ -377,20 +365,20 @@ def test_losses_of_rewards(objective, value, gradient):
 
 
 def test_srpo_draws_levels_and_takes_words_in_turn():
-    objective = srpo.Objective(SRPO(lowest=0.5, highest=0.9))
+    objective = SRPO(SRPOSettings(lowest=0.5, highest=0.9))
     for draw in (0.0, 0.3, 0.999):
         path = objective.graph_steps(10, draw)
         b = 0.54 + 0.32 * draw
         assert (path.first, path.last) == (10, 9)
         assert [x for jump in path.jumps for x in jump] == pytest.approx([b + 0.04, b, b - 0.04, b])
     assert objective.phrases(6) == ["Detailed. ", "Painting. "]
-    alone = srpo.Objective(SRPO(wanted=[], unwanted=[]))
+    alone = SRPO(SRPOSettings(wanted=[], unwanted=[]))
     assert (len(alone.graph_steps(10, 0.5).jumps), alone.phrases(0)) == (1, [])
 
 
 def test_srpo_compares_words_one_way_and_the_other():
     """Toward the picture (1 + k) r+ - r-, away from it (1 + k') r- - r+; k .1 to .25 and k' .3 to .01 by level."""
-    objective = srpo.Objective(SRPO(lowest=0.5, highest=0.9, threshold=0.7))
+    objective = SRPO(SRPOSettings(lowest=0.5, highest=0.9, threshold=0.7))
     levels = torch.tensor([0.74, 0.66], dtype=torch.float64)  # b = .7, at half of the levels; b - d at .4 of them
     rewards = f64([[0.1, 0.3], [0.2, -0.1], [0.15, 0.1], [0.05, 0.4]]).requires_grad_()
     loss = objective.loss({"rewards": rewards, "from": levels}, {}, 2.0)
@@ -411,7 +399,7 @@ def test_srpo_compares_words_one_way_and_the_other():
 
 def test_several_predictions_of_a_picture_are_averaged():
     rewards = f64([[1.0, 3.0], [2.0, 5.0], [6.0, 1.0]]).requires_grad_()
-    loss = draft.Objective(DRaFT(renoise=2)).loss({"rewards": rewards}, {}, 2.0)
+    loss = DRaFT(DRaFTSettings(renoise=2)).loss({"rewards": rewards}, {}, 2.0)
     loss.value.backward()
     assert loss.value.item() == pytest.approx(-(3.0 + 3.0) / 2)
     assert rewards.grad.flatten().tolist() == pytest.approx([-1 / 6] * 6)

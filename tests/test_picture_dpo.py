@@ -9,10 +9,9 @@ import torch
 from PIL import Image
 
 import mmrl
-from mmrl.algorithms.picture_dpo import Objective
+from mmrl.algorithms.picture_dpo import PictureDPO, PictureDPOSettings
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
-from mmrl.config.picture_algorithms import PictureDPO
 from mmrl.controller.randomness import noise
 from mmrl.errors import BadPromptError
 from mmrl.media import Media
@@ -57,7 +56,7 @@ def test_the_loss_is_the_papers():
         **{"chosen_error": chosen, "rejected_error": rejected},
         **{"reference_chosen_error": chosen_ref, "reference_rejected_error": rejected_ref},
     }
-    objective = Objective(PictureDPO(beta=7))
+    objective = PictureDPO(PictureDPOSettings(beta=7))
     weights = torch.tensor([1.0, 1, 0, 1, 1], dtype=torch.float64)
     loss = objective.loss(new, {"weights": weights}, 4.0)
     terms = [

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmrl.config import Recipe
 from mmrl.config.aliases import SETTINGS
 from mmrl.config.loader import load_recipe, shipped_recipes
+from mmrl.config.schema import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = yaml.safe_load((ROOT / "docs" / "published.yaml").read_text())

@@ -5,7 +5,6 @@ the batch below. verl whitens with the sample's standard deviation, this package
 """
 
 import dataclasses
-import importlib
 import math
 import threading
 
@@ -14,17 +13,18 @@ import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
 from mmrl.algorithms.advantages import flat_groups, group_advantages, group_statistics, leave_one_out
 from mmrl.algorithms.dapo import overlong_punishment
+from mmrl.algorithms.dr_grpo import DrGRPO, DrGRPOSettings
 from mmrl.algorithms.mismatch import mismatch
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import k3
 from mmrl.algorithms.ppo import clipped_value_loss
 from mmrl.algorithms.returns import gae, reward_to_go, whiten
+from mmrl.algorithms.settings import with_length_limit
 from mmrl.algorithms.voting import vote
-from mmrl.config.algorithms import Algorithm, with_length_limit
+from mmrl.config.algorithms import find_algorithm
 from mmrl.errors import UserError
 
 TOKEN_TYPES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "ppo", "capo"]
@@ -47,8 +47,8 @@ LENGTHS = MASK.sum(1)
 
 
 def objective(name, **settings):
-    section = TypeAdapter(Algorithm).validate_python({"type": name, **settings})
-    return importlib.import_module(f"mmrl.algorithms.{name}").Objective(with_length_limit(section, 8))
+    found = find_algorithm(name)
+    return found.objective(with_length_limit(found.settings(**settings), 8))
 
 
 def scored(**fields):
@@ -258,7 +258,7 @@ def test_rewards_of_tokens_count_where_the_algorithm_says_so():
         changed = not torch.equal(
             algorithm.advantages(scored(token_rewards=token_rewards)).values, algorithm.advantages(scored()).values
         )
-        section = TypeAdapter(Algorithm).validate_python({"type": name})
+        section = find_algorithm(name).settings()
         assert changed == section.uses_token_rewards, name
 
 
@@ -603,27 +603,24 @@ def test_an_objective_says_what_it_needs(name):
     assert "reference_log_probs" in with_both.needs | with_both.prepares
     without = objective(name, kl_coef=0.0)
     assert "reference_log_probs" not in without.needs | without.prepares
-    assert TypeAdapter(Algorithm).validate_python({"type": name}).dynamic_sampling == (name == "dapo")
+    assert find_algorithm(name).settings().dynamic_sampling == (name == "dapo")
 
 
 def test_a_length_limit_that_nobody_gives_is_named():
-    section = TypeAdapter(Algorithm).validate_python({"type": "dr_grpo"})
-    module = importlib.import_module("mmrl.algorithms.dr_grpo")
+    section = DrGRPOSettings()
     with pytest.raises(UserError, match=r"algorithm\.max_new_tokens.*set it, or sampling\.max_new_tokens"):
-        module.Objective(section)
-    assert module.Objective(with_length_limit(section, 32)).aggregation.norm == 32
-    own = TypeAdapter(Algorithm).validate_python({"type": "dr_grpo", "max_new_tokens": 7})
-    assert module.Objective(with_length_limit(own, 32)).aggregation.norm == 7
+        DrGRPO(section)
+    assert DrGRPO(with_length_limit(section, 32)).aggregation.norm == 32
+    own = DrGRPOSettings(max_new_tokens=7)
+    assert DrGRPO(with_length_limit(own, 32)).aggregation.norm == 7
 
 
 def test_groups_of_one_suit_those_who_do_not_compare():
-    def compares(**section):
-        return TypeAdapter(Algorithm).validate_python(section).compares_group
+    def compares(name, **settings):
+        return find_algorithm(name).settings(**settings).compares_group
 
-    assert [compares(type=name) for name in TOKEN_TYPES] == [
-        name not in ("reinforce_pp", "ppo") for name in TOKEN_TYPES
-    ]
-    assert compares(type="reinforce_pp", variant="baseline")
+    assert [compares(name) for name in TOKEN_TYPES] == [name not in ("reinforce_pp", "ppo") for name in TOKEN_TYPES]
+    assert compares("reinforce_pp", variant="baseline")
 
 
 # The gap between engine and trainer.

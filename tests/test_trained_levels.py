@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mmrl.config import Recipe
+from mmrl.algorithms.dgpo import DGPOSettings
 from mmrl.config.loader import load_recipe
-from mmrl.config.picture_algorithms import DGPO
+from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.pipelines.diffusion.renoising import Renoising
 from mmrl.run import build
@@ -60,7 +60,7 @@ def test_dgpo_trains_four_of_the_levels_above_t_min(pipeline):
     assert shifted[6] > 3 * 0.3 / (1 + 2 * 0.3) == pytest.approx(shifted[7])
     assert renoising(pipeline, type="dgpo", t_min=0.5).levels == list(range(5)), "trunc_steps = 4, for GenEval"
     of = renoising(pipeline, type="dgpo")
-    assert DGPO().noise_levels == 4
+    assert DGPOSettings().noise_levels == 4
     rows = drawn(of, 4)
     assert all(len(set(row)) == 4 for row in rows)
     assert {level for row in rows for level in row} == set(range(7))

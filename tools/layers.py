@@ -41,8 +41,8 @@ LAYERS = {
     "core": "mmrl _checkout _load _torchvision checkpoint.manifest checkpoint.reader controller.randomness "
     "engines.rollout errors files finite frozen_modules garbage hub_files media out_of_memory report.clock "
     "report.durations report.notices report.sizes rewards.contract samples script_process secrets trajectory transfer",
-    "config": "config.aliases config.errors config.layers config.rollout config.sampling config.section",
-    "algorithms": "algorithms config.algorithms config.picture_algorithms",
+    "config": "config.errors config.layers config.rollout config.sampling config.section",
+    "algorithms": "algorithms",
     "recipe": "config",
     "records": "report.card report.environment report.grids report.metrics report.pictures report.progress "
     "report.rundir report.texts report.trackers",

@@ -1,5 +1,6 @@
 """Advantages, objectives and step kernels: pure functions on tensors, one small file each.
 
-An objective module holds the class ``Objective``, built from its section of the recipe. The loop reads its ``kind`` and
-``needs`` and never its name.
+The file of an algorithm holds its settings (the section ``algorithm`` of a recipe) and the objective that is made of
+them. ``mmrl/config/algorithms.py`` finds it by its name. The loop reads the objective's ``kind`` and ``needs``, never
+its name.
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mmrl.config.section import Spread
+from mmrl.algorithms.settings import Spread
 
 _EPSILON = 1e-4
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mmrl.config.algorithms import AggregationMode
+from mmrl.algorithms.settings import AggregationMode
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,28 @@ every batch, by default near 8 of 50 steps. kl_coef (0) is not the paper's.
 
 from __future__ import annotations
 
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from mmrl.algorithms.objective import GraphSteps
 from mmrl.algorithms.pathwise import PathwiseObjective
-from mmrl.config.picture_algorithms import AlignProp
+from mmrl.algorithms.settings import PathwiseSettings
 
 
-class Objective(PathwiseObjective):
+class AlignPropSettings(PathwiseSettings):
+    """Back-propagation through a random number of last steps (Prabhudesai et al. 2023, arXiv 2310.03739)."""
+
+    last_steps: PositiveInt | None = None
+    """None draws the number anew in every training step, from 1 to all with equal chances."""
+    target: float | None = None
+    """The loss is the reward's distance to it (10 for the aesthetic score); None follows the reward itself."""
+    scale: PositiveFloat = 1.0
+
+
+class AlignProp(PathwiseObjective):
     """Final class; see ``mmrl.algorithms.objective.Pathwise``."""
 
-    def __init__(self, settings: AlignProp) -> None:
+    def __init__(self, settings: AlignPropSettings) -> None:
         super().__init__(settings.kl_coef)
         self.last_steps, self.target, self.scale = settings.last_steps, settings.target, settings.scale
 

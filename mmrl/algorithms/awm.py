@@ -13,21 +13,42 @@ authors leave it out and space them. Samples come from the plain ODE, theirs fro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Annotated, Literal
 
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from mmrl.algorithms.forward_process import ForwardObjective
 from mmrl.algorithms.policy_gradient import clipped_surrogate
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.picture_algorithms import AWM
+from mmrl.algorithms.settings import ForwardSettings, PictureSettings
+from mmrl.config.section import Fraction, NonNegative
 
 _EPSILON = 1e-10
 
 
-class Objective(ForwardObjective):
+class AWMSettings(ForwardSettings, PictureSettings):
+    """Advantage weighted matching (Xue et al. 2025, arXiv 2509.25050)."""
+
+    noise_levels: PositiveInt | None = 6
+    """Noise levels trained per sample; None takes every rollout step but the last."""
+    clip_range: PositiveFloat = 1.0
+    weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
+    """Of the matching error by its noise level t: 1, t, t squared, or a root of it times t."""
+    ghuber_power: Annotated[float, Field(gt=0, le=1)] = 0.25
+    kl_coef: NonNegative = 0.003
+    """Weight of the squared distance to the reference's velocity."""
+    average_coef: NonNegative = 1.0
+    """Weight of the squared distance to the velocity of a moving average of the policy; 0 keeps none."""
+    average_decay_rate: NonNegative = 0.001
+    average_decay_max: Fraction = 0.3
+    """After step n the average becomes d * average + (1 - d) * policy, d = min(rate * n, max)."""
+
+
+class AWM(ForwardObjective):
     """Final class; see ``mmrl.algorithms.objective.ForwardProcess``."""
 
-    def __init__(self, settings: AWM) -> None:
+    def __init__(self, settings: AWMSettings) -> None:
         average = {"v_average"} if settings.average_coef else set()
         super().__init__(settings.noise_levels, settings.kl_coef, frozenset({"v", "v_old", "target"} | average))
         self.clip_range, self.advantage_clip = settings.clip_range, settings.advantage_clip

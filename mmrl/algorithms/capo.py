@@ -12,19 +12,36 @@ over all tokens, so that a group's tokens pull with a sum of 0.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, token_group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
-from mmrl.config.algorithms import CAPO
+from mmrl.algorithms.settings import AggregationMode, ClippedSettings
+from mmrl.config.section import NonNegative
 
 
-class Objective(TokenObjective):
+class CAPOSettings(ClippedSettings):
+    """Credit for steps by a generative judge's critique (Xie et al. 2025, arXiv 2508.02298)."""
+
+    aggregation: AggregationMode = "token_mean"
+    outcome_weight: PositiveFloat = 2.0
+    """Times the response's reward, on each of its tokens."""
+    step_weight: NonNegative = 1.0
+    """Times the rewards of single tokens: -1 in a step found wrong, less where critiques were averaged. The paper finds
+    that it must stay below outcome_weight."""
+
+    uses_token_rewards: ClassVar[bool] = True
+
+
+class CAPO(TokenObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
-    def __init__(self, settings: CAPO) -> None:
+    def __init__(self, settings: CAPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
         self.clip = (settings.clip_low, settings.clip_high)
         self.outcome_weight, self.step_weight = settings.outcome_weight, settings.step_weight

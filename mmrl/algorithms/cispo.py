@@ -8,19 +8,30 @@ Without a lower bound, as in the paper. ``policy/clip_fraction`` counts weights 
 from __future__ import annotations
 
 import torch
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective
-from mmrl.config.algorithms import CISPO
-from mmrl.config.section import Spread
+from mmrl.algorithms.settings import AdvantageAggregation, AggregationMode, Spread, TokenSettings
 
 
-class Objective(TokenObjective):
+class CISPOSettings(TokenSettings):
+    """Clipped importance weights, no token dropped (MiniMax-M1, arXiv 2506.13585)."""
+
+    aggregation: AggregationMode = "token_mean"
+    advantage_std: Spread = "group"
+    advantage_aggregation: AdvantageAggregation = "sum"
+    ratio_max: PositiveFloat = 5.0
+    """Upper bound of the detached ratio (1 + the paper's epsilon high, which it does not give; ScaleRL, arXiv
+    2510.13786, recommends 5). There is no lower bound, as in the paper."""
+
+
+class CISPO(TokenObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
-    def __init__(self, settings: CISPO) -> None:
+    def __init__(self, settings: CISPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
         self.ratio_max = settings.ratio_max
         self.advantage_std: Spread = settings.advantage_std

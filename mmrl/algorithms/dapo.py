@@ -11,19 +11,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
-from mmrl.config.algorithms import DAPO, length_limit
-from mmrl.config.section import Spread
+from mmrl.algorithms.settings import AggregationMode, ClippedSettings, Spread, length_limit
+from mmrl.config.section import Fraction, NonNegative
 
 
-class Objective(TokenObjective):
+class DAPOSettings(ClippedSettings):
+    """Decoupled clip and dynamic sampling (Yu et al. 2025, arXiv 2503.14476)."""
+
+    clip_high: PositiveFloat = 0.28
+    aggregation: AggregationMode = "token_mean"
+    advantage_std: Spread = "group"
+    overlong_buffer: Fraction = 0.2
+    """Share of max_new_tokens at its end over which the punishment of length grows from 0 to overlong_penalty (4096 of
+    20480 tokens in the paper); 0 punishes nothing."""
+    overlong_penalty: NonNegative = 1.0
+    dynamic_sampling: bool = True
+
+
+class DAPO(TokenObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
-    def __init__(self, settings: DAPO) -> None:
+    def __init__(self, settings: DAPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
         self.clip = (settings.clip_low, settings.clip_high)
         self.advantage_std: Spread = settings.advantage_std

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Loss, Scored
-from mmrl.config.picture_algorithms import StepAlgorithm
-from mmrl.config.section import Spread
+from mmrl.algorithms.settings import Spread, StepSettings
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class DenoisingObjective(ABC):
     kind: Literal["policy_gradient"] = "policy_gradient"
     prepares: frozenset[str] = frozenset()
 
-    def __init__(self, settings: StepAlgorithm, needs: frozenset[str] = frozenset()) -> None:
+    def __init__(self, settings: StepSettings, needs: frozenset[str] = frozenset()) -> None:
         """``needs``: what the surrogate reads of ``new`` beside log_probs."""
         self.advantage_clip = settings.advantage_clip
         self.advantage_std: Spread = settings.advantage_std

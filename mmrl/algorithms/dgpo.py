@@ -17,9 +17,12 @@ counts in K.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -27,15 +30,44 @@ from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.forward_process import ForwardObjective, in_group
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.picture_algorithms import DGPO
+from mmrl.algorithms.settings import ForwardSettings, PictureSettings, Spread
+from mmrl.config.section import Fraction, NonNegative
 
 
-class Objective(ForwardObjective):
+class DGPOSettings(ForwardSettings, PictureSettings):
+    """Direct group preference optimisation (Luo et al. 2025, arXiv 2510.08425)."""
+
+    whole: ClassVar[Literal["group", "pair"] | None] = "group"
+    noise_levels: PositiveInt | None = 4
+    """Noise levels trained per group; None takes every one above t_min."""
+    t_min: Fraction = 0.3
+    """Share of the rollout's steps, at its end, whose levels do not train: of 10 steps the first 7 train."""
+    beta: PositiveFloat = 100.0
+    advantage_std: Spread = "group"
+    kl_coef: NonNegative = 0.0
+    """Weight of the squared distance to the reference's velocity."""
+    clip_range: PositiveFloat | None = 1e-2
+    """A sample whose error has moved further than this from the average policy's, the way its advantage asks, moves it
+    no more (0.001 to 0.01 with guidance in sampling, 1e-5 to 1e-4 without); None does not clip."""
+    reference: Literal["start", "average"] = "start"
+    """What the errors are compared with: the policy as the run began, or its moving average (with beta 2000 to
+    5000)."""
+    average_samples_after: Annotated[int, Field(ge=0)] | None = 200
+    """After so many steps the moving average draws the samples; None: the policy, always."""
+    average_decay_rate: NonNegative = 0.001
+    average_decay_max: Fraction = 0.3
+    """After step n the average becomes d * average + (1 - d) * policy, d = min(rate * n, max)."""
+
+    def levels(self, steps: int) -> list[int]:
+        return super().levels(steps)[: math.ceil(round(steps * (1 - self.t_min), 6))]
+
+
+class DGPO(ForwardObjective):
     """Final class; see ``mmrl.algorithms.objective.ForwardProcess``."""
 
     shares_noise = True
 
-    def __init__(self, settings: DGPO) -> None:
+    def __init__(self, settings: DGPOSettings) -> None:
         self.clip_range, self.samples_after = settings.clip_range, settings.average_samples_after
         self.reference = "v_reference" if settings.reference == "start" else "v_average"
         clips = set() if self.clip_range is None else {"v_average"}

@@ -11,8 +11,10 @@ matching error is of the velocity, as flow models predict it, and beta is of a m
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import torch
+from pydantic import PositiveFloat
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -20,15 +22,22 @@ from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.forward_process import ForwardObjective, in_group
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.picture_algorithms import DiffusionDPO
+from mmrl.algorithms.settings import ForwardSettings
 
 
-class Objective(ForwardObjective):
+class DiffusionDPOSettings(ForwardSettings):
+    """Diffusion-DPO on the best and the worst sample of each group (Wallace et al. 2023, arXiv 2311.12908)."""
+
+    whole: ClassVar[Literal["group", "pair"] | None] = "pair"
+    beta: PositiveFloat = 2000.0
+
+
+class DiffusionDPO(ForwardObjective):
     """Final class; see ``mmrl.algorithms.objective.ForwardProcess``. Advantages: 1 for the better, -1 for the worse."""
 
     shares_noise = True
 
-    def __init__(self, settings: DiffusionDPO) -> None:
+    def __init__(self, settings: DiffusionDPOSettings) -> None:
         super().__init__(settings.noise_levels, 0.0, frozenset({"v", "v_reference", "target"}))
         self.beta = settings.beta
 

@@ -20,19 +20,39 @@ the policy that trains is ``staleness`` steps further from the one it is compare
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from mmrl.algorithms.forward_process import ForwardObjective
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.picture_algorithms import DiffusionNFT
+from mmrl.algorithms.settings import ForwardSettings, PictureSettings
+from mmrl.config.section import Fraction, NonNegative
 
 
-class Objective(ForwardObjective):
+class DiffusionNFTSettings(ForwardSettings, PictureSettings):
+    """Forward-process optimisation (Zheng et al. 2025, arXiv 2509.16117)."""
+
+    takes_older_samples: ClassVar[bool] = True
+    beta: PositiveFloat = 1.0
+    kl_coef: NonNegative = 1e-4
+    """Weight of the squared distance to the reference's velocity."""
+    old_decay_rate: NonNegative = 0.001
+    old_decay_max: Fraction = 0.5
+    """After step n the old policy becomes d * old + (1 - d) * policy, d = min(rate * n, max)."""
+    last_level: bool = True
+    """Levels are drawn among all of the rollout, the last too; false leaves that one out."""
+
+    def levels(self, steps: int) -> list[int]:
+        return list(range(steps)) if self.last_level else super().levels(steps)
+
+
+class DiffusionNFT(ForwardObjective):
     """Final class; see ``mmrl.algorithms.objective.ForwardProcess``."""
 
-    def __init__(self, settings: DiffusionNFT) -> None:
+    def __init__(self, settings: DiffusionNFTSettings) -> None:
         super().__init__(settings.noise_levels, settings.kl_coef, frozenset({"v", "v_old"}))
         self.beta, self.advantage_clip = settings.beta, settings.advantage_clip
         self.advantage_std = settings.advantage_std

@@ -9,18 +9,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mmrl.algorithms.pairs import PairObjective
-from mmrl.config.algorithms import DPO
+from mmrl.algorithms.settings import PairSettings
 
 
-class Objective(PairObjective):
+class DPOSettings(PairSettings):
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290)."""
+
+    beta: PositiveFloat = 0.1
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the pairs believed to be labelled the wrong way round (conservative DPO)."""
+    reference_free: bool = False
+    """Take the reference as uniform: no reference model is needed."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return not self.reference_free
+
+
+class DPO(PairObjective):
     """Final class; see ``mmrl.algorithms.objective.Offline``."""
 
-    def __init__(self, settings: DPO) -> None:
+    def __init__(self, settings: DPOSettings) -> None:
         self.beta, self.label_smoothing = settings.beta, settings.label_smoothing
         self.reference_free = settings.reference_free
         policy = {"chosen_log_probs", "rejected_log_probs"}

@@ -13,13 +13,19 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
-from mmrl.config.algorithms import DrGRPO
+from mmrl.algorithms.settings import AggregationMode, ClippedSettings
 
 
-class Objective(TokenObjective):
+class DrGRPOSettings(ClippedSettings):
+    """GRPO without its biases of length and difficulty (Liu et al. 2025, arXiv 2503.20783)."""
+
+    aggregation: AggregationMode = "seq_mean_token_sum_norm"
+
+
+class DrGRPO(TokenObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
-    def __init__(self, settings: DrGRPO) -> None:
+    def __init__(self, settings: DrGRPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
         self.clip = (settings.clip_low, settings.clip_high)
 

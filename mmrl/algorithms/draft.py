@@ -8,17 +8,29 @@ Departs: kl_coef (0) is not the paper's. DRaFT-LV averages over the sampled pict
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from mmrl.algorithms.objective import GraphSteps
 from mmrl.algorithms.pathwise import PathwiseObjective
-from mmrl.config.picture_algorithms import DRaFT
+from mmrl.algorithms.settings import PathwiseSettings
 
 
-class Objective(PathwiseObjective):
+class DRaFTSettings(PathwiseSettings):
+    """Reward back-propagation through the last K steps (Clark et al. 2023, arXiv 2309.17400)."""
+
+    last_steps: PositiveInt = 1
+    renoise: Annotated[int, Field(ge=0)] = 0
+    """DRaFT-LV: noise the picture to the last step's level again so many times (2 in the paper), predict it anew each
+    time, and average the gradients; with last_steps 1."""
+
+
+class DRaFT(PathwiseObjective):
     """Final class; see ``mmrl.algorithms.objective.Pathwise``."""
 
-    def __init__(self, settings: DRaFT) -> None:
+    def __init__(self, settings: DRaFTSettings) -> None:
         super().__init__(settings.kl_coef)
         self.last_steps, self.renoise = settings.last_steps, settings.renoise
 

@@ -8,17 +8,30 @@ A ratio is one sample's noisy estimate of the divergence; of two Gaussians of eq
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from mmrl.algorithms.denoising import DenoisingObjective, StepLoss
-from mmrl.config.picture_algorithms import FlowDPPO
+from mmrl.algorithms.settings import StepSettings
+from mmrl.config.section import NonNegative
 
 
-class Objective(DenoisingObjective):
+class FlowDPPOSettings(StepSettings):
+    """No clip: a step that has moved too far and would move further is left out (Flow-DPPO)."""
+
+    takes_older_samples: ClassVar[bool] = False
+    exact_replay: ClassVar[bool] = True
+    max_divergence: PositiveFloat = 1e-5
+    """KL divergence of a step's Gaussian from that of the policy that sampled, mean per latent dimension."""
+    kl_coef: NonNegative = 0.0
+
+
+class FlowDPPO(DenoisingObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``. ``new`` holds old_distance ``[B, T]`` too."""
 
-    def __init__(self, settings: FlowDPPO) -> None:
+    def __init__(self, settings: FlowDPPOSettings) -> None:
         super().__init__(settings, frozenset({"old_distance"}))
         self.max_divergence = settings.max_divergence
 

@@ -15,21 +15,32 @@ per sample.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from mmrl.algorithms.denoising import DenoisingObjective, StepLoss
 from mmrl.algorithms.policy_gradient import clipped_surrogate
-from mmrl.config.picture_algorithms import FlowGRPO
+from mmrl.algorithms.settings import StepSettings
 
 TEMPFLOW_SCALE = 2.25
 """UniRL's scale of TempFlow's weights, which makes them about 1 on average."""
 
 
-class Objective(DenoisingObjective):
+class FlowGRPOSettings(StepSettings):
+    """Clipped policy gradient over denoising steps (Liu et al. 2025, arXiv 2505.05470)."""
+
+    clip_range: PositiveFloat = 1e-4
+    step_weight: Literal["none", "tempflow", "flash"] = "none"
+    """A step's loss is multiplied by 2.25 std, its noise (TempFlow-GRPO, arXiv 2508.04324), or by std / |c_v|, which
+    makes all steps' gradients alike, over its mean (Flash-GRPO, arXiv 2605.15980)."""
+
+
+class FlowGRPO(DenoisingObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
-    def __init__(self, settings: FlowGRPO) -> None:
+    def __init__(self, settings: FlowGRPOSettings) -> None:
         super().__init__(settings)
         self.clip_range, self.step_weight = settings.clip_range, settings.step_weight
 

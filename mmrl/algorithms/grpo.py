@@ -13,14 +13,26 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
-from mmrl.config.algorithms import GRPO
-from mmrl.config.section import Spread
+from mmrl.algorithms.settings import AdvantageAggregation, AggregationMode, ClippedSettings, Spread
+from mmrl.config.section import NonNegative
 
 
-class Objective(TokenObjective):
+class GRPOSettings(ClippedSettings):
+    """Group relative policy optimisation (Shao et al. 2024, arXiv 2402.03300).
+
+    TRL's GRPOTrainer (1.16) has other defaults: kl_coef 0 and aggregation token_mean (its loss_type "dapo").
+    """
+
+    aggregation: AggregationMode = "seq_mean_token_mean"
+    advantage_std: Spread = "group"
+    advantage_aggregation: AdvantageAggregation = "sum"
+    kl_coef: NonNegative = 0.04
+
+
+class GRPO(TokenObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
-    def __init__(self, settings: GRPO) -> None:
+    def __init__(self, settings: GRPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
         self.clip = (settings.clip_low, settings.clip_high)
         self.advantage_std: Spread = settings.advantage_std

@@ -12,19 +12,39 @@ Departs: means are over each sample's own dimensions; the authors' code takes th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from mmrl.algorithms.denoising import DenoisingObjective, StepLoss
 from mmrl.algorithms.policy_gradient import clipped_surrogate
-from mmrl.config.picture_algorithms import GRPOGuard
+from mmrl.algorithms.settings import StepSettings
+from mmrl.config.sampling import Sampling, TextSampling
+from mmrl.config.section import NonNegative
 
 
-class Objective(DenoisingObjective):
+class GRPOGuardSettings(StepSettings):
+    """Flow-GRPO with ratios of one scale at every step (Wang et al. 2025, arXiv 2510.22319)."""
+
+    takes_older_samples: ClassVar[bool] = False
+    exact_replay: ClassVar[bool] = True
+    clip_range: PositiveFloat = 2e-6
+    kl_coef: NonNegative = 0.0
+
+    def conflicts(self, sampling: Sampling | TextSampling) -> Iterator[str]:
+        if isinstance(sampling, Sampling) and sampling.sde.kind == "cps":
+            yield (
+                "sampling.sde.kind: grpo_guard takes its bias off the log-prob of a Gaussian, and that of cps leaves "
+                "out the noise's size; set it to flow, dance or linear"
+            )
+
+
+class GRPOGuard(DenoisingObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``. ``new`` holds old_distance ``[B, T]`` too."""
 
-    def __init__(self, settings: GRPOGuard) -> None:
+    def __init__(self, settings: GRPOGuardSettings) -> None:
         super().__init__(settings, frozenset({"old_distance"}))
         self.clip_range = settings.clip_range
 

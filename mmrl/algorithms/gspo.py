@@ -8,19 +8,30 @@ The clip ranges are on the scale of a mean and so a thousandth of a token's. ``p
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
-from mmrl.config.algorithms import GSPO
-from mmrl.config.section import Spread
+from mmrl.algorithms.settings import AdvantageAggregation, ClippedSettings, Spread
 
 
-class Objective(TokenObjective):
+class GSPOSettings(ClippedSettings):
+    """Group sequence policy optimisation: one length-normalised ratio a response (Zheng et al. 2025, 2507.18071)."""
+
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 3e-4
+    clip_high: PositiveFloat = 4e-4
+    advantage_std: Spread = "group"
+    advantage_aggregation: AdvantageAggregation = "sum"
+
+
+class GSPO(TokenObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
-    def __init__(self, settings: GSPO) -> None:
+    def __init__(self, settings: GSPOSettings) -> None:
         super().__init__(settings)
         self.clip = (settings.clip_low, settings.clip_high)
         self.advantage_std: Spread = settings.advantage_std

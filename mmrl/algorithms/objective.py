@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, AllSum, alone
-from mmrl.config.section import Kind
+from mmrl.algorithms.settings import Kind
 
 __all__ = ["GraphSteps", "Kind", "Loss", "Objective", "Scored"]
 

@@ -13,20 +13,37 @@ Departs: the matching error is of the velocity and its mean over dimensions, and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
+from pydantic import PositiveFloat
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mmrl.algorithms.pairs import PairObjective
-from mmrl.config.picture_algorithms import PictureDPO
+from mmrl.algorithms.settings import AlgorithmSettings, Kind, TrainsOn
 
 
-class Objective(PairObjective):
+class PictureDPOSettings(AlgorithmSettings):
+    """Diffusion-DPO on given pairs of pictures (Wallace et al. 2023, arXiv 2311.12908)."""
+
+    trains_on: ClassVar[TrainsOn] = "picture_pairs"
+    kind: ClassVar[Kind] = "offline"
+    beta: PositiveFloat = 2000.0
+
+    @property
+    def compares_group(self) -> bool:
+        return False
+
+    def loss_guidance(self, sampling: float) -> float:
+        return 1.0
+
+
+class PictureDPO(PairObjective):
     """Final class; see ``mmrl.algorithms.objective.Offline``."""
 
     needs = frozenset({"chosen_error", "rejected_error", "reference_chosen_error", "reference_rejected_error"})
 
-    def __init__(self, settings: PictureDPO) -> None:
+    def __init__(self, settings: PictureDPOSettings) -> None:
         self.beta = settings.beta
 
     def pair_loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages
 from mmrl.algorithms.aggregation import Aggregation
 from mmrl.algorithms.objective import Loss, Scored
-from mmrl.config.algorithms import AggregationMode, TokenAlgorithm, length_limit
+from mmrl.algorithms.settings import AggregationMode, TokenSettings, length_limit
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios beyond it are cut: exp of them would overflow, and infinity times a clipped gradient of 0 is no number."""
@@ -48,7 +48,7 @@ class TokenObjective(ABC):
 
     def __init__(
         self,
-        settings: TokenAlgorithm,
+        settings: TokenSettings,
         aggregation: AggregationMode = "seq_mean_token_mean",
         *,
         kl_in_loss: bool = True,

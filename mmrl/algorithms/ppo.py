@@ -10,21 +10,42 @@ cut at the length limit ends there like any other: nothing is bootstrapped.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, flat_groups
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import Surrogate, TokenObjective, clipped_surrogate
 from mmrl.algorithms.returns import gae, token_rewards, whiten
-from mmrl.config.algorithms import PPO
+from mmrl.algorithms.settings import AggregationMode, ClippedSettings, CriticSettings
+from mmrl.config.section import Fraction, NonNegative
 
 
-class Objective(TokenObjective):
+class PPOSettings(ClippedSettings, CriticSettings):
+    """Proximal policy optimisation with a critic per token (Schulman et al. 2017; Ouyang et al. 2022)."""
+
+    aggregation: AggregationMode = "token_mean"
+    kl_coef: NonNegative = 0.05
+    """Of each token's divergence, taken from its reward (TRL's default)."""
+    gamma: Fraction = 1.0
+    gae_lambda: Fraction = 0.95
+    value_clip: PositiveFloat = 0.2
+    """A new value counts no further than this from the value before the step's updates."""
+
+    uses_token_rewards: ClassVar[bool] = True
+
+    @property
+    def compares_group(self) -> bool:
+        return False
+
+
+class PPO(TokenObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``. ``old`` has values and returns ``[B, T]`` too."""
 
-    def __init__(self, settings: PPO) -> None:
+    def __init__(self, settings: PPOSettings) -> None:
         super().__init__(settings, settings.aggregation, kl_in_loss=False)
         self.clip = (settings.clip_low, settings.clip_high)
         self.gamma, self.gae_lambda = settings.gamma, settings.gae_lambda

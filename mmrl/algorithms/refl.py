@@ -8,17 +8,29 @@ Departs: the step is drawn once for all samples of a training step, so that it d
 
 from __future__ import annotations
 
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from mmrl.algorithms.objective import GraphSteps
 from mmrl.algorithms.pathwise import PathwiseObjective
-from mmrl.config.picture_algorithms import ReFL
+from mmrl.algorithms.settings import PathwiseSettings
+from mmrl.config.section import Decay
 
 
-class Objective(PathwiseObjective):
+class ReFLSettings(PathwiseSettings):
+    """Reward of the picture predicted at one random late step (Xu et al. 2023, arXiv 2304.05977)."""
+
+    late: Decay = 0.75
+    """Share of the steps after which the step is drawn (30 of 40 in the paper)."""
+    threshold: float = 2.0
+    """A reward beyond it has no gradient."""
+    scale: PositiveFloat = 1e-3
+
+
+class ReFL(PathwiseObjective):
     """Final class; see ``mmrl.algorithms.objective.Pathwise``."""
 
-    def __init__(self, settings: ReFL) -> None:
+    def __init__(self, settings: ReFLSettings) -> None:
         super().__init__(settings.kl_coef)
         self.late, self.threshold, self.scale = settings.late, settings.threshold, settings.scale
 

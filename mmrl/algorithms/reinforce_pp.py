@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,13 +23,31 @@ from mmrl.algorithms.advantages import Advantages, flat_groups, group_advantages
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import LOG_RATIO_BOUND, Surrogate, TokenObjective, clipped_surrogate
 from mmrl.algorithms.returns import reward_to_go, token_rewards, whiten
-from mmrl.config.algorithms import ReinforcePP
+from mmrl.algorithms.settings import AggregationMode, ClippedSettings
+from mmrl.config.section import Fraction, NonNegative
 
 
-class Objective(TokenObjective):
+class ReinforcePPSettings(ClippedSettings):
+    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262), with or without the group baseline."""
+
+    variant: Literal["plain", "baseline"] = "plain"
+    """``plain``: each token's divergence is taken from its reward, and a group of 1 will do. ``baseline``: the group's
+    mean is taken off the reward first, and the divergence (k2) is a term of the loss."""
+    aggregation: AggregationMode = "token_mean"
+    kl_coef: NonNegative = 0.01
+    gamma: Fraction = 1.0
+
+    uses_token_rewards: ClassVar[bool] = True
+
+    @property
+    def compares_group(self) -> bool:
+        return self.variant == "baseline"
+
+
+class ReinforcePP(TokenObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
-    def __init__(self, settings: ReinforcePP) -> None:
+    def __init__(self, settings: ReinforcePPSettings) -> None:
         self.baseline = settings.variant == "baseline"
         super().__init__(settings, settings.aggregation, kl_in_loss=self.baseline)
         self.clip = (settings.clip_low, settings.clip_high)

@@ -9,18 +9,29 @@ The margin is the data's (Llama 2, arXiv 2307.09288, eq. 2), 0 without one; the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mmrl.algorithms.pairs import PairObjective
-from mmrl.config.algorithms import RewardModel
+from mmrl.algorithms.settings import PairSettings
+from mmrl.config.section import NonNegative
 
 
-class Objective(PairObjective):
+class RewardModelSettings(PairSettings):
+    """A scalar reward model from pairs (Bradley and Terry 1952; Ouyang et al. 2022, arXiv 2203.02155)."""
+
+    trains_scores: ClassVar[bool] = True
+    center_coef: NonNegative = 0.0
+    """Weight of the squared sum of a pair's scores, which keeps scores about 0 (Eisenstein et al. 2023, arXiv
+    2312.09244, with 0.01)."""
+
+
+class RewardModel(PairObjective):
     """Final class; see ``mmrl.algorithms.objective.Offline``."""
 
-    def __init__(self, settings: RewardModel) -> None:
+    def __init__(self, settings: RewardModelSettings) -> None:
         self.center_coef = settings.center_coef
         self.needs = frozenset({"chosen_scores", "rejected_scores"})
 

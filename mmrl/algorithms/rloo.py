@@ -18,13 +18,21 @@ from mmrl.algorithms.advantages import Advantages, leave_one_out
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import LOG_RATIO_BOUND, Surrogate, TokenObjective, clipped_surrogate
 from mmrl.algorithms.returns import penalised_rewards
-from mmrl.config.algorithms import RLOO
+from mmrl.algorithms.settings import ClippedSettings
+from mmrl.config.section import NonNegative
 
 
-class Objective(TokenObjective):
+class RLOOSettings(ClippedSettings):
+    """REINFORCE with a leave-one-out baseline, a response as one action (Ahmadian et al. 2024, arXiv 2402.14740)."""
+
+    kl_coef: NonNegative = 0.05
+    """Of the response's divergence, taken from its reward (TRL's default)."""
+
+
+class RLOO(TokenObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
-    def __init__(self, settings: RLOO) -> None:
+    def __init__(self, settings: RLOOSettings) -> None:
         super().__init__(settings, kl_in_loss=False)
         self.clip = (settings.clip_low, settings.clip_high)
         self.reward_kl_coef = settings.kl_coef

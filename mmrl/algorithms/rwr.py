@@ -12,21 +12,36 @@ group whose rewards are all equal is left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages, group_advantages
 from mmrl.algorithms.forward_process import ForwardObjective
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.sde import squared_distance
-from mmrl.config.picture_algorithms import RWR
+from mmrl.algorithms.settings import ForwardSettings
+from mmrl.config.section import NonNegative
 
 
-class Objective(ForwardObjective):
+class RWRSettings(ForwardSettings):
+    """Reward-weighted fine-tuning on the run's own samples (Lee et al. 2023, arXiv 2302.12192)."""
+
+    weights: Literal["softmax", "best"] = "softmax"
+    """A sample counts by the softmax of its group's standardised rewards, or the best one of each group alone (SFT on
+    own samples)."""
+    temperature: PositiveFloat = 1.0
+    """Of the softmax, in standard deviations of the group."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the squared distance to the reference's velocity."""
+
+
+class RWR(ForwardObjective):
     """Final class; see ``mmrl.algorithms.objective.ForwardProcess``. Advantages are the weights, 0 or more."""
 
-    def __init__(self, settings: RWR) -> None:
+    def __init__(self, settings: RWRSettings) -> None:
         super().__init__(settings.noise_levels, settings.kl_coef, frozenset({"v", "target"}))
         self.best, self.temperature = settings.weights == "best", settings.temperature
 

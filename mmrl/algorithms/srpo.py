@@ -16,20 +16,51 @@ theirs, but each text is scored apart: of rewards linear in the text's embedding
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from mmrl.algorithms.objective import GraphSteps
 from mmrl.algorithms.pathwise import PathwiseObjective
-from mmrl.config.picture_algorithms import SRPO
+from mmrl.algorithms.settings import PathwiseSettings
+from mmrl.config.sampling import Sampling, TextSampling
 
 
-class Objective(PathwiseObjective):
+class SRPOSettings(PathwiseSettings):
+    """Rewards of pictures recovered by their known noise, relative to unwanted words (Shen et al. 2025, arXiv
+    2509.06942)."""
+
+    wanted: tuple[str, ...] = ("Natural-lighting", "Detail", "Detailed", "Real")
+    """Words before the prompt, one a training step in turn, that the reward shall prefer pictures with; [] takes the
+    reward itself."""
+    unwanted: tuple[str, ...] = ("Concept art", "Painting", "Anime", "Flat", "Oil")
+    lowest: Annotated[float, Field(gt=0, lt=1)] = 0.75
+    highest: Annotated[float, Field(gt=0, lt=1)] = 0.964
+    """Noise levels that train: of the authors' 50 steps with shift 3 the 5th to the 25th."""
+    jump: Annotated[float, Field(gt=0, le=0.5)] = 0.1
+    """How far one prediction goes, as a share of these levels."""
+    discount: tuple[float, float] = (0.1, 0.25)
+    """What the reward counts beside the difference of the words, at the lowest and at the highest level; predictions
+    toward the picture."""
+    discount_inverted: tuple[float, float] = (0.3, 0.01)
+    """The same of predictions away from it."""
+    threshold: float = 0.7
+    """A relative reward beyond it has no gradient."""
+
+    def conflicts(self, sampling: Sampling | TextSampling) -> Iterator[str]:
+        if self.lowest >= self.highest:
+            yield f"algorithm.lowest: {self.lowest:g} is not below highest, {self.highest:g}; lower it"
+        if bool(self.wanted) != bool(self.unwanted):
+            yield "algorithm.wanted: wanted and unwanted words are compared; give both, or set both to []"
+
+
+class SRPO(PathwiseObjective):
     """Final class; see ``mmrl.algorithms.objective.Pathwise``."""
 
-    def __init__(self, settings: SRPO) -> None:
+    def __init__(self, settings: SRPOSettings) -> None:
         super().__init__(settings.kl_coef)
         self.settings = settings
 

@@ -1,5 +1,1 @@
-"""Typed recipes. This package imports no torch, so that ``--help`` and ``plan`` answer at once."""
-
-from mmrl.config.schema import Recipe
-
-__all__ = ["Recipe"]
+"""Typed recipes. Importing it imports no torch; reading a recipe does, with the algorithm that it names."""

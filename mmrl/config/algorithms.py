@@ -1,261 +1,103 @@
-"""The sections of the algorithms for text and for pairs, and of all: the defaults are the settings of each one's paper.
+"""The algorithms by the name a recipe calls them: a file of ``mmrl/algorithms``.
 
-Imports no torch.
+A file holds an algorithm where a class takes its settings, of another class of that file:
+``def __init__(self, settings: MySettings)``. A new file is found by that, and nothing else lists it. Only the algorithm
+that a recipe names is imported.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, TypeVar
+import ast
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import get_type_hints
 
-from pydantic import Field, PositiveFloat, PositiveInt
-
-from mmrl.config.picture_algorithms import (
-    AWM,
-    DGPO,
-    RWR,
-    SRPO,
-    AlignProp,
-    DiffusionDPO,
-    DiffusionNFT,
-    DRaFT,
-    FlowDPPO,
-    FlowGRPO,
-    GRPOGuard,
-    PictureDPO,
-    ReFL,
-)
-from mmrl.config.section import (
-    AdvantageAggregation,
-    AlgorithmSection,
-    Fraction,
-    Kind,
-    NonNegative,
-    Spread,
-    TrainsOn,
-)
+from mmrl._load import folders, load
+from mmrl.algorithms.settings import AlgorithmSettings
+from mmrl.config.aliases import known_as
+from mmrl.config.errors import did_you_mean
+from mmrl.config.layers import kind_of
 from mmrl.errors import UserError
 
-AggregationMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-"""How the losses of tokens become one number, by the field's names: over all tokens alike, or per response first."""
+
+class AlgorithmError(UserError, ValueError):
+    """``algorithm.type`` names no algorithm; the message says what to write, after the key."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"algorithm.type: {message}")
 
 
-class TokenAlgorithm(AlgorithmSection):
-    """What the policy gradients over tokens share (abstract)."""
+@dataclass(frozen=True)
+class Algorithm:
+    """``objective`` is made of ``settings``; ``module`` is the file that holds both."""
 
-    trains_on: ClassVar[TrainsOn] = "tokens"
-    kl_coef: NonNegative = 0.0
-    """Weight of the divergence from the reference model; 0 needs no reference."""
-    entropy_coef: NonNegative = 0.0
-    """Weight of the policy's entropy, which is raised."""
-    max_new_tokens: PositiveInt | None = None
-    """The length limit that ``seq_mean_token_sum_norm`` divides by and that overlong responses are measured against;
-    None takes sampling.max_new_tokens."""
-    dynamic_sampling: bool = False
-    """Draw other prompts in place of groups whose rewards are all equal (DAPO)."""
-    max_attempts: PositiveInt = 10
-    """Rounds of sampling in a step at most, where dynamic_sampling is on."""
+    name: str
+    objective: type
+    settings: type[AlgorithmSettings]
+    module: ModuleType
 
 
-class ClippedAlgorithm(TokenAlgorithm):
-    """A clipped surrogate: the ratio moves a token's loss inside [1 - clip_low, 1 + clip_high] (abstract)."""
-
-    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    clip_high: PositiveFloat = 0.2
-
-
-class GRPO(ClippedAlgorithm):
-    """Group relative policy optimisation (Shao et al. 2024, arXiv 2402.03300).
-
-    TRL's GRPOTrainer (1.16) has other defaults: kl_coef 0 and aggregation token_mean (its loss_type "dapo").
-    """
-
-    type: Literal["grpo"] = "grpo"
-    aggregation: AggregationMode = "seq_mean_token_mean"
-    advantage_std: Spread = "group"
-    advantage_aggregation: AdvantageAggregation = "sum"
-    kl_coef: NonNegative = 0.04
+@cache
+def algorithm_names() -> tuple[str, ...]:
+    """The algorithms of this installation. Reads the files and imports none."""
+    files = sorted(file for folder in folders("algorithms") for file in folder.glob("*.py"))
+    return tuple(file.stem for file in files if _holds_one(file))
 
 
-class DrGRPO(ClippedAlgorithm):
-    """GRPO without its biases of length and difficulty (Liu et al. 2025, arXiv 2503.20783)."""
-
-    type: Literal["dr_grpo"] = "dr_grpo"
-    aggregation: AggregationMode = "seq_mean_token_sum_norm"
+def shipped_algorithms() -> list[Algorithm]:
+    """All of this installation, which are imported."""
+    return [find_algorithm(name) for name in algorithm_names()]
 
 
-class RLOO(ClippedAlgorithm):
-    """REINFORCE with a leave-one-out baseline, a response as one action (Ahmadian et al. 2024, arXiv 2402.14740)."""
-
-    type: Literal["rloo"] = "rloo"
-    kl_coef: NonNegative = 0.05
-    """Of the response's divergence, taken from its reward (TRL's default)."""
-
-
-class ReinforcePP(ClippedAlgorithm):
-    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262), with or without the group baseline."""
-
-    type: Literal["reinforce_pp"] = "reinforce_pp"
-    variant: Literal["plain", "baseline"] = "plain"
-    """``plain``: each token's divergence is taken from its reward, and a group of 1 will do. ``baseline``: the group's
-    mean is taken off the reward first, and the divergence (k2) is a term of the loss."""
-    aggregation: AggregationMode = "token_mean"
-    kl_coef: NonNegative = 0.01
-    gamma: Fraction = 1.0
-
-    uses_token_rewards: ClassVar[bool] = True
-
-    @property
-    def compares_group(self) -> bool:
-        return self.variant == "baseline"
+@cache
+def find_algorithm(name: str) -> Algorithm:
+    """The algorithm that ``algorithm.type`` names, imported. Raises ``AlgorithmError``."""
+    if not any((folder / f"{name}.py").is_file() and name.isidentifier() for folder in folders("algorithms")):
+        raise AlgorithmError(unknown(name))
+    module = load("algorithms", name)
+    found = _algorithms_in(module, name)
+    if not found:
+        raise AlgorithmError(unknown(name))
+    return found[0]
 
 
-class DAPO(ClippedAlgorithm):
-    """Decoupled clip and dynamic sampling (Yu et al. 2025, arXiv 2503.14476)."""
-
-    type: Literal["dapo"] = "dapo"
-    clip_high: PositiveFloat = 0.28
-    aggregation: AggregationMode = "token_mean"
-    advantage_std: Spread = "group"
-    overlong_buffer: Fraction = 0.2
-    """Share of max_new_tokens at its end over which the punishment of length grows from 0 to overlong_penalty (4096 of
-    20480 tokens in the paper); 0 punishes nothing."""
-    overlong_penalty: NonNegative = 1.0
-    dynamic_sampling: bool = True
+def unknown(name: object) -> str:
+    """That ``name`` is no algorithm, what it may have meant, and which there are."""
+    written, known = kind_of(name), algorithm_names()
+    word = written.strip("'")
+    return f"unknown type {written}{known_as(word) or did_you_mean(word, known)}  (types: {', '.join(known)})"
 
 
-class GSPO(ClippedAlgorithm):
-    """Group sequence policy optimisation: one length-normalised ratio a response (Zheng et al. 2025, 2507.18071)."""
-
-    type: Literal["gspo"] = "gspo"
-    clip_low: Annotated[float, Field(gt=0, le=1)] = 3e-4
-    clip_high: PositiveFloat = 4e-4
-    advantage_std: Spread = "group"
-    advantage_aggregation: AdvantageAggregation = "sum"
+def missing() -> str:
+    """That there is no name, and which there are."""
+    return f"missing; write one of {', '.join(algorithm_names())}"
 
 
-class CISPO(TokenAlgorithm):
-    """Clipped importance weights, no token dropped (MiniMax-M1, arXiv 2506.13585)."""
-
-    type: Literal["cispo"] = "cispo"
-    aggregation: AggregationMode = "token_mean"
-    advantage_std: Spread = "group"
-    advantage_aggregation: AdvantageAggregation = "sum"
-    ratio_max: PositiveFloat = 5.0
-    """Upper bound of the detached ratio (1 + the paper's epsilon high, which it does not give; ScaleRL, arXiv
-    2510.13786, recommends 5). There is no lower bound, as in the paper."""
-
-
-class PPO(ClippedAlgorithm):
-    """Proximal policy optimisation with a critic per token (Schulman et al. 2017; Ouyang et al. 2022)."""
-
-    type: Literal["ppo"] = "ppo"
-    aggregation: AggregationMode = "token_mean"
-    kl_coef: NonNegative = 0.05
-    """Of each token's divergence, taken from its reward (TRL's default)."""
-    gamma: Fraction = 1.0
-    gae_lambda: Fraction = 0.95
-    value_clip: PositiveFloat = 0.2
-    """A new value counts no further than this from the value before the step's updates."""
-    critic_lr: PositiveFloat = 1e-5
-    """Peak learning rate of the critic's weights; its optimizer is otherwise as optim says."""
-
-    uses_token_rewards: ClassVar[bool] = True
-
-    @property
-    def compares_group(self) -> bool:
-        return False
+def _holds_one(file: Path) -> bool:
+    classes = {node.name: node for node in ast.parse(file.read_bytes()).body if isinstance(node, ast.ClassDef)}
+    makers = [
+        node
+        for cls in classes.values()
+        for node in cls.body
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__" and len(node.args.args) > 1
+    ]
+    taken = [maker.args.args[1].annotation for maker in makers]
+    return any(isinstance(annotation, ast.Name) and annotation.id in classes for annotation in taken)
 
 
-class CAPO(ClippedAlgorithm):
-    """Credit for steps by a generative judge's critique (Xie et al. 2025, arXiv 2508.02298)."""
-
-    type: Literal["capo"] = "capo"
-    aggregation: AggregationMode = "token_mean"
-    outcome_weight: PositiveFloat = 2.0
-    """Times the response's reward, on each of its tokens."""
-    step_weight: NonNegative = 1.0
-    """Times the rewards of single tokens: -1 in a step found wrong, less where critiques were averaged. The paper finds
-    that it must stay below outcome_weight."""
-
-    uses_token_rewards: ClassVar[bool] = True
+def _algorithms_in(module: ModuleType, name: str) -> list[Algorithm]:
+    own = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+    return [Algorithm(name, c, s, module) for c in own if (s := _settings_of(c)) and s.__module__ == module.__name__]
 
 
-class DPO(AlgorithmSection):
-    """Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290)."""
-
-    trains_on: ClassVar[TrainsOn] = "pairs"
-    kind: ClassVar[Kind] = "offline"
-    type: Literal["dpo"] = "dpo"
-    beta: PositiveFloat = 0.1
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the pairs believed to be labelled the wrong way round (conservative DPO)."""
-    reference_free: bool = False
-    """Take the reference as uniform: no reference model is needed."""
-
-    @property
-    def compares_group(self) -> bool:
-        return False
-
-
-class RewardModel(AlgorithmSection):
-    """A scalar reward model from pairs (Bradley and Terry 1952; Ouyang et al. 2022, arXiv 2203.02155)."""
-
-    trains_on: ClassVar[TrainsOn] = "pairs"
-    kind: ClassVar[Kind] = "offline"
-    type: Literal["reward_model"] = "reward_model"
-    center_coef: NonNegative = 0.0
-    """Weight of the squared sum of a pair's scores, which keeps scores about 0 (Eisenstein et al. 2023, arXiv
-    2312.09244, with 0.01)."""
-
-    @property
-    def compares_group(self) -> bool:
-        return False
-
-
-Algorithm = Annotated[
-    FlowGRPO
-    | GRPOGuard
-    | FlowDPPO
-    | DiffusionNFT
-    | AWM
-    | DGPO
-    | DiffusionDPO
-    | PictureDPO
-    | RWR
-    | DRaFT
-    | ReFL
-    | AlignProp
-    | SRPO
-    | GRPO
-    | DrGRPO
-    | RLOO
-    | ReinforcePP
-    | DAPO
-    | GSPO
-    | CISPO
-    | PPO
-    | CAPO
-    | DPO
-    | RewardModel,
-    Field(discriminator="type"),
-]
-
-
-A = TypeVar("A", bound=AlgorithmSection)
-
-
-def with_length_limit(algorithm: A, max_new_tokens: int) -> A:
-    """``algorithm`` with its ``max_new_tokens`` filled in where it has one that was left to sampling."""
-    if isinstance(algorithm, TokenAlgorithm) and algorithm.max_new_tokens is None:
-        return algorithm.model_copy(update={"max_new_tokens": max_new_tokens})
-    return algorithm
-
-
-def length_limit(settings: TokenAlgorithm) -> int:
-    """The section's ``max_new_tokens``; raises ``UserError`` where it was left to sampling and nothing filled it in."""
-    if settings.max_new_tokens is None:
-        raise UserError(
-            f"algorithm.max_new_tokens: this {type(settings).__name__} measures lengths against a limit and there is "
-            "none; set it, or sampling.max_new_tokens"
-        )
-    return settings.max_new_tokens
+def _settings_of(cls: type) -> type[AlgorithmSettings] | None:
+    """What the constructor takes, where that is the settings of an algorithm."""
+    try:
+        parameters = list(inspect.signature(cls.__init__).parameters)
+        taken = get_type_hints(cls.__init__).get(parameters[1]) if len(parameters) > 1 else None
+    except (NameError, TypeError, ValueError):  # of a class of another kind
+        return None
+    return taken if inspect.isclass(taken) and issubclass(taken, AlgorithmSettings) else None

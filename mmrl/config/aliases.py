@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mmrl.config.section import AlgorithmSection
+from mmrl.algorithms.settings import AlgorithmSettings
 
 SETTINGS: dict[str, list[str]] = {
     "DDPO (arXiv 2305.13301), on UNets": [
@@ -65,11 +65,11 @@ NO_GUIDANCE = {
 """Why a loss has no guidance of its own, by the kind of algorithm."""
 
 
-def not_asked(section: type[AlgorithmSection], key: str) -> str:
-    """Why a section of pictures lacks ``key``, where the reason is known, or nothing."""
+def not_asked(section: type[AlgorithmSettings], name: str, key: str) -> str:
+    """Why the settings of ``name``, an algorithm of pictures, lack ``key``, where the reason is known, or nothing."""
     if key != "guidance" or section.trains_on not in ("denoising", "picture_pairs"):
         return ""
-    return NO_GUIDANCE.get(section.kind, "").format(section.model_fields["type"].default)
+    return NO_GUIDANCE.get(section.kind, "").format(name)
 
 
 def _plain(name: str) -> str:

@@ -21,6 +21,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         return [
             *_device(recipe),
             *_groups(recipe),
+            *recipe.algorithm.conflicts(recipe.sampling),
             *_batches(recipe),
             *_half(recipe),
             *_performance(recipe),
@@ -35,6 +36,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
     return [
         *_device(recipe),
         *_groups(recipe),
+        *recipe.algorithm.conflicts(recipe.sampling),
         *_diffusion(recipe),
         *_pairs(recipe),
         *of_pictures(recipe),
@@ -117,7 +119,7 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
             f"rewards: {algorithm.type} trains on given pairs and samples nothing that could be rewarded; remove "
             "rewards (eval.rewards measures held-out samples)"
         )
-    if algorithm.type == "reward_model" and recipe.eval.rewards:
+    if algorithm.trains_scores and recipe.eval.rewards:
         yield "eval.rewards: a reward model writes no text that could be rewarded; remove eval.rewards"
     if recipe.rollout.engine != "transformers" and not recipe.eval.rewards:
         yield (

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from mmrl._load import Kind, folders
-from mmrl.config.error_messages import did_you_mean
+from mmrl.config.errors import did_you_mean
 from mmrl.config.layers import shown
 
 DEFAULT: dict[Kind, str] = {"pipelines": "build", "rewards": "score", "datasets": "prompts"}

@@ -12,13 +12,15 @@ from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from mmrl.config.aliases import known_as, not_asked
-from mmrl.config.errors import Finding, KeyPath
+from mmrl.algorithms.settings import AlgorithmSettings
+from mmrl.config.algorithms import shipped_algorithms
+from mmrl.config.aliases import not_asked
+from mmrl.config.errors import Finding, KeyPath, did_you_mean
 from mmrl.config.layers import Tree, kind_of, parse_key
 from mmrl.config.sampling import TextSampling
 from mmrl.config.sampling import kind_of as sampling_kind
 from mmrl.config.schema import Recipe
-from mmrl.config.section import AlgorithmSection, seconds_of
+from mmrl.config.section import seconds_of
 
 MOST_EXPLAINED = 50
 """Errors of a recipe: what an unknown key may have meant takes a while to find."""
@@ -49,12 +51,6 @@ def implicit_booleans(recipe: Recipe, tree: Tree) -> Iterator[Finding]:
             yield Finding(tree.source(path), path, _expected(path, tree.values, written))
 
 
-def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
-    """``; did you mean 'x'?`` or nothing."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 def contradictions(text: str, tree: Tree) -> Iterator[Finding]:
     """The lines ``key: why; edit`` of a check, each placed where its key is written."""
     for line in text.splitlines():
@@ -76,8 +72,7 @@ def _message(detail: ErrorDetails, path: KeyPath, values: dict[str, Any]) -> str
             known = _variants(path[:-1], values)
             written = kind_of(found.get("type") if isinstance(found, dict) else found)
             word = written.strip("'")
-            hint = (known_as(word) if path[0] == "algorithm" else "") or did_you_mean(word, known)
-            return f"unknown type {written}{hint}  (types: {', '.join(known)})"
+            return f"unknown type {written}{did_you_mean(word, known)}  (types: {', '.join(known)})"
     return _expected(path, values, found)
 
 
@@ -101,7 +96,7 @@ def _unknown(path: KeyPath, values: dict[str, Any]) -> str:
     assert section is not None, "only a section forbids keys"
     siblings = list(section.model_fields)
     listed = f"  (keys: {', '.join(siblings)})"
-    if issubclass(section, AlgorithmSection) and (why := not_asked(section, key)):
+    if issubclass(section, AlgorithmSettings) and (why := not_asked(section, _tag(section), key)):
         return f"{why}; remove it{listed}"
     others = [s for s in _sections(_annotation(path[:-1], values)) if s is not section and key in s.model_fields]
     if others:
@@ -204,6 +199,8 @@ def _has_default(path: KeyPath, values: Any) -> bool:
 
 
 def _tag(section: type[BaseModel]) -> str:
+    if issubclass(section, AlgorithmSettings):
+        return section.__module__.rpartition(".")[2]
     return str(section.model_fields["type"].default)
 
 
@@ -221,7 +218,9 @@ def _parts(annotation: Any) -> tuple[Any, ...]:
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
-    return [part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+    """The sections that may stand there; of the algorithm those of all that are shipped."""
+    parts = [part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+    return [found.settings for found in shipped_algorithms()] if parts == [AlgorithmSettings] else parts
 
 
 def _item(annotation: Any, index: int) -> Any:
@@ -263,10 +262,9 @@ def _describe(annotation: Any, bounds: dict[str, Any] | None = None) -> str:
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
         return _describe(inner, (bounds or {}) | _bounds(metadata))
+    if len(sections := _sections(annotation)) > 1:
+        return f"a section with a type ({', '.join(map(_tag, sections))})"
     if get_origin(annotation) in (Union, types.UnionType):
-        sections = _sections(annotation)
-        if len(sections) > 1:
-            return f"a section with a type ({', '.join(map(_tag, sections))})"
         nullable = type(None) in get_args(annotation)
         words = [_describe(arg) for arg in get_args(annotation) if arg is not type(None)]
         return " or ".join([*words, "null"] if nullable else words)

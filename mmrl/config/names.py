@@ -11,8 +11,7 @@ from typing import Any
 
 from mmrl._load import Kind, folders
 from mmrl.config.drop_ins import missing_drop_in, split_file
-from mmrl.config.error_messages import did_you_mean
-from mmrl.config.errors import KeyPath, Problem, RecipeError
+from mmrl.config.errors import KeyPath, Problem, RecipeError, did_you_mean
 from mmrl.config.layers import Tree, shown
 from mmrl.config.section import MOST_REWARDS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mmrl.config.picture_algorithms import SRPO, ForwardAlgorithm, StepAlgorithm
+from mmrl.algorithms.settings import ForwardSettings, StepSettings
 from mmrl.config.schema import Recipe
 
 
@@ -50,7 +50,7 @@ def _noise(recipe: Recipe) -> Iterator[str]:
 
 def _levels(recipe: Recipe) -> Iterator[str]:
     algorithm, steps = recipe.algorithm, recipe.denoising.steps
-    if not isinstance(algorithm, ForwardAlgorithm):
+    if not isinstance(algorithm, ForwardSettings):
         return
     most = len(algorithm.levels(steps))
     if (algorithm.noise_levels or 0) > most:
@@ -67,23 +67,18 @@ def _steps(recipe: Recipe) -> Iterator[str]:
     """Of policy gradients over denoising steps."""
     algorithm, sampling = recipe.algorithm, recipe.denoising
     recorded = sampling.window.size if sampling.window else sampling.steps - 1
-    if isinstance(algorithm, StepAlgorithm) and (algorithm.trained_steps or 0) > recorded:
+    if isinstance(algorithm, StepSettings) and (algorithm.trained_steps or 0) > recorded:
         yield f"algorithm.trained_steps: {recorded} steps carry noise and can be trained; set it to {recorded} or less"
     trained = getattr(algorithm, "trained_steps", None) or recorded
     if recipe.train.steps_per_forward != 1 and algorithm.kind != "policy_gradient":
         yield f"train.steps_per_forward: {algorithm.type} replays no recorded steps; remove it"
     elif recipe.train.at_once > trained:
         yield f"train.steps_per_forward: {trained} steps of a sample train; set it to {trained} or less"
-    if algorithm.type == "grpo_guard" and sampling.sde.kind == "cps":
-        yield (
-            "sampling.sde.kind: grpo_guard takes its bias off the log-prob of a Gaussian, and that of cps leaves out "
-            "the noise's size; set it to flow, dance or linear"
-        )
 
 
 def _compiled(recipe: Recipe) -> Iterator[str]:
     algorithm = recipe.algorithm
-    if recipe.replays_first and algorithm.type in ("grpo_guard", "flow_dppo"):
+    if recipe.replays_first and algorithm.exact_replay:
         yield (
             f"performance.compile: compiled kernels round {recipe.model.dtype} otherwise with a gradient than without, "
             f"which is more than {algorithm.type} tolerates between the mean of a step and the one it was drawn from; "
@@ -121,11 +116,6 @@ def _pathwise(recipe: Recipe) -> Iterator[str]:
             f"algorithm.renoise: a picture is predicted anew from the last step alone, and {last} steps carry a graph "
             "(algorithm.last_steps); set one of them to its default"
         )
-    if isinstance(algorithm, SRPO):
-        if algorithm.lowest >= algorithm.highest:
-            yield f"algorithm.lowest: {algorithm.lowest:g} is not below highest, {algorithm.highest:g}; lower it"
-        if bool(algorithm.wanted) != bool(algorithm.unwanted):
-            yield "algorithm.wanted: wanted and unwanted words are compared; give both, or set both to []"
     for i, reward in enumerate(recipe.rewards):
         if reward.name.partition(":")[0] == "http":
             yield (

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import lcm
 from typing import Any
 
+from mmrl.algorithms.settings import CriticSettings, PairSettings
 from mmrl.config.megatron_layouts import untested
 from mmrl.config.schema import Recipe
 
@@ -108,8 +109,7 @@ def _disaggregated(recipe: Recipe) -> Iterator[str]:
         )
     if placement.sleep:
         yield "placement.sleep: disaggregated devices keep their role, and their models stay awake; remove it"
-    apart = algorithm.kind == "forward_process" and algorithm.type != "diffusion_nft"
-    if apart or algorithm.type in ("grpo_guard", "flow_dppo"):
+    if not algorithm.takes_older_samples:
         yield (
             f"algorithm.type: {algorithm.type} compares samples with the very policy that drew them and has no weight "
             "that corrects older ones; set placement to adaptive, or algorithm.type to flow_grpo or diffusion_nft"
@@ -173,8 +173,8 @@ def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
             f"placement.sleep: {recipe.rollout.engine} would wake without weights, which {what} give to the engines of "
             "all devices together; remove it, or set train.backend to replicated"
         )
-    reference = algorithm.type == "dpo" and not algorithm.reference_free and recipe.model.lora is None
-    if reference and recipe.eval.every is not None:
+    compared = isinstance(algorithm, PairSettings) and algorithm.needs_reference and recipe.model.lora is None
+    if compared and recipe.eval.every is not None:
         yield (
             f"train.backend: held-out pairs are compared under the weights and the reference in turn, which {what} "
             "cannot do; set eval.every to null, model.lora={rank: 32}, or train.backend to replicated"
@@ -205,11 +205,11 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
         yield "train.pipeline_chunks: stages in turns take whole rows; remove it, or train.context_parallel"
     if train.sequence_parallel and train.tensor_parallel == 1:
         yield "train.sequence_parallel: it divides what train.tensor_parallel devices keep; set that, or remove it"
-    if train.pipeline_parallel > 1 and algorithm.type == "dpo":
+    if train.pipeline_parallel > 1 and algorithm.trains_on == "pairs" and not algorithm.trains_scores:
         yield f"train.pipeline_parallel: pairs are compared with a reference in one pass; set it to 1, or {fsdp}"
-    if train.pipeline_parallel > 1 and algorithm.type == "ppo":
+    if train.pipeline_parallel > 1 and isinstance(algorithm, CriticSettings):
         yield f"train.pipeline_parallel: log-probs and values are computed in one pass; set it to 1, or {fsdp}"
-    elif algorithm.type == "ppo" and train.context_parallel == 1:
+    elif isinstance(algorithm, CriticSettings) and train.context_parallel == 1:
         yield from untested("critic", train)
     if devices % size:
         yield (
@@ -226,7 +226,7 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
         yield f"model.lora: megatron trains whole weights; remove it, or {fsdp}"
     if recipe.model.dtype == "float16":
         yield f"model.dtype: megatron scales no losses for float16; set it to bfloat16 or float32, or {fsdp}"
-    if algorithm.type == "reward_model":
+    if algorithm.trains_scores:
         yield f"train.backend: {algorithm.type} trains a head for scores, which megatron lacks; {fsdp}"
     yield from _sharded(recipe, "weights in parts (megatron)")
 
@@ -240,7 +240,7 @@ def _context(recipe: Recipe) -> Iterator[str]:
     remove = "remove train.context_parallel"
     if recipe.sampling.type != "text":
         yield f"train.context_parallel: rows of tokens are cut, and this recipe makes pictures or clips; {remove}"
-    elif algorithm.type in ("ppo", "reward_model"):
+    elif algorithm.trains_scores or isinstance(algorithm, CriticSettings):
         yield f"train.context_parallel: {algorithm.type} trains a head for numbers, and its rows are not cut; {remove}"
     if train.backend != "megatron" and devices % size:
         yield (

@@ -1,4 +1,5 @@
-"""The recipe: everything a run depends on, as frozen pydantic models. Imports torch for ``model.dtype: auto`` alone.
+"""The recipe: everything a run depends on, as frozen pydantic models. Imports no torch; reading a recipe does, with the
+algorithm that it names.
 
 The defaults of an algorithm's section are the settings of its paper; what a recipe writes is visibly its own.
 """
@@ -6,30 +7,30 @@ The defaults of an algorithm's section are the settings of its paper; what a rec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
     PositiveFloat,
+    SerializeAsAny,
     Tag,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
 )
 
-from mmrl.config.algorithms import Algorithm
+from mmrl.algorithms.settings import AlgorithmSettings
+from mmrl.config.algorithms import AlgorithmError, find_algorithm, missing, unknown
 from mmrl.config.dtype import Dtype, with_choice
 from mmrl.config.older_keys import renamed
 from mmrl.config.performance import Performance
-from mmrl.config.picture_algorithms import DiffusionNFT, DRaFT, FlowGRPO
 from mmrl.config.rollout import Partial, Rollout
 from mmrl.config.runtime import Features, Runtime
 from mmrl.config.sampling import Sampling, Sde, TextSampling, Window, kind_of
 from mmrl.config.section import (
     MOST_REWARDS,
-    AlgorithmSection,
     Count,
     Decay,
     Duration,
@@ -41,9 +42,6 @@ from mmrl.config.section import (
 )
 
 __all__ = [
-    "DRaFT",
-    "DiffusionNFT",
-    "FlowGRPO",
     "Partial",
     "Rollout",
     "Sampling",
@@ -133,9 +131,25 @@ def _none_asked(value: Any, check: ValidatorFunctionWrapHandler) -> list[Reward]
 
 def _trains_on_pairs(algorithm: Any) -> bool:
     """Whether the section ``algorithm``, as it is written, is of an algorithm that trains on pairs."""
-    name = algorithm.get("type") if isinstance(algorithm, Mapping) else getattr(algorithm, "type", None)
-    sections: tuple[type[AlgorithmSection], ...] = get_args(get_args(Algorithm)[0])
-    return any(s.kind == "offline" and s.model_fields["type"].default == name for s in sections)
+    if isinstance(algorithm, AlgorithmSettings):
+        return algorithm.kind == "offline"
+    name = algorithm.get("type") if isinstance(algorithm, Mapping) else None
+    try:
+        return isinstance(name, str) and find_algorithm(name).settings.kind == "offline"
+    except AlgorithmError:  # said of the section itself
+        return False
+
+
+def _settings(algorithm: Any) -> Any:
+    """The section as the settings of the algorithm that it names, which is imported."""
+    if not isinstance(algorithm, Mapping):
+        return algorithm
+    if "type" not in algorithm:
+        raise AlgorithmError(missing())
+    name = algorithm["type"]
+    if not isinstance(name, str):
+        raise AlgorithmError(unknown(name))
+    return find_algorithm(name).settings.model_validate(algorithm)
 
 
 def _number_or_auto(value: Any) -> Any:
@@ -317,7 +331,8 @@ class Recipe(Section):
     rewards: Annotated[list[Reward], Field(min_length=1, max_length=MOST_REWARDS), WrapValidator(_none_asked)]
     """At least one; algorithms that train on pairs (dpo, reward_model) have none."""
     scoring: Scoring = Scoring()
-    algorithm: Algorithm
+    algorithm: Annotated[SerializeAsAny[AlgorithmSettings], BeforeValidator(_settings)]
+    """The section of the algorithm that ``type`` names: ``mmrl/algorithms/NAME.py``."""
     train: Train
     optim: Optim = Optim()
     performance: Performance = Performance()

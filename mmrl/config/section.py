@@ -1,9 +1,9 @@
-"""What every section of a recipe is, and the ranges of its numbers; what every algorithm's section is."""
+"""What every section of a recipe is, and the ranges of its numbers."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -34,43 +34,9 @@ Few = Annotated[int, Field(gt=0, le=4096)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Spread = Literal["group", "batch", "none"]
-"""What centred rewards are divided by: the standard deviation of their group, of the batch, or nothing."""
-Kind = Literal["policy_gradient", "forward_process", "pathwise", "offline"]
-"""What an update is made of: recorded actions, clean results noised afresh, a differentiable reward, or
-given pairs."""
-AdvantageAggregation = Literal["sum", "each", "gdpo"]
-"""How several rewards become one advantage: of their weighted sum; one of each reward, then their weighted sum
-(MixGRPO, arXiv 2507.21802), so that a reward that varies much does not drown the others; or the same, standardised over
-the batch again (GDPO, arXiv 2601.05242)."""
-
-
-TrainsOn = Literal["denoising", "tokens", "pairs", "picture_pairs"]
 
 
 class Section(BaseModel):
     """A part of a recipe: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class AlgorithmSection(Section):
-    """What every algorithm says of itself, beside its settings (abstract)."""
-
-    trains_on: ClassVar[TrainsOn] = "denoising"
-    """What a step is made of: denoised pictures and clips, sampled text, or pairs of a better and a worse text or
-    picture."""
-    kind: ClassVar[Kind] = "policy_gradient"
-    uses_token_rewards: ClassVar[bool] = False
-    """Rewards of single tokens count; elsewhere they would be lost."""
-    whole: ClassVar[Literal["group", "pair"] | None] = None
-    """What an update must see in one slice."""
-
-    @property
-    def compares_group(self) -> bool:
-        """Whether a sample is judged against the others of its prompt, so that a group of one teaches nothing."""
-        return True
-
-    def loss_guidance(self, sampling: float) -> float:
-        """The guidance scale of the predictions that train; ``sampling`` is sampling.guidance_scale."""
-        return sampling

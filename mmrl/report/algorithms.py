@@ -1,19 +1,17 @@
-"""The page of all algorithms, from their modules and sections: ``python -m mmrl.report.algorithms``.
+"""The page of all algorithms, from their files: ``python -m mmrl.report.algorithms``.
 
-Of a module's docstring the indented lines are the formula, and the paragraph that begins with ``Departs:`` says where
-it is not its paper's; settings and defaults are the section's. A test compares the page with what this prints.
+Of a file's docstring the indented lines are the formula, and the paragraph that begins with ``Departs:`` says where it
+is not its paper's. Settings and defaults are those of the class that the objective takes. A test compares the page with
+what this prints.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator
-from typing import get_args
 
-from mmrl.config.algorithms import Algorithm
+from mmrl.config.algorithms import Algorithm, shipped_algorithms
 from mmrl.config.aliases import SETTINGS
-from mmrl.config.section import AlgorithmSection
 
 KINDS = {
     "policy_gradient": "Policy gradients: actions with log-probs, denoising steps or tokens.",
@@ -43,24 +41,22 @@ TAIL = "The page is made by `python -m mmrl.report.algorithms`; a test compares 
 
 def page() -> str:
     """The whole page in Markdown."""
-    sections: list[type[AlgorithmSection]] = list(get_args(get_args(Algorithm)[0]))
     known = [f"| {name} | {', '.join(f'`{one}`' for one in of)} |" for name, of in SETTINGS.items()]
     out = [HEAD + "\n".join(known), "", GUIDANCE, TAIL]
     for kind, text in KINDS.items():
         out += [f"## {text}", "", "| algorithm | formula | settings | departs from its paper |", "|---|---|---|---|"]
-        out += [row(section) for section in sections if section.kind == kind]
+        out += [row(one) for one in shipped_algorithms() if one.settings.kind == kind]
         out.append("")
     return "\n".join(out[:-1]) + "\n"
 
 
-def row(section: type[AlgorithmSection]) -> str:
-    """One algorithm: what it is, its formula, settings with their defaults, and where it departs."""
-    name = section.model_fields["type"].default
-    text = importlib.import_module(f"mmrl.algorithms.{name}").__doc__ or ""
+def row(algorithm: Algorithm) -> str:
+    """What it is, its formula, settings with their defaults, and where it departs."""
+    section, text = algorithm.settings, algorithm.module.__doc__ or ""
     formula = "<br>".join(f"`{_cell(line)}`" for line in formula_of(text))
     fields = {key: field.default for key, field in section.model_fields.items() if key != "type"}
     settings = ", ".join(f"`{key}: {_written(value)}`" for key, value in fields.items())
-    cells = [f"`{name}`: {_cell((section.__doc__ or '').splitlines()[0])}", formula or "-", settings or "-"]
+    cells = [f"`{algorithm.name}`: {_cell((section.__doc__ or '').splitlines()[0])}", formula or "-", settings or "-"]
     return "| " + " | ".join([*cells, _cell(departs_of(text)) or "-"]) + " |"
 
 

@@ -86,7 +86,7 @@ def _front_matter(name: str, recipe: Recipe, rows: list[dict[str, Any]], what: W
         base_model_relation="adapter" if what == "lora" else "finetune",
         library_name=usage.library,
         pipeline_tag=usage.task,
-        tags=[*usage.tags, "mmrl", *learning, recipe.algorithm.type],
+        tags=[*usage.tags, "mmrl", *learning, recipe.algorithm.label],
         model_name=name if figures else None,
         eval_results=[EvalResult(usage.task, data, f"{data}, held out", *f) for f in figures.items()] or None,
     )
@@ -111,7 +111,7 @@ def _summary(recipe: Recipe, directory: RunDir, step: int, what: What) -> str:
     )
     return (
         f"`{public(recipe.model.path)}` after {step} step{'' if step == 1 else 's'} of {kind} with "
-        f"`{recipe.algorithm.type}` ({weights}{merged}), by the recipe `{recipe.name}` of mmrl: "
+        f"`{recipe.algorithm.label}` ({weights}{merged}), by the recipe `{recipe.name}` of mmrl: "
         f"{work} a step{seconds}.{average}"
     )
 

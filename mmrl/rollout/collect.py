@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mmrl.algorithms.multi_reward import aggregated
 from mmrl.algorithms.objective import Scored, advantages_of, prepared_by, sampler
+from mmrl.algorithms.settings import AdvantageAggregation
 from mmrl.config.checks import label_of
-from mmrl.config.section import AdvantageAggregation
 from mmrl.engines.policy import Version
 from mmrl.errors import BadPromptError
 from mmrl.out_of_memory import in_phase

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from mmrl.algorithms.settings import CriticSettings
 from mmrl.config.schema import Recipe
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.errors import BadPromptError, UserError
@@ -85,7 +86,7 @@ def describe(pipeline: TextPipeline, files: Files) -> Description:
     phases = frozenset(get_args(Phase))
     name = type(policy.get_base_model() if hasattr(policy, "get_base_model") else policy).__name__
     components = [Component("policy", name, policy, phases)]
-    if recipe.algorithm.type == "ppo":
+    if isinstance(recipe.algorithm, CriticSettings):
         with torch.device("meta"):
             pipeline.critic = Critic(policy)
         components.append(Component("critic", type(pipeline.critic.body).__name__, pipeline.critic, phases))

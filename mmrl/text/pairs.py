@@ -67,11 +67,11 @@ class Pairs:
 
     def __init__(self, pipeline: PairModel) -> None:
         self.pipeline = pipeline
-        self.scores = pipeline.recipe.algorithm.type == "reward_model"
+        self.scores = pipeline.recipe.algorithm.trains_scores
         if self.scores and not hasattr(pipeline.policy, "score"):
             raise UserError(
-                f"pipeline: {pipeline.recipe.pipeline} writes text, and reward_model trains a score; set "
-                "pipeline: llm/score (vlm/score for prompts with pictures)"
+                f"pipeline: {pipeline.recipe.pipeline} writes text, and {pipeline.recipe.algorithm.label} trains a "
+                "score; set pipeline: llm/score (vlm/score for prompts with pictures)"
             )
         whole, stops = ending(pipeline.conditioner), pipeline.conditioner.stop_tokens
         self.ending = whole if self.scores else [next(token for token in whole if token in stops)]

@@ -188,7 +188,7 @@ def settings_at(path: str) -> dict[str, Any]:
 
 def refuse_others(recipe: Recipe, chat: str) -> None:
     """Raise ``UserError`` where the recipe asks a reward model for something else than its training."""
-    if recipe.algorithm.type != "reward_model":
+    if not recipe.algorithm.trains_scores:
         raise UserError(
             f"pipeline: {recipe.pipeline} is a model that scores, and {recipe.algorithm.type} trains one that writes "
             f"text; set pipeline: {chat}, or algorithm.type: reward_model"

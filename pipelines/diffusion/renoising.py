@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mmrl.config.picture_algorithms import ForwardAlgorithm
+from mmrl.algorithms.settings import ForwardSettings
 from mmrl.config.schema import Recipe
 from mmrl.controller.randomness import generator, noise
 from mmrl.errors import UserError
@@ -33,7 +33,7 @@ class Renoising:
         asked = algorithm.loss_guidance(recipe.denoising.guidance_scale)
         self.guidance = asked if adapter.combines else 1.0
         every = list(range(self.steps - 1))
-        self.levels = algorithm.levels(self.steps) if isinstance(algorithm, ForwardAlgorithm) else every
+        self.levels = algorithm.levels(self.steps) if isinstance(algorithm, ForwardSettings) else every
 
     @property
     def entries(self) -> int:

@@ -1,0 +1,185 @@
+"""What the settings of every algorithm have in common, and what those of a kind share. Imports no algorithm, no torch.
+
+An algorithm's own settings stand beside its objective; the defaults are those of its paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from mmrl.config.sampling import Sampling, TextSampling
+from mmrl.config.section import NonNegative, Section
+from mmrl.errors import UserError
+
+Kind = Literal["policy_gradient", "forward_process", "pathwise", "offline"]
+"""What an update is made of: recorded actions, clean results noised afresh, a differentiable reward, or
+given pairs."""
+TrainsOn = Literal["denoising", "tokens", "pairs", "picture_pairs"]
+Spread = Literal["group", "batch", "none"]
+"""What centred rewards are divided by: the standard deviation of their group, of the batch, or nothing."""
+AdvantageAggregation = Literal["sum", "each", "gdpo"]
+"""How several rewards become one advantage: of their weighted sum; one of each reward, then their weighted sum
+(MixGRPO, arXiv 2507.21802), so that a reward that varies much does not drown the others; or the same, standardised over
+the batch again (GDPO, arXiv 2601.05242)."""
+AggregationMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+"""How the losses of tokens become one number, by the field's names: over all tokens alike, or per response first."""
+
+
+class AlgorithmSettings(Section):
+    """The section ``algorithm`` of a recipe, and what its algorithm says of itself (abstract)."""
+
+    trains_on: ClassVar[TrainsOn] = "denoising"
+    """What a step is made of: denoised pictures and clips, sampled text, or pairs of a better and a worse text or
+    picture."""
+    kind: ClassVar[Kind] = "policy_gradient"
+    uses_token_rewards: ClassVar[bool] = False
+    """Rewards of single tokens count; elsewhere they would be lost."""
+    whole: ClassVar[Literal["group", "pair"] | None] = None
+    """What an update must see in one slice."""
+    takes_older_samples: ClassVar[bool] = True
+    """Whether a weight corrects samples that older weights drew."""
+    trains_scores: ClassVar[bool] = False
+    """Whether the model is one that scores a text, in place of one that writes it."""
+    exact_replay: ClassVar[bool] = False
+    """Whether the mean of a denoising step is compared with the one it was drawn from, which must be the same to the
+    last digits."""
+
+    type: str = ""
+    """The name of the algorithm's file, or path/to/file.py:Class; a recipe says it."""
+
+    @property
+    def label(self) -> str:
+        """A short name: of ``path/to/file.py:Class`` the class."""
+        return self.type.rpartition(":")[2].rpartition("/")[2].removesuffix(".py")
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether a sample is judged against the others of its prompt, so that a group of one teaches nothing."""
+        return True
+
+    def loss_guidance(self, sampling: float) -> float:
+        """The guidance scale of the predictions that train; ``sampling`` is sampling.guidance_scale."""
+        return sampling
+
+    def conflicts(self, sampling: Sampling | TextSampling) -> Iterator[str]:
+        """What cannot work, of these settings and with how the recipe samples: ``key: why; edit`` each."""
+        yield from ()
+
+
+class TokenSettings(AlgorithmSettings):
+    """What the policy gradients over tokens share (abstract)."""
+
+    trains_on: ClassVar[TrainsOn] = "tokens"
+    kl_coef: NonNegative = 0.0
+    """Weight of the divergence from the reference model; 0 needs no reference."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the policy's entropy, which is raised."""
+    max_new_tokens: PositiveInt | None = None
+    """The length limit that ``seq_mean_token_sum_norm`` divides by and that overlong responses are measured against;
+    None takes sampling.max_new_tokens."""
+    dynamic_sampling: bool = False
+    """Draw other prompts in place of groups whose rewards are all equal (DAPO)."""
+    max_attempts: PositiveInt = 10
+    """Rounds of sampling in a step at most, where dynamic_sampling is on."""
+
+
+class ClippedSettings(TokenSettings):
+    """A clipped surrogate: the ratio moves a token's loss inside [1 - clip_low, 1 + clip_high] (abstract)."""
+
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    clip_high: PositiveFloat = 0.2
+
+
+class CriticSettings(TokenSettings):
+    """A critic of tokens trains beside the policy (abstract)."""
+
+    critic_lr: PositiveFloat = 1e-5
+    """Peak learning rate of the critic's weights; its optimizer is otherwise as optim says."""
+
+
+class PairSettings(AlgorithmSettings):
+    """Given pairs of texts (abstract)."""
+
+    trains_on: ClassVar[TrainsOn] = "pairs"
+    kind: ClassVar[Kind] = "offline"
+
+    @property
+    def compares_group(self) -> bool:
+        return False
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy as the run began is compared with."""
+        return False
+
+
+class PictureSettings(AlgorithmSettings):
+    """What the algorithms share that weigh a picture by its group's rewards (abstract)."""
+
+    advantage_clip: PositiveFloat = 5.0
+    advantage_std: Spread = "batch"
+    """Divide the centred reward by the group's standard deviation or by the batch's (Flow-GRPO's default)."""
+    advantage_aggregation: AdvantageAggregation = "sum"
+
+
+class StepSettings(PictureSettings):
+    """A policy gradient over denoising steps (abstract)."""
+
+    kl_coef: NonNegative = 0.04
+    trained_steps: PositiveInt | None = None
+    """Train so many of the recorded steps, drawn anew in every training step (DanceGRPO: 60 % of them); None trains
+    all."""
+
+
+class ForwardSettings(AlgorithmSettings):
+    """Clean samples noised afresh (abstract)."""
+
+    kind: ClassVar[Kind] = "forward_process"
+    takes_older_samples: ClassVar[bool] = False
+    guidance: NonNegative | Literal["sampling"] = 1.0
+    """Guidance scale of the predictions in the loss. 1 (or less) predicts with the prompt alone, as the authors do;
+    ``sampling`` takes sampling.guidance_scale (Flow-Factory's and verl-omni's DiffusionNFT)."""
+    noise_levels: PositiveInt | None = None
+    """Noise levels trained per sample; None takes every rollout step but the last."""
+
+    def loss_guidance(self, sampling: float) -> float:
+        return sampling if self.guidance == "sampling" else self.guidance
+
+    def levels(self, steps: int) -> list[int]:
+        """Which of the noise levels of a rollout's ``steps`` may train: all but the last."""
+        return list(range(steps - 1))
+
+
+class PathwiseSettings(AlgorithmSettings):
+    """A differentiable reward, sampled and decoded inside the update (abstract)."""
+
+    kind: ClassVar[Kind] = "pathwise"
+    kl_coef: NonNegative = 0.0
+    """Weight of the squared distance to the reference's velocity, at the steps with a graph."""
+
+    @property
+    def compares_group(self) -> bool:
+        return False
+
+
+A = TypeVar("A", bound=AlgorithmSettings)
+
+
+def with_length_limit(algorithm: A, max_new_tokens: int) -> A:
+    """``algorithm`` with its ``max_new_tokens`` filled in where it has one that was left to sampling."""
+    if isinstance(algorithm, TokenSettings) and algorithm.max_new_tokens is None:
+        return algorithm.model_copy(update={"max_new_tokens": max_new_tokens})
+    return algorithm
+
+
+def length_limit(settings: TokenSettings) -> int:
+    """The section's ``max_new_tokens``; raises ``UserError`` where it was left to sampling and nothing filled it in."""
+    if settings.max_new_tokens is None:
+        raise UserError(
+            f"algorithm.max_new_tokens: this {settings.label or type(settings).__name__} measures lengths against a "
+            "limit and there is none; set it, or sampling.max_new_tokens"
+        )
+    return settings.max_new_tokens
