@@ -105,7 +105,7 @@ METRICS: dict[str, str] = {
     "sent/weights": "Sharded weights: bytes of weights, approximately, that a device sent to the others.",
     "perf/engine_updates": "An engine with its own weights: weight updates since the last row.",
     "perf/engine_update_bytes": "Bytes of those updates, for the controller's first device.",
-    "perf/engine_update_seconds": "Wall seconds of gathering, writing and loading them; in time/sample, without shards.",
+    "perf/engine_update_seconds": "Wall seconds to gather, write and load them; in time/sample, without shards.",
     "perf/engine_calls": "Sampling calls to the engine since the last row, of the busiest controller.",
     "perf/engine_requests": "Samples that those calls started or continued.",
     "placement/rollout_devices": "Several devices: devices per controller that began the step by sampling.",
