@@ -45,7 +45,7 @@ from mmrl.report.clock import Clock
 from mmrl.report.environment import environment
 from mmrl.training.batch import Batch, chunks, rows_of_update, samples_of
 from mmrl.training.loop import train_step
-from mmrl.training.micro_batches import slices
+from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import StepContext
 from mmrl.trajectory import Trajectory
 
@@ -135,10 +135,10 @@ class Worker:
         lengths = torch.full((n,), float(run.objective.entries or len(run.pipeline.noisy_steps(0))))
         places = [(0, i) for i in range(n)]
         batch = Batch([rows], places, advantages.clone(), torch.ones(n), lengths, self.keys)
-        total = run.controller.count(run.objective.amount(batch.weights, batch.lengths))
-        for piece in slices(run, batch, rows_of_update(batch, 0, 1)):
-            new = run.pipeline.replay(piece.rows, piece.entries, run.objective.needs, run.policy.using)
-            run.policy.backward(run.objective.loss(new, piece.old, total).value)
+        total = run.controller.count(run.objective.loss_denominator(batch.weights, batch.lengths))
+        for micro_batch in split_micro_batches(run, batch, rows_of_update(batch, 0, 1)):
+            new = run.pipeline.replay(micro_batch.rows, micro_batch.entries, run.objective.needs, run.policy.using)
+            run.policy.backward(run.objective.loss(new, micro_batch.old, total).value)
         run.policy.apply()
         run.pipeline.features.release(self.keys)
 

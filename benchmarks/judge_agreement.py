@@ -22,7 +22,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.datasets.loading import load_prompts
 from mmrl.judge.statistics import Confusions, auc, auc_interval, wilson
 from mmrl.run import build, restored
-from mmrl.training.evaluation import Heldout
+from mmrl.training.evaluation import Evaluator
 
 
 def measure(scores: list[dict[str, float]], judge: str, truth: str) -> dict[str, float]:
@@ -58,7 +58,7 @@ def main() -> None:
     else:
         loaded = load_recipe([arguments.recipe], arguments.overrides)
         run, root = build(loaded.recipe, loaded.root), loaded.root
-    _, made, failures = Heldout(run, load_prompts(run.recipe, root, "heldout"), root).score(arguments.samples)
+    _, made, failures = Evaluator(run, load_prompts(run.recipe, root, "heldout"), root).score(arguments.samples)
     found = measure(made.scores, arguments.judge, arguments.truth)
     print(json.dumps({"failures": len(failures), **found}))
     for failure in failures[:3]:

@@ -37,10 +37,10 @@ from mmrl.config.schema import Placement
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from mmrl.placement.adaptive import Split, starting
-from mmrl.placement.multi_device import Several
+from mmrl.placement.multi_device import MultiDevice
 from mmrl.report.clock import Clock
 from mmrl.run import build
-from mmrl.runtime.worker import Reception, There, call, serve
+from mmrl.runtime.worker import Reception, RemoteWorker, call, serve
 from mmrl.simulator.simulate import Cluster, Outcome, adaptive, bound, static
 from mmrl.simulator.trace import Trace
 from mmrl.simulator.trace_from_run import read_run
@@ -89,7 +89,7 @@ def joined(loaded: LoadedRecipe, device: int, port: int) -> Controller:
 
 
 @contextmanager
-def opened(load: str) -> Iterator[tuple[StepContext, Several]]:
+def opened(load: str) -> Iterator[tuple[StepContext, MultiDevice]]:
     """The run, and its devices: this process and one more."""
     loaded, reception = recipe(load), Reception()
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -100,7 +100,7 @@ def opened(load: str) -> Iterator[tuple[StepContext, Several]]:
     try:
         controller = joined(loaded, 0, port)
         connections = reception.welcome(1)
-        devices = Several([There(1, connections[0])], loaded.recipe.placement)
+        devices = MultiDevice([RemoteWorker(1, connections[0])], loaded.recipe.placement)
         run = build(loaded.recipe, loaded.root, controller, devices)
         devices.open(run)
         yield run, devices
@@ -122,7 +122,7 @@ def work(address: str, key: str, port: str, load: str) -> None:
 class Arms:
     """Final class: a step under each placement; what the devices did is kept by placement."""
 
-    def __init__(self, load: str, run: StepContext, devices: Several, repeats: int) -> None:
+    def __init__(self, load: str, run: StepContext, devices: MultiDevice, repeats: int) -> None:
         self.run, self.devices, self.load = run, devices, load
         self.judges = run.rewards._entries
         self.half = WARM + repeats // 2

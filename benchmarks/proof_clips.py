@@ -39,7 +39,7 @@ def measure_here(out: Path, samples: int) -> None:
     from mmrl.datasets.loading import load_prompts
     from mmrl.report.metrics import read
     from mmrl.run import restored
-    from mmrl.training.evaluation import Heldout
+    from mmrl.training.evaluation import Evaluator
 
     rows = read(out / "metrics.jsonl")
     result: dict[str, float] = {
@@ -52,7 +52,7 @@ def measure_here(out: Path, samples: int) -> None:
         prompts = load_prompts(run.recipe, out, "heldout")
         trained = {(p.meta["colour"], p.meta["kind"]) for p in run.prompts}
         assert not any((p.meta["colour"], p.meta["kind"]) in trained for p in prompts), "held-out pairs were trained on"
-        row, _, _ = Heldout(run, prompts, out).score(samples)
+        row, _, _ = Evaluator(run, prompts, out).score(samples)
         result |= {f"{name}/{key}": row[metric] for key, metric in KEYS.items()}
     (out / "proof.json").write_text(json.dumps(result, indent=1))
 

@@ -39,7 +39,7 @@ def measure_here(out: Path, part: str) -> None:
     from mmrl.datasets.loading import load_prompts
     from mmrl.report.metrics import read
     from mmrl.run import restored
-    from mmrl.training.evaluation import Heldout
+    from mmrl.training.evaluation import Evaluator
 
     rows = read(out / "metrics.jsonl")
     result: dict[str, float] = {"steps": len(rows), "cpu_seconds": rows[-1]["perf/cpu_seconds"]}
@@ -52,7 +52,7 @@ def measure_here(out: Path, part: str) -> None:
             settings = run.recipe.eval.model_copy(update={"temperature": temperature})
             recipe = run.recipe.model_copy(update={"eval": settings})
             run.pipeline.recipe = recipe  # type: ignore[attr-defined]
-            row, made, _ = Heldout(run, prompts, out).score(SAMPLES)
+            row, made, _ = Evaluator(run, prompts, out).score(SAMPLES)
             result[f"{name}/{how}"] = row[f"reward/{part}"]
             result[f"{name}/{how}/length"] = mean(len(sample.text or "") for sample in made.samples)
     (out / "proof.json").write_text(json.dumps(result, indent=1))

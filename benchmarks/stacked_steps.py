@@ -15,13 +15,13 @@ from stepping import CPU, JPEG, Arm
 
 from mmrl.config.loader import load_recipe
 from mmrl.report.clock import Clock
-from mmrl.rollout.collect import rollout
+from mmrl.rollout.collect import collect_batch
 from mmrl.run import build
 from mmrl.training.batch import Batch, rows_of_update
 from mmrl.training.loop import backward
-from mmrl.training.micro_batches import slices
+from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import StepContext
-from mmrl.training.step_metrics import Tally
+from mmrl.training.step_metrics import StepMetrics
 
 
 def slices_with(run: StepContext, batch: Batch, at_once: int, seen: dict[int, tuple[torch.Tensor, float]]) -> Arm:
@@ -29,17 +29,17 @@ def slices_with(run: StepContext, batch: Batch, at_once: int, seen: dict[int, tu
     train = run.recipe.train.model_copy(update={"steps_per_forward": at_once})
     recipe = run.recipe.model_copy(update={"train": train})
     rows = rows_of_update(batch, 0, 1)
-    total = run.objective.amount(batch.weights[rows], batch.lengths[rows])
+    total = run.objective.loss_denominator(batch.weights[rows], batch.lengths[rows])
 
     def iterate(step: int, clock: Clock) -> None:
         object.__setattr__(run, "recipe", recipe)  # of a frozen record, for a measurement
         for p in run.policy.trainable.values():
             p.grad = None
-        tally = Tally(1)
+        metrics = StepMetrics(1)
         with clock("train"):
-            tally.merge([backward(run, slices(run, batch, rows), total, 0, True)])
+            metrics.merge([backward(run, split_micro_batches(run, batch, rows), total, 0, True)])
         found = [p.grad.flatten() for p in run.policy.trainable.values() if p.grad is not None]
-        seen[at_once] = torch.cat(found), tally.means(run.controller.gather)["policy/first_ratio_max_dev"]
+        seen[at_once] = torch.cat(found), metrics.means(run.controller.gather)["policy/first_ratio_max_dev"]
 
     return iterate
 
@@ -53,7 +53,7 @@ def main() -> None:
     loaded = load_recipe([arguments.recipe], [JPEG, *arguments.overrides])
     run = build(loaded.recipe, loaded.root)
     slots = run.controller.slots(0, run.prompts, loaded.recipe.train.prompts_per_step)
-    batch = rollout(run, slots, 0, Clock(CPU), Tally(len(slots)))
+    batch = collect_batch(run, slots, 0, Clock(CPU), StepMetrics(len(slots)))
     most = run.objective.entries or run.pipeline.entries(run.objective.kind)
     seen: dict[int, tuple[torch.Tensor, float]] = {}
     made = {str(k): slices_with(run, batch, k, seen) for k in sorted({1, min(2, most), most})}

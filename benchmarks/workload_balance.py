@@ -41,12 +41,12 @@ from mmrl.config.loader import load_recipe
 from mmrl.controller.workload_balance import LAUNCH, pack, packing_cost, padded
 from mmrl.report.clock import Clock
 from mmrl.report.environment import environment
-from mmrl.rollout.collect import rollout
+from mmrl.rollout.collect import collect_batch
 from mmrl.run import build
 from mmrl.training.batch import Batch, chunks
-from mmrl.training.micro_batches import parts, slices
+from mmrl.training.micro_batches import parts, split_micro_batches
 from mmrl.training.step_context import StepContext
-from mmrl.training.step_metrics import Tally
+from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import Trajectory
 
 CASES = ("sums", "long_tail")
@@ -62,7 +62,7 @@ def filled_up(sizes: Sizes, most: int, tokens: int | None = None) -> list[list[i
 def sampled(run: StepContext) -> Batch:
     """A step's batch as the model writes it."""
     slots = run.controller.slots(0, run.prompts, run.recipe.train.prompts_per_step)
-    return rollout(run, slots, 0, Clock(CPU), Tally())
+    return collect_batch(run, slots, 0, Clock(CPU), StepMetrics())
 
 
 def long_tailed(run: StepContext, batch: Batch, median: float, sigma: float, longest: int) -> Batch:
@@ -80,11 +80,11 @@ def update(run: StepContext, batch: Batch, way: Any) -> torch.Tensor:
     """All forward and backward passes of an update with micro-batches cut by ``way``; its gradient ``[n]``."""
     mmrl.training.batch.pack = way
     rows = list(range(len(batch.places)))
-    total = run.objective.amount(batch.weights, batch.lengths)
-    for piece in slices(run, batch, rows):
-        new = run.pipeline.replay(piece.rows, piece.entries, run.objective.needs, run.policy.using)
+    total = run.objective.loss_denominator(batch.weights, batch.lengths)
+    for micro_batch in split_micro_batches(run, batch, rows):
+        new = run.pipeline.replay(micro_batch.rows, micro_batch.entries, run.objective.needs, run.policy.using)
         own = {"log_probs": new["log_probs"].detach()}
-        run.policy.backward(run.objective.loss(new, piece.old | own, total).value)
+        run.policy.backward(run.objective.loss(new, micro_batch.old | own, total).value)
     found = torch.cat([p.grad.flatten() for p in run.policy.trainable.values() if p.grad is not None])
     for p in run.policy.trainable.values():
         p.grad = None

@@ -24,22 +24,22 @@ from mmrl.controller.workload import Balance
 from mmrl.datasets.loading import load_prompts
 from mmrl.engines import performance
 from mmrl.engines.context import InContext
-from mmrl.engines.policy import Policy, aged
+from mmrl.engines.policy import Policy, snapshot_name
 from mmrl.engines.sharded import Sharded
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
 from mmrl.out_of_memory import in_phase
 from mmrl.pipelines.protocol import Pipeline
-from mmrl.placement.single_device import Single
+from mmrl.placement.single_device import SingleDevice
 from mmrl.report.rundir import RunDir
 from mmrl.rewards.patience import Patience
 from mmrl.rewards.scoring import RewardSet
 from mmrl.rollout.async_rollout import AsyncRollout
-from mmrl.rollout.collect import AtOnce
+from mmrl.rollout.collect import SynchronousRollout
 from mmrl.rollout.dynamic_sampling import DynamicSampling
 from mmrl.rollout.partial_rollout import PartialRollout
 from mmrl.secrets import given_again
-from mmrl.training.evaluation import Heldout, told
+from mmrl.training.evaluation import Evaluator, told
 from mmrl.training.step_context import Devices, RolloutStrategy, StepContext, StepPart
 
 
@@ -94,7 +94,7 @@ def build(
         rewards,
         prompts,
         device,
-        devices or Single(),
+        devices or SingleDevice(),
         strategy,
         critic,
         parts if balance is None else {"balance": balance, **parts},
@@ -110,7 +110,9 @@ def strategy_of(recipe: Recipe) -> tuple[RolloutStrategy, dict[str, StepPart]]:
         dynamic = DynamicSampling(algorithm.max_attempts)
     ahead = AsyncRollout(recipe.placement.staleness or 1, partial, dynamic) if recipe.placement.apart else None
     parts = {"flight": partial, "attempts": dynamic, "ahead": ahead}
-    return ahead or partial or dynamic or AtOnce(), {name: part for name, part in parts.items() if part is not None}
+    return ahead or partial or dynamic or SynchronousRollout(), {
+        name: part for name, part in parts.items() if part is not None
+    }
 
 
 def critic_of(pipeline: Pipeline, recipe: Recipe, total: int, controller: Controller) -> Policy | None:
@@ -127,14 +129,14 @@ def keep_copies(policy: Policy, objective: Objective, staleness: int) -> None:
     for copy in copies_of(objective):
         policy.keep(copy)
         for n in range(1, staleness + 1):
-            policy.keep(aged(copy, n))
+            policy.keep(snapshot_name(copy, n))
     if any("reference" in name for name in objective.needs | prepared_by(objective)):
         policy.keep("reference")
 
 
 def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Weights:
     """How the trained weights of ``module`` lie on the controllers, and which of them share rows."""
-    weights, size = _lie(module, recipe, controller), recipe.train.context_parallel
+    weights, size = _weight_layout(module, recipe, controller), recipe.train.context_parallel
     if size == 1 or recipe.train.backend == "megatron":  # which shares rows itself
         return weights
     if controller.peers.ranks is None:  # a run that is looked at, by one process
@@ -142,7 +144,7 @@ def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Wei
     return InContext(module, weights, size)
 
 
-def _lie(module: nn.Module, recipe: Recipe, controller: Controller) -> Weights:
+def _weight_layout(module: nn.Module, recipe: Recipe, controller: Controller) -> Weights:
     """One controller alone holds them whole."""
     if controller.size * recipe.devices_per_controller == 1:
         return Replicated(module)
@@ -212,7 +214,7 @@ def restored(path: Path, which: str) -> tuple[StepContext, RunDir, int]:
 def evaluate(path: Path, samples: int | None = None, which: str = "latest") -> dict[str, float | None]:
     """Held-out rewards of a run's checkpoint over ``samples`` samples (None: as many as the recipe says)."""
     run, _, step = restored(path, which)
-    heldout = Heldout(run, load_prompts(run.recipe, path, "heldout"), path)
+    heldout = Evaluator(run, load_prompts(run.recipe, path, "heldout"), path)
     row, _, failures = heldout.score(samples or run.recipe.eval.samples)
     if failures:
         print(f"warning: {told(row, failures)}", file=sys.stderr)

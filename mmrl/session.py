@@ -39,7 +39,7 @@ from mmrl.secrets import remember
 from mmrl.stopping import Stop
 from mmrl.training.divergence import Divergence, divergence
 from mmrl.training.early_stopping import EarlyStop
-from mmrl.training.evaluation import Heldout, measure, unmeasured
+from mmrl.training.evaluation import Evaluator, measure, unmeasured
 from mmrl.training.loop import train_step
 from mmrl.training.step_context import Devices
 
@@ -90,7 +90,7 @@ class Session:
             try:
                 with in_phase("load"):
                     self.run = build(self.recipe, loaded.root, self.controller, devices)
-                    self.heldout = Heldout(self.run, load_prompts(self.recipe, loaded.root, "heldout"), loaded.root)
+                    self.heldout = Evaluator(self.run, load_prompts(self.recipe, loaded.root, "heldout"), loaded.root)
             except OutOfMemoryError as error:
                 raise UserError(explained(error, loaded)) from error
             for rewards in self.heldout.rewards:  # those of training among them

@@ -227,5 +227,5 @@ def test_an_objective_knows_its_advantages_and_its_share_of_the_denominator(obje
     rewards = GOLDEN.double()
     own = objective.advantages(Scored(rewards, GROUPS))
     assert torch.equal(own.values, group_advantages(rewards, GROUPS, std).values)
-    assert objective.amount(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([9.0, 9.0, 9.0])) == 18
+    assert objective.loss_denominator(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([9.0, 9.0, 9.0])) == 18
     assert prepared_by(objective) == frozenset()

@@ -20,7 +20,7 @@ from mmrl.judge.answers import parse_kind
 from mmrl.judge.asking import Ask
 from mmrl.judge.asking import Settings as Asking
 from mmrl.judge.local import LocalModel
-from mmrl.placement.multi_device import Several
+from mmrl.placement.multi_device import MultiDevice
 from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import build, can_sleep, find
 from mmrl.rewards.scoring import RewardSet
@@ -391,7 +391,7 @@ def test_the_price_of_a_move_has_the_waking_of_scorers_in_it_and_judging_has_not
     rewards = RewardSet([Reward(name="clip", options={"path": clip})], REPO, awake=False)
     if sleep:
         rewards.sleep()
-    several = Several([], Placement(type="colocate", sleep=sleep))
+    several = MultiDevice([], Placement(type="colocate", sleep=sleep))
     recipe = SimpleNamespace(threads=None, rollout=SimpleNamespace(engine="transformers"))
     run = SimpleNamespace(rewards=rewards, recipe=recipe, device=torch.device("cpu"))
     run.pipeline = SimpleNamespace(sleep=lambda: None)

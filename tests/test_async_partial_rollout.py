@@ -16,7 +16,7 @@ from mmrl.checkpoint.run_state import saver_of
 from mmrl.controller import Controller
 from mmrl.errors import UserError
 from mmrl.placement import device_tasks
-from mmrl.placement.single_device import Single
+from mmrl.placement.single_device import SingleDevice
 from mmrl.rollout.async_rollout import AsyncRollout
 from mmrl.run import build
 from tests import ray_runs
@@ -35,31 +35,31 @@ def sampler(monkeypatch):
     monkeypatch.setattr("mmrl.text.engine_sampling._engine", lambda name: Sampler)
 
 
-class Lagging(Single):
+class Lagging(SingleDevice):
     """Draws with the version it is given, in the process that trains."""
 
-    def go_on(self, run, parts, most, how, version=None):
+    def continue_generation(self, run, parts, most, how, version=None):
         now = run.policy.version(run.policy.active)
-        run.policy.become(version)
-        drawn = super().go_on(run, parts, most, how)
-        run.policy.become(now)
+        run.policy.load_version(version)
+        drawn = super().continue_generation(run, parts, most, how)
+        run.policy.load_version(now)
         return drawn
 
 
-class Beside(Single):
+class Beside(SingleDevice):
     """Draws in a run of its own, while the other one trains; ``hesitates(n)`` before its n-th round."""
 
     def __init__(self, there, hesitates):
         self.there, self.hesitates, self.rounds, self.threads = there, hesitates, 0, set()
 
-    def go_on(self, run, parts, most, how, version=None):
+    def continue_generation(self, run, parts, most, how, version=None):
         self.threads.add(threading.current_thread().name)
         self.hesitates(self.rounds)
         self.rounds += 1
-        self.there.policy.become(version)
+        self.there.policy.load_version(version)
         for part in parts:
             self.there.pipeline.encode(part.slots)
-        return [device_tasks.go_on(self.there, part, most, how) for part in parts]
+        return [device_tasks.continue_generation(self.there, part, most, how) for part in parts]
 
 
 class InTurn(AsyncRollout):

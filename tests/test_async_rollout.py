@@ -14,8 +14,8 @@ from mmrl.config.loader import load_recipe
 from mmrl.engines.policy import Version
 from mmrl.placement import device_tasks
 from mmrl.placement.adaptive import Split
-from mmrl.placement.single_device import Single
-from mmrl.placement.task_queue import Board, Task, as_rows
+from mmrl.placement.single_device import SingleDevice
+from mmrl.placement.task_queue import Task, TaskQueue, as_rows
 from mmrl.report.clock import Clock
 from mmrl.report.rundir import RunDir
 from mmrl.rollout.async_rollout import AsyncRollout
@@ -48,7 +48,7 @@ JUDGED = [
 ]
 
 
-class Lagging(Single):
+class Lagging(SingleDevice):
     """Draws with the version it is given, in the process that trains."""
 
     def __init__(self):
@@ -56,9 +56,9 @@ class Lagging(Single):
 
     def sample(self, run, chunks, how, clock, version=None):
         now = run.policy.version(run.policy.active)
-        run.policy.become(version or now)
+        run.policy.load_version(version or now)
         drawn = list(super().sample(run, chunks, how, clock))
-        run.policy.become(now)
+        run.policy.load_version(now)
         self.drawn = [trajectory for _, trajectory, _ in drawn]
         self.ever.update((i, t.rows([n])) for t in self.drawn for n, i in enumerate(t.ids))
         return iter(drawn)
@@ -115,7 +115,7 @@ def figures(found):
 
 def replayed(run, trajectory, version):
     """The largest distance of the recorded log-probs from those under ``version``."""
-    run.policy.become(version)
+    run.policy.load_version(version)
     with torch.no_grad():
         if trajectory.mask is None:
             new = run.pipeline.replay(trajectory, [0], frozenset({"log_probs"}), run.policy.using)["log_probs"]
@@ -126,7 +126,7 @@ def replayed(run, trajectory, version):
 
 def log_probs(run, trajectory, action, version):
     """Of pictures under ``version``, float64 ``[B]``."""
-    run.policy.become(version)
+    run.policy.load_version(version)
     with torch.no_grad():
         new = run.pipeline.replay(trajectory, [action], frozenset({"log_probs"}), run.policy.using)
     return new["log_probs"].squeeze(1).double()
@@ -225,7 +225,7 @@ def test_clean_samples_are_compared_with_the_old_policy_that_drew_them(staleness
     ids = list(drawn)
     slots = [rows.slots[0] for rows in drawn.values()]
     for n, version in enumerate([*versions, now]):
-        run.policy.become(version)
+        run.policy.load_version(version)
         again = torch.cat([run.pipeline.sample(slots[k : k + 4], ids[k : k + 4], [], 0).clean for k in range(0, 16, 4)])
         assert ((again - torch.cat([rows.clean for rows in drawn.values()])).abs().max() < 1e-6) == (n == of)
         gaps = []
@@ -305,7 +305,7 @@ def test_nothing_is_drawn_beyond_the_last_step():
 
 
 def test_apart_each_device_keeps_its_role():
-    board = Board(3)
+    board = TaskQueue(3)
     board.apart(Split(1, 1))
     assert board.roles == ["train", "rollout", "judge"]
     for role in ("rollout", "judge"):
@@ -317,7 +317,7 @@ def test_apart_each_device_keeps_its_role():
 
 
 def test_what_an_earlier_step_waits_for_goes_first():
-    board = Board(2)
+    board = TaskQueue(2)
     board.apart(Split(1, 0))
     for name, updates in (("later", 3), ("replacement", 2), ("another", 3), ("first", 1)):
         board.put(Task("rollout", device_tasks.sample, (name,), version=Version(updates, "current", {})))
@@ -325,7 +325,7 @@ def test_what_an_earlier_step_waits_for_goes_first():
 
 
 def test_work_that_goes_on_into_the_next_step_counts_in_both():
-    board = Board(1)
+    board = TaskQueue(1)
     board.put(Task("rollout", device_tasks.sample, (), of=(4, 1)))
     board.take(0)
     began = board._since[0]
@@ -342,7 +342,7 @@ def test_work_that_goes_on_into_the_next_step_counts_in_both():
 
 
 def test_work_that_ends_as_the_step_does_counts_once():
-    board = Board(1)
+    board = TaskQueue(1)
     board.put(Task("rollout", device_tasks.sample, ()))
     board.take(0)
     began = board._since[0]

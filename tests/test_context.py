@@ -12,7 +12,7 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.engines.context import Group, attend, columns, refusals
 from mmrl.errors import UserError
-from mmrl.planner.max_length import longest
+from mmrl.planner.max_length import max_length
 from mmrl.planner.plan import plan
 from tests import test_megatron as megatron
 from tests.ranks import launched
@@ -131,7 +131,7 @@ def test_plan_counts_what_one_of_several_ranks_keeps_and_says_how_long_rows_may_
     assert half == pytest.approx(whole / 2, rel=0.1)
     assert quarter == pytest.approx(whole / 4, rel=0.1)
     memory = int(1.2 * planned(2, 120).peak.total)
-    tokens, phase = longest(made := planned(2, 120, memory))
+    tokens, phase = max_length(made := planned(2, 120, memory))
     assert phase == made.peak.name
     prompt = made.counts.row_tokens - 120
     assert not planned(2, int(0.97 * tokens) - prompt, memory).problems

@@ -15,7 +15,7 @@ from mmrl.errors import UserError
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.training.loop import train_step
-from mmrl.training.step_metrics import Tally
+from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import Prompt
 from tests.ranks import launched
 
@@ -148,11 +148,11 @@ def test_shares_follow_one_another_and_lack_nothing():
 
 def test_metrics_of_controllers_are_those_of_the_whole():
     def filled(values, weight, of):
-        tally = Tally(weight)
-        tally.set({"groups": sum(values) / len(values)})
-        tally.extend("reward", torch.tensor(values))
-        tally.gather({"gap": torch.tensor(sum(values))}, {"gap_max": torch.tensor(max(values))}, len(values))
-        return tally
+        metrics = StepMetrics(weight)
+        metrics.set({"groups": sum(values) / len(values)})
+        metrics.extend("reward", torch.tensor(values))
+        metrics.gather({"gap": torch.tensor(sum(values))}, {"gap_max": torch.tensor(max(values))}, len(values))
+        return metrics
 
     whole = filled([1.0, 2.0, 3.0, 6.0, 8.0], 5, 1)
     parts = [filled([1.0, 2.0, 3.0], 3, 1), filled([6.0, 8.0], 2, 1)]

@@ -29,7 +29,7 @@ ROW = {"reward/mean": 0.6012, "reward/std": 0.21, "policy/ratio_max_dev": 1.2e-7
 def cpu_clock(monkeypatch):
     """Every step takes one CPU-second."""
     ticks = itertools.count()
-    monkeypatch.setattr("mmrl.placement.single_device.Single.cpu_seconds", lambda self, run: float(next(ticks)))
+    monkeypatch.setattr("mmrl.placement.single_device.SingleDevice.cpu_seconds", lambda self, run: float(next(ticks)))
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from mmrl.config.schema import Placement
 from mmrl.errors import UserError
 from mmrl.judge.local import LocalModel
 from mmrl.placement.adaptive import Split
-from mmrl.placement.multi_device import Several
-from mmrl.placement.task_queue import Board, Task
+from mmrl.placement.multi_device import MultiDevice
+from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.placement.utilisation import Sampler, of_gpu
 from mmrl.report import notices
-from mmrl.runtime.worker import LostDeviceError, There, serve
+from mmrl.runtime.worker import LostDeviceError, RemoteWorker, serve
 from mmrl.training.step_context import DeviceState
 from tests.ray_runs import JUDGED, ROOT, SMALL, alike, ended, lose_one, placed, rows, run, start, train
 
@@ -188,7 +188,7 @@ def taken(board, device):
 
 
 def test_devices_keep_their_role_and_take_up_the_other_as_the_placement_allows():
-    board = Board(2)
+    board = TaskQueue(2)
     board.begin(Split(1, 1), "never", 2)
     for role in ("rollout", "rollout", "judge"):
         board.put(task(role))
@@ -200,7 +200,7 @@ def test_devices_keep_their_role_and_take_up_the_other_as_the_placement_allows()
     assert taken(board, 1) == "judge"
     assert board.moves == 0
 
-    board = Board(2)
+    board = TaskQueue(2)
     board.begin(Split(2, 0), "after", 1)
     board.put(task("rollout"))
     board.put(task("judge"))
@@ -210,7 +210,7 @@ def test_devices_keep_their_role_and_take_up_the_other_as_the_placement_allows()
     assert taken(board, 1) == "judge"
     assert board.moves == 1
 
-    board = Board(2)
+    board = TaskQueue(2)
     board.begin(Split(1, 1), "worth", 2)
     board.put(task("rollout"))
     board.put(task("rollout"))
@@ -284,7 +284,7 @@ def soon(call):
 
 @pytest.mark.parametrize("where", ["take", "done"])
 def test_a_device_that_fails_outside_its_task_is_heard_and_not_waited_for(monkeypatch, where):
-    several, run = Several([], Placement()), SimpleNamespace(rewards=SimpleNamespace(on_device=[]))
+    several, run = MultiDevice([], Placement()), SimpleNamespace(rewards=SimpleNamespace(on_device=[]))
     run.recipe = SimpleNamespace(threads=None, rollout=SimpleNamespace(engine="transformers"))
     several.open(run)  # type: ignore[arg-type]
     assert several.cpu_seconds(run) > 0  # type: ignore[arg-type]
@@ -346,7 +346,7 @@ def device():
     run = SimpleNamespace(pipeline=SimpleNamespace(features=features), local=DeviceState(), starts=starts)
     serving = threading.Thread(target=serve, args=(run, there), daemon=True)
     serving.start()
-    yield There(3, here, heard.append, starting), heard, starts
+    yield RemoteWorker(3, here, heard.append, starting), heard, starts
     here.close()
     serving.join(10)
     notices.listen(None)
@@ -375,7 +375,7 @@ def test_what_happens_on_a_device_is_heard_before_its_answer(device):
 
 
 def test_a_turn_has_a_price_where_the_next_will_take_as_long():
-    board = Board(1)
+    board = TaskQueue(1)
     begun = board._start
     board.done(0, "rollout", begun, begun + 60, begun + 61, False)  # an engine was started for good
     assert board.price == 0.0

@@ -14,13 +14,13 @@ from mmrl.controller import Controller
 from mmrl.errors import BadPromptError
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Scores
-from mmrl.rollout.collect import encode, rollout
+from mmrl.rollout.collect import collect_batch, encode
 from mmrl.rollout.dynamic_sampling import DynamicSampling, resample
 from mmrl.run import build
 from mmrl.training.batch import Round
 from mmrl.training.loop import train_step
 from mmrl.training.step_context import FinishedStep
-from mmrl.training.step_metrics import Tally
+from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import Prompt, Slot
 from tests import tiny
 
@@ -60,12 +60,12 @@ def outcome(attempts, differs, slots, rank=0, size=1):
     recipe = SimpleNamespace(train=SimpleNamespace(group_size=2))
     controller = Controller(0, rank, size)
     run = SimpleNamespace(recipe=recipe, controller=controller, prompts=PROMPTS, rewards=SimpleNamespace(by_batch=[]))
-    tally = Tally()
+    metrics = StepMetrics()
     rounds = [sample(controller.slots(0, PROMPTS, slots))]
-    standing = resample(run, attempts, rounds, sample, tally)
+    standing = resample(run, attempts, rounds, sample, metrics)
     chosen = [rounds[r].slots[n] for r, n in standing]
     asked = [(s.index, s.attempt) for r in rounds for s in r.slots]
-    return [(s.index, s.attempt, s.prompt.id) for s in chosen], asked, tally
+    return [(s.index, s.attempt, s.prompt.id) for s in chosen], asked, metrics
 
 
 pairs = st.frozensets(st.tuples(st.integers(0, 6), st.integers(0, 9)), max_size=20)
@@ -75,13 +75,13 @@ pairs = st.frozensets(st.tuples(st.integers(0, 6), st.integers(0, 9)), max_size=
 def test_trying_ahead_changes_no_outcome(differs, valid, most, slots):
     ahead = DynamicSampling(most)
     ahead.valid = valid
-    standing, asked, tally = outcome(ahead, differs, slots)
+    standing, asked, metrics = outcome(ahead, differs, slots)
     plain, needed, _ = outcome(OneByOne(most), differs, slots)
     assert standing == plain
     assert set(needed) <= set(asked)
     assert len(set(asked)) == len(asked)
     assert all(attempt < most for _, attempt in asked)
-    row = tally.means()
+    row = metrics.means()
     assert row["sampling/groups"] == len(asked)
     assert row["sampling/ahead_unused"] == len(asked) - len(needed)
     assert row["sampling/valid"] == pytest.approx(len(differs & set(asked)) / len(asked))
@@ -94,12 +94,12 @@ def test_controllers_try_the_same_groups(differs, valid, size):
         made.valid = valid
         return made
 
-    whole, asked, tally = outcome(attempts(), differs, 7)
+    whole, asked, metrics = outcome(attempts(), differs, 7)
     parts = [outcome(attempts(), differs, 7, rank, size) for rank in range(size)]
     assert sorted(one for part in parts for one in part[0]) == whole
     assert sorted(one for part in parts for one in part[1]) == sorted(asked)
     sums = [json.loads(json.dumps(part[2].sums())) for part in parts]
-    assert parts[0][2].means(lambda _: sums) == tally.means()
+    assert parts[0][2].means(lambda _: sums) == metrics.means()
 
 
 def test_as_many_are_tried_as_make_a_good_group_likely():
@@ -194,7 +194,7 @@ def test_rewards_are_normalised_by_the_groups_that_stand(folder):
     loaded = load_recipe([folder / "recipe.yaml"], normal)
     run = build(loaded.recipe, loaded.root)
     slots = run.controller.slots(0, run.prompts, 6)
-    batch = rollout(run, slots, 0, Clock(torch.device("cpu")), Tally())
+    batch = collect_batch(run, slots, 0, Clock(torch.device("cpu")), StepMetrics())
     expected = torch.tensor([0.75, -0.25, -0.25, -0.25]) / (3**0.5 / 4 + 1e-4)
     assert any(i.attempt for i in batch.ids)
     torch.testing.assert_close(batch.advantages, expected.repeat(6))
@@ -205,6 +205,6 @@ def test_what_rewards_say_is_not_cancelled_before_they_are_scaled(folder):
     opposed = "rewards=[{name: 'reward.py:length', normalize: batch}, {name: 'reward.py:short', normalize: batch}]"
     loaded = load_recipe([folder / "recipe.yaml"], [opposed])
     run = build(loaded.recipe, loaded.root)
-    tally = Tally()
-    rollout(run, run.controller.slots(0, run.prompts, 6), 0, Clock(torch.device("cpu")), tally)
-    assert tally.means()["sampling/valid"] > 0.8
+    metrics = StepMetrics()
+    collect_batch(run, run.controller.slots(0, run.prompts, 6), 0, Clock(torch.device("cpu")), metrics)
+    assert metrics.means()["sampling/valid"] > 0.8

@@ -27,7 +27,7 @@ from mmrl.engines.engine_weights import (
     write_adapter,
     write_weights,
 )
-from mmrl.engines.lazy_engine import RESTARTS, Standby, unfailing
+from mmrl.engines.lazy_engine import RESTARTS, LazyEngine, unfailing
 from mmrl.engines.rollout import Request, Settings
 from mmrl.engines.server_process import Client, Process, flags, free_port
 from mmrl.engines.vllm import engine_arguments, sampling_parameters
@@ -357,7 +357,7 @@ def test_a_server_that_dies_or_freezes_is_named_started_again_and_asked_for_the_
     tmp_path, capfd, monkeypatch, how, which, why
 ):
     monkeypatch.setattr(Served, "alive", 0)
-    engine = Standby(lambda: Served(tmp_path), False)
+    engine = LazyEngine(lambda: Served(tmp_path), False)
     engine.wake()
     first = engine._engine
     members = first.process.members()
@@ -388,7 +388,7 @@ def test_a_server_that_dies_or_freezes_is_named_started_again_and_asked_for_the_
 
 def test_a_server_that_is_lost_time_and_again_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Served, "alive", 0)
-    engine = Standby(lambda: Served(tmp_path), False)
+    engine = LazyEngine(lambda: Served(tmp_path), False)
 
     def killed():
         engine.wake()

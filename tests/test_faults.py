@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mmrl.runtime import stall_watchdog as pulses
-from mmrl.runtime.stall_watchdog import Pulse
+from mmrl.runtime.stall_watchdog import StallWatchdog
 from tests.ray_runs import SMALL, ended, learned, rows, train
 
 HANGS = """
@@ -33,7 +33,7 @@ class Time:
 def test_a_phase_is_stuck_after_ten_times_its_usual_time(monkeypatch):
     clock = Time()
     monkeypatch.setattr(pulses, "time", clock)
-    pulse = Pulse(10.0, {"reward": 100.0})
+    pulse = StallWatchdog(10.0, {"reward": 100.0})
     for phase, seconds in (("train", 2.0), ("reward", 2.0), ("sample", 0.1)):
         for _ in range(3):
             with pulse(phase):
@@ -57,7 +57,7 @@ def test_a_phase_is_stuck_after_ten_times_its_usual_time(monkeypatch):
 def test_a_wait_for_work_behind_other_phases_is_measured_by_all_of_them(monkeypatch):
     clock = Time()
     monkeypatch.setattr(pulses, "time", clock)
-    pulse = Pulse(10.0, hidden=("sample",))
+    pulse = StallWatchdog(10.0, hidden=("sample",))
     for phase, seconds in (("train", 5.0), ("sample", 0.0)):
         for _ in range(3):
             with pulse(phase):
@@ -73,7 +73,7 @@ def test_a_wait_for_work_behind_other_phases_is_measured_by_all_of_them(monkeypa
 def test_what_is_started_meanwhile_is_no_time_of_the_phase(monkeypatch):
     clock = Time()
     monkeypatch.setattr(pulses, "time", clock)
-    pulse = Pulse(10.0)
+    pulse = StallWatchdog(10.0)
     for starts in (0.0, 60.0, 0.0):
         with pulse("sample"):
             clock.now += 1.0

@@ -116,7 +116,7 @@ def test_diffusion_training_needs_no_distributed_or_serving_stack():
     code = """
 import sys
 import torch
-from mmrl import loop
+from mmrl.training import loop
 from mmrl.config.loader import load_recipe
 from mmrl.report.clock import Clock
 from mmrl.run import build

@@ -23,7 +23,7 @@ from mmrl.runtime.start import train
 from mmrl.session import Session
 from mmrl.text.pairs import Pair, ending, pair_of
 from mmrl.training import loop
-from mmrl.training.evaluation import Heldout
+from mmrl.training.evaluation import Evaluator
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from tests import tiny
 
@@ -257,7 +257,7 @@ def test_a_bad_pair_is_replaced_in_training_and_left_out_of_evaluation(folder, t
     assert [f.reward for f in failures] == ["prompt"] * 2
     assert all("are the same" in f.reason for f in failures)
     assert row["policy/loss"] == pytest.approx(0.693147, abs=1e-5)
-    found, _, bad = Heldout(run, run.prompts, folder).score(40)
+    found, _, bad = Evaluator(run, run.prompts, folder).score(40)
     assert (found["samples"], found["dropped"], len(bad)) == (38, 2, 2)
 
 
@@ -266,7 +266,7 @@ def test_prompts_without_pairs_stop_the_run_by_name(folder):
     with pytest.raises(UserError, match=r"no meta\['chosen'\].*data\.train\.meta"):
         loop.train_step(run, 0, Clock(torch.device("cpu")))
     with pytest.raises(UserError, match=r"data\.heldout: none of its pairs can be used"):
-        Heldout(run, run.prompts, folder).score(4)
+        Evaluator(run, run.prompts, folder).score(4)
 
 
 def test_what_ends_a_response_is_the_templates(folder):

@@ -26,7 +26,7 @@ def log_sigmoid(x):
 def dpo_loss(weights=ONES, chosen=CHOSEN, rejected=REJECTED, **settings):
     objective = DPO(DPOSettings(**settings))
     new = {"chosen_log_probs": chosen, "rejected_log_probs": rejected, **REFERENCE}
-    return objective.loss(new, {"weights": weights}, objective.amount(weights, ONES))
+    return objective.loss(new, {"weights": weights}, objective.loss_denominator(weights, ONES))
 
 
 def margins(beta=0.1, reference_free=False):
@@ -132,7 +132,7 @@ def test_any_split_of_the_pairs_has_the_same_gradient_and_dropped_pairs_have_non
     def gradient(parts):
         chosen = CHOSEN.clone().requires_grad_()
         objective = DPO(DPOSettings())
-        total = objective.amount(weights, ONES)
+        total = objective.loss_denominator(weights, ONES)
         for rows in parts:
             new = {"chosen_log_probs": chosen[rows], "rejected_log_probs": REJECTED[rows]}
             new |= {name: value[rows] for name, value in REFERENCE.items()}

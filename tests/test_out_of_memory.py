@@ -15,7 +15,7 @@ from mmrl.placement import device_tasks
 from mmrl.planner.fake_tensors import LiveBytes
 from mmrl.run import build
 from mmrl.runtime import start
-from mmrl.runtime.worker import There, serve
+from mmrl.runtime.worker import RemoteWorker, serve
 from mmrl.training.step_context import SamplingSpec
 from mmrl.trajectory import SampleId, Slot
 from tests.tiny_diffusion import two_blocks
@@ -132,7 +132,7 @@ def test_a_device_in_another_process_names_the_phase_too(run, asked):
     thread = threading.Thread(target=device, daemon=True)
     thread.start()
     with pytest.raises(OutOfMemoryError, match="phase sample: device 1: CUDA out of memory"):
-        There(1, here).perform(run, device_tasks.sample, asked, {})
+        RemoteWorker(1, here).perform(run, device_tasks.sample, asked, {})
     here.close()
     thread.join(10)
 

@@ -20,7 +20,7 @@ from mmrl.run import build
 from mmrl.session import Session
 from mmrl.stopping import Stop
 from mmrl.text.overlong import without_first
-from mmrl.training.evaluation import Heldout
+from mmrl.training.evaluation import Evaluator
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 from tests import tiny
 
@@ -174,7 +174,7 @@ def test_a_cut_leaves_placeholders_of_media_and_words_like_them():
 def test_another_prompt_takes_the_place_of_an_unusable_held_out_one_always_the_same(folder, tmp_path):
     made = loaded(folder)
     run = build(made.recipe, made.root)
-    heldout = Heldout(run, load_prompts(made.recipe, made.root, "heldout"), made.root)
+    heldout = Evaluator(run, load_prompts(made.recipe, made.root, "heldout"), made.root)
     row, first, failures = heldout.score(6)
     assert (row["samples"], row["dropped"]) == (6, 0)
     assert {f"{LONG}{i}" for i in (1, 5)} <= {f.prompt for f in failures} <= {f"{LONG}{i}" for i in (1, 5, 9)}
@@ -183,7 +183,7 @@ def test_another_prompt_takes_the_place_of_an_unusable_held_out_one_always_the_s
     assert all(text.startswith("Say") for text in shown)
     assert [s.prompt.text for s in heldout.score(6)[1].samples] == shown
     other = build(made.recipe.model_copy(update={"seed": 99}), made.root)
-    heldout = Heldout(other, heldout.prompts, made.root)
+    heldout = Evaluator(other, heldout.prompts, made.root)
     assert [s.prompt.text for s in heldout.score(6)[1].samples] == shown, "whatever the run's seed"
 
 

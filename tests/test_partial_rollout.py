@@ -15,7 +15,7 @@ from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
 from mmrl.run import build
 from mmrl.runtime.start import train
-from mmrl.training.step_metrics import Tally
+from mmrl.training.step_metrics import StepMetrics
 from tests.partial_rollouts import (
     CUT,
     EXTRA,
@@ -103,7 +103,8 @@ def test_drawn_in_parts_or_whole_a_greedy_response_is_the_same(folder, temperatu
     run.pipeline.settings = run.pipeline.settings.model_copy(update={"temperature": temperature})
     clock = Clock(torch.device("cpu"))
     rounds = [
-        run.parts["flight"].land(run, run.parts["flight"].draw(run, n, n, clock), n, clock, Tally()) for n in range(4)
+        run.parts["flight"].collect(run, run.parts["flight"].draw(run, n, n, clock), n, clock, StepMetrics())
+        for n in range(4)
     ]
     assert max(len(t.drawn_at.unique()) for r in rounds for t in r.micro_batches) > 1
     equal = []

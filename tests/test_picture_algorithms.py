@@ -245,7 +245,7 @@ def test_golden_diffusion_dpo():
     new = {"v": roots[0], "v_reference": roots[1], "target": torch.zeros(2, 1).double()}
     old = {"advantages": f64([1.0, -1.0]), "weights": torch.ones(2), "groups": torch.tensor([0, 0])}
     objective = DiffusionDPO(DiffusionDPOSettings(beta=2000))
-    loss = objective.loss(new, old, objective.amount(torch.ones(2), torch.ones(2)))
+    loss = objective.loss(new, old, objective.loss_denominator(torch.ones(2), torch.ones(2)))
     assert loss.sums["policy/pair_margin"].item() == pytest.approx(30, abs=1e-3)
     same = objective.loss(new | {"v_reference": new["v"]}, old, 1.0)
     assert same.value.item() == pytest.approx(math.log(2), rel=1e-6)

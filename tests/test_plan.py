@@ -22,12 +22,12 @@ from mmrl.config.loader import load_recipe, shipped_recipes
 from mmrl.config.objectives import load_objective
 from mmrl.planner.counts import count
 from mmrl.planner.fake_tensors import LiveBytes
-from mmrl.planner.fit_check import room
+from mmrl.planner.fit_check import does_not_fit
 from mmrl.planner.plan import _about_dtype, plan
 from mmrl.planner.render import render
-from mmrl.rollout.collect import AtOnce
+from mmrl.rollout.collect import SynchronousRollout
 from mmrl.training.batch import Batch, rows_of_update
-from mmrl.training.micro_batches import slices
+from mmrl.training.micro_batches import split_micro_batches
 from mmrl.trajectory import SampleId, Trajectory
 from tests import planning
 from tests.planning import LEFT_OUT, random_weights, resident, run_steps, without_the_step
@@ -185,7 +185,7 @@ class Counting:
     another_drew = False
 
     def __init__(self, recipe):
-        self.recipe, self.objective, self.strategy = recipe, load_objective(recipe), AtOnce()
+        self.recipe, self.objective, self.strategy = recipe, load_objective(recipe), SynchronousRollout()
 
 
 @cache
@@ -214,12 +214,12 @@ def test_the_counts_are_those_of_the_loop(prompts, group, updates, micro, batch)
     made = batch_of(recipe)
     run = Counting(recipe)
     rows = [rows_of_update(made, update, updates) for update in range(updates)]
-    pieces = [len(piece.rows) for mine in rows for piece in slices(run, made, mine)]
+    micro_batches = [len(micro_batch.rows) for mine in rows for micro_batch in split_micro_batches(run, made, mine)]
     counts = count(recipe, entries=3)
     assert counts.samples == prompts * group
     assert counts.micro_batches == len(made.micro_batches)
     assert counts.batch == max(len(m) for m in made.micro_batches)
-    assert (counts.slices, counts.slice_rows) == (len(pieces), max(pieces))
+    assert (counts.slices, counts.slice_rows) == (len(micro_batches), max(micro_batches))
     assert counts.sampling_forwards == counts.micro_batches * recipe.sampling.steps
 
 
@@ -382,10 +382,10 @@ def test_what_does_not_fit_is_a_problem_with_edits():
     changes = ["model.gradient_checkpointing=false", "train.micro_batch_size=8"]
     whole = planned(*SMALL, *changes)
     assert whole.problems == []
-    (problem,) = room(replace(whole, device_memory=whole.peak.total - 1))
+    (problem,) = does_not_fit(replace(whole, device_memory=whole.peak.total - 1))
     assert f"the phase {whole.peak.name} needs " in problem
     assert "cpu has" in problem
-    assert room(replace(whole, device_memory=whole.peak.total)) == []
+    assert does_not_fit(replace(whole, device_memory=whole.peak.total)) == []
     edits = problem.partition("Try: ")[2].split("; ")
     assert edits[:2] == ["model.gradient_checkpointing=true", "train.micro_batch_size=4"]
     assert planned(*SMALL, *changes, *edits[:2]).peak.total < whole.peak.total, "the edits help"
@@ -399,11 +399,11 @@ def test_a_plan_of_several_controllers_is_of_the_one_with_most_and_of_all_on_thi
     assert "a step of each of 2 controllers: 3 prompts" in rendered(two)
     assert "between controllers: the gradients" in " ".join(rendered(two).split())
     needed = 2 * two.peak.total
-    assert room(replace(two, device_memory=needed)) == []
-    (problem,) = room(replace(two, device_memory=needed - 1))
+    assert does_not_fit(replace(two, device_memory=needed)) == []
+    (problem,) = does_not_fit(replace(two, device_memory=needed - 1))
     assert problem.startswith("controllers: 2 need")
     elsewhere = two.recipe.model_copy(update={"ray": "auto"})
-    assert room(replace(two, recipe=elsewhere, device_memory=needed - 1)) == []
+    assert does_not_fit(replace(two, recipe=elsewhere, device_memory=needed - 1)) == []
 
 
 def test_shards_divide_what_stays_and_are_gathered_where_a_controller_computes_alone():
@@ -418,7 +418,7 @@ def test_shards_divide_what_stays_and_are_gathered_where_a_controller_computes_a
     assert "weights gathered for the phase" not in at["optimizer"]
     assert at["optimizer"]["policy"] == -(-policy // 4)
     assert "weights and gradients of every training slice" in " ".join(rendered(shards).split())
-    (problem,) = room(replace(whole, device_memory=2**20))
+    (problem,) = does_not_fit(replace(whole, device_memory=2**20))
     assert "train.backend=fsdp" in problem
 
 

@@ -20,7 +20,7 @@ from mmrl.config.schema import Placement
 from mmrl.judge.server import CACHE
 from mmrl.planner.counts import count
 from mmrl.planner.device_roles import calls, idle, inside, refusals, rows, split_of
-from mmrl.planner.fit_check import room
+from mmrl.planner.fit_check import does_not_fit
 from mmrl.planner.judges import Asked, on_devices
 from mmrl.planner.plan_data import Plan
 from mmrl.planner.render import render
@@ -319,28 +319,30 @@ def test_a_plan_says_all_of_it_at_once():
 def test_devices_of_one_machine_need_room_together(partial):
     peak, recipe = partial.peak, partial.recipe.model_copy(update={"controllers": 2})
     needed = 4 * peak.total - 2 * peak.parts["trajectories"]
-    assert room(replace(partial, recipe=recipe, device_memory=needed)) == []
-    (problem,) = room(replace(partial, recipe=recipe, device_memory=needed - 1))
+    assert does_not_fit(replace(partial, recipe=recipe, device_memory=needed)) == []
+    (problem,) = does_not_fit(replace(partial, recipe=recipe, device_memory=needed - 1))
     assert problem.startswith("devices_per_controller: 4 devices (2 controllers x 2) need ")
     assert "lower controllers or devices_per_controller, or name a cluster" in problem
-    assert room(replace(partial, recipe=recipe.model_copy(update={"ray": "auto"}), device_memory=needed - 1)) == []
-    (problem,) = room(replace(partial, device_memory=peak.total - 1))
+    assert (
+        does_not_fit(replace(partial, recipe=recipe.model_copy(update={"ray": "auto"}), device_memory=needed - 1)) == []
+    )
+    (problem,) = does_not_fit(replace(partial, device_memory=peak.total - 1))
     assert f"the phase {peak.name} needs" in problem
     assert "a smaller model for judge" not in problem, "it is a small part"
     if torch.cuda.device_count() < 4:
-        (problem,) = room(replace(partial, recipe=recipe, device="cuda", device_memory=2**34))
+        (problem,) = does_not_fit(replace(partial, recipe=recipe, device="cuda", device_memory=2**34))
         assert "4 devices (2 controllers x 2) take a GPU each, and this machine has" in problem
 
 
 def test_a_judge_that_fills_the_device_is_told_to_sleep_or_to_be_smaller(partial):
     judge = replace(partial.asked[0], bytes=2**30)
     phases = [replace(p, parts={**p.parts, "rewards' models": 2**30}) for p in partial.phases]
-    (problem,) = room(replace(partial, asked=[judge], phases=phases, device_memory=2**30))
+    (problem,) = does_not_fit(replace(partial, asked=[judge], phases=phases, device_memory=2**30))
     edits = problem.partition("Try: ")[2].split("; ")
     assert "placement={type: partial, sleep: true}" in edits[:2]
     assert "a smaller model for judge, or one that is asked elsewhere (a judge's model: {url: ..., name: ...})" in edits
     asleep = partial.recipe.model_copy(update={"placement": Placement(type="partial", sleep=True)})
-    (problem,) = room(replace(partial, recipe=asleep, asked=[judge], phases=phases, device_memory=2**30))
+    (problem,) = does_not_fit(replace(partial, recipe=asleep, asked=[judge], phases=phases, device_memory=2**30))
     assert "sleep: true" not in problem
 
 

@@ -15,7 +15,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.planner import estimate
 from mmrl.planner.fake_tensors import LiveBytes
-from mmrl.planner.fit_check import room
+from mmrl.planner.fit_check import does_not_fit
 from mmrl.planner.gpus import GPUS, Gpu, gpu_of
 from mmrl.planner.operations import times_expert
 from mmrl.planner.plan import plan
@@ -117,10 +117,10 @@ def test_the_recipe_is_planned_for_the_gpu_whatever_its_device():
 
 def test_a_gpu_with_too_little_memory_is_refused_and_one_with_enough_is_not():
     made = planned()
-    (problem,) = room(replace(made, device_memory=made.peak.total - 1))
+    (problem,) = does_not_fit(replace(made, device_memory=made.peak.total - 1))
     assert f"the phase {made.peak.name} needs " in problem
     assert "h100-80g has " in problem
-    assert room(replace(made, device_memory=made.peak.total)) == []
+    assert does_not_fit(replace(made, device_memory=made.peak.total)) == []
 
 
 def test_loading_puts_the_whole_model_on_every_rank_before_it_is_sharded():
@@ -135,7 +135,7 @@ def test_where_loading_needs_most_it_is_what_is_refused():
     made = planned()
     most = replace(made, load=PhaseMemory("load", {"policy": made.peak.total + 2}))
     assert most.peak.name == "load"
-    (problem,) = room(replace(most, device_memory=made.peak.total + 1))
+    (problem,) = does_not_fit(replace(most, device_memory=made.peak.total + 1))
     assert "the phase load needs " in problem
 
 
@@ -149,8 +149,8 @@ def test_a_cpu_has_no_load_phase():
 def test_gpus_that_are_too_few_or_idle_are_said():
     made = planned("controllers=2", gpus=8)
     assert "the recipe uses 2 of 8 GPUs; set devices_per_controller=4" in made.notes
-    assert made.problems == room(replace(made, gpus=2)) == []
-    assert room(replace(made, gpus=1)) == ["--gpus 1: 2 take a GPU each; lower controllers, or write --gpus 2"]
+    assert made.problems == does_not_fit(replace(made, gpus=2)) == []
+    assert does_not_fit(replace(made, gpus=1)) == ["--gpus 1: 2 take a GPU each; lower controllers, or write --gpus 2"]
 
 
 # -- time ------------------------------------------------------------------------------------------------------------

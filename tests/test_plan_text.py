@@ -219,7 +219,11 @@ def sums_recipe():
     return load_recipe(["sums"]).recipe
 
 
-@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=40), most=st.integers(1, 9), room=st.integers(90, 400))
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=40),
+    most=st.integers(1, 9),
+    room=st.integers(90, 400),
+)
 @settings(deadline=None)
 def test_no_step_is_more_work_than_the_slices_that_the_plan_counts(lengths, most, room):
     base = sums_recipe()

@@ -12,7 +12,7 @@ import pytest
 
 from mmrl.rewards import serve_limits, wire
 from mmrl.rewards.serve import RewardServer
-from mmrl.rewards.serve_limits import Room, Turns
+from mmrl.rewards.serve_limits import Limits, Turns
 
 LENGTH = "import mmrl\n@mmrl.reward(inputs=('text',))\ndef score(s, *, context):\n    return [len(x.text) for x in s]\n"
 BODY = json.dumps({"version": 1, "samples": [{"text": "seven c"}]}).encode()
@@ -96,7 +96,7 @@ def test_a_request_that_never_ends_is_cut_off(server, monkeypatch):
 
 def test_the_slowest_client_makes_way_for_a_new_one(server, monkeypatch):
     monkeypatch.setattr(serve_limits, "_GRACE_S", 0.0)
-    server.room = Room(connections=3)
+    server.room = Limits(connections=3)
     waiting = [connect(server, HALF) for _ in range(3)]
     time.sleep(0.1)
     assert ask(server, 2)[0] == [7, 7]
@@ -106,7 +106,7 @@ def test_the_slowest_client_makes_way_for_a_new_one(server, monkeypatch):
 def test_requests_that_hold_memory_are_bounded_together(server, monkeypatch):
     """Three uploads fill the memory and stop; a good request gets theirs, and what it held comes back."""
     monkeypatch.setattr(serve_limits, "_GRACE_S", 0.2)
-    server.room = Room(held=1_500_000)
+    server.room = Limits(held=1_500_000)
     waiting = [connect(server, HALF + b" " * 490_000) for _ in range(3)]
     time.sleep(0.1)
     scores, spent = ask(server, 3)

@@ -20,7 +20,7 @@ from mmrl.rewards.scoring import RewardSet
 from mmrl.rewards.serve import RewardServer
 from mmrl.run import build
 from mmrl.training import loop
-from mmrl.training.evaluation import Heldout
+from mmrl.training.evaluation import Evaluator
 from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 
@@ -271,7 +271,7 @@ def trained(*overrides, recipe="shapes-lora"):
         row, failures = loop.train_step(run, n, Clock(torch.device("cpu")))
         assert not failures
         rows.append({k: v for k, v in row.items() if not k.startswith("reward/per_")})
-    heldout = Heldout(run, load_prompts(loaded.recipe, loaded.root, "heldout"), loaded.root)
+    heldout = Evaluator(run, load_prompts(loaded.recipe, loaded.root, "heldout"), loaded.root)
     row, shown, failures = heldout.score(4)
     assert not failures
     told = [(s.prompt.text, json.dumps(s.prompt.meta), s.text) for s in shown.samples]

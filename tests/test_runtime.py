@@ -124,9 +124,9 @@ import time
 from pathlib import Path
 
 import mmrl
-from mmrl import loop
+from mmrl.training import loop
 
-rollout = loop.rollout
+rollout = loop.collect_batch
 
 def kept(run, slots, step, clock, tally):
     batch = rollout(run, slots, step, clock, tally)
@@ -136,7 +136,7 @@ def kept(run, slots, step, clock, tally):
         file.write(json.dumps([step, trained]) + "\\n")
     return batch
 
-loop.rollout = kept
+loop.collect_batch = kept
 
 @mmrl.reward(inputs=("text",))
 def score(samples, *, context):

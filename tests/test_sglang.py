@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.engines.engine_weights import values_of
-from mmrl.engines.lazy_engine import Standby
+from mmrl.engines.lazy_engine import LazyEngine
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Request, Settings
 from mmrl.engines.sglang import SglangServer, _command
@@ -315,7 +315,7 @@ def test_on_standby_it_is_there_when_it_is_asked_and_sleeps_where_it_can(folder,
             started.append(SglangServer(str(folder), max_model_len=64, url=served.url, key=KEY, options=options))
             return started[-1]
 
-        return Standby(made, to_sleep=True)
+        return LazyEngine(made, to_sleep=True)
 
     saver = start(enable_memory_saver=True)
     saver.sleep()
@@ -342,7 +342,7 @@ def test_on_standby_it_is_there_when_it_is_asked_and_sleeps_where_it_can(folder,
 def test_what_slept_gets_the_present_weights_again(folder, served):
     served.release_memory_occupation = served.resume_memory_occupation = lambda body: {}
     options = {"enable_memory_saver": True}
-    engine = Standby(
+    engine = LazyEngine(
         lambda: SglangServer(str(folder), max_model_len=64, url=served.url, key=KEY, options=options), True
     )
     recipe = load_recipe(["sums"]).recipe

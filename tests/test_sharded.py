@@ -97,7 +97,7 @@ def tensors(policy):
         yield from copy.values()
 
 
-def go_on(run, folder, ranks):
+def continue_generation(run, folder, ranks):
     """The step after the newest checkpoint: its metrics, the prompts of its slots, and how far Adam and EMA are."""
     found, skipped = reader.load_latest(folder)
     assert found is not None
@@ -155,7 +155,7 @@ def serve(name, rank, size, port, out, what, *overrides):
     if what.isdecimal():
         done = work(run, int(what))
     else:
-        done = {"save": save, "go_on": go_on, "full_disk": full_disk}[what](
+        done = {"save": save, "go_on": continue_generation, "full_disk": full_disk}[what](
             run, Path(out).parent / "checkpoints", ranks
         )
     torch.save({**done, "sent": dict(peers.sent)}, out)

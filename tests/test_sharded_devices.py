@@ -10,7 +10,7 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.placement.device_shares import all_of
-from mmrl.placement.task_queue import Board, Task
+from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.planner.plan import plan
 from mmrl.training.loop import backward
 from tests import damage
@@ -174,7 +174,7 @@ def test_a_plan_counts_the_shards_of_all_devices_and_what_is_gathered_while_they
 
 
 def test_a_device_takes_its_own_task_whatever_another_has_to_do():
-    board = Board(2)
+    board = TaskQueue(2)
     for device in (0, 1):  # two slices of equal numbers
         board.put(Task("train", backward, (torch.ones(2),), device=device))
     taken = board.take(1)

@@ -9,7 +9,7 @@ import torch
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.planner.counts import count, with_steps
-from mmrl.planner.plan import plan, settled
+from mmrl.planner.plan import plan, resolved
 from mmrl.planner.steps_per_forward import settle
 from mmrl.report.clock import Clock
 from mmrl.run import build
@@ -41,7 +41,7 @@ CASES = {
 @cache
 def stepped(*overrides):
     """A step of training: its row, the gradient of the first update, and rows of every forward with a graph."""
-    loaded = settled(load_recipe(["shapes-lora"], [f"model.path={two_blocks()}", *SMALL, *overrides]))
+    loaded = resolved(load_recipe(["shapes-lora"], [f"model.path={two_blocks()}", *SMALL, *overrides]))
     run = build(loaded.recipe, loaded.root)
     gradients, forwards = [], []
     apply = run.policy.apply

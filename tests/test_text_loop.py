@@ -13,12 +13,12 @@ from mmrl.controller import Controller
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
 from mmrl.report.rundir import RunDir
-from mmrl.rollout.collect import rollout
+from mmrl.rollout.collect import collect_batch
 from mmrl.run import build
 from mmrl.runtime.start import train
 from mmrl.training.loop import train_step
-from mmrl.training.micro_batches import slices
-from mmrl.training.step_metrics import Tally
+from mmrl.training.micro_batches import split_micro_batches
+from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import Prompt, Slot
 from tests import tiny
 
@@ -137,7 +137,7 @@ def sampled_by(size):
     loaded = load_recipe(["sums"], small)
     run = build(loaded.recipe, loaded.root)
     slots = run.controller.slots(0, run.prompts, 6)
-    return run, rollout(run, slots, 0, Clock(torch.device("cpu")), Tally())
+    return run, collect_batch(run, slots, 0, Clock(torch.device("cpu")), StepMetrics())
 
 
 @pytest.mark.parametrize("sampled", [4, 6, 24])
@@ -150,11 +150,11 @@ def test_a_slice_has_the_rows_that_its_columns_speak_of(sampled, updated):
     lengths = [int(batch.lengths[n]) for n in range(24)]
     assert len(set(lengths)) > 3
     seen = []
-    for piece in slices(run, batch, list(range(24))):
-        assert piece.rows.ids == [batch.ids[n] for n in piece.index]
-        assert piece.rows.mask.sum(1).tolist() == [lengths[n] for n in piece.index]
-        assert torch.equal(piece.old["advantages"], batch.advantages[piece.index])
-        seen += piece.index
+    for micro_batch in split_micro_batches(run, batch, list(range(24))):
+        assert micro_batch.rows.ids == [batch.ids[n] for n in micro_batch.index]
+        assert micro_batch.rows.mask.sum(1).tolist() == [lengths[n] for n in micro_batch.index]
+        assert torch.equal(micro_batch.old["advantages"], batch.advantages[micro_batch.index])
+        seen += micro_batch.index
     assert sorted(seen) == list(range(24))
     assert seen != sorted(seen)
 

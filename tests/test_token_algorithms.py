@@ -72,7 +72,7 @@ def batch(**fields):
 def run(algorithm, *, total=None, **fields):
     new, old = batch(**fields)
     if total is None:
-        total = algorithm.amount(old["weights"], old["mask"].sum(1))
+        total = algorithm.loss_denominator(old["weights"], old["mask"].sum(1))
     return algorithm.loss(new, old, total), total
 
 
@@ -409,7 +409,7 @@ def test_gradient_at_ratio_one_is_reinforce(name):
     """Without a pull to the reference, every algorithm starts as ``-A`` times the aggregation's weight of the token."""
     algorithm = objective(name, **({"kl_coef": 0.0} if name == "grpo" else {}))
     weights = algorithm.aggregation.loss_weights(torch.ones(4, dtype=torch.float64), MASK)
-    total = algorithm.amount(torch.ones(4), LENGTHS)
+    total = algorithm.loss_denominator(torch.ones(4), LENGTHS)
     expected = -ADVANTAGES.unsqueeze(1) * weights / total
     if name == "rloo":  # a response is one action: each of its tokens moves it whole
         expected = -ADVANTAGES.unsqueeze(1) * MASK / total
@@ -484,10 +484,10 @@ def test_any_split_into_micro_batches_and_controllers_has_the_same_gradient(name
             logged += float(loss.sums["policy/kl"] / total)
         return float(scale.grad), logged
 
-    total = algorithm.amount(weights, lengths)
+    total = algorithm.loss_denominator(weights, lengths)
     whole = backward([list(range(8))], total)
     controllers = ([0, 3, 4, 7], [1, 2, 5, 6])
-    assert sum(algorithm.amount(weights[c], lengths[c]) for c in controllers) == pytest.approx(total)
+    assert sum(algorithm.loss_denominator(weights[c], lengths[c]) for c in controllers) == pytest.approx(total)
     assert whole[0] != 0
     for slices in ([[n] for n in range(8)], [[2, 0], [7, 1, 5], [3], [4, 6]], list(controllers)):
         assert backward(slices, total) == pytest.approx(whole, rel=1e-10)
@@ -510,7 +510,7 @@ def test_padding_may_hold_anything(name):
     assert all(loss.sums[k].isfinite() for k in plain.sums)
     expected = gradient(algorithm)
     assert torch.equal(gradient(algorithm, **garbage), expected)
-    assert total == algorithm.amount(torch.ones(4), LENGTHS)
+    assert total == algorithm.loss_denominator(torch.ones(4), LENGTHS)
 
 
 @pytest.mark.parametrize("name", TOKEN_TYPES)
@@ -526,8 +526,10 @@ def test_dropped_and_empty_rows_count_nowhere(name):
     grad = gradient(algorithm, weights=weights)
     assert not grad[1].any()
     kept = torch.tensor([0, 2, 3])
-    assert algorithm.amount(weights, LENGTHS) == algorithm.amount(weights[kept], LENGTHS[kept])
-    assert algorithm.amount(torch.ones(2), torch.tensor([3, 0])) == algorithm.amount(torch.ones(1), torch.tensor([3]))
+    assert algorithm.loss_denominator(weights, LENGTHS) == algorithm.loss_denominator(weights[kept], LENGTHS[kept])
+    assert algorithm.loss_denominator(torch.ones(2), torch.tensor([3, 0])) == algorithm.loss_denominator(
+        torch.ones(1), torch.tensor([3])
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in TOKEN_TYPES if name != "cispo"])
@@ -702,7 +704,7 @@ def test_a_table_of_logits_learns_to_say_the_rewarded_token(name):
         old |= {"advantages": a.values, "weights": a.valid.float()}
         old |= {} if a.returns is None else {"returns": a.returns}
         for half in (torch.arange(0, 32, 2), torch.arange(1, 32, 2)):
-            total = algorithm.amount(old["weights"][half], mask[half].sum(1))
+            total = algorithm.loss_denominator(old["weights"][half], mask[half].sum(1))
             new = {"log_probs": chosen(tokens), "reference_log_probs": reference, "values": critic.expand(32, 8)}
             optimizer.zero_grad()
             algorithm.loss(

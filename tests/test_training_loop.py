@@ -11,7 +11,7 @@ from mmrl.report.clock import Clock
 from mmrl.report.metrics import describe
 from mmrl.run import build
 from mmrl.training import loop
-from mmrl.training.step_metrics import Tally
+from mmrl.training.step_metrics import StepMetrics
 from tests.tiny_diffusion import two_blocks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -239,7 +239,7 @@ def test_pathwise_learning_moves_the_reward():
 
 
 def test_tally_averages_over_updates():
-    tally = Tally()
-    tally.set({"optim/grad_norm": 1.0})
-    tally.set({"optim/grad_norm": 3.0})
-    assert tally.means() == {"optim/grad_norm": 2.0}
+    metrics = StepMetrics()
+    metrics.set({"optim/grad_norm": 1.0})
+    metrics.set({"optim/grad_norm": 3.0})
+    assert metrics.means() == {"optim/grad_norm": 2.0}

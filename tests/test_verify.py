@@ -153,7 +153,7 @@ def test_a_step_before_every_checkpoint_is_refused_and_those_that_can_be_are_nam
 def test_the_learning_rate_follows_the_cpu_time_that_was_recorded(folder, tmp_path, capsys, monkeypatch):
     ticks = itertools.count()  # every step takes a CPU-second
     with monkeypatch.context() as clock:
-        clock.setattr("mmrl.placement.single_device.Single.cpu_seconds", lambda self, run: float(next(ticks)))
+        clock.setattr("mmrl.placement.single_device.SingleDevice.cpu_seconds", lambda self, run: float(next(ticks)))
         changes = ["optim={schedule: linear, lr: 0.01}", "train.steps=50", "train.max_cpu_seconds=5", "eval.every=null"]
         run = train(load_recipe([folder / "recipe.yaml"], changes), tmp_path / "run")
     rates = [json.loads(line)["optim/lr"] for line in (run / "metrics.jsonl").read_text().splitlines()]

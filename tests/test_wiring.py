@@ -23,7 +23,7 @@ from mmrl.run import build, weights_of
 from mmrl.runtime.start import train
 from mmrl.text.engine_sampling import request
 from mmrl.text.token_sampling import uniforms
-from mmrl.training.evaluation import Heldout
+from mmrl.training.evaluation import Evaluator
 from mmrl.trajectory import SampleId
 from tests import tiny
 from tests.partial_rollouts import Room
@@ -123,7 +123,7 @@ def test_an_evaluation_has_noise_of_its_own_and_takes_the_averaged_weights(folde
         run = build(loaded.recipe, loaded.root)
         if push:
             pushed(run.policy)  # the average stays behind
-        heldout = Heldout(run, load_prompts(loaded.recipe, loaded.root, "heldout"), loaded.root)
+        heldout = Evaluator(run, load_prompts(loaded.recipe, loaded.root, "heldout"), loaded.root)
         return [sample.text for sample in heldout.score(8)[1].samples]
 
     assert shown(1, 0.9, False) == shown(2, 0.9, True)

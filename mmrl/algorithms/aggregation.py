@@ -27,7 +27,7 @@ class Aggregation:
     mode: AggregationMode
     norm: float = 1.0
 
-    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
         """Share of the denominator of rows with ``weights`` ``[B]`` (0 or 1) and ``lengths`` ``[B]`` tokens."""
         counted = weights.double() * (lengths > 0)
         return float((counted * lengths).sum() if self.mode == "token_mean" else counted.sum())

@@ -59,7 +59,7 @@ class DenoisingObjective(ABC):
     def advantages(self, scored: Scored) -> Advantages:
         return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
 
-    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
         """Every entry (denoising step) of every sample counts the same."""
         return float((weights.double() * lengths).sum())
 

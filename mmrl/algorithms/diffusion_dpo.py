@@ -50,9 +50,9 @@ class DiffusionDPO(ForwardObjective):
                 values[rows[inside.argmax()]], values[rows[inside.argmin()]] = 1.0, -1.0
         return Advantages(values, values != 0, plain.groups, plain.zero_std_groups)
 
-    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
         """Every noise level of every pair counts the same."""
-        return super().amount(weights, lengths) / 2
+        return super().loss_denominator(weights, lengths) / 2
 
     def losses(
         self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]

@@ -47,7 +47,7 @@ class ForwardObjective(ABC):
     def advantages(self, scored: Scored) -> Advantages:
         return group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
 
-    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
         """Every entry (noise level) of every sample counts the same."""
         return float((weights.double() * lengths).sum())
 

@@ -85,7 +85,7 @@ class _Objective(Protocol):
         """Entries of a sample (noise levels, actions) that an update uses; None takes all the pipeline has."""
         ...
 
-    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
         """This controller's share of an update's global denominator.
 
         ``weights`` ``[B]``, 1 for rows that count and 0 for those left out; ``lengths`` ``[B]``, the entries of each

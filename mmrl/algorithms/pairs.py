@@ -22,7 +22,7 @@ class PairObjective(ABC):
     def pair_loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss ``[B]`` with its graph, and what the log says of each pair, ``[B]``."""
 
-    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
         """The number of pairs that count."""
         return float(weights.double().sum())
 

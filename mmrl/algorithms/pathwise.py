@@ -35,7 +35,7 @@ class PathwiseObjective(ABC):
     def phrases(self, step: int) -> Sequence[str]:
         return ()
 
-    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
         """Every sample counts the same."""
         return float((weights.double() * lengths).sum())
 

@@ -72,9 +72,9 @@ class TokenObjective(ABC):
         """``log_probs`` and ``log_ratio`` ``[B, T]`` with their graph, both 0 outside ``mask`` ``[B, T]`` (float);
         ``advantages`` ``[B, T]`` or ``[B, 1]``."""
 
-    def amount(self, weights: Tensor, lengths: Tensor) -> float:
+    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
         """See ``Aggregation.amount``."""
-        return self.aggregation.amount(weights, lengths)
+        return self.aggregation.loss_denominator(weights, lengths)
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
         """The loss of some rows.

@@ -17,7 +17,7 @@ from typing import get_type_hints
 
 from mmrl._load import folders, load
 from mmrl.algorithms.settings import AlgorithmSettings
-from mmrl.config.aliases import known_as
+from mmrl.config.aliases import alias_message
 from mmrl.config.errors import did_you_mean
 from mmrl.config.layers import kind_of
 from mmrl.errors import UserError
@@ -68,7 +68,7 @@ def unknown(name: object) -> str:
     """That ``name`` is no algorithm, what it may have meant, and which there are."""
     written, known = kind_of(name), algorithm_names()
     word = written.strip("'")
-    return f"unknown type {written}{known_as(word) or did_you_mean(word, known)}  (types: {', '.join(known)})"
+    return f"unknown type {written}{alias_message(word) or did_you_mean(word, known)}  (types: {', '.join(known)})"
 
 
 def missing() -> str:

@@ -48,7 +48,7 @@ SETTINGS: dict[str, list[str]] = {
 of the first 15, and of 20 Flash-GRPO one of the first 10."""
 
 
-def known_as(name: str) -> str:
+def alias_message(name: str) -> str:
     """``; DDPO is ...`` for a type that is one of these, however spelled (``mix_grpo``, ``MixGRPO``), or nothing."""
     for known, settings in SETTINGS.items():
         short = re.split(r"[ ,]", known)[0]

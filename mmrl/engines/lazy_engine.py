@@ -21,7 +21,7 @@ RESTARTS = 3
 """Losses of a server while one thing is asked of it, after which the last one is raised."""
 
 
-class Standby:
+class LazyEngine:
     """Final class. A ``RolloutEngine`` that ``start`` starts; of a device that never samples it is never started.
 
     ``to_sleep``: it will be put to sleep between two times that it samples; else ``sleep`` does nothing, as for an
@@ -99,13 +99,13 @@ def unfailing(engine: RolloutEngine, give: Callable[[], None], ask: Callable[[],
                 _again(engine, give)
             return ask()
         except LostServerError:
-            if lost == RESTARTS or not isinstance(engine, Standby):
+            if lost == RESTARTS or not isinstance(engine, LazyEngine):
                 raise
     raise AssertionError
 
 
 def _again(engine: RolloutEngine, give: Callable[[], None]) -> None:
-    assert isinstance(engine, Standby)
+    assert isinstance(engine, LazyEngine)
     tell("the rollout engine is started again, and asked again for what it had not answered")
     with starting():
         engine.restart()

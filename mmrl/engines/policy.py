@@ -147,8 +147,8 @@ class Policy:
         """Remember the copy ``name``, which moves next, as ``aged(name, 1)``, what that was as ``aged(name, 2)`` and so
         on until ``most``."""
         for n in range(most, 1, -1):
-            self.copies[aged(name, n)] = self.copies[aged(name, n - 1)]
-        self.copies[aged(name, 1)] = self.copies[name]
+            self.copies[snapshot_name(name, n)] = self.copies[snapshot_name(name, n - 1)]
+        self.copies[snapshot_name(name, 1)] = self.copies[name]
         self.copies[name] = {k: t.clone() for k, t in self.copies[name].items()}
 
     def version(self, name: str) -> Version:
@@ -161,7 +161,7 @@ class Policy:
         return Version(self.updates, name, taken)
 
     @torch.no_grad()
-    def become(self, version: Version) -> None:
+    def load_version(self, version: Version) -> None:
         """Have the weights of ``version``, and its tag. Where nothing is trained: the optimizer is left as it was."""
         for k, p in self.trainable.items():
             p.copy_(version.tensors[k])
@@ -318,7 +318,7 @@ class Policy:
         self.updates = numbers["updates"]
 
 
-def aged(name: str, steps: int) -> str:
+def snapshot_name(name: str, steps: int) -> str:
     """What the copy ``name`` as it was ``steps`` steps ago is called."""
     return f"{name}-{steps}"
 

@@ -32,7 +32,7 @@ import psutil
 from PIL.Image import Image
 
 from mmrl.engines import process_guard
-from mmrl.engines.server_watchdog import keep_vigil
+from mmrl.engines.server_watchdog import watch_server
 from mmrl.errors import LostServerError, UserError
 from mmrl.report.notices import tell
 
@@ -65,7 +65,7 @@ class Process:
             self._process = subprocess.Popen(
                 kept, stdin=subprocess.PIPE, stdout=out, stderr=out, env={**environment}, start_new_session=True
             )
-        keep_vigil(self)
+        watch_server(self)
 
     def ended(self) -> bool:
         return self._process.poll() is not None

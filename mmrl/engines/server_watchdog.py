@@ -35,7 +35,7 @@ class Watched(Protocol):
         ...
 
 
-def keep_vigil(process: Watched) -> None:
+def watch_server(process: Watched) -> None:
     """Call ``process.lose`` once it has ended after it was up, or one of its processes is seen stopped twice."""
     Thread(target=_watch, args=(weakref.ref(process),), name="mmrl-vigil", daemon=True).start()
 

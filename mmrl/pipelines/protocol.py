@@ -75,7 +75,7 @@ class Pipeline(Protocol):
         """
         ...
 
-    def go_on(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
+    def continue_generation(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
         """Draw at most ``most`` further tokens for every row, all of them under way (text; an engine with weights of
         its own)."""
         ...

@@ -27,22 +27,23 @@ def features_of(run: StepContext, slots: Sequence[Slot]) -> dict[str, Any]:
     return found
 
 
-def deal(pieces: Sequence[MicroBatch], run: StepContext, devices: int) -> list[list[MicroBatch]]:
-    """The pieces of each device (or devices that share a model): the largest first, each to who has least, in their old
-    order on each.
+def split_among(micro_batches: Sequence[MicroBatch], run: StepContext, devices: int) -> list[list[MicroBatch]]:
+    """Split micro-batches among devices (or groups of devices that share a model).
+
+    The largest goes first, to the device that has least. On each device they keep their order.
 
     Where all ranks go through them together, each gets as many as any device of any controller, some of them without
     weight.
     """
-    loads = [sum(run.pipeline.lengths(piece.rows)) for piece in pieces]
+    loads = [sum(run.pipeline.lengths(micro_batch.rows)) for micro_batch in micro_batches]
     stages = run.policy.weights.stages
-    if not (pieces and run.policy.weights.lockstep):
-        found = [[pieces[n] for n in mine] for mine in greedy(loads, devices)]
+    if not (micro_batches and run.policy.weights.lockstep):
+        found = [[micro_batches[n] for n in mine] for mine in greedy(loads, devices)]
         by = 1 if stages is None else stages.multiple
-        return [mine + [without_weight(piece) for piece in mine[-1:] * (-len(mine) % by)] for mine in found]
-    dealt = [[pieces[n] for n in mine] for mine in divide(loads, devices)]
+        return [mine + [without_weight(micro_batch) for micro_batch in mine[-1:] * (-len(mine) % by)] for mine in found]
+    dealt = [[micro_batches[n] for n in mine] for mine in divide(loads, devices)]
     most = max(run.controller.gather(max(map(len, dealt))))
-    return [mine + [without_weight((mine or pieces)[-1])] * (most - len(mine)) for mine in dealt]
+    return [mine + [without_weight((mine or micro_batches)[-1])] * (most - len(mine)) for mine in dealt]
 
 
 def all_of(answers: Sequence[Future[Any]]) -> list[Any]:

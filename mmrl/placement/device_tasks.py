@@ -86,16 +86,16 @@ def _begin_with_fewer(run: StepContext) -> str:
     return f"{edit}; {dtype} rounds otherwise in training's larger batch, so lower train.micro_batch_size as well"
 
 
-def go_on(run: StepContext, trajectory: Trajectory, most: int, how: SamplingSpec) -> Trajectory:
+def continue_generation(run: StepContext, trajectory: Trajectory, most: int, how: SamplingSpec) -> Trajectory:
     """Draw at most ``most`` further tokens for every row, all of them under way."""
     with run.policy.using(how.weights):
         run.pipeline.sync(run.policy)
-        return run.pipeline.go_on(trajectory, most, how.seed)
+        return run.pipeline.continue_generation(trajectory, most, how.seed)
 
 
-def go_on_at_once(run: StepContext, parts: Sequence[Trajectory], most: int, how: SamplingSpec) -> list[Trajectory]:
-    """``go_on`` for the rows of several trajectories in one call of the engine."""
-    return list(_divided(go_on(run, Trajectory.join(parts), most, how), [len(part) for part in parts]))
+def continue_all(run: StepContext, parts: Sequence[Trajectory], most: int, how: SamplingSpec) -> list[Trajectory]:
+    """``continue_generation`` for the rows of several trajectories in one call of the engine."""
+    return list(_divided(continue_generation(run, Trajectory.join(parts), most, how), [len(part) for part in parts]))
 
 
 def enter(run: StepContext, weights: str) -> None:
@@ -128,26 +128,26 @@ def score(run: StepContext, label: str, samples: Sequence[Sample], step: int) ->
 
 
 def prepare(
-    run: StepContext, pieces: Iterable[MicroBatch], wanted: frozenset[str]
+    run: StepContext, micro_batches: Iterable[MicroBatch], wanted: frozenset[str]
 ) -> list[tuple[list[int], list[int], dict[str, Tensor]]]:
     """What is recomputed before the first update, with the rows of the batch and the entries that it is of.
 
     Where code without a gradient rounds otherwise, it is computed with the gradient that the update will want.
     """
-    pieces = list(pieces)
+    micro_batches = list(micro_batches)
     calls = [wanted] if run.policy.weights.stages is None else [frozenset({name}) for name in sorted(wanted)]
     out = []
     with torch.set_grad_enabled(run.recipe.replays_first):
         for names in calls:
 
             def made(
-                piece: MicroBatch, names: frozenset[str] = names
+                micro_batch: MicroBatch, names: frozenset[str] = names
             ) -> tuple[list[int], list[int], dict[str, Tensor]]:
-                new = run.pipeline.replay(piece.rows, piece.entries, names, run.policy.using)
+                new = run.pipeline.replay(micro_batch.rows, micro_batch.entries, names, run.policy.using)
                 kept = torch.stack([new[name].detach() for name in names]).cpu()  # one wait for all
-                return piece.index, piece.entries, dict(zip(names, kept, strict=True))
+                return micro_batch.index, micro_batch.entries, dict(zip(names, kept, strict=True))
 
-            out += run.policy.each(pieces, made)
+            out += run.policy.each(micro_batches, made)
     run.policy.put_away()
     return out
 
@@ -193,12 +193,12 @@ def version(run: StepContext, name: str, first: bool) -> Version | None:
     return found if first else None
 
 
-def become(run: StepContext, version: Version) -> None:
+def load_version(run: StepContext, version: Version) -> None:
     """Have the policy's weights of then, to sample with them."""
-    run.policy.become(version)
+    run.policy.load_version(version)
 
 
-def turn(run: StepContext, role: str, sleep: bool) -> bool:
+def switch_role(run: StepContext, role: str, sleep: bool) -> bool:
     """Have ready on this device what ``role`` needs: the models that judge, or the engine that samples.
 
     ``sleep``: put the rest to sleep first. Returns whether something was started for good, which is no measure of what
@@ -241,5 +241,11 @@ def perform(run: StepContext, task: Callable[..., Any], arguments: tuple[Any, ..
         return task(run, *arguments)
 
 
-_PHASES = {"go_on": "sample", "enter": "sample", "score": "judge", "backward": "train", "apply": "optimizer"}
+_PHASES = {
+    "continue_generation": "sample",
+    "enter": "sample",
+    "score": "judge",
+    "backward": "train",
+    "apply": "optimizer",
+}
 """What the plan calls a phase in which a task is done, where that is not the task's name."""

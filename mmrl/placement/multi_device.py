@@ -21,8 +21,8 @@ from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.schema import Placement
 from mmrl.engines.policy import Version
 from mmrl.placement import adaptive, device_tasks
-from mmrl.placement.device_shares import all_of, deal, features_of, needs
-from mmrl.placement.task_queue import Board, Moves, Task, as_rows
+from mmrl.placement.device_shares import all_of, features_of, needs, split_among
+from mmrl.placement.task_queue import Moves, Task, TaskQueue, as_rows
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
 from mmrl.rewards.contract import Context
@@ -30,7 +30,7 @@ from mmrl.training.batch import MicroBatch
 from mmrl.training.step_context import Chunk, Drawn, R, SamplingSpec, StepContext, Ts
 from mmrl.trajectory import Sample, Trajectory
 
-_SHOWN = ("sample", "go_on", "score", "prepare", "backward", "apply")
+_SHOWN = ("sample", "continue_generation", "score", "prepare", "backward", "apply")
 """What is work, and not bookkeeping."""
 
 
@@ -46,7 +46,7 @@ class RemoteDevice(Protocol):
     def close(self) -> None: ...
 
 
-class Several:
+class MultiDevice:
     """Final class, ``Devices``: the controller's own process and ``workers``, each with a thread that takes tasks.
 
     Of disaggregated devices the first train. The others are never waited for but for their samples: what they are to
@@ -64,7 +64,7 @@ class Several:
         self._workers, self.settings, self._starting_up = workers, settings, starting_up
         self._count = 1 + len(workers)
         self._trainers = range(settings.training(self._count))
-        self._board = Board(self._count)
+        self._board = TaskQueue(self._count)
         self._threads: list[Thread] = []
         self.state = adaptive.starting(settings, self._count)
         self._lines: list[dict[str, Any]] = []
@@ -135,7 +135,7 @@ class Several:
                 drawn = answer.result()
             yield numbers[answer], *drawn
 
-    def go_on(
+    def continue_generation(
         self,
         run: StepContext,
         parts: Sequence[Trajectory],
@@ -148,7 +148,7 @@ class Several:
         tasks = [
             Task(
                 "rollout",
-                device_tasks.go_on,
+                device_tasks.continue_generation,
                 (p, most, how),
                 features_of(run, p.slots),
                 version=version,
@@ -175,13 +175,13 @@ class Several:
         self,
         run: StepContext,
         task: Callable[[StepContext, Iterable[MicroBatch], *Ts], R],
-        pieces: Iterable[MicroBatch],
+        micro_batches: Iterable[MicroBatch],
         *arguments: *Ts,
     ) -> list[R]:
         answers, width = [], run.policy.weights.width
-        for n, mine in enumerate(deal(list(pieces), run, len(self._trainers) // width)):
+        for n, mine in enumerate(split_among(list(micro_batches), run, len(self._trainers) // width)):
             if mine:
-                features = features_of(run, [slot for piece in mine for slot in piece.rows.slots])
+                features = features_of(run, [slot for micro_batch in mine for slot in micro_batch.rows.slots])
                 devices = range(n * width, (n + 1) * width)
                 tasks = [Task("train", task, (mine, *arguments), features, device) for device in devices]
                 answers += [self._board.put(task) for task in tasks]
@@ -330,13 +330,13 @@ class Several:
                 if role and (needed != awake if self.settings.sleep else needed - awake):
                     with self._starting_up():
                         once = self._perform(
-                            run, device, Task(task.role, device_tasks.turn, (role, self.settings.sleep))
+                            run, device, Task(task.role, device_tasks.switch_role, (role, self.settings.sleep))
                         )
                     awake = needed if self.settings.sleep else needed | awake
                     priced = self.settings.sleep and not once and role != "train"
                     turned = time.perf_counter() if self.settings.sleep or once else turned
                 if task.version is not None and task.version is not version:
-                    self._perform(run, device, Task(task.role, device_tasks.become, (task.version,)))
+                    self._perform(run, device, Task(task.role, device_tasks.load_version, (task.version,)))
                     version, turned = task.version, time.perf_counter()
                 answer = self._perform(run, device, task)
             except BaseException as error:
@@ -357,7 +357,7 @@ class _OnDevices:
     """Final class: the calls of a reward whose model is on the devices that judge."""
 
     def __init__(
-        self, board: Board, label: str, of: Callable[[SamplingSpec | Context], tuple[int, int] | None]
+        self, board: TaskQueue, label: str, of: Callable[[SamplingSpec | Context], tuple[int, int] | None]
     ) -> None:
         self._board, self._label, self._for = board, label, of
 

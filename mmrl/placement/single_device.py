@@ -17,7 +17,7 @@ from mmrl.training.step_context import Chunk, Drawn, R, SamplingSpec, StepContex
 from mmrl.trajectory import Trajectory
 
 
-class Single:
+class SingleDevice:
     """Final class, ``Devices``: the controller's own process is its one device.
 
     Under ``placement.sleep`` an engine and the models that judge are awake until it trains: samples are judged while
@@ -32,17 +32,17 @@ class Single:
 
     @contextmanager
     def alone(self, run: StepContext, weights: str) -> Iterator[None]:
-        self._turn(run, "rollout")
+        self._switch_role(run, "rollout")
         with device_tasks.apart(run, weights):
             yield
 
-    def _turn(self, run: StepContext, role: str) -> None:
+    def _switch_role(self, run: StepContext, role: str) -> None:
         """Wake what ``role`` needs, or have all that can sleep do so, to train."""
         if not run.recipe.placement.sleep or role in self._ready:
             return
         began, trains = time.perf_counter(), role == "train"
         with starting():
-            device_tasks.perform(run, device_tasks.turn, (role, trains))
+            device_tasks.perform(run, device_tasks.switch_role, (role, trains))
         self._ready = {role} if trains else self._ready - {"train"} | {role}
         self._turning += time.perf_counter() - began
 
@@ -51,14 +51,14 @@ class Single:
     ) -> Iterator[Drawn]:
         assert version is None  # it trains as well
         if not how.evaluate:
-            self._turn(run, "judge")
+            self._switch_role(run, "judge")
         if run.recipe.rollout.engine == "transformers":
             for n, (slots, ids) in enumerate(chunks):
                 yield n, *device_tasks.sample(run, slots, ids, how, clock)
         else:
             yield from self._by_engine(run, chunks, how, clock)
         if how.evaluate:  # which judges when all are drawn
-            self._turn(run, "judge")
+            self._switch_role(run, "judge")
 
     def _by_engine(self, run: StepContext, chunks: Iterable[Chunk], how: SamplingSpec, clock: Clock) -> Iterator[Drawn]:
         done = 0
@@ -67,7 +67,7 @@ class Single:
                 yield n, *drawn
             done += len(some)
 
-    def go_on(
+    def continue_generation(
         self,
         run: StepContext,
         parts: Sequence[Trajectory],
@@ -76,8 +76,8 @@ class Single:
         version: Version | None = None,
     ) -> list[Trajectory]:
         assert version is None
-        self._turn(run, "judge")
-        return device_tasks.go_on_at_once(run, parts, most, how)
+        self._switch_role(run, "judge")
+        return device_tasks.continue_all(run, parts, most, how)
 
     def version(self, run: StepContext, name: str) -> Version:
         return run.policy.version(name)
@@ -89,11 +89,11 @@ class Single:
         self,
         run: StepContext,
         task: Callable[[StepContext, Iterable[MicroBatch], *Ts], R],
-        pieces: Iterable[MicroBatch],
+        micro_batches: Iterable[MicroBatch],
         *arguments: *Ts,
     ) -> list[R]:
-        self._turn(run, "train")
-        return [device_tasks.perform(run, task, (pieces, *arguments))]
+        self._switch_role(run, "train")
+        return [device_tasks.perform(run, task, (micro_batches, *arguments))]
 
     def everywhere(self, run: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
         return device_tasks.perform(run, task, arguments)

@@ -62,7 +62,7 @@ class Event:
     """Of a turn to another role: whether one inside a phase would take as long."""
 
 
-class Board:
+class TaskQueue:
     """Final class. The controller puts tasks on it; each device's thread takes them off."""
 
     def __init__(self, devices: int) -> None:

@@ -9,7 +9,7 @@ from mmrl.planner.plan_data import PhaseMemory, Plan
 from mmrl.report.sizes import size
 
 
-def room(plan: Plan) -> list[str]:
+def does_not_fit(plan: Plan) -> list[str]:
     """Why a device, or all that are to be on this machine, cannot have the memory or the GPUs they need."""
     peak, memory, devices = plan.peak, plan.device_memory, plan.recipe.devices_per_controller
     n = plan.recipe.controllers * devices

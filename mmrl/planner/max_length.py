@@ -5,7 +5,7 @@ from __future__ import annotations
 from mmrl.planner.plan_data import Plan
 
 
-def longest(plan: Plan) -> tuple[int, str] | None:
+def max_length(plan: Plan) -> tuple[int, str] | None:
     """The tokens of the longest rows that fit where each grows alike, and the phase that says so; None where a device's
     memory, or what a token takes, is not known.
 

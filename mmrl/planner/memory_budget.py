@@ -11,7 +11,7 @@ from torch import nn
 from mmrl.algorithms.objective import Objective, prepared_by
 from mmrl.algorithms.objective import copies_of as kept_by
 from mmrl.config.schema import Recipe
-from mmrl.engines.policy import aged
+from mmrl.engines.policy import snapshot_name
 from mmrl.engines.sharded import blocks
 from mmrl.pipelines.description import Beside, Component, Description
 from mmrl.planner.device_roles import judges_beside_sampling, sleeps
@@ -92,7 +92,7 @@ def copies_of(recipe: Recipe, objective: Objective) -> list[str]:
     """Copies of the trained weights that the run keeps; LoRA's reference is the base with the adapter off."""
 
     kept = [name for name in kept_copies(objective) if name != "reference" or recipe.model.lora is None]
-    kept += [aged(name, n + 1) for name in kept_by(objective) for n in range(recipe.placement.staleness or 0)]
+    kept += [snapshot_name(name, n + 1) for name in kept_by(objective) for n in range(recipe.placement.staleness or 0)]
     return [*kept, *(["ema"] if recipe.optim.ema_decay else [])]
 
 

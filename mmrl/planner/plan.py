@@ -24,7 +24,7 @@ from mmrl.pipelines.description import Description
 from mmrl.planner.counts import count
 from mmrl.planner.device_roles import SAMPLED, calls, idle, inside, models_of, refusals, sleeps, split_of
 from mmrl.planner.estimate import Estimate, Step, estimated
-from mmrl.planner.fit_check import room
+from mmrl.planner.fit_check import does_not_fit
 from mmrl.planner.gpus import Gpu
 from mmrl.planner.judges import on_devices
 from mmrl.planner.memory import measure
@@ -71,12 +71,12 @@ def plan(
     _account(made, description, objective, prompts, inputs)
     settle(made)
     made.time = _time(made, description, objective)
-    made.problems += room(made)
+    made.problems += does_not_fit(made)
     made.notes += [*idle(made), *_unused(made)]
     return made
 
 
-def settled(loaded: LoadedRecipe) -> LoadedRecipe:
+def resolved(loaded: LoadedRecipe) -> LoadedRecipe:
     """The recipe with what it leaves to the plan chosen; itself where it leaves nothing."""
     if loaded.recipe.train.steps_per_forward != "auto":
         return loaded

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from mmrl.planner.device_roles import rows, shares
 from mmrl.planner.estimate import assumptions
-from mmrl.planner.max_length import longest
+from mmrl.planner.max_length import max_length
 from mmrl.planner.plan_data import Plan
 from mmrl.report.durations import duration
 from mmrl.report.sizes import size
@@ -228,7 +228,7 @@ def _cut(plan: Plan) -> str:
     assert c is not None
     assert m is not None
     said = f"rows are cut: each of {n} devices has 1/{n} of the tokens in training ({size(m.train)} of activations)"
-    if (found := longest(plan)) is None:
+    if (found := max_length(plan)) is None:
         return said
     tokens, phase = found
     whole = ", where a device has whole rows" if phase == "sample" else ""

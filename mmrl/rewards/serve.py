@@ -28,7 +28,7 @@ from mmrl.rewards import wire
 from mmrl.rewards.calling import NAN, Answer, Caller
 from mmrl.rewards.contract import Context, Span
 from mmrl.rewards.loading import build, find
-from mmrl.rewards.serve_limits import MAX_CONNECTIONS, PATIENCE_S, Connection, Room, Turns
+from mmrl.rewards.serve_limits import MAX_CONNECTIONS, PATIENCE_S, Connection, Limits, Turns
 
 MAX_BYTES = 128 * 2**20
 """Of one request. About 60 pictures of 1024 x 1024."""
@@ -69,7 +69,7 @@ class RewardServer(ThreadingHTTPServer):
         self.reward = build(find(name), dict(options or {})).awake(device)
         self.device = device
         self.caller = Caller(self.reward, timeout_s)
-        self.room, self.slots = Room(), Turns(MAX_REQUESTS)
+        self.room, self.slots = Limits(), Turns(MAX_REQUESTS)
         self.decoding = threading.Lock()
         """One at a time: JSON takes several times its size while it is read."""
         if ":" in host:

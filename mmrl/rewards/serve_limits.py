@@ -84,7 +84,7 @@ class Connection(io.RawIOBase):
             self._client.shutdown(socket.SHUT_RDWR)
 
 
-class Room:
+class Limits:
     """The connections of a server and the memory that their requests hold. Final class, thread-safe."""
 
     def __init__(self, connections: int = MAX_CONNECTIONS, held: int = MAX_HELD_BYTES) -> None:

@@ -38,10 +38,10 @@ from mmrl.engines.policy import Version
 from mmrl.report.clock import Clock
 from mmrl.rollout.collect import Sampling, groups_of, sample_and_score
 from mmrl.rollout.dynamic_sampling import DynamicSampling, resample
-from mmrl.rollout.partial_rollout import Landed, PartialRollout
+from mmrl.rollout.partial_rollout import PartialRollout, PartialRound
 from mmrl.training.batch import Groups, Round
 from mmrl.training.step_context import StepContext, StepPart
-from mmrl.training.step_metrics import Sums, Tally
+from mmrl.training.step_metrics import StepMetrics, Sums
 from mmrl.trajectory import Slot
 
 _FILE = "ahead"
@@ -56,7 +56,7 @@ class Begun:
     (None without dynamic sampling). With partial rollout there is no first round, and ``drawn`` has all of it."""
 
     first: Sampling | None = None
-    drawn: Future[Landed | None] = field(default_factory=Future)
+    drawn: Future[PartialRound | None] = field(default_factory=Future)
     ended: Future[Replaced | None] = field(default_factory=Future)
 
 
@@ -78,7 +78,7 @@ class AsyncRollout(StepPart):
         self._begun: dict[int, Begun] = {}
 
     def groups(
-        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally
+        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
     ) -> tuple[list[Round], Groups]:
         """Begin what may be begun with the weights of now, and wait for ``step``: its rounds, and which groups stand.
 
@@ -96,10 +96,10 @@ class AsyncRollout(StepPart):
         with clock("sample"):
             landed = begun.drawn.result()
         if self.partial is not None and landed is not None:
-            whole = self.partial.land(run, landed, step, clock, tally)
+            whole = self.partial.collect(run, landed, step, clock, metrics)
             return [whole], groups_of(whole)
         assert begun.first is not None
-        tally.gather({}, {"sampling/stale_steps": torch.tensor(float(step - self._of(step)))}, 1)
+        metrics.gather({}, {"sampling/stale_steps": torch.tensor(float(step - self._of(step)))}, 1)
         if self.dynamic is None:
             whole = begun.first.finish(clock)
             return [whole], groups_of(whole)
@@ -107,7 +107,7 @@ class AsyncRollout(StepPart):
             replaced = begun.ended.result()
         assert replaced is not None
         rounds, groups, counted = replaced
-        tally.merge([counted])
+        metrics.merge([counted])
         return rounds, groups
 
     def state_dict(self) -> PartState:
@@ -146,25 +146,25 @@ class AsyncRollout(StepPart):
         def replaced() -> Replaced | None:
             if self.dynamic is None:  # ``groups`` finishes the round: its statistics may be of all controllers
                 return None
-            rounds, tally = [first.finish(inside)], Tally()
+            rounds, metrics = [first.finish(inside)], StepMetrics()
 
             def again(slots: list[Slot]) -> Round:
                 return sample_and_score(run, slots, step, inside, version, len(rounds))
 
-            groups = resample(run, self.dynamic.at(valid), rounds, again, tally)
-            return rounds, groups, tally.sums()
+            groups = resample(run, self.dynamic.at(valid), rounds, again, metrics)
+            return rounds, groups, metrics.sums()
 
         before = [earlier.ended for earlier in self._begun.values()]
         Thread(target=_collect, args=(begun, before, replaced), name=f"mmrl-ahead-{step}", daemon=True).start()
         return begun
 
-    def _begin_flight(self, step: int, draw: Callable[[], Landed]) -> Begun:
+    def _begin_flight(self, step: int, draw: Callable[[], PartialRound]) -> Begun:
         begun, before = Begun(), [earlier.drawn for earlier in self._begun.values()]
         Thread(target=_fly, args=(begun, before, draw), name=f"mmrl-ahead-{step}", daemon=True).start()
         return begun
 
 
-def _fly(begun: Begun, before: list[Future[Landed | None]], draw: Callable[[], Landed]) -> None:
+def _fly(begun: Begun, before: list[Future[PartialRound | None]], draw: Callable[[], PartialRound]) -> None:
     try:
         for earlier in before:
             earlier.result()  # what one that failed left in flight is not known

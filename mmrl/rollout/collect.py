@@ -20,21 +20,21 @@ from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scores
 from mmrl.training.batch import Batch, Groups, Round, chunks, rows_of_update, samples_of
-from mmrl.training.micro_batches import slices
+from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import SamplingSpec, StepContext
-from mmrl.training.step_metrics import Tally
+from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import SampleId, Slot, Trajectory
 
 MOST_REPLACED = 4
 """Unusable prompts in a step, per slot, after which it fails: the data is not what it seems."""
 
 
-def rollout(run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally) -> Batch:
+def collect_batch(run: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Batch:
     """Sample a group for every slot, score it, and turn rewards into advantages."""
     with run.devices.alone(run, sampler(run.objective, step)):
-        rounds, groups = run.strategy.groups(run, slots, step, clock, tally)
+        rounds, groups = run.strategy.groups(run, slots, step, clock, metrics)
     first = replace(rounds[0].scores, total=rewards_of(run, rounds, groups_of(rounds[0])))
-    tally.set(reward_metrics(first, run.controller.gather))
+    metrics.set(reward_metrics(first, run.controller.gather))
     batch, scored = assemble(run, rounds, groups)
     if batch.micro_batches[0].mask is not None or run.another_drew:
         with clock("prepare"):
@@ -45,19 +45,19 @@ def rollout(run: StepContext, slots: list[Slot], step: int, clock: Clock, tally:
     if advantages.returns is not None:
         batch.prepared["returns"] = advantages.returns
     if scored.mask is not None:
-        tally.set(text_metrics(batch, scored.mask))
-    tally.set({"advantage/zero_std_groups": advantages.zero_std_groups / advantages.groups, **advantages.metrics})
+        metrics.set(text_metrics(batch, scored.mask))
+    metrics.set({"advantage/zero_std_groups": advantages.zero_std_groups / advantages.groups, **advantages.metrics})
     return batch
 
 
-class AtOnce:
+class SynchronousRollout:
     """Final class, a ``RolloutStrategy``: every group is sampled in its step, with the weights that train."""
 
     staleness = 0
     replaces_groups = False
 
     def groups(
-        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally
+        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
     ) -> tuple[list[Round], Groups]:
         whole = sample_and_score(run, slots, step, clock)
         return [whole], groups_of(whole)
@@ -238,8 +238,10 @@ def prepare(run: StepContext, batch: Batch, scored: Scored) -> Scored:
     width = run.pipeline.entries(run.objective.kind) if mask is None else mask.shape[1]
     columns = {name: torch.zeros(len(batch.places), width) for name in wanted}
     for update in range(updates if wanted else 0):
-        pieces = slices(run, batch, rows_of_update(batch, update, updates), partial(run.devices.in_step, run))
-        for made in run.devices.spread(run, device_tasks.prepare, pieces, wanted):
+        micro_batches = split_micro_batches(
+            run, batch, rows_of_update(batch, update, updates), partial(run.devices.in_step, run)
+        )
+        for made in run.devices.spread(run, device_tasks.prepare, micro_batches, wanted):
             for index, entries, new in made:
                 at = torch.tensor(index).unsqueeze(1)
                 for name in new:
@@ -260,7 +262,7 @@ def mask_of(batch: Batch) -> Tensor | None:
     return mask
 
 
-def unsampled(run: StepContext, slots: list[Slot], clock: Clock) -> Batch:
+def unsampled_batch(run: StepContext, slots: list[Slot], clock: Clock) -> Batch:
     """The rows of a step that has nothing to sample: a pathwise one samples in its update, an offline one has pairs."""
     with clock("encode"):
         slots, keys, bad = encode(run, slots)

@@ -27,7 +27,7 @@ from mmrl.report.clock import Clock
 from mmrl.rollout.collect import sample_and_score
 from mmrl.training.batch import Groups, Round
 from mmrl.training.step_context import FinishedStep, StepContext, StepPart
-from mmrl.training.step_metrics import Tally
+from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import Slot
 
 DECAY = 0.9
@@ -48,14 +48,14 @@ class DynamicSampling(StepPart):
         self.most, self.valid = most, 1.0
 
     def groups(
-        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally
+        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
     ) -> tuple[list[Round], Groups]:
         rounds = [sample_and_score(run, slots, step, clock)]
 
         def again(slots: list[Slot]) -> Round:
             return sample_and_score(run, slots, step, clock, number=len(rounds))
 
-        return rounds, resample(run, self, rounds, again, tally)
+        return rounds, resample(run, self, rounds, again, metrics)
 
     def ahead(self, rounds: int, tried: int) -> int:
         """How many to try of a slot that is flat after ``rounds`` rounds and ``tried`` attempts."""
@@ -95,7 +95,7 @@ def resample(
     attempts: DynamicSampling,
     rounds: list[Round],
     sample: Callable[[list[Slot]], Round],
-    tally: Tally,
+    metrics: StepMetrics,
 ) -> Groups:
     """Try further attempts of the slots of ``rounds[0]`` that are flat, by ``sample``, until none is or can be.
 
@@ -119,9 +119,9 @@ def resample(
     standing = [next((group for group in groups if not group.flat), groups[-1]) for groups in tried]
     everything = [group for groups in tried for group in groups]
     valid = torch.tensor(float(sum(not group.flat for group in everything)))
-    tally.gather({"sampling/valid": valid}, {"sampling/rounds": torch.tensor(float(len(rounds)))}, len(everything))
+    metrics.gather({"sampling/valid": valid}, {"sampling/rounds": torch.tensor(float(len(rounds)))}, len(everything))
     unused = sum(g.attempt > one.attempt for one, groups in zip(standing, tried, strict=True) for g in groups)
-    tally.count({"sampling/groups": len(everything), "sampling/ahead_unused": unused})
+    metrics.count({"sampling/groups": len(everything), "sampling/ahead_unused": unused})
     return [(group.round, group.place) for group in standing]
 
 

@@ -39,7 +39,7 @@ from mmrl.rewards.scoring import Failure, Scoring
 from mmrl.rollout.collect import encode, groups_of
 from mmrl.training.batch import Groups, Round, chunks, samples_of
 from mmrl.training.step_context import FinishedStep, SamplingSpec, StepContext, StepPart
-from mmrl.training.step_metrics import Tally
+from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import Slot, Trajectory
 
 _FILE = "flight"
@@ -61,7 +61,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Landed:
+class PartialRound:
     """What was drawn for a step: ``groups`` that are whole, in the order in which they are scored, and ``left``, those
     that stay in flight, in the order of the stream. ``taken``: by pool, how many slots of its stream were begun."""
 
@@ -89,16 +89,17 @@ class PartialRollout(StepPart):
         self._settled: tuple[list[Group], dict[str, Any]] = ([], {"taken": [0] * settings.pools, "slots": []})
 
     def groups(
-        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally
+        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
     ) -> tuple[list[Round], Groups]:
         """As a ``RolloutStrategy``'s; ``slots`` are not asked: the stream's may have begun in earlier steps."""
-        whole = self.land(run, self.draw(run, step, step, clock), step, clock, tally)
+        whole = self.collect(run, self.draw(run, step, step, clock), step, clock, metrics)
         return [whole], groups_of(whole)
 
-    def draw(self, run: StepContext, step: int, of: int, clock: Clock, version: Version | None = None) -> Landed:
+    def draw(self, run: StepContext, step: int, of: int, clock: Clock, version: Version | None = None) -> PartialRound:
         """Draw until as many groups are whole as ``step`` trains on, and have them judged. May run in another thread.
 
-        ``of``: the weights are those after so many steps; ``version``: see ``Devices.go_on``. Raises ``UserError``.
+        ``of``: the weights are those after so many steps; ``version``: see ``Devices.continue_generation``. Raises
+        ``UserError``.
         """
         pools = range(run.controller.rank, self.settings.pools, run.controller.size)
         wanted = {pool: len(self._share(run, pool)) for pool in pools}
@@ -120,20 +121,20 @@ class PartialRollout(StepPart):
                     wanted[self._pool(group.slot)] -= 1
             lacking = [pool for pool, most in wanted.items() if most]
             if not lacking:
-                return Landed(landed, micro_batches, scoring, unusable, rounds, self.in_flight, dict(self._taken))
+                return PartialRound(landed, micro_batches, scoring, unusable, rounds, self.in_flight, dict(self._taken))
             with clock("sample"):
                 inputs = run.rewards.inputs
                 how = SamplingSpec([], sampler(run.objective, step), run.recipe.seed, inputs, step=step, round=rounds)
                 self._draw(run, lacking, of, how, version)
             rounds += 1
 
-    def land(self, run: StepContext, drawn: Landed, step: int, clock: Clock, tally: Tally) -> Round:
+    def collect(self, run: StepContext, drawn: PartialRound, step: int, clock: Clock, metrics: StepMetrics) -> Round:
         """What was drawn for ``step``, scored. Raises ``RewardError``."""
         size = run.recipe.train.group_size
         with clock("reward"):
             scores = drawn.scoring.finish([list(range(n, n + size)) for n in range(0, len(drawn.groups) * size, size)])
         scores.failures.extend(drawn.unusable)
-        _measure(drawn, step, tally)
+        _measure(drawn, step, metrics)
         self._landed = drawn.left, drawn.taken
         keys = [key for group in drawn.groups for key in group.keys]
         return Round([group.slot for group in drawn.groups], keys, drawn.micro_batches, scores)
@@ -231,7 +232,7 @@ class PartialRollout(StepPart):
         done, asked = order[: going.count(False)], order[going.count(False) :]
         most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
         parts = [before.rows(rows) for rows in chunks(asked, most)]
-        grown = run.devices.go_on(run, parts, self.settings.cut_after, how, version)
+        grown = run.devices.continue_generation(run, parts, self.settings.cut_after, how, version)
         dated = [_dated(part, more, of) for part, more in zip(parts, grown, strict=True)]
         after = Trajectory.join([*([before.rows(done)] if done else []), *dated])
         place = {row: n for n, row in enumerate(order)}
@@ -240,13 +241,13 @@ class PartialRollout(StepPart):
         self.in_flight = [further.get(id(group), group) for group in self.in_flight]
 
 
-def _measure(drawn: Landed, step: int, tally: Tally) -> None:
+def _measure(drawn: PartialRound, step: int, metrics: StepMetrics) -> None:
     ages = torch.cat([step - _column(t.drawn_at)[_column(t.mask) > 0] for t in drawn.micro_batches])
     oldest = ages.max() if len(ages) else torch.tensor(0)
     largest = {"sampling/stale_steps": oldest, "sampling/rounds": torch.tensor(drawn.rounds)}
-    tally.gather({"sampling/stale_tokens": (ages > 0).sum(), "sampling/stale_age": ages.sum()}, largest, len(ages))
+    metrics.gather({"sampling/stale_tokens": (ages > 0).sum(), "sampling/stale_age": ages.sum()}, largest, len(ages))
     waiting = sum(group.whole for group in drawn.left)
-    tally.count({"sampling/in_flight": len(drawn.left) - waiting, "sampling/waiting": waiting})
+    metrics.count({"sampling/in_flight": len(drawn.left) - waiting, "sampling/waiting": waiting})
 
 
 def _slots(run: StepContext, step: int, indices: Sequence[int]) -> list[Slot]:

@@ -21,12 +21,12 @@ from mmrl.config.loader import LoadedRecipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from mmrl.errors import UserError
-from mmrl.placement.multi_device import Several
+from mmrl.placement.multi_device import MultiDevice
 from mmrl.report import notices
 from mmrl.report.rundir import RunDir
 from mmrl.run import build
-from mmrl.runtime.stall_watchdog import Pulse, Stuck
-from mmrl.runtime.worker import Reception, There, call, serve
+from mmrl.runtime.stall_watchdog import StallWatchdog, Stuck
+from mmrl.runtime.worker import Reception, RemoteWorker, call, serve
 from mmrl.session import Outcome, Session
 from mmrl.stopping import Stop
 
@@ -62,7 +62,7 @@ class Actor:
         self._stop = Stop()
         self._socket: socket.socket | None = None
         self._reception: Reception | None = None
-        self._pulse: Pulse | None = None
+        self._pulse: StallWatchdog | None = None
         self._session: Session | None = None
         self._told: deque[str] = deque()
 
@@ -123,7 +123,7 @@ class Actor:
         rewards = (*recipe.rewards, *recipe.eval.rewards)
         slowest = PATIENCE + max((r.timeout * (r.retries + 1) for r in rewards), default=0.0)
         least = {"reward": slowest, "evaluation": slowest}  # what rewards take is for their own deadline
-        self._pulse = Pulse(PATIENCE, least, ("sample", "reward") if recipe.placement.apart else ())
+        self._pulse = StallWatchdog(PATIENCE, least, ("sample", "reward") if recipe.placement.apart else ())
         notices.listen(self)
         controller = self._join(loaded, host, port)
         devices = self._devices(loaded)
@@ -163,13 +163,13 @@ class Actor:
         peers = Group(rank, size, host, port, self._socket, devices, waiting)
         return Controller(recipe.seed, self._rank, recipe.controllers, peers)
 
-    def _devices(self, loaded: LoadedRecipe) -> Several | None:
+    def _devices(self, loaded: LoadedRecipe) -> MultiDevice | None:
         """The controller's devices once the further ones have called; None where it has no others."""
         if self._reception is None:
             return None
         connections = self._reception.welcome(loaded.recipe.devices_per_controller - 1)
-        workers = [There(n, one, notices.tell, self.starting) for n, one in enumerate(connections, 1)]
-        return Several(workers, loaded.recipe.placement, self.starting)
+        workers = [RemoteWorker(n, one, notices.tell, self.starting) for n, one in enumerate(connections, 1)]
+        return MultiDevice(workers, loaded.recipe.placement, self.starting)
 
 
 def versions() -> str:

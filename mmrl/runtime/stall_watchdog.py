@@ -25,7 +25,7 @@ class Stuck:
     waits: bool
 
 
-class Pulse:
+class StallWatchdog:
     """Final class. One thread goes through phases, another asks.
 
     ``least``: seconds, by phase, within which nothing is said of it; of any other phase ``patience``. ``hidden``:

@@ -11,7 +11,7 @@ from mmrl.checkpoint.resume import same_run
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.masked_text import masked_override
 from mmrl.errors import UserError
-from mmrl.planner.plan import settled
+from mmrl.planner.plan import resolved
 from mmrl.report.html import write_report
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import check_trackers
@@ -26,7 +26,7 @@ def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool
 
     Raises ``UserError``, and ``SystemExit`` where SIGTERM or SIGHUP has stopped it, once it is saved.
     """
-    loaded = settled(loaded.going_on(out) if resume else loaded)
+    loaded = resolved(loaded.going_on(out) if resume else loaded)
     recipe = loaded.recipe
     check_trackers(recipe.log)
     with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:

@@ -53,7 +53,7 @@ class Reception:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class There:
+class RemoteWorker:
     """Final class: a device in a process of its own, as its controller sees it. Used by one thread.
 
     ``tell`` gets what is said there; ``starting()`` is entered while something is started there.

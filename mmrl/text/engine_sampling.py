@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmrl.config.schema import Recipe
 from mmrl.controller.randomness import seed_of
-from mmrl.engines.lazy_engine import Standby
+from mmrl.engines.lazy_engine import LazyEngine
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.errors import UserError
@@ -54,7 +54,7 @@ def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> R
         given["environment"] = {"OMP_NUM_THREADS": str(recipe.threads), **(given.get("environment") or {})}
     if sleeps and rollout.engine == "vllm_server" and torch.cuda.is_available():
         options.setdefault("enable_sleep_mode", True)
-    engine = Standby(start, sleeps)
+    engine = LazyEngine(start, sleeps)
     if not several or (recipe.train.backend != "replicated" and not recipe.placement.apart):
         engine.ready()
     if not several and engine.ready().sleeps:  # elsewhere it stays up for the first step

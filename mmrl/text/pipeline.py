@@ -20,7 +20,7 @@ from mmrl.algorithms.objective import Kind
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.engines.context import Rows
-from mmrl.engines.lazy_engine import Standby, unfailing
+from mmrl.engines.lazy_engine import LazyEngine, unfailing
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.pipelines.protocol import Weights
@@ -143,7 +143,7 @@ class TextPipeline:
         return self.given.row()
 
     def wake(self) -> bool:
-        return isinstance(self.engine, Standby) and self.engine.wake()
+        return isinstance(self.engine, LazyEngine) and self.engine.wake()
 
     def sleep(self) -> None:
         if self.engine is not None:
@@ -180,7 +180,7 @@ class TextPipeline:
         )
 
     @torch.no_grad()
-    def go_on(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
+    def continue_generation(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
         before = engine_sampling.unstack(trajectory)
         asked = self._requests(trajectory.slots, trajectory.ids, seed)
         settings = engine_sampling.settings_of(self.recipe, self.settings.temperature, self.conditioner.stop_tokens)

@@ -66,9 +66,9 @@ class MicroBatch:
     padded: int
 
 
-def without_weight(piece: MicroBatch) -> MicroBatch:
+def without_weight(micro_batch: MicroBatch) -> MicroBatch:
     """The same slice, adding nothing to the update."""
-    return replace(piece, old=piece.old | {"weights": torch.zeros_like(piece.old["weights"])})
+    return replace(micro_batch, old=micro_batch.old | {"weights": torch.zeros_like(micro_batch.old["weights"])})
 
 
 def rows_of_update(batch: Batch, update: int, updates: int) -> list[int]:

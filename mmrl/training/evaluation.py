@@ -24,7 +24,7 @@ from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rollout.collect import encode, prompts_alone
 from mmrl.training.batch import chunks
-from mmrl.training.micro_batches import slices
+from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 
@@ -43,7 +43,7 @@ class Made:
     scores: list[dict[str, float]] = field(default_factory=list)
 
 
-class Heldout:
+class Evaluator:
     """The held-out prompts of a run with the rewards measured on them; of an offline run the pairs."""
 
     def __init__(self, run: StepContext, prompts: Sequence[Prompt], root: Path) -> None:
@@ -113,9 +113,9 @@ class Heldout:
                 usable, keys, unusable = self._encode(chunk)
                 good, bad = good + usable, bad + unusable
                 batch = prompts_alone(run, usable, keys)
-                for piece in slices(run, batch, list(range(len(usable)))):
-                    new = run.pipeline.compare(piece.rows, run.objective.needs, run.policy.using)
-                    for name, value in run.objective.loss(new, piece.old, 1.0).sums.items():
+                for micro_batch in split_micro_batches(run, batch, list(range(len(usable)))):
+                    new = run.pipeline.compare(micro_batch.rows, run.objective.needs, run.policy.using)
+                    for name, value in run.objective.loss(new, micro_batch.old, 1.0).sums.items():
                         sums[name] += value.item()
                 run.pipeline.features.release(keys)
                 progress.advance(len(chunk))
@@ -197,7 +197,7 @@ def unmeasured(row: Mapping[str, float], metric: str, most: float) -> bool:
 
 
 def measure(
-    run: StepContext, heldout: Heldout, samples: int, directory: RunDir, step: int, log: MetricsLog
+    run: StepContext, heldout: Evaluator, samples: int, directory: RunDir, step: int, log: MetricsLog
 ) -> tuple[dict[str, float], str]:
     """Evaluate after ``step`` steps: a row of heldout.jsonl and samples to look at. Returns the row, and as a text."""
     row, made, failures = heldout.score(samples)

@@ -19,16 +19,16 @@ from mmrl import finite
 from mmrl.algorithms.mismatch import mismatch
 from mmrl.algorithms.objective import Pathwise, copies_of
 from mmrl.controller.randomness import generator
-from mmrl.engines.policy import aged
+from mmrl.engines.policy import snapshot_name
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, RewardError
-from mmrl.rollout.collect import rollout, unsampled
+from mmrl.rollout.collect import collect_batch, unsampled_batch
 from mmrl.samples import make_samples
 from mmrl.training.batch import MicroBatch, counted, of_group, rows_of_update
-from mmrl.training.micro_batches import slices
+from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import FinishedStep, StepContext
-from mmrl.training.step_metrics import Sums, Tally
+from mmrl.training.step_metrics import StepMetrics, Sums
 from mmrl.trajectory import Trajectory
 
 
@@ -40,97 +40,110 @@ def train_step(run: StepContext, step: int, clock: Clock, spent: float = 0.0) ->
     train = run.recipe.train
     run.devices.begin_step()
     slots = run.controller.slots(step, run.prompts, train.prompts_per_step, run.cost)
-    began = worked(run)
-    tally = Tally(len(slots))
+    began = busy_seconds(run)
+    metrics = StepMetrics(len(slots))
     objective = run.objective
     sampled = objective.kind in ("policy_gradient", "forward_process")
-    batch = rollout(run, slots, step, clock, tally) if sampled else unsampled(run, slots, clock)
+    batch = collect_batch(run, slots, step, clock, metrics) if sampled else unsampled_batch(run, slots, clock)
     for update in range(train.updates_per_step):
         rows = rows_of_update(batch, update, train.updates_per_step)
         if objective.kind == "forward_process":
             rows = counted(batch, rows)
-        total = run.controller.count(objective.amount(batch.weights[rows], batch.lengths[rows]))
+        total = run.controller.count(objective.loss_denominator(batch.weights[rows], batch.lengths[rows]))
         with clock("train"):
-            pieces = slices(run, batch, rows, partial(run.devices.in_step, run)) if total else ()
-            tally.merge(run.devices.spread(run, backward, pieces, total, step, update == 0))
-            tally.check_finite()
+            micro_batches = split_micro_batches(run, batch, rows, partial(run.devices.in_step, run)) if total else ()
+            metrics.merge(run.devices.spread(run, backward, micro_batches, total, step, update == 0))
+            metrics.check_finite()
             if update == 0:
-                tally.check_first_ratio(exact=run.recipe.model.dtype == "float32")
+                metrics.check_first_ratio(exact=run.recipe.model.dtype == "float32")
             if total:
-                tally.set(run.devices.everywhere(run, device_tasks.apply, spent))
-                tally.end_update()
+                metrics.set(run.devices.everywhere(run, device_tasks.apply, spent))
+                metrics.end_update()
     if copies_of(objective):
         run.devices.everywhere(run, device_tasks.move, step)
     run.pipeline.features.release(batch.keys)
-    tally.set(run.devices.end_step(run, step))
-    row = tally.means(run.controller.gather)
-    seconds = worked(run) - began
+    metrics.set(run.devices.end_step(run, step))
+    row = metrics.means(run.controller.gather)
+    seconds = busy_seconds(run) - began
     for part in run.parts.values():
         row |= part.end_step(run, FinishedStep(step, batch, slots, seconds, row))
     return row, batch.failures
 
 
-def worked(run: StepContext) -> float:
-    """Seconds by a clock that stands still while this controller waits for others."""
+def busy_seconds(run: StepContext) -> float:
+    """Seconds that this controller has worked: wall time without its waits for other controllers."""
     return time.perf_counter() - run.controller.peers.waited
 
 
-def backward(run: StepContext, pieces: Iterable[MicroBatch], total: float, step: int, first: bool) -> Sums:
-    """Add the gradients of some slices of an update of ``total`` entries; ``first``: no weight has moved yet."""
-    tally = Tally()
+def backward(run: StepContext, micro_batches: Iterable[MicroBatch], total: float, step: int, first: bool) -> Sums:
+    """Accumulate the gradients of some micro-batches of an update of ``total`` entries.
 
-    def loss_of(piece: MicroBatch) -> Tensor:
-        new = recomputed(run, piece, step, tally)
-        old = compared(run, piece.old, new, tally) if "rollout_log_probs" in piece.old else piece.old
+    ``first``: no optimizer step was taken yet in this training step.
+    """
+    metrics = StepMetrics()
+
+    def loss_of(micro_batch: MicroBatch) -> Tensor:
+        new = recompute(run, micro_batch, step, metrics)
+        old = micro_batch.old
+        if "rollout_log_probs" in old:
+            old = importance_weights(run, old, new, metrics)
         loss = run.objective.loss(new, old, total)
-        tally.add(loss, total, first_update=first)
+        metrics.add(loss, total, first_update=first)
         if run.pipeline.makes == "text":
-            tally.gather({"balance/padding": torch.tensor(piece.padded - piece.tokens)}, {}, piece.padded)
+            padding = torch.tensor(micro_batch.padded - micro_batch.tokens)
+            metrics.gather({"balance/padding": padding}, {}, micro_batch.padded)
         return loss.value
 
-    run.policy.accumulate(pieces, loss_of)
-    return tally.sums()
+    run.policy.accumulate(micro_batches, loss_of)
+    return metrics.sums()
 
 
-def recomputed(run: StepContext, piece: MicroBatch, step: int, tally: Tally) -> dict[str, Tensor]:
-    """What the objective needs of a slice under the weights of now, with a graph."""
+def recompute(run: StepContext, micro_batch: MicroBatch, step: int, metrics: StepMetrics) -> dict[str, Tensor]:
+    """Recompute what the objective ``needs`` of this micro-batch, with autograd enabled."""
     objective = run.objective
     needs = objective.needs
+    rows, entries, old = micro_batch.rows, micro_batch.entries, micro_batch.old
     match objective.kind:
         case "policy_gradient":
-            known = {name: piece.old[name] for name in needs & {"reference_log_probs"} & piece.old.keys()}
-            return run.pipeline.replay(piece.rows, piece.entries, needs - known.keys(), run.policy.using) | known
+            known = {name: old[name] for name in needs & {"reference_log_probs"} & old.keys()}
+            return run.pipeline.replay(rows, entries, needs - known.keys(), run.policy.using) | known
         case "forward_process":
-            rows = of_group(piece.rows) if objective.shares_noise else piece.rows
-            return run.pipeline.renoise(rows, piece.entries[0], run.recipe.seed, needs, partial(as_drawn, run))
+            rows = of_group(rows) if objective.shares_noise else rows
+            return run.pipeline.renoise(rows, entries[0], run.recipe.seed, needs, partial(sampling_weights, run))
         case "offline":
-            return run.pipeline.compare(piece.rows, needs, run.policy.using)
+            return run.pipeline.compare(rows, needs, run.policy.using)
         case "pathwise":
-            return generated(run, objective, piece.rows, step, tally)
+            return pathwise_rollout(run, objective, rows, step, metrics)
 
 
-def as_drawn(run: StepContext, name: str) -> AbstractContextManager[None]:
-    """``Policy.using``, but the copy that samples as it was when this step's samples were drawn."""
+def sampling_weights(run: StepContext, name: str) -> AbstractContextManager[None]:
+    """``Policy.using``, but for a copy that samples: its weights when the samples of this step were drawn."""
     if run.strategy.staleness and name in copies_of(run.objective):
-        name = aged(name, run.strategy.staleness)
+        name = snapshot_name(name, run.strategy.staleness)
     return run.policy.using(name)
 
 
-def compared(run: StepContext, old: dict[str, Tensor], new: dict[str, Tensor], tally: Tally) -> dict[str, Tensor]:
-    """``old`` with the policy's own log-probs where they were not prepared, and weights against the engine's gap."""
+def importance_weights(
+    run: StepContext, old: dict[str, Tensor], new: dict[str, Tensor], metrics: StepMetrics
+) -> dict[str, Tensor]:
+    """Add importance weights to ``old``, which correct the gap between the policy and the engine that sampled.
+
+    Where ``old`` has no log-probs of the policy, those of ``new`` are taken, detached: no weight has moved yet.
+    """
     own = old.get("log_probs", new["log_probs"].detach())
     rollout = run.recipe.rollout
-    same = (
-        rollout.engine == "transformers" and not run.strategy.staleness
-    )  # the weights that train, in the same process
+    # The weights that train also sampled, in the same process.
+    same = rollout.engine == "transformers" and not run.strategy.staleness
     how = ("none" if same else "token") if rollout.importance == "auto" else rollout.importance
     counted = old["mask"] * old["weights"].unsqueeze(1)
     gap = mismatch(own, old["rollout_log_probs"], counted, how, rollout.importance_cap)
-    tally.gather(gap.sums, gap.maxima, gap.tokens)
+    metrics.gather(gap.sums, gap.maxima, gap.tokens)
     return old | {"log_probs": own} | ({} if gap.weights is None else {"importance": gap.weights})
 
 
-def generated(run: StepContext, objective: Pathwise, rows: Trajectory, step: int, tally: Tally) -> dict[str, Tensor]:
+def pathwise_rollout(
+    run: StepContext, objective: Pathwise, rows: Trajectory, step: int, metrics: StepMetrics
+) -> dict[str, Tensor]:
     """Sample ``rows`` with a graph and score them with differentiable rewards: ``rewards``, their weighted sum
     ``[P, B]`` of each of ``P`` predictions (all of them again with each further phrase), and what else the objective
     needs."""
@@ -150,5 +163,5 @@ def generated(run: StepContext, objective: Pathwise, rows: Trajectory, step: int
         raise
     total = run.rewards.weighted(parts)
     for name, values in {**parts, "mean": total}.items():
-        tally.extend(f"reward/{name}", values.detach())
+        metrics.extend(f"reward/{name}", values.detach())
     return made | {"rewards": total.view(-1, len(rows))}

@@ -16,7 +16,7 @@ from mmrl.trajectory import Trajectory
 from mmrl.transfer import to_device
 
 
-def slices(
+def split_micro_batches(
     run: StepContext, batch: Batch, mine: list[int], in_step: Callable[[int], int] = int
 ) -> Iterator[MicroBatch]:
     """The slices of one optimizer step over the rows ``mine``: micro-batches of them, entry by entry or a few at once.

@@ -18,7 +18,7 @@ from mmrl.pipelines.protocol import Pipeline
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import RewardSet
 from mmrl.training.batch import Batch, Groups, MicroBatch, Round
-from mmrl.training.step_metrics import Tally
+from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 
 R = TypeVar("R")
@@ -68,7 +68,7 @@ class Devices(Protocol):
         """
         ...
 
-    def go_on(
+    def continue_generation(
         self,
         run: StepContext,
         parts: Sequence[Trajectory],
@@ -91,10 +91,10 @@ class Devices(Protocol):
         self,
         run: StepContext,
         task: Callable[[StepContext, Iterable[MicroBatch], *Ts], R],
-        pieces: Iterable[MicroBatch],
+        micro_batches: Iterable[MicroBatch],
         *arguments: *Ts,
     ) -> list[R]:
-        """What ``task(run, its pieces, *arguments)`` returns on each device that was dealt some."""
+        """What ``task(run, its micro-batches, *arguments)`` returns on each device that was dealt some."""
         ...
 
     def everywhere(self, run: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
@@ -150,7 +150,7 @@ class RolloutStrategy(Protocol):
         ...
 
     def groups(
-        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, tally: Tally
+        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
     ) -> tuple[list[Round], Groups]:
         """The rounds that were sampled and scored for ``step``, and the (round, group) that stands in each slot.
 

@@ -32,7 +32,7 @@ Sums = dict[str, Any]
 """What one device, or one controller, adds to the metrics: plain numbers by name."""
 
 
-class Tally:
+class StepMetrics:
     """Sums become means over an update's entries, maxima stay maxima; values set several times are averaged.
 
     Tensors are read when all is asked for (``sums``), together: no slice waits for its device.

@@ -22,7 +22,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.varying_values import MEASURED, OF_PROCESS, why_not_compared
 from mmrl.report.verified import Compared, Part, compared, metrics_of
 from mmrl.run import build
-from mmrl.training.evaluation import Heldout, measure
+from mmrl.training.evaluation import Evaluator, measure
 from mmrl.training.loop import train_step
 from mmrl.training.step_context import StepContext
 from mmrl.verify.span import Rows, Span, fault
@@ -40,7 +40,7 @@ class Replay:
         self.notes: list[str] = []
         self._skipped: dict[str, str] = {}
         self._new: dict[str, None] = {}
-        self._heldout: Heldout | None = None
+        self._heldout: Evaluator | None = None
         with Progress(1, "load", "model") as progress:
             self.run: StepContext = build(recipe, directory.path)
             self.run.rewards.folder = scratch.path
@@ -98,7 +98,7 @@ class Replay:
 
     def _evaluation(self, step: int, recorded: Mapping[str, Any]) -> Iterator[Part]:
         root = self.directory.path
-        self._heldout = Heldout(self.run, load_prompts(self.recipe, root, "heldout"), root)
+        self._heldout = Evaluator(self.run, load_prompts(self.recipe, root, "heldout"), root)
         for rewards in self._heldout.rewards:
             rewards.folder = self.scratch.path
         with MetricsLog(self.scratch.heldout) as log:

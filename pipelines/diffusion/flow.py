@@ -218,7 +218,7 @@ class FlowPipeline:
     def token_values(self, row: Trajectory, spans: Sequence[tuple[int, int, float]]) -> list[float]:
         raise TypeError("pictures have no tokens; rewards of spans belong to text")
 
-    def go_on(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
+    def continue_generation(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
         raise TypeError("pictures are not drawn in parts; the recipe's checks refuse it")
 
     def sync(self, policy: Policy) -> None:

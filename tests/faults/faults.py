@@ -61,7 +61,7 @@ FAULTS = [
     ),
     Fault(
         "gradients that are not added over controllers",
-        "mmrl.run:_lie",
+        "mmrl.run:_weight_layout",
         "Replicated(module, controller.gradients)",
         "Replicated(module)",
         ("tests/test_wiring.py::test_controllers_step_on_the_gradient_of_all_rows",),

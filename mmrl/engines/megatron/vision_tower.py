@@ -30,7 +30,7 @@ class Decoded(NamedTuple):
     attentions: None = None
 
 
-class Seeing:
+class VisionTower:
     """Final class: Hugging Face's ``body`` with ``model``, this rank's part of its language part, in place of its own.
     ``divided``: ranks divide the tokens of what lies between the parts of its layers."""
 

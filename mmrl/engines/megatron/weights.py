@@ -81,7 +81,7 @@ class ModelParallel:
         ]
         self._by = size if self._by_tokens else 1
         self._sees = (
-            None if tower(module) is None else vision_tower.Seeing(body(module), self._chunks[0], self._by_tokens)
+            None if tower(module) is None else vision_tower.VisionTower(body(module), self._chunks[0], self._by_tokens)
         )
         self._call = self._valued if isinstance(module, Critic) else self._forward
         self.stages = Pipeline(self._chunks) if settings.pipeline_parallel > 1 else None
