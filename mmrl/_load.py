@@ -31,6 +31,22 @@ def load(kind: Kind, name: str) -> Any:
     target, _, attribute = name.partition(":")
     with _LOCK:  # a thread must not see a module that another is still executing
         module = _from_file(Path(target)) if target.endswith(".py") else _from_package(kind, target)
+    return _attribute(module, target, attribute)
+
+
+def load_from_file(name: str) -> Any:
+    """Return the module of the file ``path/to/mine.py``, or what ``path/to/mine.py:name`` names in it.
+
+    Raises ``LoadError``, and whatever the file raises when it is imported.
+    """
+    allow_cpu_only()
+    target, _, attribute = name.partition(":")
+    with _LOCK:
+        module = _from_file(Path(target))
+    return _attribute(module, target, attribute)
+
+
+def _attribute(module: ModuleType, target: str, attribute: str) -> Any:
     if not attribute:
         return module
     if not hasattr(module, attribute):

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards.contract import Context, Failed, Value, Weights
-from mmrl.rewards.loading import describe
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
+from mmrl.user_code import describe
 
 from .clip import load_clip
 from .detectors import Detector, Found

@@ -123,8 +123,8 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
         yield "eval.rewards: a reward model writes no text that could be rewarded; remove eval.rewards"
     if recipe.rollout.engine != "transformers" and not recipe.eval.rewards:
         yield (
-            f"rollout.engine: {algorithm.type} samples nothing without eval.rewards, so {recipe.rollout.engine} would "
-            "idle; remove rollout"
+            f"rollout.engine: {algorithm.type} samples nothing without eval.rewards, so {recipe.rollout.engine_name} "
+            "would idle; remove rollout"
         )
 
 
@@ -177,7 +177,7 @@ def _diffusion(recipe: Recipe) -> Iterator[str]:
     if recipe.train.micro_batch_tokens is not None:
         yield "train.micro_batch_tokens: pictures have no tokens to count; set train.micro_batch_size and remove it"
     if recipe.rollout.engine != "transformers":
-        yield f"rollout.engine: {recipe.rollout.engine} samples text; remove rollout"
+        yield f"rollout.engine: {recipe.rollout.engine_name} samples text; remove rollout"
     if recipe.rollout.partial is not None:
         yield "rollout.partial: pictures are not drawn in parts; remove rollout"
 

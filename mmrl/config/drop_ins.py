@@ -53,15 +53,23 @@ def missing_drop_in(kind: Kind, name: str, looked: str) -> str:
         file = Path(file_text)
         if not os.path.isfile(file):
             return f"there is no file {file_text!r} ({looked}); correct the path"
-        return _missing_attribute(kind, file, attribute)
+        return _missing_attribute(file, attribute, attribute or DEFAULT[kind])
     target, _, attribute = name.partition(":")
     module = _module_file(kind, target)
     if module is not None:
-        return _missing_attribute(kind, module, attribute)
+        return _missing_attribute(module, attribute, attribute or DEFAULT[kind])
     known = _known(kind)
     listed = f"there are {', '.join(known)}" if known else "none is installed"
     meant = did_you_mean(name, known) or did_you_mean(target, known)
     return f"there is no {NOUN[kind]} {target!r}{meant}  ({listed}; a file of your own is path/to/file.py:name)"
+
+
+def missing_class(name: str, looked: str) -> str:
+    """What is wrong with ``path/to/file.py:Class``; empty where the file has that name. ``looked`` as above."""
+    file, _, attribute = name.rpartition(":")
+    if not os.path.isfile(file):
+        return f"there is no file {file!r} ({looked}); correct the path"
+    return _missing_attribute(Path(file), attribute, attribute)
 
 
 @cache
@@ -108,7 +116,7 @@ def split_file(text: str) -> tuple[str | None, str]:
     return (file, attribute) if colon and file.endswith(".py") else (None, "")
 
 
-def _missing_attribute(kind: Kind, file: Path, attribute: str) -> str:
+def _missing_attribute(file: Path, attribute: str, wanted: str) -> str:
     try:
         body = _parse(file).body
     except SyntaxError as error:
@@ -116,7 +124,6 @@ def _missing_attribute(kind: Kind, file: Path, attribute: str) -> str:
     except (OSError, ValueError) as error:
         return f"{shown(file)} cannot be read: {error}"
     defined = _defined(body)
-    wanted = attribute or DEFAULT[kind]
     if defined is None or wanted in defined:
         return ""
     public = [name for name in defined if not name.startswith("_")]

@@ -20,7 +20,7 @@ from mmrl.config.layers import Tree, kind_of, parse_key
 from mmrl.config.sampling import TextSampling
 from mmrl.config.sampling import kind_of as sampling_kind
 from mmrl.config.schema import Recipe
-from mmrl.config.section import seconds_of
+from mmrl.config.section import OWN_CLASS, seconds_of
 
 MOST_EXPLAINED = 50
 """Errors of a recipe: what an unknown key may have meant takes a while to find."""
@@ -276,6 +276,8 @@ def _plain(annotation: Any, bounds: dict[str, Any]) -> str:
         return "a time like 90s, 10m or 1h 30m, or seconds" if "duration" in bounds else _number(annotation, bounds)
     if annotation is ByteSize:
         return f"an amount of memory like 2 GiB, {ByteSize(bounds['ge']).human_readable()} or more"
+    if annotation is str and bounds.get("pattern") == OWN_CLASS:
+        return "a class of your own (path/to/file.py:Class)"
     if annotation is str:
         return f"text that matches {bounds['pattern']}" if "pattern" in bounds else "text"
     if annotation is bool:

@@ -120,6 +120,9 @@ def load_recipe(
     findings += [Finding(tree.source(key), key, message) for key, message in missing_names(tree, root)]
     if recipe is None or findings:
         raise recipe_error(findings)
+    if recipe.rollout.own_class:  # every process of a run finds the file, whatever folder it runs in
+        rollout = recipe.rollout.model_copy(update={"engine": resolve_drop_in(root, recipe.rollout.engine)})
+        recipe = recipe.model_copy(update={"rollout": rollout})
     return LoadedRecipe(recipe, files[0], root, tuple(files), tuple(overrides), tree)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl._load import Kind, folders
-from mmrl.config.drop_ins import missing_drop_in, split_file
+from mmrl.config.drop_ins import missing_class, missing_drop_in, split_file
 from mmrl.config.errors import KeyPath, Problem, RecipeError, did_you_mean
 from mmrl.config.layers import Tree, shown
 from mmrl.config.section import MOST_REWARDS
@@ -96,6 +96,10 @@ def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
     architecture = _text(tree.values, ("architecture",))
     if architecture and _look_up(root, architecture) is None:
         yield ("architecture",), f"there is no file {architecture!r} ({_looked(root)}); correct the path"
+    engine = _text(tree.values, ("rollout", "engine"))
+    own = split_file(engine)[0] is not None and split_file(engine)[1]
+    if own and (wrong := missing_class(resolve_drop_in(root, engine), _looked(root))):
+        yield ("rollout", "engine"), wrong
     for kind, key in _drop_in_keys(tree.values):
         name = _text(tree.values, key)
         if name and (wrong := missing_drop_in(kind, resolve_drop_in(root, name), _looked(root))):

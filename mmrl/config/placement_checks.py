@@ -170,8 +170,8 @@ def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
         )
     if recipe.rollout.engine != "transformers" and recipe.devices_per_controller > 1 and recipe.placement.sleep:
         yield (
-            f"placement.sleep: {recipe.rollout.engine} would wake without weights, which {what} give to the engines of "
-            "all devices together; remove it, or set train.backend to replicated"
+            f"placement.sleep: {recipe.rollout.engine_name} would wake without weights, which {what} give to the "
+            "engines of all devices together; remove it, or set train.backend to replicated"
         )
     compared = isinstance(algorithm, PairSettings) and algorithm.needs_reference and recipe.model.lora is None
     if compared and recipe.eval.every is not None:

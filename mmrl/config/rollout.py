@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from mmrl.config.section import Count, Many, Section
+from mmrl.config.section import Count, Many, OwnClass, Section
 
 
 class Partial(Section):
@@ -24,7 +25,8 @@ class Partial(Section):
 class Rollout(Section):
     """What samples text: the training process itself, or an engine with weights of its own."""
 
-    engine: Literal["transformers", "vllm", "vllm_server", "sglang"] = "transformers"
+    engine: Literal["transformers", "vllm", "vllm_server", "sglang"] | OwnClass = "transformers"
+    """One of ours, or a class in a file of your own: ``path/to/file.py:Class``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the engine."""
     importance: Literal["auto", "token", "sequence", "none"] = "auto"
@@ -36,3 +38,13 @@ class Rollout(Section):
     goes alone."""
     partial: Partial | None = None
     """None waits for the longest response of every step."""
+
+    @property
+    def own_class(self) -> bool:
+        """Whether the engine is a class in a file of the user's."""
+        return ".py:" in self.engine
+
+    @property
+    def engine_name(self) -> str:
+        """What messages call the engine: of a file only its name."""
+        return Path(self.engine).name

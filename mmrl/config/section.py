@@ -24,6 +24,10 @@ def seconds_of(value: Any) -> Any:
 Duration = Annotated[float, Field(ge=0), BeforeValidator(seconds_of)]
 """Seconds, or a text with units: ``90s``, ``10m``, ``1h 30m``."""
 
+OWN_CLASS = r"^.+\.py:[A-Za-z_]\w*$"
+OwnClass = Annotated[str, Field(pattern=OWN_CLASS)]
+"""A class in a file of the user's: ``path/to/file.py:Class``."""
+
 MOST_REWARDS = 64
 Count = Annotated[int, Field(gt=0, le=10**9)]
 """How often, how many tokens, pixels: past this it is a slip, and what is computed from it takes for ever."""

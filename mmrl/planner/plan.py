@@ -16,7 +16,7 @@ from mmrl.config.dtype import choose, has_bfloat16
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.objectives import load_objective
 from mmrl.datasets.loading import load_prompts
-from mmrl.engines import context, performance
+from mmrl.engines import context, own_class, performance
 from mmrl.engines.megatron import mapping
 from mmrl.errors import UserError
 from mmrl.media import Media
@@ -53,6 +53,12 @@ def plan(
     made.notes += _about_dtype(made, loaded.chose_dtype)
     has = performance.Ability(gpu.name, "cuda", gpu.ampere) if gpu else performance.ability(device)
     made.problems += performance.refusals(recipe, has)
+    made.problems += (wrong := own_class.problems(recipe))
+    if not wrong and own_class.ends_to_sleep(recipe):
+        made.notes.append(
+            f"placement.sleep: {recipe.rollout.engine_name} cannot sleep: it is ended while others work, and started "
+            "again"
+        )
     objective = load_objective(recipe)
     inputs = _rewards(loaded, objective, made)
     name = loaded.resolve_drop_in(recipe.pipeline)

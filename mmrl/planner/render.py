@@ -125,7 +125,7 @@ def _arithmetic(plan: Plan) -> list[str]:
 def _engine(plan: Plan) -> str:
     if plan.recipe.sampling.type != "text" or plan.recipe.rollout.engine == "transformers":
         return ""
-    return f" of {plan.recipe.rollout.engine}, which batches them its own way"
+    return f" of {plan.recipe.rollout.engine_name}, which batches them its own way"
 
 
 def _roles(plan: Plan) -> Table:

@@ -21,9 +21,10 @@ from typing import Any, Protocol, TypeAlias
 
 from mmrl.errors import UserError, plain
 from mmrl.rewards.contract import Context, Failed, Span, Spans
-from mmrl.rewards.loading import Loaded, describe, place_of
+from mmrl.rewards.loading import Loaded
 from mmrl.rewards.views import views
 from mmrl.trajectory import Sample
+from mmrl.user_code import describe, place_of
 
 NAN = float("nan")
 BACKOFF_S = 0.5

@@ -5,11 +5,9 @@ Imports no torch: ``mmrl serve`` and ``mmrl score`` run rewards in environments 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -18,9 +16,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl import _load
-from mmrl.errors import UserError, plain
+from mmrl.errors import UserError
 from mmrl.report.notices import tell
 from mmrl.rewards.contract import Declaration, Input, Sleeper, declaration_of
+from mmrl.user_code import defined_at, describe, option_problems, place_of
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +28,6 @@ CLOSE_S = 10.0
 """What a reward's own ``close`` may take."""
 _FORM = "def score(samples, *, context)"
 T = TypeVar("T")
-_PARSING = threading.Lock()
-"""``inspect`` parses a file to find a class in it, and Python 3.11's parser fails when two threads do that at once
-(SystemError: AST constructor recursion depth mismatch; python/cpython#106905)."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +53,7 @@ class Found:
     @property
     def place(self) -> str:
         """``file:line`` of its definition, for messages."""
-        try:
-            with _PARSING:
-                line = inspect.getsourcelines(self.target)[1]
-            return f"{short_path(self.file or '')}:{line}"
-        except (OSError, TypeError):
-            return self.name
+        return defined_at(self.target, self.file, self.name)
 
 
 @dataclass(frozen=True)
@@ -156,7 +147,9 @@ def problems(found: Found, options: Mapping[str, Any]) -> list[str]:
     method = getattr(target, "score", None)
     if method is None:
         return [f"{found.place}: the class {target.__name__} has no method score; add {_FORM[:10]}self, {_FORM[10:]}"]
-    wrong = _call_problems(found, functools.partial(method, None), {}) + _option_problems(found, target, options, set())
+    wrong = _call_problems(found, functools.partial(method, None), {}) + option_problems(
+        found.name, target, options, set()
+    )
     return wrong + _sleep_problems(found)
 
 
@@ -199,29 +192,6 @@ def asked_of_options(found: Found, ask: Callable[[], T]) -> T:
         ) from error
 
 
-def describe(error: BaseException) -> str:
-    """``ValueError: what it says``, fit to be printed."""
-    text = plain(str(error)).strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def place_of(error: BaseException, file: str | None) -> str:
-    """``file:line`` where ``error`` was raised: the innermost line of ``file`` on the way, else of any file."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{short_path(error.filename)}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == file] or list(frames)
-    return f"{short_path(own[-1].filename)}:{own[-1].lineno}" if own else "an unknown line"
-
-
-def short_path(path: str) -> str:
-    """``path`` from the current folder where it lies below it."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path
-
-
 def _module(name: str, root: Path | None) -> ModuleType:
     file = None
     if name.endswith(".py"):
@@ -253,7 +223,7 @@ def _call_problems(found: Found, function: Callable[..., Any], options: Mapping[
         return [f"{found.place}: {found.name} takes no samples; write {_FORM}"]
     if "context" not in by_name and not wide:
         return [f"{found.place}: {found.name} takes no 'context'; write {_FORM}"]
-    return _option_problems(found, function, options, {first, "context"})
+    return option_problems(found.name, function, options, {first, "context"})
 
 
 def can_sleep(target: Any) -> bool:
@@ -272,22 +242,4 @@ def _sleep_problems(found: Found) -> list[str]:
         except TypeError:
             edit = f"write def {name}(self, device)"
             wrong.append(f"{found.place}: {name} of {found.target.__name__} must take the device alone; {edit}")
-    return wrong
-
-
-def _option_problems(
-    found: Found, function: Callable[..., Any], options: Mapping[str, Any], reserved: set[str]
-) -> list[str]:
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in reserved]
-    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    wide = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    wrong = []
-    for key in options:
-        if key in reserved or (key not in known and not wide):
-            close = difflib.get_close_matches(key, known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            wrong.append(f"options.{key}: {found.name} has no such option{hint} (it has: {', '.join(known) or 'none'})")
-    for p in parameters:
-        if p.name in known and p.default is p.empty and p.name not in options:
-            wrong.append(f"options.{p.name}: {found.name} needs it; add options: {{{p.name}: ...}}")
     return wrong

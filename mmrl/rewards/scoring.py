@@ -33,10 +33,11 @@ from mmrl.rewards.async_scoring import (
 )
 from mmrl.rewards.calling import Answer, Caller, Calls
 from mmrl.rewards.contract import Context, Input
-from mmrl.rewards.loading import Found, Loaded, build, describe, find, place_of, problems
+from mmrl.rewards.loading import Found, Loaded, build, find, problems
 from mmrl.rewards.patience import Patience
 from mmrl.rewards.views import views
 from mmrl.trajectory import Sample
+from mmrl.user_code import describe, place_of
 
 __all__ = ["Failure", "RewardError", "RewardSet", "Scores", "Scoring", "check", "normalise"]
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from mmrl.config.schema import Recipe
+from mmrl.engines import own_class
+from mmrl.errors import UserError
 from mmrl.pipelines.description import Description
 from mmrl.text.conditioner import Conditioner
 from mmrl.text.engine_sampling import open_engine
@@ -30,9 +32,11 @@ OfScorer = Callable[[str, dict[str, Any]], Conditioner]
 
 def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, *, sees: bool) -> TextPipeline:
     """A pipeline whose model writes. Raises ``UserError`` where the model at ``path`` cannot."""
+    if wrong := own_class.problems(recipe):  # before a model is loaded
+        raise UserError("\n".join(wrong))
     chat, model = parts(recipe, path, load_model)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    engine = open_engine(recipe, path, context, sees=sees)
+    engine = open_engine(recipe, path, context, device, sees=sees)
     return TextPipeline(chat, open_weights(model, recipe).to(device), recipe, device, engine)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.config.schema import Recipe
 from mmrl.controller.randomness import seed_of
+from mmrl.engines import own_class
 from mmrl.engines.lazy_engine import LazyEngine
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
@@ -19,13 +20,15 @@ from mmrl.errors import UserError
 from mmrl.trajectory import SampleId, Trajectory
 
 
-def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> RolloutEngine | None:
+def open_engine(
+    recipe: Recipe, path: str, context: int | None, device: torch.device, sees: bool
+) -> RolloutEngine | None:
     """The engine of ``rollout.engine`` on the model at ``path``; None where the training process samples.
 
-    ``context``: positions the model has. ``sees``: it takes pictures. Raises ``UserError`` where it cannot start. Where
-    a controller has several devices it starts when this one first samples; but at once where these devices have parts
-    of the weights, which they give to all engines together. On one device it starts at once, and sleeps until it
-    samples where it is to sleep and can.
+    ``context``: positions the model has. ``device``: what trains. ``sees``: it takes pictures. Raises ``UserError``
+    where it cannot start. Where a controller has several devices it starts when this one first samples; but at once
+    where these devices have parts of the weights, which they give to all engines together. On one device it starts at
+    once, and sleeps until it samples where it is to sleep and can.
     """
     rollout = recipe.rollout
     if rollout.engine == "transformers":
@@ -38,6 +41,8 @@ def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> R
         "dtype": recipe.model.dtype,
         "lora_rank": recipe.model.lora.rank if recipe.model.lora else None,
     }
+    if rollout.own_class:
+        return _own(recipe, path, {**given, "device": device, "images": 4 if sees else 0, "clips": 0})
     for name in ("environment", "url", "key", "start_timeout_s", "request_timeout_s", "images", "clips"):
         if name in options:
             given[name] = options.pop(name)
@@ -54,12 +59,25 @@ def open_engine(recipe: Recipe, path: str, context: int | None, sees: bool) -> R
         given["environment"] = {"OMP_NUM_THREADS": str(recipe.threads), **(given.get("environment") or {})}
     if sleeps and rollout.engine == "vllm_server" and torch.cuda.is_available():
         options.setdefault("enable_sleep_mode", True)
-    engine = LazyEngine(start, sleeps)
+    return _lazy_engine(recipe, start, sleeps)
+
+
+def _lazy_engine(recipe: Recipe, start: Callable[[], RolloutEngine], sleeps: bool) -> RolloutEngine:
+    engine, several = LazyEngine(start, sleeps), recipe.devices_per_controller > 1
     if not several or (recipe.train.backend != "replicated" and not recipe.placement.apart):
         engine.ready()
     if not several and engine.ready().sleeps:  # elsewhere it stays up for the first step
         engine.sleep()
     return engine
+
+
+def _own(recipe: Recipe, path: str, given: dict[str, Any]) -> RolloutEngine:
+    """An engine that is a class of the user's; it sleeps and wakes as ours do."""
+    if wrong := own_class.problems(recipe):
+        raise UserError("\n".join(wrong))
+    given["bucket_bytes"] = recipe.rollout.update_bucket_mib * 2**20
+    start = own_class.starter(recipe.rollout.engine, path, recipe.rollout.options, given)
+    return _lazy_engine(recipe, start, recipe.placement.sleep)
 
 
 def engine_context(recipe: Recipe, context: int | None) -> int | None:

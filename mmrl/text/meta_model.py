@@ -244,6 +244,9 @@ def _beside(recipe: Recipe, policy: nn.Module) -> list[Beside]:
     engine, options = recipe.rollout.engine, recipe.rollout.options
     if engine == "transformers":
         return []
+    if recipe.rollout.own_class:
+        given = "".join(f", {name}: {value}" for name, value in options.items())
+        return [Beside("engine", f"{recipe.rollout.engine_name}{given}; its memory is not known to mmrl")]
     elsewhere = options.get("url") or "CUDA_VISIBLE_DEVICES" in (options.get("environment") or {})
     if elsewhere or engine == "sglang":
         return [Beside("engine", f"{engine}, on devices of its own" if elsewhere else f"{engine}: not known to mmrl")]
