@@ -1,4 +1,4 @@
-"""Every algorithm for pictures on the small model, the same CPU-seconds each: what each one makes of held-out prompts.
+"""Compare every algorithm for pictures on the small model, with equal CPU-seconds, on held-out prompts.
 
     python benchmarks/algorithms.py --seeds 0 1 2 --jobs 2 --json benchmarks/results/algorithms.json
 

@@ -1,4 +1,4 @@
-r"""How often the verifiers of final answers are right, on a table of hand-labelled cases. No model, no accelerator.
+r"""Measure the accuracy of the verifiers of final answers on hand-labelled cases. No model, no accelerator.
 
     python benchmarks/answers.py                      # answer:math only where math-verify is installed
     python benchmarks/answers.py --wrong              # the cases that each gets wrong, one a line

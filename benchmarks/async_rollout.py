@@ -1,4 +1,4 @@
-"""Real steps that sample ahead, beside steps that sample and train in turn, and what the simulator predicts of them.
+"""Compare real steps that sample ahead with steps that sample and train in turn, and with the simulator.
 
     python benchmarks/async_rollout.py --json benchmarks/results/ahead_run.json
 

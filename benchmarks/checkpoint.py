@@ -1,4 +1,4 @@
-"""How long a step waits for a checkpoint: written at once, or copied and written while the run goes on. Paired.
+"""Time that a step waits for a checkpoint: written at once, or copied and written while the run continues. Paired.
 
     python benchmarks/checkpoint.py                    # about 500 MB, 7 pairs
     python benchmarks/checkpoint.py --megabytes 50 --repeats 3 --ranks 2

@@ -1,4 +1,4 @@
-"""Peak memory of an update on each rank as rows grow, with several ranks to a row, and the longest row under a limit.
+"""Peak memory of an update per rank as rows grow, with several ranks per row, and the longest row within a limit.
 
     OMP_NUM_THREADS=1 python benchmarks/context.py --lengths 1024 2048 4096 --ranks 1 2 4 --limit 64 [--json out.json]
 

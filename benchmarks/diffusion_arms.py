@@ -1,4 +1,4 @@
-"""What ``diffusion_step.py`` compares: the models, our iteration, and the bare model calls inside it.
+"""The arms of ``diffusion_step.py``: the models, our iteration, and its bare model calls.
 
 The bare arm replays the very calls (transformer, VAE, text encoders) that one of our iterations made, inputs and all,
 so their number and shapes are the same by construction; it adds the backward passes and the optimizer step, and nothing

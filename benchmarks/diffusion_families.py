@@ -1,4 +1,4 @@
-"""Models of ``diffusion_step.py`` beside its Stable Diffusion 3: each published architecture with smaller numbers."""
+"""Models of ``diffusion_step.py`` besides its Stable Diffusion 3: published architectures with smaller sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds and memory of one GRPO iteration, beside the bare model calls inside it and, where given, beside peers.
+"""Seconds and memory of one GRPO iteration, compared with its bare model calls and, optionally, with peers.
 
     python benchmarks/diffusion_step.py --json out.json [--peer flow_grpo=PATH] [--peer flow_factory=PATH]
 

@@ -1,4 +1,4 @@
-"""What trying attempts ahead costs in groups, and saves in rounds: dynamic sampling on drawn outcomes, no model.
+"""The cost in groups and the gain in rounds of several attempts at once: simulated dynamic sampling, no model.
 
     python benchmarks/dynamic_sampling.py
 

@@ -1,4 +1,4 @@
-"""What must hold on a GPU, in ten minutes: one check after another, each in a process of its own.
+"""Checks for a GPU, in ten minutes: one after another, each in its own process.
 
     python benchmarks/gpu_smoke.py                          # a GPU, true sizes
     python benchmarks/gpu_smoke.py --device cpu --small     # the same checks at small sizes, where there is none

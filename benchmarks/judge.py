@@ -1,4 +1,4 @@
-"""How much of a generative judge's time hides behind sampling: judged while sampling goes on, against judged after it.
+"""Measure how much of a judge's time overlaps sampling: judging during sampling, against judging after it.
 
     OMP_NUM_THREADS=1 python benchmarks/judge.py --json out.json
 

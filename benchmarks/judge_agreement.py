@@ -1,4 +1,4 @@
-"""How often a recipe's judge is right about what the recipe's model makes for held-out prompts, before any training.
+"""Measure a recipe's judge on the samples of the recipe's model for held-out prompts, before any training.
 
     python benchmarks/judge_agreement.py --recipe scenes-judge --truth exact/correct --at-least 0.85
     python benchmarks/judge_agreement.py --recipe shapes-judge --truth shapes/success

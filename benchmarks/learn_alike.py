@@ -1,4 +1,4 @@
-"""Learning curves of two controllers of two devices each, beside those of one device: recipes with a judge, some seeds.
+"""Compare learning curves of two controllers with two devices each with those of one device, over seeds.
 
     python benchmarks/learn_alike.py --json benchmarks/results/learn_alike.json
 

@@ -1,4 +1,4 @@
-"""What ``llm_step.py`` compares: the models, our step, and the bare model calls inside it.
+"""The arms of ``llm_step.py``: the models, our step, and its bare model calls.
 
 All arms write responses of one length: the end token lies just outside the model's vocabulary, so that nobody can draw
 it. Prompts have one length too, so that no arm pads.

@@ -1,4 +1,4 @@
-"""Seconds and memory of one GRPO step on text, beside the bare model calls inside it and TRL's ``GRPOTrainer``.
+"""Seconds and memory of one GRPO step on text, compared with its bare model calls and TRL's ``GRPOTrainer``.
 
     OMP_NUM_THREADS=1 python benchmarks/llm_step.py --json out.json [--peer]
 

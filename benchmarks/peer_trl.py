@@ -1,4 +1,4 @@
-"""TRL's ``GRPOTrainer`` as an arm of ``llm_step.py``: its own loop, stopped after every step until it is asked again.
+"""TRL's ``GRPOTrainer`` as an arm of ``llm_step.py``: its own loop, paused after every step.
 
 It trains in a thread of its own (only one arm runs at a time) and nothing in it is replaced: methods are timed from
 outside. What departs from its defaults makes it do what the other arms do, and no more: float32, no checkpointing of

@@ -1,4 +1,4 @@
-"""Where judging beside sampling beats judging after it, and what the adaptive split makes of loads that change.
+"""Compare judging during sampling with judging after it, and adaptive splits under changing loads.
 
     python benchmarks/placement.py --devices 64 512 --json benchmarks/results/placement.json
 

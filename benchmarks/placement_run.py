@@ -1,4 +1,4 @@
-"""Real steps under every placement, paired and interleaved, beside what the simulator predicts of them.
+"""Compare real steps with every placement, paired and interleaved, with the simulator's predictions.
 
     python benchmarks/placement_run.py --repeats 9 --json benchmarks/results/placement_run.json
 

@@ -1,4 +1,4 @@
-"""Kill a run with SIGKILL at random moments of training and of saving, resume it, and compare with one never killed.
+"""Kill a run with SIGKILL at random moments of training and saving, resume it, and compare with an undisturbed run.
 
     python benchmarks/random_kills.py --kills 100                                 # one controller
     python benchmarks/random_kills.py --kills 20 --controllers 4                  # four, as Ray actors on this machine

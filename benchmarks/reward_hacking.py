@@ -1,4 +1,4 @@
-"""A reward that is hacked, and what each guard makes of it: several seeds, held-out prompts.
+"""Measure a reward that is hacked, with each guard: several seeds, held-out prompts.
 
     python benchmarks/reward_hacking.py --seeds 0 1 2 --jobs 2 --json benchmarks/results/reward_hacking.json
 

@@ -1,8 +1,9 @@
-"""What it costs that every reward gets copies of its own of the samples: seconds per sample by kind, and the share of a
-real step.
+"""The cost of copying the samples for every reward.
 
     python benchmarks/reward_views.py                      # kinds of samples, and two steps of shapes-lora
     python benchmarks/reward_views.py sums train.prompts_per_step=4
+
+It prints seconds per sample by kind, and the share of a real step.
 """
 
 from __future__ import annotations

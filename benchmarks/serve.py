@@ -1,4 +1,4 @@
-"""How fast ``mmrl serve`` answers: one client, many clients, and many beside clients that send half a request.
+"""Latency of ``mmrl serve``: one client, many clients, and many beside clients that send half a request.
 
     python benchmarks/serve.py --clients 200 --half-sent 50
 

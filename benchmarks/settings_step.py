@@ -1,4 +1,4 @@
-"""What settings cost or save: whole steps of one recipe as given, and with overrides, in turn.
+"""Measure the cost or gain of settings: whole steps of one recipe as given, and with overrides, in turn.
 
     OMP_NUM_THREADS=1 python benchmarks/settings_step.py shapes-full model.dtype=float32 \\
         --arm compiled performance.compile=true --arm "guided" sampling.guidance_scale=3.5 [--repeats 7]

@@ -1,4 +1,4 @@
-"""What the checks of ``gpu_smoke.py`` share: where they run, and how they end without figures."""
+"""Shared code of the checks of ``gpu_smoke.py``: the device, and how a check ends without figures."""
 
 from __future__ import annotations
 

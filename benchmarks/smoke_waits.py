@@ -1,7 +1,7 @@
-"""How often the host may wait for a GPU: one table of budgets, for ``gpu_smoke.py`` and the tests of the pretended
-device, and the check that counts by torch's profiler.
+"""Budgets of waits for a GPU: one table, for ``gpu_smoke.py`` and the tests of the pretended device, and the check
+that counts waits by torch's profiler.
 
-What a step of twice the length waits more often is what one denoising step, slice or token costs.
+The waits of a denoising step, slice or token are the difference between a step and one of twice the length.
 """
 
 from __future__ import annotations

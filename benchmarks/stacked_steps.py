@@ -1,4 +1,4 @@
-"""What ``train.steps_per_forward`` gives: seconds of an update's slices, one recorded step a forward or more.
+"""Measure ``train.steps_per_forward``: seconds of an update's slices with one or several recorded steps per forward.
 
     OMP_NUM_THREADS=1 python benchmarks/stacked_steps.py shapes-full [OVERRIDE ...] [--repeats 9]
 

@@ -1,4 +1,4 @@
-"""CPU-seconds (user and system, children included) from the start of a new process to the points a user waits for.
+"""CPU-seconds (user and system, children included) from the start of a process to what a user waits for.
 
     OMP_NUM_THREADS=1 python benchmarks/startup.py [--repeats 5] [--json FILE]
 

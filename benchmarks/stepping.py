@@ -1,4 +1,4 @@
-"""What the benchmarks of a step share: paired times, memory in processes of their own, the table, the command line."""
+"""Shared code of the benchmarks of a step: paired times, memory in separate processes, the table, the command line."""
 
 from __future__ import annotations
 

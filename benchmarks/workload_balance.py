@@ -1,4 +1,4 @@
-"""Padding and seconds of an update whose micro-batches are packed by the dynamic programme, beside filled-up ones.
+"""Padding and seconds of an update with micro-batches packed by the dynamic programme, or filled by length.
 
     OMP_NUM_THREADS=1 python benchmarks/workload_balance.py --json out.json
 

@@ -1,4 +1,4 @@
-"""Prompts from a file: one a line (``.txt``), or one JSON object a line (``.jsonl``).
+"""Prompts from a file: one per line (``.txt``), or one JSON object per line (``.jsonl``).
 
 A line of JSON is ``{"prompt": "...", "id": "...", "meta": {...}}``; ``text`` is taken for ``prompt`` too, and ``id``
 and ``meta`` (what a reward may know) may be left out. A line that cannot be read is skipped, counted and named in a

@@ -1,4 +1,4 @@
-"""Pictures of ``shapes`` whose colour is to be changed, drawn: for models that edit.
+"""Drawn pictures of ``shapes`` with an instruction to change a colour: for models that edit.
 
 A prompt's one medium is the picture as PNG; its ``meta`` is the truth of the picture that is wanted, so that the
 verifier ``shapes`` rewards an edit which changes the colour, and leaves number, kind and place as they are.

@@ -1,4 +1,4 @@
-"""Pairs of a better and a worse picture for the captions of ``shapes``, drawn: for Diffusion-DPO.
+"""Drawn pairs of a better and a worse picture for the captions of ``shapes``: for Diffusion-DPO.
 
 The better picture shows what the caption says; the worse one shows another caption of the same sort, with the number,
 the colour, the kind or the place wrong. A prompt's ``media`` are the two, in this order, as PNG.

@@ -1,4 +1,4 @@
-"""Captioned scenes of coloured shapes, drawn: a small text-to-image world with a checkable truth.
+"""Drawn scenes of coloured shapes with captions: a small text-to-image task with a checkable truth.
 
 Three sorts of caption, after GenEval's tasks (Ghosh et al. 2023, arXiv 2310.11513):
 

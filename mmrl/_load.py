@@ -1,4 +1,4 @@
-"""Find a drop-in by the name in a recipe: one of ours, or a function in any file of a user's."""
+"""Load a drop-in by the name in a recipe: a built-in one, or a function in any file of the user's."""
 
 from __future__ import annotations
 

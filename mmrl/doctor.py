@@ -1,4 +1,4 @@
-"""What this machine is and lacks, in a form to paste into an issue. Never uses the network and shows no secret."""
+"""Describe this machine and what it lacks, for an issue report. Never uses the network and shows no secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can mend. The command line prints these without a traceback and exits with ``exit_code``."""
+"""Errors that a user can fix. The command line prints them without a traceback and exits with ``exit_code``."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""From a run to files that others load: a directory that is whole or absent, with a card that says what it is."""
+"""Export a run to files that other libraries load: a complete directory or none, with a model card."""
 
 from __future__ import annotations
 

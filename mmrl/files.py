@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and removed whatever they are."""
+"""Write files atomically, and remove files of any kind."""
 
 from __future__ import annotations
 

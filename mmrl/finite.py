@@ -1,4 +1,4 @@
-"""Find numbers that are not finite. Where all are, a check costs one number that is read from the device.
+"""Find numbers that are not finite. If all are finite, a check reads one number from the device.
 
 Of tensors without data, with which a step is planned, nothing is said.
 """

@@ -1,4 +1,4 @@
-"""Frozen modules that leave their device while it does other work, and come back.
+"""Move frozen modules off their device while it does other work, and back.
 
 On a device with memory of its own (a GPU) the weights wait in the host's memory, in one page-locked copy that is made
 once: what is frozen needs no copying back. On the CPU nothing waits: it is read again from the disk. Imports torch

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, while a command loads libraries, a model and a plan.
+"""Pause Python's cyclic garbage collector while a command loads libraries, a model and a plan.
 
 Loading makes about a million objects that stay. Each full collection visits all of them and frees next to nothing:
 together these took 1.4 of 10 CPU-seconds of ``mmrl plan sd35-medium``.

@@ -1,4 +1,4 @@
-"""A checkpoint's files, from its directory or from the hub: the small ones for those who need no weights, or all."""
+"""Find a checkpoint's files in a directory or on the hub: only the small ones if no weights are needed, or all."""
 
 from __future__ import annotations
 

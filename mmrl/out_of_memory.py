@@ -1,4 +1,4 @@
-"""A device runs out of memory: in which phase (``mmrl.planner.shortage`` says what the plan expected there).
+"""Name the phase in which a device runs out of memory (``mmrl.planner.shortage`` adds what the plan expected).
 
 Sampling and decoding go on with fewer rows at once: each sample has randomness of its own, so that it is the same but
 for rounding. Training never does so by itself.

@@ -1,4 +1,4 @@
-"""Build a run from its recipe, and open one that was trained. ``mmrl.session`` trains it."""
+"""Build a run from its recipe, or open a trained one. ``mmrl.session`` trains it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From decoded pictures to what rewards see."""
+"""Make the samples that rewards see from decoded pictures."""
 
 from __future__ import annotations
 

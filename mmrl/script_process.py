@@ -1,4 +1,4 @@
-"""A script that runs in a process of its own and is asked over a pipe: what it is given may hang or crash it."""
+"""Run a script in a separate process and send it requests over a pipe; it may hang or crash."""
 
 from __future__ import annotations
 

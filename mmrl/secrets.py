@@ -1,4 +1,4 @@
-"""Secrets of a recipe: known by the names of their options, and hidden wherever a run writes or prints.
+"""Find secrets of a recipe by the names of their options, and mask them in everything a run writes or prints.
 
 A secret is what stands under a name such as ``api_key``, ``hf_token``, ``password`` or ``client_secret``, and the user
 and password in an address. ``$NAME``, an environment variable, is none: that is how a recipe should give one.

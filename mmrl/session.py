@@ -1,5 +1,5 @@
-"""Train one controller's part of a recipe: set out or go on, step by step, until the end or a stop. The step itself is
-``mmrl.training.loop``; ``mmrl.runtime`` starts the controllers of a run."""
+"""Train one controller's part of a recipe: start or resume, then run step by step until the end or a stop. The step is
+in ``mmrl.training.loop``; ``mmrl.runtime`` starts the controllers of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stop that is asked for by a signal: the step is finished and saved first."""
+"""Stop a run on a signal: the current step is finished and saved first."""
 
 from __future__ import annotations
 

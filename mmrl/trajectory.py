@@ -1,4 +1,4 @@
-"""What flows through the loop: prompts, samples (what a reward sees) and trajectories (what an update sees).
+"""The data of the loop: prompts, samples (which rewards see) and trajectories (which updates use).
 
 Shapes: ``B`` samples (groups of ``K`` samples of one prompt, contiguous), ``T`` actions (denoising steps, or
 tokens). Log-probs, masks and ratios are ``[B, T]`` whatever the modality.

@@ -1,4 +1,4 @@
-"""Between the host and its device without needless waits: what is copied to the device goes through page-locked memory,
+"""Copies between host and device without needless waits: tensors go to the device through page-locked memory,
 and numbers of the device are read many at once."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Is the final answer of a response right? For any text task whose prompts carry the truth in ``meta["answer"]``.
+"""Is the final answer of a response right? For any text task whose prompts have the truth in ``meta["answer"]``.
 
     - name: answer:number          # the last number; or answer:exact, answer:boxed, answer:math
       options: {after: "answer:", pattern: '(.+\\n\\n)+answer: \\d+', pattern_weight: 0.1}

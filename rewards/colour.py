@@ -1,4 +1,4 @@
-"""Colour statistics as rewards: for trying things out, and ``target`` as the smallest reward with a gradient.
+"""Colour statistics as rewards, for experiments; ``target`` is the smallest reward with a gradient.
 
 ``rgb`` is three numbers from 0 to 255.
 """

@@ -1,4 +1,4 @@
-"""Objects in pictures, found by a detector of transformers: one that outlines them (Mask2Former), or boxes (DETR).
+"""Detect objects in pictures with transformers: segmentation (Mask2Former), or boxes (DETR).
 
 Class names are COCO's as GenEval writes them, however the checkpoint calls them.
 """

@@ -1,4 +1,4 @@
-"""A reward of pictures asked about the frames of a clip: the mean of its scores.
+"""Apply a picture reward to frames of a clip: the mean of its scores.
 
     rewards:
       - name: frames

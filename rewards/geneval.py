@@ -1,4 +1,4 @@
-"""GenEval (Ghosh et al. 2023, arXiv 2310.11513): are the objects there, as many, so coloured and so placed?
+"""GenEval (Ghosh et al. 2023, arXiv 2310.11513): does the picture have the right objects, counts, colours, positions?
 
 A detector finds objects (Mask2Former with a Swin-S, as GenEval's) and CLIP tells their colours. What is wanted stands
 in the prompt's meta as in GenEval's ``evaluation_metadata.jsonl``: ``tag``, ``include`` (each a ``class`` and a

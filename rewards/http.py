@@ -1,4 +1,4 @@
-"""A reward behind HTTP: JSON with PNG bytes, as ``mmrl serve`` speaks it (format: ``mmrl/rewards/wire.py``).
+"""A reward behind HTTP: JSON with PNG bytes, in the format of ``mmrl serve`` (``mmrl/rewards/wire.py``).
 
     - name: http:score
       options: {url: "http://10.0.0.7:8765", token: $MMRL_REWARD_TOKEN}

@@ -1,4 +1,4 @@
-"""JPEG size as a reward (Black et al. 2023, DDPO, arXiv 2305.13301): no model needed, and it moves within minutes.
+"""JPEG size as a reward (Black et al. 2023, DDPO, arXiv 2305.13301): it needs no model and improves within minutes.
 
 Both are in kilobytes (1,000 bytes) of the picture saved as JPEG. They read pixels only, and the prompt not at all.
 """

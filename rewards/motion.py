@@ -1,4 +1,4 @@
-"""Does the coloured shape of a clip move the way its prompt says? A verifier that looks at pixels only.
+"""Does the coloured shape of a clip move as its prompt says? A verifier that looks at pixels only.
 
 In every frame it takes the pixels of the prompt's colour (``meta`` has the truth, as the data set ``motions`` writes
 it) and follows their centroid. ``looks`` is a second measure, of what moves rather than where to: for held-out samples,

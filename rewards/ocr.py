@@ -1,4 +1,4 @@
-"""Does the picture show the words it was asked for? Read by GOT-OCR2 (Wei et al. 2024, arXiv 2409.01704).
+"""Does the picture show the requested words? Read by GOT-OCR2 (Wei et al. 2024, arXiv 2409.01704).
 
 The score is Flow-GRPO's (arXiv 2505.05470): 1 - edit distance / length of the words, without blanks and case; 1 where
 the words stand anywhere in what was read, 0 at worst. The words are ``prompt.meta[meta]`` where there are any, else

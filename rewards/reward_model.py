@@ -1,4 +1,4 @@
-"""A scalar reward model as a reward: what ``mmrl export`` wrote of a run with ``algorithm.type: reward_model``.
+"""A scalar reward model as a reward: an export of a run with ``algorithm.type: reward_model``.
 
     - name: reward_model
       options: {path: my-reward-model}       # from the recipe's folder

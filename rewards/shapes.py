@@ -1,4 +1,4 @@
-"""Does the picture show the coloured shapes its prompt asks for? A verifier that looks at pixels only.
+"""Does the picture show the coloured shapes of its prompt? A verifier that looks at pixels only.
 
 A small GenEval (Ghosh et al. 2023, arXiv 2310.11513): objects are found in the picture, each gets a colour and a kind,
 and they are compared with the truth in the prompt's ``meta`` (see ``score``). There is no learned detector:

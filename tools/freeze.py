@@ -1,4 +1,4 @@
-"""Freeze what the shipped CPU recipes compute, and compare two revisions to the bit.
+"""Record what the shipped CPU recipes compute at two revisions, and compare them to the bit.
 
     python tools/freeze.py --base main                 # the working tree beside a revision
     python tools/freeze.py --base HEAD --only sums     # one recipe

@@ -1,4 +1,4 @@
-"""Compare the frozen records of two revisions, through the map of renamed keys (``freeze_renames.yaml``).
+"""Compare the records of two revisions, through the map of renamed keys (``freeze_renames.yaml``).
 
 A record has a section for each of ``SECTIONS``, with values by name; a metric has a value for each step.
 """

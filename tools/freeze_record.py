@@ -1,4 +1,4 @@
-"""Run small recipes of one revision and write down what came out: metrics, tensors, state, resolved recipes.
+"""Run small recipes of one revision and record the results: metrics, tensors, state, resolved recipes.
 
 ``tools/freeze.py`` starts it, with the revision's folder in ``PYTHONPATH``. It drives the revision through the command
 line (``mmrl train``), in this one process, and reads the files of the run, so that it need not know its modules.

@@ -1,4 +1,4 @@
-"""The layers of mmrl, and a check that keeps them: which module may import which.
+"""The layers of mmrl, and a check of them: which module may import which.
 
     python tools/layers.py            # every import that breaks a rule, and what the committed list says of it
     python tools/layers.py --update   # take out of the list what is gone; it never adds

@@ -1,4 +1,4 @@
-"""Where the time of a test run goes: seconds by file, and by test with all its cases, of a JUnit file of pytest.
+"""Print the time of a test run by file, and by test with all its cases, from pytest's JUnit file.
 
 pytest -n 2 -m "not slow" --junitxml times.xml
 python tools/suite_times.py times.xml [--before other.xml] [--tests 20]

@@ -1,4 +1,4 @@
-"""What the policy gradients over denoising steps share: advantages, the pull to the reference and the log.
+"""Shared code of the policy gradients over denoising steps: advantages, KL to the reference, and metrics.
 
     L = mean over samples and steps of [ surrogate + kl_coef |mu - mu_ref|^2 / (2 e^2) ]
 

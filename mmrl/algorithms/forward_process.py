@@ -1,4 +1,4 @@
-"""What the objectives on the forward process share: clean samples noised afresh, and the pull to the reference.
+"""Shared code of the forward-process objectives: freshly noised clean samples, and the distance to the reference.
 
     L = mean over samples and noise levels of [ l(v) + kl_coef mean (v - v_ref)^2 ],   x_s = (1 - s) x0 + s eps
 

@@ -1,4 +1,4 @@
-"""GSPO: one ratio a response, the geometric mean over its tokens, clipped as a whole (arXiv 2507.18071, eq. 5 and 7).
+"""GSPO: one ratio per response, the geometric mean over its tokens, clipped as a whole (arXiv 2507.18071, eq. 5 and 7).
 
     s = exp(mean_t log ratio_t),   L = mean over responses of max(-A s, -A clip(s, 1 - low, 1 + high))
 

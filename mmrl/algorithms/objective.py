@@ -1,4 +1,4 @@
-"""What an objective is to the loop: one of four kinds, by what is recomputed with a graph."""
+"""The protocols of objectives: four kinds, by what is recomputed with a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the offline objectives share: a loss per pair of a better and a worse response, averaged over pairs."""
+"""Shared code of the offline objectives: a loss per pair of a better and a worse response, averaged over pairs."""
 
 from __future__ import annotations
 

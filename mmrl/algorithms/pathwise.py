@@ -1,4 +1,4 @@
-"""What the pathwise objectives share: the loss is a function of differentiable rewards."""
+"""Shared code of the pathwise objectives: the loss is a function of differentiable rewards."""
 
 from __future__ import annotations
 

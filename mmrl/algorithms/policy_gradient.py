@@ -1,4 +1,4 @@
-"""What the policy gradients over tokens share: ratio, aggregation, the pull to the reference, entropy and the log.
+"""Shared code of the policy gradients over tokens: ratio, aggregation, KL to the reference, entropy and metrics.
 
     L = sum_t w_t [ c_t surrogate_t + kl_coef k3_t - entropy_coef H_t ] / total
 

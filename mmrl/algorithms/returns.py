@@ -1,4 +1,4 @@
-"""Rewards of tokens and what they sum up to: the divergence in the reward, reward-to-go, GAE and whitening.
+"""Token rewards and their sums: the KL divergence in the reward, reward-to-go, GAE and whitening.
 
 All ``[B, T]``, computed in float64. Positions outside the mask are skipped, wherever they lie, and come back as 0.
 """

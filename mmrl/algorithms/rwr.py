@@ -1,4 +1,4 @@
-"""Reward-weighted regression: flow matching on the run's own samples, the better the more (Lee et al., 2302.12192).
+"""Reward-weighted regression: flow matching on the run's own samples, weighted by reward (Lee et al., 2302.12192).
 
     L = w mean (v - (eps - x0))^2 + kl_coef mean (v - v_ref)^2
     softmax: w = K softmax over its group of (r - mean) / (std temperature),   best: w = 1 for its group's best alone

@@ -1,4 +1,4 @@
-"""What the settings of every algorithm have in common, and what those of a kind share. Imports no algorithm, no torch.
+"""The settings that all algorithms share, and those that one kind shares. Imports no algorithm, no torch.
 
 An algorithm's own settings stand beside its objective; the defaults are those of its paper.
 """

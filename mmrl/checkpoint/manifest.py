@@ -1,4 +1,4 @@
-"""The checkpoints that lie in a folder, as their manifests describe them.
+"""The checkpoints in a folder, as their manifests describe them.
 
 A checkpoint's directory holds ``manifest.json``: the step it is of, and the size and SHA-256 of each of its files. The
 step in the manifest counts, whatever the directory is called: somebody may have renamed or copied it.

@@ -1,4 +1,4 @@
-"""The format of a checkpoint, and how it is read. ``writer`` writes it, ``run_state`` restores a run from it.
+"""The format of a checkpoint, and its reader. ``writer`` writes it, ``run_state`` restores a run from it.
 
 ``checkpoints/step_000010/`` holds safetensors files, ``state.json`` and, written last, ``manifest.json`` with the size
 and SHA-256 of each. Step ``n`` means: ``n`` training steps are done. Tensors are called ``part/name``.

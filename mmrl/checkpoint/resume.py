@@ -1,4 +1,4 @@
-"""Whether a run may go on with a recipe: what ``--resume`` lets a user change."""
+"""Check whether a run can continue with a recipe: which changes ``--resume`` accepts."""
 
 from __future__ import annotations
 

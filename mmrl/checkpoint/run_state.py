@@ -1,4 +1,4 @@
-"""What of a run goes into a checkpoint, and how a run takes one up again: its parts, none of them known by name."""
+"""Save the state of a run into a checkpoint and restore it, part by part, without knowing any part by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints while the run goes on: copied at once, then written aside, checksummed and renamed into place."""
+"""Write checkpoints while the run continues: copy the state, write it aside, checksum it and rename it into place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands share: reading a recipe and its overrides, ``k=v`` options, threads, the console."""
+"""Shared code of the commands: reading a recipe and its overrides, ``k=v`` options, threads, the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``data build``, ``data index``: write tar shards of a data set, and see what is in a folder of them."""
+"""``data build``, ``data index``: write tar shards of a data set, and list the contents of a folder of shards."""
 
 from __future__ import annotations
 

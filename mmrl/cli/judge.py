@@ -1,4 +1,4 @@
-"""``judge``: how far a judge agrees with the truth, before a run is built on it."""
+"""``judge``: measure how often a judge agrees with the true verdicts, before a run uses it."""
 
 from __future__ import annotations
 

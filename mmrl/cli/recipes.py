@@ -1,4 +1,4 @@
-"""``ls cp``: what is on the shelf, and a copy to change."""
+"""``ls cp``: list what is shipped, and copy a recipe to edit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``score serve``: a reward on its author's bench, and behind HTTP."""
+"""``score serve``: try a reward alone, and serve it over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``train plan eval report export verify``: from a recipe to a run, and from a run to what it is worth."""
+"""``train plan eval report export verify``: train a recipe, and evaluate, report, export or verify a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``simulate``: a recipe on many devices, under every placement, in simulated time."""
+"""``simulate``: a recipe on many devices, with every placement, in simulated time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The algorithms by the name a recipe calls them: a file of ``mmrl/algorithms``.
+"""The algorithms by their names in a recipe: each is a file of ``mmrl/algorithms``.
 
 A file holds an algorithm where a class takes its settings, of another class of that file:
 ``def __init__(self, settings: MySettings)``. A new file is found by that, and nothing else lists it. Only the algorithm

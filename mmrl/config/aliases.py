@@ -1,4 +1,4 @@
-"""Algorithms that are settings of others, and settings of one kind of algorithm that another cannot have."""
+"""Names of algorithms that are settings of others, and settings that one kind of algorithm does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe asks for that cannot work, as ``key: why; the edit that mends it``."""
+"""Find settings of a recipe that cannot work, as ``key: why; the edit that fixes it``."""
 
 from __future__ import annotations
 

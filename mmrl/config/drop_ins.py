@@ -1,4 +1,4 @@
-"""The pipelines, rewards and data sets of this installation, read as text: nothing is imported, so nothing can run.
+"""List the pipelines, rewards and data sets of this installation by reading their text: nothing is imported or run.
 
 What makes a module a drop-in is what its users call: a pipeline defines ``build(recipe, ...)``, a data set
 ``prompts(split, ...)``, a reward is a function that takes ``context`` or a class whose ``score`` does.

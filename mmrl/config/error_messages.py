@@ -1,4 +1,4 @@
-"""Pydantic's errors in the words of a recipe: what was expected there, what stands there, and what was meant."""
+"""Turn pydantic's errors into messages about a recipe: the expected value, the given value, and a suggestion."""
 
 from __future__ import annotations
 

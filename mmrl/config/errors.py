@@ -1,4 +1,4 @@
-"""What is wrong with a recipe: where it is written, which key, and the edit that mends it."""
+"""Errors of a recipe: the file and line, the key, and the edit that fixes it."""
 
 from __future__ import annotations
 

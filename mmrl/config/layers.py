@@ -1,4 +1,4 @@
-"""YAML files and ``a.b=c`` overrides become one tree of plain values that remembers where each was written.
+"""Merge YAML files and ``a.b=c`` overrides into one tree of plain values that records where each was written.
 
 Scalars follow YAML 1.2's core schema, so that ``1e-5`` is a number, and ``no``, ``012`` and ``2024-01-01`` are not
 turned into something else. Mappings of later files merge into earlier ones, everything else replaces; an override

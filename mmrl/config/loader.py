@@ -1,4 +1,4 @@
-"""From files and overrides to a recipe that can run, or to everything that is wrong with it, at once."""
+"""Load a recipe from files and overrides, or report all its errors at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe's text, and the command line's settings, as a run keeps them: with its secrets masked."""
+"""The text of a recipe and of command-line settings as a run stores them: with secrets masked."""
 
 from __future__ import annotations
 

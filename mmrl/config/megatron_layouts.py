@@ -1,5 +1,5 @@
-"""How ranks of Megatron-Core may share a model: the combinations of cuts whose training a test compares with one
-process. All others are refused.
+"""The layouts of Megatron-Core that are allowed: the combinations whose training a test compares with one process.
+All others are refused.
 
 ``TP`` tensor parallelism, ``SP`` the same with sequence parallelism, ``PP`` pipeline stages, ``VPP`` the same in
 chunks, ``CP`` context parallelism, ``EP`` expert parallelism, ``DO`` the distributed optimizer.

@@ -1,4 +1,4 @@
-"""The names in a recipe: what they stand for on this machine, and whether it exists. Looks at files, imports none."""
+"""Resolve the names in a recipe on this machine and check that they exist. Looks at files, imports none."""
 
 from __future__ import annotations
 

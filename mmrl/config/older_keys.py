@@ -1,4 +1,4 @@
-"""Keys of older recipes and runs that are called otherwise today."""
+"""Keys of older recipes and runs that have another name today."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a step is and what it keeps on the device: the section ``performance`` of a recipe."""
+"""The section ``performance`` of a recipe: settings for speed and for memory on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a diffusion recipe asks of its algorithm that cannot work, as ``mmrl.config.checks`` says it."""
+"""Find settings of a diffusion recipe that its algorithm does not support, as ``mmrl.config.checks`` reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe asks of controllers, devices and training engines that cannot work; see ``mmrl.config.checks``."""
+"""Find unsupported settings of controllers, devices and training engines; see ``mmrl.config.checks``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What samples text: the section ``rollout`` of a recipe."""
+"""The section ``rollout`` of a recipe: the engine that samples text."""
 
 from __future__ import annotations
 

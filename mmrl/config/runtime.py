@@ -1,4 +1,4 @@
-"""The processes of a run: the sections ``runtime`` and ``features`` of a recipe."""
+"""The sections ``runtime`` and ``features`` of a recipe: the processes of a run."""
 
 from __future__ import annotations
 

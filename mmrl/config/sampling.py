@@ -1,4 +1,4 @@
-"""How a recipe samples: denoising steps, or tokens. Imports no torch."""
+"""The section ``sampling`` of a recipe: denoising steps, or tokens. Imports no torch."""
 
 from __future__ import annotations
 

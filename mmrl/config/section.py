@@ -1,4 +1,4 @@
-"""What every section of a recipe is, and the ranges of its numbers."""
+"""The base class of every section of a recipe, and the ranges of its numbers."""
 
 from __future__ import annotations
 

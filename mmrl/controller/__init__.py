@@ -1,4 +1,4 @@
-"""A controller: its identity among equals, its shard of the slots, and the few numbers it shares with the others.
+"""A controller: its rank, its share of the slots, and the few numbers that it exchanges with the others.
 
 Every controller runs the same program on its own slots. What it shares goes through ``peers``.
 """

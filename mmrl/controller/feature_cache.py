@@ -1,4 +1,4 @@
-"""Features on disk beyond a run: a file per prompt, for whatever encodes it alike. Shared by processes and runs."""
+"""A cache of features on disk beyond a run: one file per prompt and encoder. Shared by processes and runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feature store of a controller: what its prompts were encoded to, once, and never leaves it."""
+"""The feature store of a controller: encoded prompts, which never leave it."""
 
 from __future__ import annotations
 

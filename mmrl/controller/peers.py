@@ -1,4 +1,4 @@
-"""What controllers say to one another: sums of small tensors, gradients, and a few numbers."""
+"""Communication between controllers: sums of small tensors, gradients, and a few numbers."""
 
 from __future__ import annotations
 

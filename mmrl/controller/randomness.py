@@ -1,4 +1,4 @@
-"""Randomness from ``(run seed, step, slot, attempt, sample, purpose)``, never from the process.
+"""Random seeds from ``(run seed, step, slot, attempt, sample, purpose)``, never from process state.
 
 Whoever runs a slot draws the same prompt and the same noise, so a run does not depend on the number of controllers, on
 the micro-batch, on what was sampled before, or on having been resumed.

@@ -1,4 +1,4 @@
-"""Tensors on local disk: safetensors in a private folder of this process, gone when it is (never pickle)."""
+"""Tensors on local disk: safetensors in a private folder of this process, deleted with it (never pickle)."""
 
 from __future__ import annotations
 

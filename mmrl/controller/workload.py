@@ -1,4 +1,4 @@
-"""What the prompts of a run take: predicted before anything of them is loaded, learned from what they took.
+"""Predict the work of a run's prompts before they are loaded, and learn from the measured work.
 
 Every controller holds the same state, for all learn the same numbers in the same order
 (``mmrl.controller.workload_balance``).

@@ -1,4 +1,4 @@
-"""Who does how much: the predicted workload of rows, their assignment to bins, and their packing into micro-batches.
+"""Balance work: predicted work of rows, their assignment to bins, and their packing into micro-batches.
 
 Numbers in, numbers out; equal numbers give equal answers on every machine, so that controllers which hold the same
 numbers decide the same without a word. Only ``fit`` goes through a library whose last digits may differ from one

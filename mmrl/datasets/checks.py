@@ -1,4 +1,4 @@
-"""Look at media once: what is broken is found before training, and the result is kept for the next start."""
+"""Check media once: broken files are found before training, and the result is kept for the next start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a record of somebody's data (a JSON object, a row of a table) to the parts of a prompt."""
+"""Read the parts of a prompt from a record of a data set (a JSON object, a row of a table)."""
 
 from __future__ import annotations
 

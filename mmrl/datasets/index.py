@@ -1,4 +1,4 @@
-"""The index of a tar shard: which samples it holds, where their bytes are, and what is wrong with the others.
+"""The index of a tar shard: its samples, the offsets of their bytes, and the faults of unusable samples.
 
 A sample is the members whose names agree up to the first dot of the file name, as webdataset has it:
 ``000007.json``, ``000007.0.png``, ``000007.1.mp4``. Its text comes from the JSON member, or from ``.txt``; its pictures

@@ -1,4 +1,4 @@
-"""The prompts that a recipe names."""
+"""Load the prompts that a recipe names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a data set returns: a sequence of prompts, made when they are asked for, and the records that were left out.
+"""The return value of a data set: a lazy sequence of prompts, and the records that were left out.
 
 Order, resume and sharding need nothing more than ``len`` and ``[i]``: an epoch is one global permutation of the indices
 (``mmrl.controller.randomness.permutation``) and a controller takes every ``size``-th place of it.

@@ -1,4 +1,4 @@
-"""Small JSON files about data (indexes, results of checks): beside it, or in the cache where that is read-only."""
+"""Small JSON files about data (indexes, results of checks): beside it, or in the cache if that is read-only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The members of a tar file by their place in it, read without trusting a byte of it or writing one to disk."""
+"""Read the members of a tar file by offset, without trusting its contents or writing to disk."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Engines: where weights train. ``policy`` is plain torch on one device; FSDP2 and Megatron-Core come behind it."""
+"""Training engines: ``policy`` is plain torch on one device; FSDP2 and Megatron-Core have the same interface."""

@@ -1,4 +1,4 @@
-"""What engines with weights of their own share: how much a request may draw, and files that carry weights to them.
+"""Shared code of engines with their own weights: limits of a request, and files that transfer weights.
 
 ``VllmEngine``, ``VllmServer`` and ``SglangServer`` differ in how they are asked; what is asked for, and what counts as
 an answer, is decided here.

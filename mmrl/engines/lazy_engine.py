@@ -1,4 +1,4 @@
-"""An engine that is there only while its device samples: started when it is first asked for, asleep in between.
+"""An engine that runs only while its device samples: started on first use, asleep in between.
 
 Where an engine cannot sleep (vLLM on a CPU), it is ended and started again. Either way its weights are to be sent again
 after it woke; until then it may lack memory that it needs to sample. ``unfailing`` starts one again that is lost.

@@ -1,4 +1,4 @@
-"""The weights of a module with its adapters merged in, on copies: for export and for other engines."""
+"""The weights of a module with its adapters merged, as copies: for export and for other engines."""
 
 from __future__ import annotations
 

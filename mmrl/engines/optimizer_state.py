@@ -1,4 +1,4 @@
-"""What a policy keeps beside its weights, in memory of the host while it is not used."""
+"""Keep the optimizer's state and reference in host memory while they are not used."""
 
 from __future__ import annotations
 

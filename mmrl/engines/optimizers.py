@@ -1,4 +1,4 @@
-"""The optimizer of what trains, as ``performance.optimizer`` names it, and its state as checkpoints have it.
+"""The optimizer that ``performance.optimizer`` names, and its state in checkpoints.
 
 A checkpoint has ``step``, ``exp_avg`` and ``exp_avg_sq`` of each parameter, whichever optimizer made them. Of moments
 in 8 bits it has ``exp_avg_8bit`` and ``exp_avg_absmax`` in their place, so that the same optimizer goes on to the bit.

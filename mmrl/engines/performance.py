@@ -1,4 +1,4 @@
-"""What the section ``performance`` asks of a device and of installed libraries: whether they have it, and having it."""
+"""Check whether the device and installed libraries support the section ``performance``, and apply it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a command, and end it with all its children when whoever started us is gone. Standard library only.
+"""Run a command, and end it with all its children when the parent process is gone. Standard library only.
 
 ``python process_guard.py FOLDER COMMAND...`` in a session of its own, with a pipe as standard input that its starter
 never writes to: the pipe closes when the starter closes it, ends or is killed, by whatever signal. Then the command

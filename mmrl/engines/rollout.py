@@ -1,4 +1,4 @@
-"""What a rollout engine is to a text pipeline: prompts in, sampled tokens with their log-probs out.
+"""The protocol of a rollout engine: prompts in, sampled tokens with their log-probs out.
 
 The default samples in the training process with the training weights (``mmrl.engines.generation``). The others (vLLM,
 SGLang) hold weights of their own, which ``update`` replaces after every optimizer step.

@@ -1,4 +1,4 @@
-"""A server of ours in a process of its own, and plain JSON over HTTP to it.
+"""Start a server in a separate process, and send it plain JSON over HTTP.
 
 The process ends with us, also where we are killed (``keeper``). It is reached over a Unix socket in a folder that only
 our user can enter, or over loopback with a key. One that ends by itself, or is stopped (``SIGSTOP``), is found within

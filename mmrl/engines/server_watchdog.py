@@ -1,4 +1,4 @@
-"""Whether a server of ours still lives: a thread looks every second until it is closed.
+"""Check every second, in a thread, whether a server that mmrl started is alive.
 
 A process that is stopped (``SIGSTOP``) keeps its sockets, and whoever waits for its answer waits on: so it is ended.
 What a server is slow at is not looked at; the phase that waits for it has a usual time

@@ -1,4 +1,4 @@
-"""SGLang as a rollout engine, by its server's native HTTP interface.
+"""SGLang as a rollout engine, through its server's native HTTP interface.
 
 Written against SGLang's documentation and sources of 2026 (``sampling_params``, ``sglang_for_rl``,
 ``server_arguments``, ``lora``). **SGLang itself was not run by us**: it needs a GPU. What the tests run is this client

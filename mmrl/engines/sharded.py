@@ -1,4 +1,4 @@
-"""Trained weights in shards, a part of each parameter on every rank: torch's FSDP2.
+"""Sharded trained weights, a part of each parameter on every rank: torch's FSDP2.
 
 A forward or backward pass gathers the weights block by block, so all ranks must do equally many of them, in the same
 order. Where they cannot (sampling), the whole model is gathered for the phase.

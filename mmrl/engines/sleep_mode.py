@@ -1,4 +1,4 @@
-"""vLLM's sleep mode: what an engine keeps while its device does other work, and the order in which it comes back."""
+"""vLLM's sleep mode: what an engine keeps while its device does other work, and the order of waking."""
 
 from __future__ import annotations
 

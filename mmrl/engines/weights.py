@@ -1,5 +1,5 @@
-"""How trained weights lie on the ranks that train them: whole on each (here), in shards (``mmrl.engines.sharded``), or
-with ranks that share a model (``mmrl.engines.megatron``).
+"""The layout of trained weights on the ranks: whole on each (here), sharded (``mmrl.engines.sharded``), or divided over
+ranks that share a model (``mmrl.engines.megatron``).
 
 A *rank* is a process that computes gradients of the one policy.
 """

@@ -1,4 +1,4 @@
-"""A judge against held-out truth, before it is trusted with a run (``mmrl judge``). Any reward can be measured so.
+"""Compare a judge with held-out true verdicts before a run uses it (``mmrl judge``). Works with any reward.
 
 A row of the truth (JSONL):
 

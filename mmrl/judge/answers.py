@@ -1,4 +1,4 @@
-"""What a judge answers and how it is read: a number, JSON, or the log-prob of one word against another.
+"""Read a judge's answer: a number, JSON, or the log-prob of one word against another.
 
 A verdict that cannot be read is ``UnreadableError``, with what is wrong in words that follow "the judge's answer".
 """

@@ -1,4 +1,4 @@
-"""A question to a judge and what came of it: what the back ends and the modes exchange. Imports no torch."""
+"""A question to a judge and its outcome: the data that back ends and modes exchange. Imports no torch."""
 
 from __future__ import annotations
 

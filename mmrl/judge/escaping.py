@@ -1,4 +1,4 @@
-"""What a judge reads of a text from outside: with no control token in it, and no piece of the rubric's frame.
+"""Escape untrusted text before a judge reads it: control tokens, and marks of the rubric's own frame.
 
 A response could otherwise end its own turn and answer for the judge, or close the tag around it and go on as the
 rubric. Text that tries neither stays as it is, byte for byte. Pure functions of plain strings.

@@ -1,4 +1,4 @@
-"""The JSON object in a judge's answer, and whether it follows the recipe's JSON Schema (Draft 2020-12).
+"""Find the JSON object in a judge's answer, and check it against the recipe's JSON Schema (Draft 2020-12).
 
 ``jsonschema`` is imported where it is used: 0.1 s that a judge of yes and no does without.
 """

@@ -1,4 +1,4 @@
-"""How samples become questions and verdicts become scores, in each of a judge's four modes. All scores are in [0, 1].
+"""Turn samples into questions and verdicts into scores, in a judge's four modes. All scores are in [0, 1].
 
 pointwise  one question per sample
 pairwise   a sample's mean preference over its opponents in the group, each pair asked in both orders (judges favour a

@@ -1,4 +1,4 @@
-"""Verdicts that a run recorded, in place of asking again: whoever repeats a step of it builds its judges ``within``.
+"""Use verdicts that a run recorded instead of asking again. A replay builds its judges ``within`` this context.
 
 The transcripts of the run say what came of the same question about the same sample, failures too. A judge with a model
 in this process answers anew; only what the run itself took from its cache is taken from the records, so that the model

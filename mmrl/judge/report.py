@@ -1,4 +1,4 @@
-"""The transcripts of a run for its report: the lowest and the highest of each judge first. Imports no torch."""
+"""The transcripts of a run for its report: each judge's lowest and highest first. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rubric: a template that becomes the question a judge reads, with pictures where it names them.
+"""A rubric: a template of the question to a judge, with pictures where it names them.
 
 The template is Jinja, sandboxed. What comes from a prompt or a response is text and stays text: a response that writes
 a model's control tokens (``<|im_end|>``), a picture's mark or the template's own tags (``</response>``) could otherwise

@@ -1,4 +1,4 @@
-"""Where a judge's randomness comes from: the sample, or what it is asked; never the process."""
+"""Seeds of a judge: from the sample, or from the content of the question; never from process state."""
 
 from __future__ import annotations
 

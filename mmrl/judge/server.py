@@ -1,4 +1,4 @@
-"""A judge in a vLLM server of our own: processes on a Unix socket that only our user can reach, which end with us.
+"""A judge in a vLLM server that mmrl starts: processes on a private Unix socket, ended with the run.
 
 Run with vLLM 0.32.0 on a CPU; the processes are those of ``mmrl.engines.server_process``. On a GPU a server that has to
 sleep does so by vLLM's own means (level 1: its weights wait in the host's memory), which we have not run; elsewhere it

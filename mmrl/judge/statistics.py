@@ -1,4 +1,4 @@
-"""How well two readings of the same things agree. What SciPy has, it computes."""
+"""Agreement of two sets of verdicts. SciPy computes what it offers."""
 
 from __future__ import annotations
 

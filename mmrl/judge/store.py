@@ -1,4 +1,4 @@
-"""What a judge leaves in the run directory: its verdicts by content, and a transcript of every one.
+"""A judge's files in the run directory: verdicts by content, and a transcript of every question.
 
     judge-cache.jsonl         {"key", "verdict", "raw"}: asked once, known for ever, also to a run that is resumed
     judge-transcripts.jsonl   {"step", "judge", "sample", "prompt", "response", "request", "answers", "verdict", ...}

@@ -1,4 +1,4 @@
-"""What judges behind endpoints were asked and what that took, and the budget that stops a run. Imports no torch.
+"""Count the requests and tokens of judges behind endpoints, and apply their budget. Imports no torch.
 
     judge-usage.jsonl   {"step", "judge", "calls", "prompt_tokens", "completion_tokens", "unreported"}
 

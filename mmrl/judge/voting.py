@@ -1,4 +1,4 @@
-"""Several critiques of one thing, one verdict. Pure functions."""
+"""Combine several critiques into one verdict. Pure functions."""
 
 from __future__ import annotations
 

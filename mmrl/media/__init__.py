@@ -1,4 +1,4 @@
-"""Pictures and clips that belong to a prompt: a reference to bytes, never the pixels themselves.
+"""Pictures and clips that belong to a prompt: references to bytes, never the pixels.
 
 A prompt carries ``Media``; the controller that owns the prompt opens it, once, and keeps what it was encoded to.
 ``open_image`` and ``open_clip`` take media from strangers: sizes are checked before a pixel is decoded, decoding has a

@@ -1,4 +1,4 @@
-"""Decode a clip in a process of its own, so that a hostile file can crash or hang nothing but that process.
+"""Decode clips in a separate process, so that a hostile file can crash or hang only that process.
 
 Run as a script by ``mmrl.media.decoding``, with the number of an inherited pipe. Imports nothing of mmrl. A message
 is a JSON header, then bytes: the encoded clip on the way in, RGB frames ``[n, height, width, 3]`` uint8 on the way out.

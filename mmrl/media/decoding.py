@@ -1,4 +1,4 @@
-"""The processes that decode clips (``mmrl.media.decoder``): started when first needed, killed when they hang."""
+"""The processes that decode clips (``mmrl.media.decoder``): started on first use, killed when they hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures from outside (a folder, the network) to the RGB that a reward is promised. Imports no torch."""
+"""Convert pictures from outside (a folder, the network) to RGB for rewards. Imports no torch."""
 
 from __future__ import annotations
 

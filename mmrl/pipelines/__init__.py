@@ -1,4 +1,4 @@
-"""Pipelines: what knows a model family. One adapter per family, found by the name in the recipe."""
+"""Pipelines: one adapter per model family, found by the name in the recipe."""
 
 from mmrl._checkout import drop_ins
 

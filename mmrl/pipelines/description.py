@@ -1,4 +1,4 @@
-"""What a pipeline says of itself before any weight is loaded."""
+"""Describe a pipeline before any weight is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline is to the loop: it samples prompts into trajectories and recomputes them under the current weights.
+"""The protocols of pipelines: sample prompts into trajectories and recompute them with the current weights.
 
 A pipeline knows its model family, its latent layout or chat template, and no algorithm. ``build(recipe, ...)`` of its
 module makes one; ``describe(recipe, ...)`` says what it would hold, for ``mmrl plan``.

@@ -1,1 +1,1 @@
-"""Where a recipe's roles live, what they take, and whether that fits: ``mmrl plan``."""
+"""Placement of a run on a controller's devices: policy, task queue, devices and device tasks."""

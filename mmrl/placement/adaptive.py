@@ -1,4 +1,4 @@
-"""How many of a controller's devices judge while the others sample, decided from what the last steps took.
+"""Choose how many of a controller's devices judge while the others sample, from the load of the last steps.
 
 ``decide`` works between steps, ``worth_moving`` inside one. Both are pure functions; the numbers of ``decide`` are the
 same on every controller, so that all decide alike and nobody coordinates. The simulator calls the very same. Imports no

@@ -1,4 +1,4 @@
-"""What each of several devices gets of a step: slices by their size, and the features that they need."""
+"""Divide a step over several devices: slices by size, and the features that each device needs."""
 
 from __future__ import annotations
 

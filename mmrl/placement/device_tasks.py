@@ -1,4 +1,4 @@
-"""Device tasks: functions of the run as it stands in a device's process, whichever that is.
+"""Device tasks: functions of the ``StepContext`` in a device's process.
 
 Samples and slices are computed by the same calls wherever they are computed; only who computes which differs.
 """

@@ -1,4 +1,4 @@
-"""Several devices of a controller: a thread for each takes tasks off the board, for this process or a worker's.
+"""Several devices of a controller: one thread per device takes tasks from the queue, for this process or a worker.
 
 Who computes a micro-batch or a slice changes nothing in it. Samples are drawn and judged by whoever is free, as the
 board says; the slices of an update are dealt out beforehand, by their size, so that sums are added in the same order

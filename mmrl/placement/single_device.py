@@ -1,4 +1,4 @@
-"""One device does all of a step in turn; ``mmrl.placement.multi_device`` shares it among several."""
+"""One device does all parts of a step in turn; ``mmrl.placement.multi_device`` divides a step over several."""
 
 from __future__ import annotations
 

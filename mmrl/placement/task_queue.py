@@ -1,4 +1,4 @@
-"""Who does what next on a controller's devices in the generate phase: samples wait to be drawn, and to be judged.
+"""The queue of sampling and judging tasks of a controller's devices in the generate phase.
 
 A device works in one role at a time. It keeps its role while there is work in it; when that has run dry it may take up
 the other one, as the placement allows.

@@ -1,4 +1,4 @@
-"""How busy a device is by its own account: NVML's utilisation of a GPU, read now and then in a thread of its own."""
+"""Measure how busy a GPU is: NVML's utilisation, read regularly in a thread."""
 
 from __future__ import annotations
 

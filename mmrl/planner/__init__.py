@@ -1,1 +1,1 @@
-"""The planner: what a recipe needs of its devices, computed before any weight is loaded (``mmrl plan``)."""
+"""The planner: the memory and work of a recipe, computed before any weight is loaded (``mmrl plan``)."""

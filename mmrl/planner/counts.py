@@ -1,4 +1,4 @@
-"""How often a step does what: exact counts, from the recipe alone."""
+"""Exact counts of a step's operations, from the recipe alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a controller's devices share a step in a plan: who does what in which phase, what crosses, and who would idle."""
+"""Plan how a controller's devices share a step: roles by phase, traffic, and idle devices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How long a step would take on a GPU that is not there: operations over the vendor's peak, at a share of it that is
-stated and was not measured. Where memory is the bound (tokens, the optimizer, judges), bytes over its bandwidth.
+"""Estimate the time per step on a GPU that this machine does not have: operations over a stated share of the
+vendor's peak rate; for memory-bound work (tokens, the optimizer, judges), bytes over the bandwidth.
 """
 
 from __future__ import annotations

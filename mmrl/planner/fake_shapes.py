@@ -1,4 +1,4 @@
-"""The mode of the fake tensors that a plan runs on: torch's, with a faster memory of what an operation makes of shapes.
+"""The mode of a plan's fake tensors: torch's, with a faster cache of output shapes.
 
 A model repeats the same operations on the same shapes, block by block. Torch remembers their results too, but looking
 one up takes longer than most operations on real numbers; a plan is mostly that.

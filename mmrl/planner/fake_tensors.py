@@ -1,5 +1,5 @@
-"""Tensors that have shapes and no data, and what a plan learns of them: the bytes that a step would take, and the
-operations on numbers."""
+"""Tensors with shapes and without data, from which a plan learns the memory of a step in bytes and its floating-point
+operations."""
 
 from __future__ import annotations
 

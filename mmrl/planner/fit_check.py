@@ -1,4 +1,4 @@
-"""Whether a plan has room: what does not fit, and the edits that mend it."""
+"""Check whether a plan fits the device: what does not fit, and the edits that help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs that a plan knows without having one: memory, peak rates of arithmetic and memory bandwidth.
+"""A table of GPUs for plans: memory, peak rates of arithmetic and memory bandwidth.
 
 ``memory`` is what torch reports of such a GPU (``total_memory``), a few per cent less than the name says. Rates are
 the peaks that the vendor prints, without sparsity: ``half`` of bfloat16 (of float16 where the GPU has no bfloat16) with

@@ -1,4 +1,4 @@
-"""The models that rewards compute with on a device: which, and how large, read from their files and not loaded."""
+"""The models that rewards compute with on a device, and their sizes, read from their files without loading them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the rows of text may be."""
+"""Estimate how long rows of text can be until a phase no longer fits."""
 
 from __future__ import annotations
 

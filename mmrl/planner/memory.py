@@ -1,4 +1,4 @@
-"""What a step needs of a device, measured rather than guessed: the pipeline's own code runs on tensors without data.
+"""Measure the memory of a step: the pipeline's own code runs on tensors without data.
 Bytes, and with them the operations on numbers.
 
 Sampling, decoding, a training slice and the optimizer's step run as they do in training, but on fake tensors: shapes,

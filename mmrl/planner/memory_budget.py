@@ -1,4 +1,4 @@
-"""What is in a device's memory: by role, and by phase of the step."""
+"""The memory of a device, by role (weights, optimizer, activations, ...) and by phase of the step, in bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations on numbers, from shapes alone: a multiplication and an addition are two, as vendors count them.
+"""Count floating-point operations from shapes; a multiplication and an addition are two, as vendors count.
 
 Counted are products of matrices, convolutions and attention (torch's own formulas, ``torch.utils.flop_counter``, and
 here the kernel that a CPU has in place of flash attention); all else is next to nothing beside them. Attention is

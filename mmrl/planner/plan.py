@@ -1,4 +1,4 @@
-"""``mmrl plan``: what a recipe would hold and do, resolved before a weight is loaded. ``mmrl train`` begins with it.
+"""``mmrl plan``: what a recipe needs and computes, before a weight is loaded. ``mmrl train`` starts with it.
 
 Everything of a controller is in its device's memory at some phase of the step; of several, the one with most to do.
 """

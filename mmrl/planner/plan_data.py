@@ -1,4 +1,4 @@
-"""What a plan says: data alone. ``mmrl.planner.plan`` fills it, ``mmrl.planner.render`` prints it."""
+"""The data of a plan. ``mmrl.planner.plan`` fills it, ``mmrl.planner.render`` prints it."""
 
 from __future__ import annotations
 

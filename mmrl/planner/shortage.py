@@ -1,4 +1,4 @@
-"""A device ran out of memory: what the plan expected there, and the edits that help."""
+"""Explain an out-of-memory error: what the plan expected, and the edits that help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``train.steps_per_forward: auto``: how many recorded denoising steps of a micro-batch one forward takes.
+"""Choose ``train.steps_per_forward: auto``: the number of recorded denoising steps of a micro-batch per forward.
 
 Stacking pays where a forward is too small for the machine, and costs memory: so as many as keep a forward small, and
 the update within the memory there is. The gradient is the same whatever is chosen.

@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows: its directory, metrics, progress, sample grids and HTML report."""
+"""The output of a run: its directory, metrics, progress, sample grids and HTML report."""

@@ -1,4 +1,4 @@
-"""The page of all algorithms, from their files: ``python -m mmrl.report.algorithms``.
+"""Generate the page of all algorithms from their files: ``python -m mmrl.report.algorithms``.
 
 Of a file's docstring the indented lines are the formula, and the paragraph that begins with ``Departs:`` says where it
 is not its paper's. Settings and defaults are those of the class that the objective takes. A test compares the page with

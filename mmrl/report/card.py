@@ -1,4 +1,4 @@
-"""The model card of an export: what was trained on what, what it changed, how to load it. Holds no local path."""
+"""The model card of an export: model, data, results and how to load it. Contains no local path."""
 
 from __future__ import annotations
 

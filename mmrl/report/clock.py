@@ -1,4 +1,4 @@
-"""Wall time of a step by phase."""
+"""Measure the wall time of a step by phase."""
 
 from __future__ import annotations
 

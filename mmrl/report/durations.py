@@ -1,4 +1,4 @@
-"""How a time is written for people."""
+"""Format durations for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine and versions a run was made with: enough to repeat it, nothing that names its owner."""
+"""The machine and versions of a run: enough to repeat it, without the owner's name."""
 
 from __future__ import annotations
 

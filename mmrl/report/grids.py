@@ -1,4 +1,4 @@
-"""Sample grids: pictures with their prompts and scores, large enough to judge by eye."""
+"""Sample grids: pictures with their prompts and scores, large enough to compare by eye."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML file that shows a run: while it goes on, when it ended, and with parts missing.
+"""One self-contained HTML file that shows a run, in progress or finished, also if parts are missing.
 
 It loads nothing from anywhere (a content policy in the page says so too) and trusts nothing it shows: prompts, metric
 names and error messages are anybody's text and are escaped.

@@ -1,4 +1,4 @@
-"""What a run says at once, whichever of its processes it happens in, and what is started again meanwhile."""
+"""Print a run's messages immediately, from any of its processes, and announce restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samples of a report, read from a run: texts, and pictures, shrunk where large and embedded as data URIs."""
+"""The samples in a report: texts, and pictures, reduced if large and embedded as data URIs."""
 
 from __future__ import annotations
 

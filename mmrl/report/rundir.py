@@ -1,4 +1,4 @@
-"""The directory of a run: what lies where, who may write it, and what may be removed from it.
+"""The directory of a run: its files, who may write them, and which of them may be removed.
 
 recipe.yaml        the recipe as given, the command line's overrides as comments
 resolved.json      every setting of the run, defaults included

@@ -1,4 +1,4 @@
-"""Amounts of memory as people read them."""
+"""Format amounts of memory for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts of an evaluation, kept beside the metrics: prompt, response and scores, and the prompt's pictures.
+"""The texts of an evaluation, stored with the metrics: prompt, response, scores, and the prompt's pictures.
 
 How the report and the model card show them too: anybody's text, folded where it is long.
 """

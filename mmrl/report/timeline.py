@@ -1,4 +1,4 @@
-"""What the devices of a run did when, from placement.jsonl: a few steps drawn as device x time, and the decisions.
+"""Draw the timeline of a run's devices from placement.jsonl: a few steps, and the decisions.
 
 The file may be large. It is gone through once for where each step lies and what was decided; only the steps that are
 shown are read. A line that is no record of it is counted and left out.

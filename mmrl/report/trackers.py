@@ -1,4 +1,4 @@
-"""Trackers beside metrics.jsonl: TensorBoard, Weights & Biases, trackio. Each is imported only when a recipe asks."""
+"""Trackers in addition to metrics.jsonl: TensorBoard, Weights & Biases, trackio. Imported only on demand."""
 
 from __future__ import annotations
 

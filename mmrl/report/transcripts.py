@@ -1,4 +1,4 @@
-"""What a run's generative judges read and wrote, as the report shows it."""
+"""The transcripts of a run's generative judges, as the report shows them."""
 
 from __future__ import annotations
 

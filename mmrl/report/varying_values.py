@@ -1,4 +1,4 @@
-"""Values that differ between runs which compute the same, by the patterns of their names. Imports nothing of mmrl.
+"""Patterns of values that differ between equal runs, such as times. Imports nothing of mmrl.
 
 ``*`` in a pattern stands for any text.
 """

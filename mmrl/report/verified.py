@@ -1,4 +1,4 @@
-"""What a replay of recorded steps came to, in 80 columns."""
+"""Print the result of a replay of recorded steps, in 80 columns."""
 
 from __future__ import annotations
 

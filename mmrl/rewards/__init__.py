@@ -1,4 +1,4 @@
-"""Rewards: functions or classes that turn samples into numbers, in this folder or in any file of a user's."""
+"""Rewards: functions or classes that turn samples into numbers, in this folder or in any file of the user's."""
 
 from mmrl._checkout import drop_ins
 

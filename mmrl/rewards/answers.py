@@ -1,4 +1,4 @@
-r"""Where the final answer of a response stands, and whether two answers are the same. Text and numbers, no algebra."""
+r"""Find the final answer of a response, and compare two answers. Text and numbers, no algebra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scoring of one step while its samples are still being made: batches under way, failures, normalisation."""
+"""Score a step while its samples are still being made: running batches, failures, normalisation."""
 
 from __future__ import annotations
 

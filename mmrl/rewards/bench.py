@@ -1,4 +1,4 @@
-"""Run one reward on a folder of pictures, or of clips (``mmrl score``): its author's bench.
+"""Run one reward on a folder of pictures or clips (``mmrl score``), for its author.
 
 A row per file, then mean, spread, time per picture and memory. Pictures that cannot be read are skipped, counted and
 named. Off a terminal the rows are tab-separated. Imports no torch unless the reward does.

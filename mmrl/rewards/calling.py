@@ -1,4 +1,4 @@
-"""Call a reward on batches of samples: a deadline, retries, and an answer that is checked. Imports no torch.
+"""Call a reward on batches of samples: with a deadline, retries, and a check of the answer. Imports no torch.
 
 A reward runs in a thread of its own (an async one in an event loop there). A thread that does not come back in time is
 given up, never waited for: it is a daemon, so the process can end, and the next batch gets a fresh one. ``submit``

@@ -1,4 +1,4 @@
-"""Checkpoints that are one bare file (``.pt``, ``.pth``, ``.safetensors``): read without running code, put in a model.
+"""Read checkpoints that are a single file (``.pt``, ``.pth``, ``.safetensors``) without running code from them.
 
 A pickle is opened with ``weights_only``, which makes tensors and plain containers and refuses all else.
 """

@@ -1,4 +1,4 @@
-"""What a reward is: a function or a class, in any file.
+"""The contract of a reward: a function or a class, in any file.
 
     def score(samples, *, context):                 # or async def
         return [1.0 for s in samples]               # or {"part": [...], ...}, or a tensor with a graph

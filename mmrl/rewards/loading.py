@@ -1,4 +1,4 @@
-"""From the name in a recipe to a reward that can be called, its signature and options checked before anything is built.
+"""Load a reward by the name in a recipe; its signature and options are checked before it is built.
 
 Imports no torch: ``mmrl serve`` and ``mmrl score`` run rewards in environments that have none.
 """

@@ -1,4 +1,4 @@
-"""math-verify in a process of its own: what a model wrote may take for ever to read.
+"""Run math-verify in a separate process with a deadline, since some answers take very long to parse.
 
 Its own timeout is a signal, which works in a main thread only, and not where a reward runs.
 """

@@ -1,4 +1,4 @@
-r"""Numbers as people write them: ``1\frac{1}{2}``, ``3 1/2``, ``6 \times 10^3``, ``12%``, ``0.(3)``, ``5 cm``.
+r"""Parse written numbers: ``1\frac{1}{2}``, ``3 1/2``, ``6 \times 10^3``, ``12%``, ``0.(3)``, ``5 cm``.
 
 They are read as exact fractions, and nothing is evaluated. A number that is a part of something larger (``x^2``,
 ``3i``, ``1 or 2``, ``50-8``) is not read: it is not what the text says.

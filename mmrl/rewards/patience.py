@@ -1,4 +1,4 @@
-"""What a step does where rewards fail for many of its samples: it waits, asks them again, and gives up in the end.
+"""Handle a step with many failed rewards: wait, ask them again, and finally stop.
 
 An endpoint that is gone must not look like training: a step of which few samples have a score is worth nothing. All
 controllers see the same counts and follow the leader's clock, so that they wait, go on and stop together.

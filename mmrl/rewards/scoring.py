@@ -1,4 +1,4 @@
-"""The rewards of a recipe together: weights, normalisation, batches and the failure policy.
+"""All rewards of a recipe together: weights, normalisation, batches and the failure policy.
 
 ``B`` samples in groups (lists of indices into them) of one prompt each. A sample that a reward could not score is NaN
 in the total, never 0, and has a ``Failure`` that says why; or the run stops, as the reward's ``on_failure`` says.

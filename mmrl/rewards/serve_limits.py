@@ -1,4 +1,4 @@
-"""What clients may take of ``mmrl serve``: time, connections and memory. Imports no torch.
+"""The limits of clients of ``mmrl serve``: time, connections and memory. Imports no torch.
 
 Each connection has a thread. A request must arrive within a deadline, so half a request holds nothing for long. Where
 connections or memory run out, the slowest client is cut off: its next request begins anew.

@@ -1,4 +1,4 @@
-"""Rewards with frozen models that leave their device while it does other work (``placement.sleep``), and come back."""
+"""Rewards whose frozen models leave their device while it does other work (``placement.sleep``)."""
 
 from __future__ import annotations
 

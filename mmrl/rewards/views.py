@@ -1,4 +1,4 @@
-"""What a reward gets of a sample: a copy of its own, so that nothing it does to it reaches anybody else.
+"""Copy samples for a reward, so that its changes do not affect training or other rewards.
 
 Rewards run at once, on samples that training, the saved grids and the other rewards read too. Imports no torch.
 """

@@ -1,4 +1,4 @@
-"""How a reward is asked over HTTP: JSON with PNG bytes in base64, versioned; nothing in it is ever executed.
+"""The HTTP format of reward requests: JSON with PNG bytes in base64, versioned; nothing in it is executed.
 
 ``GET /health``   -> ``{"mmrl": 1, "reward": name, "inputs": [...], "per": "sample", "spans": false, "max_bytes": n}``
 ``POST /score``   ``{"version": 1, "step": 7, "groups": [[0, 1]], "files": [BYTES],``

@@ -1,4 +1,4 @@
-"""Sampling ahead: what step ``n`` trains on was drawn while the steps before it trained (``placement: disaggregated``).
+"""Asynchronous sampling: samples for step ``n`` are drawn while earlier steps train (``placement: disaggregated``).
 
 The groups of step ``n`` are drawn with the weights as they were after step ``n - staleness`` (the first ones with
 those that the run began with), always: not with whichever weights happen to be there. So who is faster, how many

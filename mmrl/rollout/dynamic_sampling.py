@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2): other prompts in the slots whose rewards are all equal.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2): replace groups whose rewards are all equal.
 
 The attempts of a slot have an order, the same whoever runs it: its prompt of the epoch, then the replacements 1, 2 and
 so on. The first whose rewards differ stands in the slot, or the last of ``max_attempts``. How many are tried together

@@ -1,4 +1,4 @@
-"""Partial rollout: responses that are cut, stay in flight, and go on in later steps under the weights of then.
+"""Partial rollout: long responses are cut and continue in later steps, with the weights of those steps.
 
 The stream is the run's slots, step after step. A step fills the flight up to ``prompts_per_step + extra`` groups from
 it, and has the engine draw at most ``cut_after`` tokens for every response under way, round after round, until

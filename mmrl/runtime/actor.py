@@ -1,4 +1,4 @@
-"""A controller, or a further device of one, as a process of Ray's."""
+"""A controller, or a further device of one, as a Ray actor."""
 
 from __future__ import annotations
 

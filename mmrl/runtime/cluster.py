@@ -1,4 +1,4 @@
-"""Ray, started here or connected to: how it starts, whether its own processes live, and how it ends."""
+"""Start Ray or connect to it, check whether its processes are alive, and end it."""
 
 from __future__ import annotations
 

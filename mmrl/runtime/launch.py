@@ -1,4 +1,4 @@
-"""Start the controllers of a run, watch them, and start them again from the last checkpoint where one is lost.
+"""Start the controllers of a run, watch them, and restart them from the last checkpoint if one is lost.
 
 The launcher takes no part in a step. Controllers are Ray actors; each runs ``mmrl.session`` and writes where
 ``RunDir.of_controller`` says. The leader's log is shown as it grows.

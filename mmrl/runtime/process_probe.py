@@ -1,4 +1,4 @@
-"""What a process does, read from outside: one that holds Python's lock (GIL) in a call cannot answer for itself."""
+"""Read the state of a process from outside: one that holds Python's lock (GIL) in a call cannot answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a controller gets on: what it is doing, since when, and how long that usually takes."""
+"""Track the progress of a controller: its current phase, since when, and the usual duration."""
 
 from __future__ import annotations
 

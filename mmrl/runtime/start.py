@@ -1,4 +1,4 @@
-"""Train a recipe into a run directory: in this process, or in the processes that ``mmrl.runtime.launch`` starts."""
+"""Train a recipe into a run directory: in this process, or in processes that ``mmrl.runtime.launch`` starts."""
 
 from __future__ import annotations
 

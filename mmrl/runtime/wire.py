@@ -1,4 +1,4 @@
-"""What a controller and its own workers, on the same host, say to one another: Python objects with tensors in them.
+"""The protocol between a controller and its workers on the same host: Python objects with tensors.
 
 Both ends are this program, of one run and one user, on a socket in the file system that only this user can open; hence
 pickle. Tensors travel as raw bytes, in no other form, and come out on the reader's device where they were on one.

@@ -1,4 +1,4 @@
-"""A controller's further devices: a process for each, on its host, that does what the controller sends it."""
+"""A controller's further devices: one process each, on its host, that runs the tasks it receives."""
 
 from __future__ import annotations
 

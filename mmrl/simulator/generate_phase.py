@@ -1,4 +1,4 @@
-"""The generate phase of one controller, event by event: who samples, who judges, who waits, who moves.
+"""Simulate the generate phase of one controller event by event: sampling, judging, waiting and moves.
 
 The work comes in rounds of micro-batches, each (seconds of sampling on a device, seconds of judging on a judge
 replica). A micro-batch is judged once it is sampled; the next round (replacements of dynamic sampling) begins once all

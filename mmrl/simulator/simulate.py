@@ -1,4 +1,4 @@
-"""A run's steps under every placement, in simulated time: ``mmrl simulate``.
+"""Simulate a run's steps with every placement (``mmrl simulate``).
 
 Controllers meet once a step, to train; until then each samples and judges its own share. ``adaptive`` calls
 ``mmrl.placement.adaptive``, the very functions of a real run. What is assumed stands in docs/placement.md.

@@ -1,4 +1,4 @@
-"""The work of a run's steps, drawn from a seed, for the simulator. ``trace_from_run`` reads that of a recorded run."""
+"""Generate the work of a run's steps from a seed. ``trace_from_run`` reads that of a recorded run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace from the records of a run: what its micro-batches took, for the simulator.
+"""Read the durations of a run's micro-batches from its records, for the simulator.
 
 ``placement.jsonl`` has a line for everything that a device did, seconds from the step's start,
 

@@ -1,1 +1,1 @@
-"""What language and vision-language pipelines share: sampling tokens, their log-probs, transcripts, export."""
+"""Shared code of language and vision-language pipelines: sampling tokens, log-probs, transcripts, export."""

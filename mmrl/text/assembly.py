@@ -1,4 +1,4 @@
-"""How the text pipelines are put together, with weights or on the meta device, from what their families differ in.
+"""Build the text pipelines, with weights or on the meta device, from the differences between their families.
 
 A family gives a function that makes its conditioner (and, for those that write, its model); see ``pipelines/llm`` and
 ``pipelines/vlm``.

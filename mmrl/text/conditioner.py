@@ -1,4 +1,4 @@
-"""What a family of language or vision-language models is to the text pipeline."""
+"""The protocol of a family of language or vision-language models for the text pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A critic for tokens: the policy's own architecture with one number per position in place of the vocabulary."""
+"""A critic for tokens: the policy's architecture with one number per position instead of the vocabulary."""
 
 from __future__ import annotations
 

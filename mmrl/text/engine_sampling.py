@@ -1,4 +1,4 @@
-"""Sampling by an engine with weights of its own: which one, keeping its weights equal to the policy's, its tokens."""
+"""Sample with an engine that has its own weights, and keep those equal to the policy's."""
 
 from __future__ import annotations
 

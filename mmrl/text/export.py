@@ -1,4 +1,4 @@
-"""What others load of a trained language or vision-language model: a Hugging Face directory, or a LoRA for peft."""
+"""Export a trained language or vision-language model: a Hugging Face directory, or a LoRA for peft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What prompts are encoded to, and how rows of it become the arguments of one forward."""
+"""The features of encoded prompts, and how rows of them become the arguments of one forward."""
 
 from __future__ import annotations
 

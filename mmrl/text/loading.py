@@ -1,4 +1,4 @@
-"""Load a Hugging Face text model and open what trains: all weights, some, or adapters."""
+"""Load a Hugging Face text model and unfreeze its trained part: all weights, some, or adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a text pipeline would hold, before a weight is loaded: the model on the meta device, for ``mmrl plan``.
+"""A text pipeline on the meta device, before a weight is loaded, for ``mmrl plan``.
 
 The pipeline's own code then runs on tensors without data (``mmrl.planner.memory``). Only ``generate`` is rehearsed:
 it would look at tokens that nobody drew. The rehearsal is the two forwards that matter, of the prompt and of the last

@@ -1,4 +1,4 @@
-"""Prompts with more tokens than there is room for: skipped, cut, or an error (``data.overlong``).
+"""Handle prompts with too many tokens: skip, cut, or an error (``data.overlong``).
 
 Counted are the tokens of the whole prompt as the model reads it: the chat template's, the system message's and the
 pictures' among them. To cut is to take words from the beginning of the user's text and keep its end, where the question

@@ -1,4 +1,4 @@
-"""Pairs of a better and a worse response: their tokens, their log-probs and their scores, two texts to a forward.
+"""Pairs of a better and a worse response: tokens, log-probs and scores, with both texts in one forward.
 
 A prompt carries its pair in ``meta``, by the columns of TRL's preference data: ``chosen`` and ``rejected``, and perhaps
 ``margin`` (how much better, for reward models). A response follows the rendered prompt exactly as a sampled one would,

@@ -1,4 +1,4 @@
-"""A checkpoint's configuration files, its own or those recorded beside a recipe, as a folder that loads.
+"""Make a folder with a checkpoint's configuration files, its own or those stored with a recipe.
 
 An ``architecture`` file of a text recipe is a JSON object: ``files`` are the checkpoint's configuration files by name
 (``config.json``, of a model that sees ``preprocessor_config.json`` too), ``tokens`` the ids of control tokens by text,

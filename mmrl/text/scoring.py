@@ -1,4 +1,4 @@
-"""Reward models: a transformer with one number in place of the vocabulary, read at the end of prompt and response.
+"""Reward models: a transformer with a scalar head, read at the end of prompt and response.
 
 Where transformers has a class for sequence classification (language models), it is used; for other families the same
 class is put together from transformers' own parts, so that a vision-language model scores what it sees. Directories are

@@ -1,4 +1,4 @@
-"""A picture that several rows of a batch carry is encoded once for all of them: the samples of a group have one prompt.
+"""Encode a picture once for all rows of a batch that contain it: the samples of a group share their prompt.
 
 What a row is given is equal to the bit, but where the vision tower's kernels round otherwise with fewer pictures in a
 call. Sampling and replay do the same. Where a vision tower trains, the gradients of the rows add up in its output.

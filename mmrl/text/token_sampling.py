@@ -1,4 +1,4 @@
-"""Draw tokens with randomness that belongs to the sample, inside Hugging Face's own ``generate``.
+"""Sample tokens with one random number per (sample, position), inside Hugging Face's ``generate``.
 
 ``generate`` draws from one global generator, so that a sample would depend on its neighbours. Here every
 ``(sample, position)`` has one uniform number of its own, and the token is the one whose share of the distribution it

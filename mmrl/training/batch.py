@@ -1,4 +1,4 @@
-"""The data of a step: the rounds that were sampled, the batch that is trained on, and the slices of an update."""
+"""The data of a step: the sampled rounds, the training batch, and the slices of an update."""
 
 from __future__ import annotations
 

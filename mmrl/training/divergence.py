@@ -1,4 +1,4 @@
-"""A run that met numbers that are not finite: what they are, which checkpoints are from before, and how to go on."""
+"""Handle a run with numbers that are not finite: name them, the last good checkpoints, and how to continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop where a held-out metric has ceased to rise, and keep the checkpoint at which it was best.
+"""Stop when a held-out metric no longer improves, and keep the best checkpoint.
 
 A reward that RL follows goes up whatever becomes of the samples; one that it never sees tells when they get worse.
 """

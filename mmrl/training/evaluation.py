@@ -1,4 +1,4 @@
-"""Held-out measurement: fixed prompts and fixed noise, no exploration noise, rewards that training may not see."""
+"""Held-out evaluation: fixed prompts and noise, no exploration noise, optionally rewards that training does not use."""
 
 from __future__ import annotations
 

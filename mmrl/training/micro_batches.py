@@ -1,4 +1,4 @@
-"""The slices of an update: so many rows and entries at once that no more than one slice's graph is ever held."""
+"""Divide an update into slices, so that only one slice's graph is held at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step works with, and the protocols of its parts: devices, how groups are sampled, and what keeps state."""
+"""The context of a step, and the protocols of its parts: devices, rollout strategies, and parts with state."""
 
 from __future__ import annotations
 

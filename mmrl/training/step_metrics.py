@@ -1,4 +1,4 @@
-"""Metrics of one step, gathered slice by slice."""
+"""Accumulate the metrics of one step, slice by slice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay recorded steps of a run and compare what comes out with the records, to the bit.
+"""Replay recorded steps of a run and compare the results with the records, to the bit.
 
 A step is a function of what a checkpoint holds and of its number. So the replay begins with the newest checkpoint
 before the step, or with the base model, and takes the same steps. It writes nothing into the run's directory: what a

@@ -1,4 +1,4 @@
-"""What is to be said of a replay beside the numbers: what was taken, what was asked, what is not as it was."""
+"""Notes on a replay beside its numbers: recorded verdicts, questions asked, and differences of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes the steps again, and compares."""
+"""Replay the steps, and compare."""
 
 from __future__ import annotations
 

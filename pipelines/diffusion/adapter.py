@@ -1,4 +1,4 @@
-"""What differs between families of diffusion models: an adapter each, over a loaded diffusers pipeline.
+"""The base class of adapters: what differs between families of diffusion models, over a loaded diffusers pipeline.
 
 States are in flow coordinates for every family, ``x_s = (1 - s) x0 + s eps`` with the velocity ``eps - x0``. Families
 that predict the noise of ``a x0 + b eps`` with ``a^2 + b^2 = 1`` (``unet.py``) are in them after a division by

@@ -1,4 +1,4 @@
-"""What a prompt's embeddings depend on beside the prompt, so that those of another model are never taken from disk."""
+"""The cache key of a prompt's embeddings: everything they depend on besides the prompt."""
 
 from __future__ import annotations
 

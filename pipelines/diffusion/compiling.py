@@ -1,4 +1,4 @@
-"""``torch.compile`` of what predicts, in place: sampling, replay and back-propagation all call the same modules.
+"""``torch.compile`` of the predicting modules, in place: sampling, replay and back-propagation share them.
 
 Its repeated blocks are compiled, and not the model around them: blocks of one kind share what was compiled for the
 first, so that it takes no longer for many of them than for a few.

@@ -1,4 +1,4 @@
-"""What a family's adapter owes the loop, as checks that anyone can run on theirs.
+"""Checks of a family's adapter that anyone can run on their own.
 
     python -m mmrl.pipelines.diffusion.contract my-recipe.yaml
 

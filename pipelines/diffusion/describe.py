@@ -1,4 +1,4 @@
-"""A family's pipeline from its numbers alone: every component the real class, on the meta device, no weight read."""
+"""Build a family's pipeline from its configuration: real classes on the meta device, no weight read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families whose checkpoints name a solver of higher order, sampled by Euler's steps instead."""
+"""Families whose checkpoints name a higher-order solver, sampled by Euler's steps instead."""
 
 from __future__ import annotations
 

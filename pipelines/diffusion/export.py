@@ -1,4 +1,4 @@
-"""What others load of a trained diffusion model: a whole diffusers directory, or LoRA for diffusers and for peft.
+"""Export a trained diffusion model: a whole diffusers directory, or LoRA for diffusers and for peft.
 
 Nothing here changes the policy in memory. LoRA traps that these files avoid (measured with diffusers 0.42, peft 0.21):
 ``load_lora_weights`` on peft's own files loads nothing and raises nothing; without the adapter's metadata it takes

@@ -1,4 +1,4 @@
-"""FLUX.2-klein as an editor (``Flux2KleinPipeline`` with ``image``): a picture and what is to be done to it."""
+"""FLUX.2-klein as an editor (``Flux2KleinPipeline`` with ``image``): a picture and an edit instruction."""
 
 from __future__ import annotations
 

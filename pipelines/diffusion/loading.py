@@ -1,4 +1,4 @@
-"""From a checkpoint to the pipeline that trains, for every family: load it, put it on a device, open what trains."""
+"""Build the pipeline that trains from a checkpoint, for every family: load it, place it, unfreeze what trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What FLUX.1 and those after it share: latents as tokens of 2 x 2, and noise levels shifted by how many there are."""
+"""Shared code of FLUX.1 and later families: latents as tokens of 2 x 2, and noise levels shifted by their number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of a better and a worse picture of one prompt: their latents, and how well a model predicts them."""
+"""Pairs of a better and a worse picture of one prompt: their latents, and the model's prediction errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures that a prompt carries, as a model of diffusion takes them."""
+"""Prepare pictures that a prompt carries for a diffusion model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clean samples noised afresh and predicted again, for objectives on the forward process."""
+"""Noise clean samples again and predict them, for forward-process objectives."""
 
 from __future__ import annotations
 

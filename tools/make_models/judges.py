@@ -1,4 +1,4 @@
-"""Make the small judges that ship with mmrl: Qwen2.5-VLs that look at a picture and give a verdict.
+"""Make the small judges that mmrl ships: Qwen2.5-VL models that look at a picture and give a verdict.
 
     python -m tools.make_models.scenes_vl --out pipelines/vlm/models/scenes-vl --careful careful
     python -m tools.make_models.judges --out pipelines/vlm/models/scenes-judge --base careful --pictures 0

@@ -1,4 +1,4 @@
-"""A small tokenizer learned from a few texts, for models that are made here and not downloaded."""
+"""A small tokenizer trained on a few texts, for models that are made here and not downloaded."""
 
 # transformers annotates this constructor more narrowly than it is documented.
 # pyright: reportArgumentType=false

@@ -1,4 +1,4 @@
-"""Make the small Wan that ships with mmrl: every component the real class, trained from scratch.
+"""Make the small Wan that mmrl ships: real classes for every component, trained from scratch.
 
     python -m tools.make_models.motions_wan --out pipelines/diffusion/models/motions-wan
 

@@ -1,4 +1,4 @@
-"""Make the small vision-language model that ships with mmrl: a Qwen2.5-VL of the real class, trained from scratch.
+"""Make the small vision-language model that mmrl ships: a real Qwen2.5-VL, trained from scratch.
 
     python -m tools.make_models.scenes_vl --out pipelines/vlm/models/scenes-vl
 

@@ -1,4 +1,4 @@
-"""Make the small Stable Diffusion 3 that ships with mmrl: every component the real class, trained from scratch.
+"""Make the small Stable Diffusion 3 that mmrl ships: real classes for every component, trained from scratch.
 
     python -m tools.make_models.shapes_sd3 --out pipelines/diffusion/models/shapes-sd3
 

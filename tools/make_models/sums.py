@@ -1,4 +1,4 @@
-"""Make the small language models that ship with mmrl: real Qwen3 models with a real tokenizer, trained from scratch.
+"""Make the small language models that mmrl ships: real Qwen3 models with a real tokenizer, trained from scratch.
 
     python -m tools.make_models.sums solver --out pipelines/llm/models/sums-qwen3
 

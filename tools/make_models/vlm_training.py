@@ -1,4 +1,4 @@
-"""What the small vision-language models here are made with: a random model, batches, a training loop, a log."""
+"""Shared code for making the small vision-language models: a random model, batches, a training loop, a log."""
 
 # The model libraries annotate these constructors more narrowly than they are documented.
 # pyright: reportArgumentType=false, reportCallIssue=false

@@ -1,4 +1,4 @@
-"""Megatron-Core as a training engine: weights in tensor-parallel shards under the names of Hugging Face."""
+"""Megatron-Core as a training engine: tensor-parallel shards of weights with Hugging Face's names."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""What Megatron-Core 0.16 needs where there is no CUDA: its modules' own name ``torch`` leads to the CPU.
+"""Let Megatron-Core 0.16 run without CUDA: the name ``torch`` in its modules refers to CPU replacements.
 
 It asks ``torch.cuda`` for devices, streams and random states, and makes tensors on ``"cuda"`` by name. Here the global
 ``torch`` of the modules that are loaded is exchanged for a stand-in that answers for the CPU. No file of the library is

@@ -1,4 +1,4 @@
-"""Gradients of a model that ranks share, added up where each is stepped on."""
+"""Reduce the gradients of a model that ranks share to the rank that updates each tensor."""
 
 from __future__ import annotations
 

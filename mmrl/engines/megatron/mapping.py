@@ -1,4 +1,4 @@
-"""Where the tensors of a Hugging Face decoder lie in Megatron-Core's, as data, and which decoders those are.
+"""Tables that map the tensors of a Hugging Face decoder to Megatron-Core's, and the supported decoders.
 
 What Megatron-Core fuses (queries, keys and values; gate and up) is seen through views, so that weights, gradients and
 moments have the names of Hugging Face in every layout, and nothing has to be written twice for the way back. Needs

@@ -1,7 +1,7 @@
-"""Rows one behind the other, without padding between them: one row of all their tokens ("packed", Megatron-Core's
-``thd``; Krell et al. 2021, arXiv 2107.02027, without their joining of rows to a fixed length).
+"""Packed rows: all rows one after the other in one row, without padding (Megatron-Core's ``thd``; Krell et al. 2021,
+arXiv 2107.02027, without their combination of rows to a fixed length).
 
-Linear layers, norms, experts and what crosses between ranks then know no padding. Attention alone sees rows apart.
+Linear layers, norms, experts and the traffic between ranks then process no padding. Only attention separates rows.
 """
 
 # pyright: reportMissingImports=false

@@ -1,4 +1,4 @@
-"""Layers in stages on ranks behind one another (pipeline parallelism), by Megatron-Core's own schedules.
+"""Pipeline parallelism: layers in stages on successive ranks, by Megatron-Core's own schedules.
 
 One stage of layers a rank: one forward, one backward (PipeDream-flush, Narayanan et al. 2021, arXiv 2006.09503).
 Several stages a rank, in turn: interleaved (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).

@@ -1,4 +1,4 @@
-"""A vision-language model whose language part ranks share, and whose vision tower each has for itself.
+"""A vision-language model whose language part is sharded over ranks; each rank has the whole vision tower.
 
 Pictures go through Hugging Face's own forward: its tower, its projection, its embeddings in place of the tokens that
 stand for pictures, its positions. Only two things in it are exchanged: tokens' embeddings come from Megatron-Core's
