@@ -33,7 +33,7 @@ import stepping
 from stepping import Arm, Row, quartiles, spread
 
 from mmrl.config.loader import LoadedRecipe, load_recipe
-from mmrl.config.schema import Placement
+from mmrl.config.placement import Placement
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
 from mmrl.placement.adaptive import Split, starting

@@ -13,7 +13,8 @@ from PIL import Image
 from torch import nn
 
 from mmrl import frozen_modules as freezing
-from mmrl.config.schema import Placement, Reward
+from mmrl.config.placement import Placement
+from mmrl.config.schema import Reward
 from mmrl.errors import UserError
 from mmrl.frozen_modules import Frozen, Offloaded
 from mmrl.judge.answers import parse_kind

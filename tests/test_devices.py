@@ -13,7 +13,7 @@ import torch
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
-from mmrl.config.schema import Placement
+from mmrl.config.placement import Placement
 from mmrl.errors import UserError
 from mmrl.judge.local import LocalModel
 from mmrl.placement.adaptive import Split

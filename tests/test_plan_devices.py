@@ -16,7 +16,7 @@ from rich.console import Console
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.config.objectives import load_objective
-from mmrl.config.schema import Placement
+from mmrl.config.placement import Placement
 from mmrl.judge.server import CACHE
 from mmrl.planner.counts import count
 from mmrl.planner.device_roles import calls, idle, inside, refusals, rows, split_of

@@ -26,6 +26,7 @@ from mmrl.config.algorithms import AlgorithmError, find_algorithm, missing, unkn
 from mmrl.config.dtype import Dtype, with_choice
 from mmrl.config.older_keys import renamed
 from mmrl.config.performance import Performance
+from mmrl.config.placement import Placement, placement_settings
 from mmrl.config.rollout import Partial, Rollout
 from mmrl.config.runtime import Features, Runtime
 from mmrl.config.sampling import Sampling, Sde, TextSampling, Window, kind_of
@@ -264,51 +265,6 @@ class Eval(Section):
     early_stopping: EarlyStopping | None = None
 
 
-class Placement(Section):
-    """Which devices of a controller sample, judge and train, and when (docs/placement.md)."""
-
-    type: Literal["colocate", "partial", "disaggregated", "adaptive"] = "colocate"
-    """``colocate``: all devices sample, then all judge; ``partial``: some judge while the others sample; ``adaptive``:
-    as many as the load asks for. Then all train. ``disaggregated``: some train, some judge and the rest sample, all at
-    once, on samples of weights that are a few steps old."""
-    judges: Few | None = None
-    """Devices of a controller that judge. None is half of them (disaggregated: of those that do not train); of an
-    adaptive placement, which then begins with all devices in turn and measures both roles, this is how many judge at
-    first."""
-    trainers: Few | None = None
-    """Disaggregated: devices of a controller that train. None is half of them."""
-    staleness: Count | None = None
-    """Disaggregated: how many steps old the weights are that a step's samples are drawn with; 1 by default."""
-    inside: bool = True
-    """Adaptive: a device whose role has run dry inside a step takes up the other one where that saves time."""
-    sleep: bool = False
-    """Have judges, and an engine of the device's own, free its memory while it does other work; on one device: while
-    it trains. On a CPU judges are read from disk again, and engines end and start again."""
-
-    @property
-    def apart(self) -> bool:
-        """Whether devices that train do nothing else."""
-        return self.type == "disaggregated"
-
-    def training(self, devices: int) -> int:
-        """How many of a controller's ``devices`` train."""
-        return (self.trainers or max(1, devices // 2)) if self.apart else devices
-
-    def judging(self, devices: int) -> int:
-        """How many of a controller's ``devices`` judge and do nothing else at first, where a reward is asked there."""
-        if self.type == "colocate" or (self.type == "adaptive" and self.judges is None):
-            return 0
-        left = devices - self.training(devices) if self.apart else devices
-        return self.judges or left // 2
-
-
-def _placement(value: Any) -> Any:
-    settings = {"type": value} if isinstance(value, str) else value
-    if isinstance(settings, dict) and settings.get("type") == "disaggregated":  # what is drawn depends on it
-        return settings | {"staleness": settings.get("staleness") or 1}
-    return settings
-
-
 class Checkpoint(Section):
     every: Count = 10
     keep: Count = 2
@@ -343,7 +299,7 @@ class Recipe(Section):
     """Processes that run the loop side by side, each on its own prompts and devices; more than one are Ray actors."""
     devices_per_controller: Few = 1
     """Of one host: GPUs, or processes of one thread each on CPUs."""
-    placement: Annotated[Placement, BeforeValidator(_placement)] = Placement()
+    placement: Annotated[Placement, BeforeValidator(placement_settings)] = Placement()
     """``colocate``, ``partial``, ``adaptive``, or a section."""
     ray: str = "local"
     """Where several controllers run: ``local`` starts Ray on this machine, ``auto`` or an address takes a cluster."""

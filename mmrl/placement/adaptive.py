@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmrl.config.schema import Placement
+from mmrl.config.placement import Placement
 
 SMOOTHING = 0.5
 """What the latest step weighs in the smoothed busy seconds."""

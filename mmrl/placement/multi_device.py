@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from mmrl.algorithms.objective import copies_of
 from mmrl.checkpoint.reader import PartState, Saved
-from mmrl.config.schema import Placement
+from mmrl.config.placement import Placement
 from mmrl.engines.policy import Version
 from mmrl.placement import adaptive, device_tasks
 from mmrl.placement.device_shares import all_of, features_of, needs, split_among
