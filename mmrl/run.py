@@ -29,7 +29,7 @@ from mmrl.engines.sharded import Sharded
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
 from mmrl.out_of_memory import in_phase
-from mmrl.pipelines.protocol import Pipeline
+from mmrl.pipelines.protocol import Pipeline, of_text
 from mmrl.placement.single_device import SingleDevice
 from mmrl.report.rundir import RunDir
 from mmrl.rewards.patience import Patience
@@ -120,7 +120,7 @@ def critic_of(pipeline: Pipeline, recipe: Recipe, total: int, controller: Contro
     if not isinstance(recipe.algorithm, CriticSettings):
         return None
     settings = recipe.optim.model_copy(update={"lr": recipe.algorithm.critic_lr, "ema_decay": None})
-    module = pipeline.open_critic()
+    module = of_text(pipeline).open_critic()
     return Policy(module, settings, total, weights_of(module, recipe, controller), recipe.performance, "critic_")
 
 

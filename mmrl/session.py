@@ -257,7 +257,8 @@ class Session:
         mine |= self.spending.fresh(rewards.sent for rewards in self.heldout.rewards)
         mine |= {"features/bytes": features.bytes, "features/held": features.held}
         mine["features/spilled_bytes"] = features.written_bytes - written
-        given = self.run.pipeline.updates()  # evaluations before the step among them
+        pipeline = self.run.pipeline
+        given = pipeline.updates() if pipeline.makes == "text" else {}  # evaluations before the step among them
         mine |= {name: n - self._given.get(name, 0) for name, n in given.items()}
         self._given = given
         rows = self.controller.gather(mine)

@@ -1,5 +1,13 @@
-"""Every algorithm satisfies the protocol of its kind: pyright reads the lists, and the test that none is missing."""
+"""What ships satisfies its protocol: pyright, which checks this file, reads the lists, and the tests that none is
+missing."""
 
+import inspect
+from typing import TYPE_CHECKING
+
+import pytest
+
+import mmrl
+from mmrl._load import names
 from mmrl.algorithms import (
     alignprop,
     awm,
@@ -28,6 +36,13 @@ from mmrl.algorithms import (
 )
 from mmrl.algorithms.objective import ForwardProcess, Offline, Pathwise, PolicyGradient
 from mmrl.config.algorithms import algorithm_names
+from mmrl.pipelines.protocol import DenoisingPipeline, TextPipeline
+from mmrl.text.pipeline import LanguagePipeline
+
+if TYPE_CHECKING:  # the drop-in folders join the package at run time
+    from pipelines.diffusion.flow import FlowPipeline
+else:
+    FlowPipeline = mmrl.load("pipelines", "diffusion/flow").FlowPipeline
 
 POLICY_GRADIENT: list[type[PolicyGradient]] = [
     capo.CAPO,
@@ -61,6 +76,8 @@ OFFLINE: list[type[Offline]] = [
     picture_dpo.PictureDPO,
     reward_model.RewardModel,
 ]
+TEXT: list[type[TextPipeline]] = [LanguagePipeline]
+DENOISING: list[type[DenoisingPipeline]] = [FlowPipeline]
 
 
 def test_every_algorithm_is_of_one_kind():
@@ -72,3 +89,16 @@ def test_every_algorithm_is_of_one_kind():
         {"pathwise"},
         {"offline"},
     ]
+
+
+def test_every_pipeline_is_of_one_kind():
+    modules = [mmrl.load("pipelines", name) for name in names("pipelines")]
+    built = {inspect.signature(module.build).return_annotation for module in modules if hasattr(module, "build")}
+    assert built == {cls.__name__ for cls in (*TEXT, *DENOISING)}
+
+
+@pytest.mark.parametrize(("ours", "other"), [(TEXT, DenoisingPipeline), (DENOISING, TextPipeline)])
+def test_no_pipeline_has_methods_of_the_other_kind(ours, other):
+    methods = {name for name in vars(other) if not name.startswith("_")} - {"makes"}
+    assert methods
+    assert [(cls.__name__, name) for cls in ours for name in methods if hasattr(cls, name)] == []

@@ -24,7 +24,7 @@ from mmrl.engines.rollout import Request, Settings
 from mmrl.engines.sglang import SglangServer, _command
 from mmrl.errors import UserError
 from mmrl.media import Clip
-from mmrl.text.pipeline import TextPipeline
+from mmrl.text.pipeline import LanguagePipeline
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -347,7 +347,7 @@ def test_what_slept_gets_the_present_weights_again(folder, served):
     )
     recipe = load_recipe(["sums"]).recipe
     policy = Policy(language_model(1), recipe.optim, 1)
-    pipeline = TextPipeline(None, policy.module, recipe, torch.device("cpu"), engine)  # type: ignore[arg-type]
+    pipeline = LanguagePipeline(None, policy.module, recipe, torch.device("cpu"), engine)  # type: ignore[arg-type]
 
     def sent():
         return [path for path, _ in served.asked].count("/update_weights_from_disk")

@@ -1,7 +1,8 @@
 """The protocols of pipelines: sample prompts into trajectories and recompute them with the current weights.
 
-A pipeline knows its model family, its latent layout or chat template, and no algorithm. ``build(recipe, ...)`` of its
-module makes one; ``describe(recipe, ...)`` says what it would hold, for ``mmrl plan``.
+There are two kinds, by ``makes``: text, and what denoising makes, pictures and clips. A pipeline knows its model
+family, its latent layout or chat template, and no algorithm. ``build(recipe, ...)`` of its module makes one;
+``describe(recipe, ...)`` says what it would hold, for ``mmrl plan``.
 """
 
 from __future__ import annotations
@@ -23,77 +24,44 @@ Weights = Callable[[str], AbstractContextManager[None]]
 """``with weights("reference"):`` computes under that copy of the trained weights (``policy.using``)."""
 
 
-class Pipeline(Protocol):
+class PairUpdates(Protocol):
+    """What an offline objective asks of a pipeline."""
+
+    def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+        """Both sides of each row's given pair with a graph, as needed, ``[B]`` each. Of texts: chosen_log_probs and
+        rejected_log_probs, or chosen_scores and rejected_scores; of pictures: chosen_error and rejected_error. The
+        same with ``reference_`` before it is without a graph."""
+        ...
+
+
+class _Pipeline(Protocol):
+    """What the loop asks of every pipeline."""
+
     policy: nn.Module
     """The module that trains; parameters that do not train have ``requires_grad`` False."""
     features: FeatureStore
 
     @property
-    def makes(self) -> Literal["image", "video", "text"]:
-        """What its samples are."""
+    def pairs(self) -> PairUpdates | None:
+        """What recomputes given pairs; None where the recipe trains on samples."""
         ...
 
     def encode(self, slots: Sequence[Slot]) -> list[str]:
         """Have each prompt's features in the store, encoded once, and held; returns the keys to release."""
         ...
 
-    def noisy_steps(self, step: int) -> list[int]:
-        """Indices of the denoising steps (actions) recorded in training step ``step``."""
-        ...
-
-    def sync(self, policy: Policy) -> None:
-        """Have the weights that sample equal the policy's present ones. Where they lie in shards and an engine samples,
-        all ranks ask together (``work.apart``)."""
-        ...
-
-    def updates(self) -> dict[str, float]:
-        """What an engine of its own was given of weights since the run began, as metrics; nothing without one."""
-        ...
-
-    def wake(self) -> bool:
-        """Have an engine of its own ready to sample; returns whether it was started for good."""
-        ...
-
-    def sleep(self) -> None:
-        """Have an engine of its own give its memory back until ``wake``, or until it is asked."""
-        ...
-
-    def open_critic(self) -> nn.Module:
-        """A critic with weights of its own, which ``replay`` asks for ``values`` from then on; text."""
-        ...
-
-    def close(self) -> None:
-        """Free engines and servers of its own."""
-        ...
-
     def sample(
         self, slots: Sequence[Slot], ids: Sequence[SampleId], actions: Sequence[int], seed: int, evaluate: bool = False
     ) -> Trajectory:
-        """Sample a micro-batch without gradients. Pictures record the steps ``actions`` (none: a plain ODE).
+        """Sample a micro-batch without gradients. Pictures record the steps ``actions`` (none: a plain ODE); text
+        records every token.
 
         ``evaluate`` takes the settings of the recipe's evaluation.
         """
         ...
 
-    def continue_generation(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
-        """Draw at most ``most`` further tokens for every row, all of them under way (text; an engine with weights of
-        its own)."""
-        ...
-
     def samples(self, trajectory: Trajectory, inputs: frozenset[str]) -> list[Sample]:
         """Decode clean results to what rewards see, with the ``inputs`` they declared, no others."""
-        ...
-
-    def token_values(self, row: Trajectory, spans: Sequence[tuple[int, int, float]]) -> list[float]:
-        """Sum the values of character ``spans`` (start, end, value) of one response on each of its tokens (text)."""
-        ...
-
-    def entries(self, kind: Kind) -> int:
-        """In how many slices (actions, noise levels) an update of this kind takes a sample; text: 1, all tokens."""
-        ...
-
-    def actions(self, trajectory: Trajectory, kind: Kind) -> list[int]:
-        """How many actions (denoising steps, noise levels, tokens) of each row an update of this kind counts."""
         ...
 
     def lengths(self, trajectory: Trajectory) -> list[int]:
@@ -114,16 +82,81 @@ class Pipeline(Protocol):
         tokens, ``[B, T]``) and what else is needed."""
         ...
 
+    def sleep(self) -> None:
+        """Give back the device's memory that only sampling takes, until the next sample is asked for."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds, engines and servers of its own as well."""
+        ...
+
+    def write(self, out: Path, what: What) -> None:
+        """Write the policy under its present weights into the directory ``out``, in the libraries' own format.
+
+        The policy in memory stays as it is. ``lora`` is asked for only where an adapter was trained.
+        """
+        ...
+
+    def usage(self, folder: str, what: What, prompt: Prompt) -> Usage:
+        """How to load what ``write`` wrote into ``folder``, and draw ``prompt`` with it."""
+        ...
+
+
+class TextPipeline(_Pipeline, Protocol):
+    """Samples tokens, with the model that trains or with an engine that has weights of its own."""
+
+    @property
+    def makes(self) -> Literal["text"]:
+        """What its samples are."""
+        ...
+
+    def sync(self, policy: Policy) -> None:
+        """Have the weights that sample equal the policy's present ones. Where they lie in shards and an engine samples,
+        all ranks ask together (``device_tasks.apart``)."""
+        ...
+
+    def updates(self) -> dict[str, float]:
+        """What its engine was given of weights since the run began, as metrics; nothing without one."""
+        ...
+
+    def wake(self) -> bool:
+        """Have its engine ready to sample; returns whether it was started for good."""
+        ...
+
+    def open_critic(self) -> nn.Module:
+        """A critic with weights of its own, which ``replay`` asks for ``values`` from then on."""
+        ...
+
+    def continue_generation(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
+        """Draw at most ``most`` further tokens for every row, all of them under way, with its engine."""
+        ...
+
+    def token_values(self, row: Trajectory, spans: Sequence[tuple[int, int, float]]) -> list[float]:
+        """Sum the values of character ``spans`` (start, end, value) of one response on each of its tokens."""
+        ...
+
+
+class DenoisingPipeline(_Pipeline, Protocol):
+    """Samples pictures or clips step by step, with the model that trains."""
+
+    @property
+    def makes(self) -> Literal["image", "video"]:
+        """What its samples are."""
+        ...
+
+    def noisy_steps(self, step: int) -> list[int]:
+        """Indices of the denoising steps (actions) recorded in training step ``step``."""
+        ...
+
+    def entries(self, kind: Kind) -> int:
+        """In how many slices (actions, noise levels) an update of this kind takes a sample."""
+        ...
+
     def renoise(
         self, trajectory: Trajectory, level: int, seed: int, needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
         """Noise clean results afresh to the ``level``-th noise level of each sample's own shuffle, predict with a
         graph: v, v_old, ... and target (noise less clean) ``[B, ...]`` as needed, x_s, x0 and sigma ``[B]``."""
-        ...
-
-    def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
-        """Both texts of each row's given pair with a graph (offline; text): chosen_log_probs and rejected_log_probs
-        ``[B]``, the same with ``reference_`` before it, or chosen_scores and rejected_scores ``[B]``, as needed."""
         ...
 
     def generate(
@@ -143,13 +176,37 @@ class Pipeline(Protocol):
         graph."""
         ...
 
-    def write(self, out: Path, what: What) -> None:
-        """Write the policy under its present weights into the directory ``out``, in the libraries' own format.
 
-        The policy in memory stays as it is. ``lora`` is asked for only where an adapter was trained.
-        """
-        ...
+Pipeline = TextPipeline | DenoisingPipeline
 
-    def usage(self, folder: str, what: What, prompt: Prompt) -> Usage:
-        """How to load what ``write`` wrote into ``folder``, and draw ``prompt`` with it."""
-        ...
+
+def of_text(pipeline: Pipeline) -> TextPipeline:
+    """For what only text has. The recipe's checks refuse to ask another pipeline for it: raises ``TypeError``."""
+    if pipeline.makes != "text":
+        raise TypeError(f"{type(pipeline).__name__} makes {pipeline.makes}, and only text has this")
+    return pipeline
+
+
+def of_pictures(pipeline: Pipeline) -> DenoisingPipeline:
+    """For what only denoising has. The recipe's checks refuse to ask another pipeline for it: raises ``TypeError``."""
+    if pipeline.makes == "text":
+        raise TypeError(f"{type(pipeline).__name__} makes text, and only pictures and clips have this")
+    return pipeline
+
+
+def pairs_of(pipeline: Pipeline) -> PairUpdates:
+    """For an offline objective. Raises ``TypeError`` where the pipeline's recipe trains on samples."""
+    if pipeline.pairs is None:
+        raise TypeError(f"this {type(pipeline).__name__} trains on samples, and has no pairs")
+    return pipeline.pairs
+
+
+def recorded_steps(pipeline: Pipeline, step: int) -> list[int]:
+    """Which denoising steps an objective on log-probs has recorded in training step ``step``; none of text, where every
+    token is an action."""
+    return [] if pipeline.makes == "text" else pipeline.noisy_steps(step)
+
+
+def entries_of(pipeline: Pipeline, kind: Kind) -> int:
+    """In how many slices an update of this kind takes a sample; text: 1, all tokens."""
+    return 1 if pipeline.makes == "text" else pipeline.entries(kind)

@@ -17,6 +17,7 @@ from mmrl.algorithms.objective import copies_of
 from mmrl.engines.policy import Version
 from mmrl.errors import NotFiniteError
 from mmrl.out_of_memory import in_parts, in_phase
+from mmrl.pipelines.protocol import of_text
 from mmrl.placement.utilisation import of_gpu
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
@@ -32,7 +33,7 @@ def sample(
     clock = clock or Clock(torch.device("cpu"))
     with run.policy.using(how.weights), torch.no_grad():
         with clock("sample"):
-            run.pipeline.sync(run.policy)
+            _sync(run)
 
             def drawn(rows: range) -> Trajectory:
                 of = slots[rows.start : rows.stop], ids[rows.start : rows.stop]
@@ -52,10 +53,17 @@ def sample_at_once(
     """
     slots, ids = [s for of, _ in chunks for s in of], [i for _, of in chunks for i in of]
     with run.policy.using(how.weights), torch.no_grad(), clock("sample"), in_phase("sample"):
-        run.pipeline.sync(run.policy)
+        _sync(run)
         whole = run.pipeline.sample(slots, ids, how.actions, how.seed, how.evaluate)
     for part in _divided(whole, [len(of) for _, of in chunks]):
         yield part, _shown(run, part, how, clock)
+
+
+def _sync(run: StepContext) -> None:
+    """Have what samples text sample with the policy's present weights. Pictures are sampled with the very weights that
+    train."""
+    if run.pipeline.makes == "text":
+        run.pipeline.sync(run.policy)
 
 
 def _divided(whole: Trajectory, sizes: Sequence[int]) -> Iterator[Trajectory]:
@@ -89,8 +97,9 @@ def _begin_with_fewer(run: StepContext) -> str:
 def continue_generation(run: StepContext, trajectory: Trajectory, most: int, how: SamplingSpec) -> Trajectory:
     """Draw at most ``most`` further tokens for every row, all of them under way."""
     with run.policy.using(how.weights):
-        run.pipeline.sync(run.policy)
-        return run.pipeline.continue_generation(trajectory, most, how.seed)
+        pipeline = of_text(run.pipeline)
+        pipeline.sync(run.policy)
+        return pipeline.continue_generation(trajectory, most, how.seed)
 
 
 def continue_all(run: StepContext, parts: Sequence[Trajectory], most: int, how: SamplingSpec) -> list[Trajectory]:
@@ -113,7 +122,7 @@ def apart(run: StepContext, weights: str) -> Iterator[None]:
             yield
     else:
         with policy.using(weights):
-            run.pipeline.sync(policy)
+            _sync(run)
             yield
 
 
@@ -213,7 +222,7 @@ def switch_role(run: StepContext, role: str, sleep: bool) -> bool:
             torch.cuda.empty_cache()  # what is woken asks the driver for its memory, not torch
     if role == "judge":
         return run.rewards.wake()
-    return role == "rollout" and run.pipeline.wake()
+    return role == "rollout" and run.pipeline.makes == "text" and run.pipeline.wake()
 
 
 def ready(run: StepContext, role: str) -> None:

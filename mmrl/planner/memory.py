@@ -29,7 +29,7 @@ from mmrl.engines.context import imagined
 from mmrl.engines.optimizers import bytes_in_8_bits
 from mmrl.engines.policy import Policy
 from mmrl.pipelines.description import Description
-from mmrl.pipelines.protocol import Pipeline
+from mmrl.pipelines.protocol import Pipeline, of_pictures, pairs_of, recorded_steps
 from mmrl.planner.counts import Counts, with_steps
 from mmrl.planner.fake_tensors import KnownMasks, LiveBytes, fake, nbytes
 from mmrl.planner.operations import Operations
@@ -214,7 +214,7 @@ def _micro_batch(
 ) -> tuple[Trajectory, int, int, int, tuple[int, int]]:
     """A micro-batch sampled and decoded, the bytes of sampling, of a picture for rewards and of decoding, and the
     operations of both."""
-    actions = pipeline.noisy_steps(0) if "log_probs" in objective.needs else []
+    actions = recorded_steps(pipeline, 0) if "log_probs" in objective.needs else []
     with LiveBytes() as live, once(pipeline, live), known_masks(pipeline, live):
         trajectory = pipeline.sample(slots, ids, actions, recipe.seed)
     sample, operations = live.peak - live.now, live.operations
@@ -255,14 +255,15 @@ def _slice(
                     old |= {"log_probs": new["log_probs"].detach(), "returns": old["mask"]}
                     old |= {"values": new["values"].detach()} if "values" in new else {}
             case "forward_process":
-                new = pipeline.renoise(rows, 0, recipe.seed, objective.needs, policy.using)
+                new = of_pictures(pipeline).renoise(rows, 0, recipe.seed, objective.needs, policy.using)
             case "offline":
-                new = pipeline.compare(rows, objective.needs, policy.using)
+                new = pairs_of(pipeline).compare(rows, objective.needs, policy.using)
                 old |= pipeline.recorded(rows, [0])
             case _:
                 with once(pipeline, live):
                     path = objective.graph_steps(recipe.denoising.steps, 0.0)
-                    new = pipeline.generate(rows.slots, rows.ids, path, recipe.seed, objective.needs, policy.using)
+                    sampler = of_pictures(pipeline)
+                    new = sampler.generate(rows.slots, rows.ids, path, recipe.seed, objective.needs, policy.using)
                 del new["latents"]
                 rewards = new.pop("images").flatten(1).mean(1).view(-1, n)
                 new["rewards"] = rewards.repeat(max(1, len(objective.phrases(0))), 1)

@@ -21,6 +21,7 @@ from mmrl.engines.megatron import mapping
 from mmrl.errors import UserError
 from mmrl.media import Media
 from mmrl.pipelines.description import Description
+from mmrl.pipelines.protocol import entries_of
 from mmrl.planner.counts import count
 from mmrl.planner.device_roles import SAMPLED, calls, idle, inside, models_of, refusals, sleeps, split_of
 from mmrl.planner.estimate import Estimate, Step, estimated
@@ -204,7 +205,7 @@ def _account(
 
     recipe, made.source = made.recipe, description.source
     pathwise = objective.kind == "pathwise"
-    entries = objective.entries or description.pipeline.entries(objective.kind)
+    entries = objective.entries or entries_of(description.pipeline, objective.kind)
     store = description.pipeline.features
     trainers = recipe.controllers * recipe.placement.training(recipe.devices_per_controller)
     shards = _shards(made, description, trainers)

@@ -16,6 +16,7 @@ from mmrl.config.checks import label_of
 from mmrl.engines.policy import Version
 from mmrl.errors import BadPromptError
 from mmrl.out_of_memory import in_phase
+from mmrl.pipelines.protocol import entries_of, of_text, recorded_steps
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scores
@@ -92,7 +93,7 @@ class Sampling:
             self._slots, self._keys, self._bad = encode(run, slots)
         self._size = run.recipe.train.group_size
         rows = samples_of(self._slots, self._size)
-        actions = run.pipeline.noisy_steps(step) if "log_probs" in run.objective.needs else []
+        actions = recorded_steps(run.pipeline, step) if "log_probs" in run.objective.needs else []
         inputs = run.rewards.inputs
         weights = sampler(run.objective, step) if version is None else version.name
         how = SamplingSpec(actions, weights, run.recipe.seed, inputs, step=step, round=number)
@@ -151,7 +152,7 @@ def assemble(run: StepContext, rounds: list[Round], groups: list[tuple[int, int]
     rows = [(r, n * size + k) for r, n in groups for k in range(size)]
     kept = sorted({places[r][i][0] for r, i in rows})  # of groups that were replaced nothing is
     micro_batches = [sampled[m] for m in kept]
-    lengths = [run.pipeline.actions(trajectory, run.objective.kind) for trajectory in micro_batches]
+    lengths = [row_lengths(run, trajectory) for trajectory in micro_batches]
     chosen = [(kept.index(m), k) for m, k in (places[r][i] for r, i in rows)]
     batch = Batch(
         micro_batches,
@@ -170,6 +171,13 @@ def assemble(run: StepContext, rounds: list[Round], groups: list[tuple[int, int]
     ]
     scored = Scored(rewards, group_of_row(len(groups), run), token_rewards=token_rewards, all_sum=all_sum, parts=each)
     return batch, scored
+
+
+def row_lengths(run: StepContext, trajectory: Trajectory) -> list[int]:
+    """How many entries (denoising steps, noise levels, tokens) of each row an update counts."""
+    if run.pipeline.makes == "text":
+        return trajectory.responses
+    return [run.pipeline.entries(run.objective.kind)] * len(trajectory)
 
 
 def groups_of(whole: Round) -> Groups:
@@ -211,7 +219,7 @@ def spread_spans(run: StepContext, batch: Batch, rounds: list[Round], rows: list
     for n, ((r, i), (m, k)) in enumerate(zip(rows, batch.places, strict=True)):
         given = [(s.start, s.end, s.value * weights[x]) for x in labels for s in rounds[r].scores.spans[x][i] or ()]
         if given:
-            values = run.pipeline.token_values(batch.micro_batches[m].rows([k]), given)
+            values = of_text(run.pipeline).token_values(batch.micro_batches[m].rows([k]), given)
             out[n, : len(values)] = torch.tensor(values, dtype=torch.float64)
     return out
 
@@ -235,7 +243,7 @@ def prepare(run: StepContext, batch: Batch, scored: Scored) -> Scored:
     if run.policy.weights.stages is not None:  # where an update calls the model once
         wanted |= run.objective.needs & {"reference_log_probs"}
         kept |= {"reference_log_probs"}
-    width = run.pipeline.entries(run.objective.kind) if mask is None else mask.shape[1]
+    width = entries_of(run.pipeline, run.objective.kind) if mask is None else mask.shape[1]
     columns = {name: torch.zeros(len(batch.places), width) for name in wanted}
     for update in range(updates if wanted else 0):
         micro_batches = split_micro_batches(

@@ -20,7 +20,7 @@ from mmrl.text.conditioner import Conditioner
 from mmrl.text.engine_sampling import open_engine
 from mmrl.text.loading import load_model, open_weights
 from mmrl.text.meta_model import describe, empty_model, empty_scorer
-from mmrl.text.pipeline import TextPipeline
+from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.recorded_config import files_of
 from mmrl.text.scoring import open_policy
 
@@ -30,14 +30,14 @@ OfScorer = Callable[[str, dict[str, Any]], Conditioner]
 """The conditioner of the model at a path, with the variables of the chat template."""
 
 
-def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, *, sees: bool) -> TextPipeline:
+def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, *, sees: bool) -> LanguagePipeline:
     """A pipeline whose model writes. Raises ``UserError`` where the model at ``path`` cannot."""
     if wrong := own_class.problems(recipe):  # before a model is loaded
         raise UserError("\n".join(wrong))
     chat, model = parts(recipe, path, load_model)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     engine = open_engine(recipe, path, context, device, sees=sees)
-    return TextPipeline(chat, open_weights(model, recipe).to(device), recipe, device, engine)
+    return LanguagePipeline(chat, open_weights(model, recipe).to(device), recipe, device, engine)
 
 
 def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path | None) -> Description:
@@ -46,13 +46,13 @@ def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path 
     does."""
     with files_of(path, architecture) as files:
         chat, model = parts(recipe, files.path, empty_model)
-    return describe(TextPipeline(chat, open_weights(model, recipe), recipe, torch.device("cpu")), files)
+    return describe(LanguagePipeline(chat, open_weights(model, recipe), recipe, torch.device("cpu")), files)
 
 
-def build_scorer(of: OfScorer, recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
+def build_scorer(of: OfScorer, recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
     """A pipeline whose model scores, to train on pairs. Raises ``UserError`` where the model at ``path`` cannot."""
     chat = of(path, recipe.decoding.chat_template)
-    return TextPipeline(chat, open_policy(recipe, path, chat.pad_token, device), recipe, device)
+    return LanguagePipeline(chat, open_policy(recipe, path, chat.pad_token, device), recipe, device)
 
 
 def describe_scorer(of: OfScorer, recipe: Recipe, path: str, architecture: Path | None) -> Description:
@@ -60,4 +60,4 @@ def describe_scorer(of: OfScorer, recipe: Recipe, path: str, architecture: Path 
     with files_of(path, architecture) as files:
         chat = of(files.path, recipe.decoding.chat_template)
         policy = empty_scorer(files.path, chat.pad_token, recipe)
-    return describe(TextPipeline(chat, policy, recipe, torch.device("cpu")), files)
+    return describe(LanguagePipeline(chat, policy, recipe, torch.device("cpu")), files)

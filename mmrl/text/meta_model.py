@@ -25,7 +25,7 @@ from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import why, without_wishes
 from mmrl.text.overlong import OverlongError
 from mmrl.text.pairs import TEXTS
-from mmrl.text.pipeline import TextPipeline
+from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.recorded_config import Files
 from mmrl.text.scoring import open_scorer, score_class
 from mmrl.trajectory import Prompt
@@ -71,7 +71,7 @@ def empty_scorer(path: str, pad_token: int, recipe: Recipe) -> nn.Module:
     return open_scorer(model.requires_grad_(False).eval(), recipe)
 
 
-def describe(pipeline: TextPipeline, files: Files) -> Description:
+def describe(pipeline: LanguagePipeline, files: Files) -> Description:
     """Of a ``pipeline`` whose policy is on the meta device. Raises ``UserError`` where no response would fit."""
     recipe, context = pipeline.recipe, pipeline.context
     if pipeline.pairs is None and context is not None and pipeline.settings.max_new_tokens >= context:
@@ -106,7 +106,7 @@ def _cached(config: Any) -> int:
     return 2 * getattr(text, "num_hidden_layers", 0) * (getattr(text, "num_key_value_heads", None) or queries) * width
 
 
-def _longest_of(pipeline: TextPipeline) -> Callable[[Sequence[Prompt]], Longest]:
+def _longest_of(pipeline: LanguagePipeline) -> Callable[[Sequence[Prompt]], Longest]:
     def longest(prompts: Sequence[Prompt]) -> Longest:
         """The prompt that has most tokens of those that can be used, and what becomes of those that are too long."""
         overlong, good, why = list[OverlongError](), list[tuple[Prompt, int]](), list[str]()
@@ -139,7 +139,7 @@ def _named(overlong: Sequence[OverlongError], of: int) -> str:
     return f"{len(overlong)} of {of} prompts looked at are too long ({names}); of the first, {overlong[0].reason}"
 
 
-def _by_length(pipeline: TextPipeline, prompts: Sequence[Prompt]) -> list[Prompt]:
+def _by_length(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> list[Prompt]:
     """Those that probably have most tokens first: tokens of their texts, and about as many as their pictures have."""
     most = len(prompts) if pipeline.recipe.data.overlong == "error" else MOST_COUNTED
     if len(prompts) > most:
@@ -155,7 +155,7 @@ def _texts(prompt: Prompt) -> list[str]:
     return [prompt.text, prompt.system or "", *(str(prompt.meta.get(name, "")) for name in TEXTS)]
 
 
-def _tokens(pipeline: TextPipeline, prompt: Prompt) -> int:
+def _tokens(pipeline: LanguagePipeline, prompt: Prompt) -> int:
     """Of the longest row with this prompt. Raises ``BadPromptError`` for one that would be left out."""
     overlong = "skip" if pipeline.recipe.data.overlong == "error" else None  # all of them are to be named
     prompt, features = pipeline.fitter.encode(prompt, pipeline.limit, overlong)
@@ -166,7 +166,7 @@ def _tokens(pipeline: TextPipeline, prompt: Prompt) -> int:
     return 2 * (length + max(len(pair[name]) for name in TEXTS))
 
 
-def _take_the_limit(pipeline: TextPipeline) -> None:
+def _take_the_limit(pipeline: LanguagePipeline) -> None:
     """Where the tokenizer only estimates, prompts have ``max_prompt_tokens`` where that is set, and none is refused."""
     conditioner, most = pipeline.conditioner, pipeline.settings.max_prompt_tokens
     encode = conditioner.encode

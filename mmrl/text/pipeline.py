@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from mmrl import finite
-from mmrl.algorithms.objective import Kind
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.engines.context import Rows
@@ -38,8 +37,9 @@ from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from mmrl.transfer import to_device
 
 
-class TextPipeline:
-    """Final class; see ``mmrl.pipelines.protocol.Pipeline``. ``policy`` is the Hugging Face model, with LoRA or not."""
+class LanguagePipeline:
+    """Final class; see ``mmrl.pipelines.protocol.TextPipeline``. ``policy`` is the Hugging Face model, with LoRA or
+    not."""
 
     makes: Literal["text"] = "text"
 
@@ -113,9 +113,6 @@ class TextPipeline:
         return self.shared.expected(keys, rows, made)
 
     # -- sampling ----------------------------------------------------------------------------------------------------
-
-    def noisy_steps(self, step: int) -> list[int]:
-        return []  # every token is an action
 
     def sync(self, policy: Policy) -> None:
         engine, self._source = self.engine, policy
@@ -261,13 +258,6 @@ class TextPipeline:
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    def entries(self, kind: Kind) -> int:
-        return 1
-
-    def actions(self, trajectory: Trajectory, kind: Kind) -> list[int]:
-        assert trajectory.mask is not None
-        return trajectory.responses
-
     def lengths(self, trajectory: Trajectory) -> list[int]:
         if self.pairs is not None:
             return self.pairs.lengths(trajectory)
@@ -326,10 +316,6 @@ class TextPipeline:
         """The part of it that this rank has logits of; None where it is the whole."""
         return getattr(self.policy, "vocabulary", None)
 
-    def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
-        assert self.pairs is not None
-        return self.pairs.compare(trajectory, needs, weights)
-
     def open_critic(self) -> nn.Module:
         self.critic = Critic(self.policy).to(self.device)
         return self.critic
@@ -353,12 +339,6 @@ class TextPipeline:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
-
-    def renoise(self, *_: Any, **__: Any) -> dict[str, Tensor]:
-        raise TypeError("text has no forward process; the recipe's checks refuse it")
-
-    def generate(self, *_: Any, **__: Any) -> dict[str, Tensor]:
-        raise TypeError("tokens carry no gradient; the recipe's checks refuse it")
 
     # -- export ------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmrl.controller.randomness import seed_of
 from mmrl.errors import BadPromptError, UserError
+from mmrl.pipelines.protocol import pairs_of
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.report.grids import write_samples
@@ -103,6 +104,7 @@ class Evaluator:
         """The objective's figures, mean over the pairs of ``slots`` under the evaluation's weights; the slots whose
         pairs can be used, and why the others cannot."""
         run, good, bad = self.run, list[Slot](), list[Failure]()
+        pairs = pairs_of(run.pipeline)
         sums: defaultdict[str, float] = defaultdict(float)
         with (
             run.devices.alone(run, run.policy.evaluated),
@@ -114,7 +116,7 @@ class Evaluator:
                 good, bad = good + usable, bad + unusable
                 batch = prompts_alone(run, usable, keys)
                 for micro_batch in split_micro_batches(run, batch, list(range(len(usable)))):
-                    new = run.pipeline.compare(micro_batch.rows, run.objective.needs, run.policy.using)
+                    new = pairs.compare(micro_batch.rows, run.objective.needs, run.policy.using)
                     for name, value in run.objective.loss(new, micro_batch.old, 1.0).sums.items():
                         sums[name] += value.item()
                 run.pipeline.features.release(keys)

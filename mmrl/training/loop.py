@@ -20,6 +20,7 @@ from mmrl.algorithms.mismatch import mismatch
 from mmrl.algorithms.objective import Pathwise, copies_of
 from mmrl.controller.randomness import generator
 from mmrl.engines.policy import snapshot_name
+from mmrl.pipelines.protocol import of_pictures, pairs_of
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, RewardError
@@ -109,9 +110,10 @@ def recompute(run: StepContext, micro_batch: MicroBatch, step: int, metrics: Ste
             return run.pipeline.replay(rows, entries, needs - known.keys(), run.policy.using) | known
         case "forward_process":
             rows = of_group(rows) if objective.shares_noise else rows
-            return run.pipeline.renoise(rows, entries[0], run.recipe.seed, needs, partial(sampling_weights, run))
+            pipeline, weights = of_pictures(run.pipeline), partial(sampling_weights, run)
+            return pipeline.renoise(rows, entries[0], run.recipe.seed, needs, weights)
         case "offline":
-            return run.pipeline.compare(rows, needs, run.policy.using)
+            return pairs_of(run.pipeline).compare(rows, needs, run.policy.using)
         case "pathwise":
             return pathwise_rollout(run, objective, rows, step, metrics)
 
@@ -149,7 +151,8 @@ def pathwise_rollout(
     needs."""
     draw = torch.rand((), generator=generator(run.recipe.seed, step, "graph_steps")).item()
     path = objective.graph_steps(run.recipe.denoising.steps, draw)
-    made = run.pipeline.generate(rows.slots, rows.ids, path, run.recipe.seed, objective.needs, run.policy.using)
+    pipeline = of_pictures(run.pipeline)
+    made = pipeline.generate(rows.slots, rows.ids, path, run.recipe.seed, objective.needs, run.policy.using)
     images, latents = made.pop("images"), made.pop("latents")
     times = len(images) // len(rows)  # a picture and what was predicted anew from it
     shown = make_samples(rows.rows(list(range(len(rows))) * times), images, run.rewards.inputs)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmrl.controller.randomness import generator
 from mmrl.controller.workload_balance import pack, padded
-from mmrl.pipelines.protocol import Pipeline
+from mmrl.pipelines.protocol import Pipeline, entries_of
 from mmrl.training.batch import Batch, MicroBatch, chunks, gather, groups_of
 from mmrl.training.step_context import StepContext
 from mmrl.trajectory import Trajectory
@@ -54,17 +54,17 @@ def parts(pipeline: Pipeline, trajectory: Trajectory) -> list[tuple[int, ...]]:
 
 def number_of_entries(run: StepContext) -> int:
     """How many entries (actions, noise levels) of each sample an update goes through."""
-    return run.objective.entries or run.pipeline.entries(run.objective.kind)
+    return run.objective.entries or entries_of(run.pipeline, run.objective.kind)
 
 
 def chosen(run: StepContext, rows: Trajectory) -> list[int]:
     """Those entries: all, or where the objective takes fewer actions than were recorded, a choice that is drawn anew in
     every step and is the same for all rows."""
     n = number_of_entries(run)
-    if run.objective.kind != "policy_gradient" or n == run.pipeline.entries(run.objective.kind):
+    if run.objective.kind != "policy_gradient" or n == entries_of(run.pipeline, run.objective.kind):
         return list(range(n))
     drawn = generator(run.recipe.seed, rows.ids[0].step, "trained steps")
-    return sorted(torch.randperm(run.pipeline.entries(run.objective.kind), generator=drawn)[:n].tolist())
+    return sorted(torch.randperm(entries_of(run.pipeline, run.objective.kind), generator=drawn)[:n].tolist())
 
 
 def recorded(own: dict[str, Tensor], prepared: dict[str, Tensor]) -> dict[str, Tensor]:

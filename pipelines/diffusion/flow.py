@@ -23,7 +23,6 @@ from mmrl.config.schema import Recipe
 from mmrl.controller.feature_cache import FeatureCache
 from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
-from mmrl.engines.policy import Policy
 from mmrl.errors import UserError
 from mmrl.frozen_modules import Offloaded, apart
 from mmrl.pipelines.protocol import Weights
@@ -39,7 +38,7 @@ from .renoising import Renoising
 
 
 class FlowPipeline:
-    """Final class; see ``mmrl.pipelines.protocol.Pipeline``. ``policy`` is what predicts, with LoRA or not."""
+    """Final class; see ``mmrl.pipelines.protocol.DenoisingPipeline``. ``policy`` is what predicts, with LoRA or not."""
 
     def __init__(self, adapter: Adapter, policy: nn.Module, recipe: Recipe, device: torch.device) -> None:
         self.adapter, self.policy, self.recipe, self.device = adapter, policy, recipe, device
@@ -215,32 +214,8 @@ class FlowPipeline:
     def _shown(self, x: Tensor) -> Tensor:
         return (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()
 
-    def token_values(self, row: Trajectory, spans: Sequence[tuple[int, int, float]]) -> list[float]:
-        raise TypeError("pictures have no tokens; rewards of spans belong to text")
-
-    def continue_generation(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
-        raise TypeError("pictures are not drawn in parts; the recipe's checks refuse it")
-
-    def sync(self, policy: Policy) -> None:
-        """Nothing to do: sampling reads the weights that train."""
-
-    def updates(self) -> dict[str, float]:
-        return {}
-
-    def wake(self) -> bool:
-        return False
-
     def sleep(self) -> None:
-        """There is no engine but the model that trains."""
         self.offloaded.rest()
-
-    def open_critic(self) -> nn.Module:
-        raise TypeError("pictures have no critic; the recipe's checks refuse it")
-
-    def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
-        self.offloaded.rest()  # what encoded the pairs
-        assert self.pairs is not None
-        return self.pairs.compare(trajectory, needs, weights)
 
     def close(self) -> None:
         self.features.close()
@@ -269,9 +244,6 @@ class FlowPipeline:
         if kind == "policy_gradient":
             return window.size if window else self._noisy
         return self.renoising.entries
-
-    def actions(self, trajectory: Trajectory, kind: Kind) -> list[int]:
-        return [self.entries(kind)] * len(trajectory)
 
     def lengths(self, trajectory: Trajectory) -> list[int]:
         return [1] * len(trajectory)

@@ -76,6 +76,7 @@ class PicturePairs:
     def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         """What is needed of chosen_error and rejected_error, and the same of the reference without a graph: the squared
         distance of the predicted velocity from ``eps - x0``, mean over dimensions, ``[B]`` float32 each."""
+        self.pipeline.offloaded.rest()  # what encoded the pairs
         latents = self._latents(trajectory.slots)
         x_s, target, timestep = self._noised(trajectory, latents)
         features = self.pipeline._batch_features([slot.prompt.text for slot in trajectory.slots] * 2, guided=False)

@@ -50,7 +50,7 @@ class Renoising:
         weights: Weights,
         velocity: Callable[[Tensor, Tensor], Tensor],
     ) -> dict[str, Tensor]:
-        """See ``mmrl.pipelines.protocol.Pipeline.renoise``; ``velocity`` predicts for states and timesteps."""
+        """See ``mmrl.pipelines.protocol.DenoisingPipeline.renoise``; ``velocity`` predicts for states and timesteps."""
         x0 = trajectory.clean
         sigma = to_device(self.sigma(trajectory, level, seed), x0.device)
         eps = to_device(noise(seed, trajectory.ids, f"forward{level}", tuple(x0.shape[1:])), x0.device)

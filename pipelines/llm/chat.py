@@ -17,7 +17,7 @@ from mmrl.media import Clip
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_writer, describe_writer
 from mmrl.text.loading import stop_tokens
-from mmrl.text.pipeline import TextPipeline
+from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
 
 OTHERWISE = "Set pipeline: vlm/chat for a model that sees pictures."
@@ -59,7 +59,7 @@ class Chat:
         return [len(ids) for ids in self.saved(list(texts), add_special_tokens=False).input_ids]
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
+def build(recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
     """Load the model and tokenizer at ``path``. Raises ``UserError`` where they cannot chat."""
     return build_writer(_parts, recipe, path, device, sees=False)
 

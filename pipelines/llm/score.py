@@ -12,13 +12,13 @@ from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_scorer, describe_scorer
-from mmrl.text.pipeline import TextPipeline
+from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.scoring import Scorer, load_scorer, refuse_others
 
 from .chat import Chat, load_tokenizer
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
+def build(recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
     """Load the model and tokenizer at ``path``. Raises ``UserError`` where they cannot chat, or are to write text."""
     refuse_others(recipe, "llm/chat")
     return build_scorer(_chat, recipe, path, device)

@@ -24,7 +24,7 @@ from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_writer, describe_writer
 from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import stop_tokens
-from mmrl.text.pipeline import TextPipeline
+from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
 
 OTHERWISE = "Set pipeline: llm/chat for a model of text alone."
@@ -103,7 +103,7 @@ def content_of(prompt: Prompt) -> list[dict[str, str]]:
     ]
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
+def build(recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
     """Load the model and processor at ``path``. Raises ``UserError`` where they cannot see or chat."""
     return build_writer(_parts, recipe, path, device, sees=True)
 

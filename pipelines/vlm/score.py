@@ -15,13 +15,13 @@ from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_scorer, describe_scorer
-from mmrl.text.pipeline import TextPipeline
+from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.scoring import Scorer, load_scorer, refuse_others
 
 from .chat import Chat, load_processor, placeholders
 
 
-def build(recipe: Recipe, path: str, device: torch.device) -> TextPipeline:
+def build(recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
     """Load the model and processor at ``path``. Raises ``UserError`` where they cannot see, or are to write text."""
     refuse_others(recipe, "vlm/chat")
     return build_scorer(_chat, recipe, path, device)

@@ -33,7 +33,7 @@ FAULTS = [
     ),
     Fault(
         "KL from the wrong policy",
-        "mmrl.text.pipeline:TextPipeline.replay",
+        "mmrl.text.pipeline:LanguagePipeline.replay",
         'weights("reference")',
         'weights("current")',
         ("tests/test_wiring.py::test_the_reference_of_text_is_the_policy_that_began",),
@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "stale weights in sampling",
-        "mmrl.text.pipeline:TextPipeline.sync",
+        "mmrl.text.pipeline:LanguagePipeline.sync",
         "policy.tag == self._synced",
         "self._synced is not None",
         ("tests/test_partial_rollout.py::test_every_token_keeps_the_log_prob_of_the_weights_that_drew_it",),
