@@ -1,7 +1,9 @@
 """What ships satisfies its protocol: pyright, which checks this file, reads the lists, and the tests that none is
 missing."""
 
+import ast
 import inspect
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,14 +38,24 @@ from mmrl.algorithms import (
 )
 from mmrl.algorithms.objective import ForwardProcess, Offline, Pathwise, PolicyGradient
 from mmrl.config.algorithms import algorithm_names
+from mmrl.engines.context import InContext
+from mmrl.engines.lazy_engine import LazyEngine
+from mmrl.engines.rollout import RolloutEngine
+from mmrl.engines.sglang import SglangServer
+from mmrl.engines.sharded import Sharded
+from mmrl.engines.vllm import VllmEngine
+from mmrl.engines.vllm_server import VllmServer
+from mmrl.engines.weights import Replicated, Weights
 from mmrl.pipelines.protocol import DenoisingPipeline, TextPipeline
 from mmrl.text.pipeline import LanguagePipeline
 
 if TYPE_CHECKING:  # the drop-in folders join the package at run time
+    from mmrl.engines.megatron.weights import ModelParallel
     from pipelines.diffusion.flow import FlowPipeline
 else:
     FlowPipeline = mmrl.load("pipelines", "diffusion/flow").FlowPipeline
 
+ROOT = Path(__file__).resolve().parents[1]
 POLICY_GRADIENT: list[type[PolicyGradient]] = [
     capo.CAPO,
     cispo.CISPO,
@@ -78,6 +90,11 @@ OFFLINE: list[type[Offline]] = [
 ]
 TEXT: list[type[TextPipeline]] = [LanguagePipeline]
 DENOISING: list[type[DenoisingPipeline]] = [FlowPipeline]
+ENGINES: list[type[RolloutEngine]] = [LazyEngine, SglangServer, VllmEngine, VllmServer]
+WEIGHTS: list[type[Weights]] = [InContext, Replicated, Sharded]
+if TYPE_CHECKING:  # needs Megatron-Core
+    WEIGHTS.append(ModelParallel)
+LAYOUTS = ["ModelParallel", *(cls.__name__ for cls in WEIGHTS)]
 
 
 def test_every_algorithm_is_of_one_kind():
@@ -102,3 +119,14 @@ def test_no_pipeline_has_methods_of_the_other_kind(ours, other):
     methods = {name for name in vars(other) if not name.startswith("_")} - {"makes"}
     assert methods
     assert [(cls.__name__, name) for cls in ours for name in methods if hasattr(cls, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "others", "listed"),
+    [("update_lora", {"RolloutEngine"}, [cls.__name__ for cls in ENGINES]), ("alone", {"Weights", "Policy"}, LAYOUTS)],
+)
+def test_no_engine_and_no_layout_of_weights_is_missing(method, others, listed):
+    trees = [ast.parse(path.read_bytes()) for path in (ROOT / "mmrl" / "engines").rglob("*.py")]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    having = {c.name for c in classes if any(isinstance(f, ast.FunctionDef) and f.name == method for f in c.body)}
+    assert having == {*others, *listed}
