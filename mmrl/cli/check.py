@@ -1,0 +1,94 @@
+"""``check``: the contract of an algorithm, reward, judge, data set, rollout engine or diffusion family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmrl.cli.arguments import reward_options
+from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from mmrl.contracts.running import Check
+
+
+class Kind(StrEnum):
+    """What ``mmrl check`` has checks for."""
+
+    algorithm = "algorithm"
+    reward = "reward"
+    judge = "judge"
+    dataset = "dataset"
+    engine = "engine"
+    pipeline = "pipeline"
+
+
+def check(
+    name: Annotated[
+        str, typer.Argument(metavar="FILE.py:NAME", help="A plug-in in a file, one of ours (mmrl ls), or a recipe.")
+    ],
+    kind: Annotated[Kind | None, typer.Option(help="What it is.", show_default="found from what it is")] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--options",
+            metavar="KEY=VALUE",
+            help="An option of it, as in a recipe (of a pipeline: of sampling); may be given several times.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Engine, pipeline: a small checkpoint.", show_default="of an engine: ours"),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Reward, judge: a data set whose prompts it is asked about.")
+    ] = None,
+) -> None:
+    """Check that a plug-in does what the training loop needs.
+
+    Prints a line for each check: ok, FAILED with what to change, or not run with what it lacks. Exit code 1 where one
+    failed, or none could run; 2 where the plug-in cannot be loaded.
+    """
+    given = reward_options(options)
+    from mmrl.config.drop_ins import split_file
+    from mmrl.contracts.finding import kind_of
+    from mmrl.contracts.running import results, show
+
+    found = kind.value if kind else kind_of(name)
+    for option, value, kinds in (("--model", model, ("engine", "pipeline")), ("--data", data, ("reward", "judge"))):
+        if value is not None and found not in kinds:
+            raise UserError(f"{option}: {name} is of kind {found}, which takes none; remove it")
+    checks = _checks(found, name, given, model, data)
+    raise typer.Exit(show(results(checks, split_file(name)[0]), f"{name}: {found}"))
+
+
+def _checks(kind: str, name: str, options: Mapping[str, Any], model: str | None, data: str | None) -> Iterator[Check]:
+    """What there is to check, opened. Raises ``UserError`` where it cannot be."""
+    if kind == "algorithm":
+        from mmrl.contracts import algorithms
+
+        return algorithms.checks(algorithms.opened(name, options))
+    if kind == "reward":
+        from mmrl.contracts import rewards
+
+        return rewards.checks(rewards.opened(name, options, data))
+    if kind == "judge":
+        from mmrl.contracts import judges
+
+        return judges.checks(judges.opened(name, options, data))
+    if kind == "dataset":
+        from mmrl.contracts import datasets
+
+        return datasets.checks(datasets.opened(name, options))
+    if kind == "engine":
+        from mmrl.contracts import engines
+
+        return engines.checks(engines.opened(name, options, model or engines.small_model()))
+    from mmrl.contracts import pipelines
+
+    if name.endswith((".yaml", ".yml")) or (model is None and not name.partition(":")[0].endswith(".py")):
+        return pipelines.checks(pipelines.of_name(name, options))
+    return pipelines.checks(pipelines.opened(name, options, model))

@@ -1,0 +1,313 @@
+"""What an algorithm owes the training loop: see ``mmrl.algorithms.objective``. All on batches of ``batches.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mmrl.algorithms.advantages import Advantages
+from mmrl.algorithms.objective import Loss, Objective, Scored, advantages_of
+from mmrl.algorithms.settings import AlgorithmSettings, with_length_limit
+from mmrl.config.algorithms import Algorithm, find_algorithm
+from mmrl.contracts.batches import OF_PICTURES, ROWS, TOKENS, Batch, batch_for, scored
+from mmrl.contracts.running import CannotRun, Check, expect
+from mmrl.errors import UserError
+
+CLOSE = 1e-6
+MADE = {
+    "policy_gradient": {
+        "log_probs", "reference_log_probs", "entropy", "values", "reference_distance", "old_distance"
+    },
+    "forward_process": {*OF_PICTURES},
+    "pathwise": {"rewards", "reference_distance"},
+    "offline": {
+        *(f"{prefix}{side}_{what}" for prefix in ("", "reference_") for side in ("chosen", "rejected")
+          for what in ("log_probs", "error")),
+        "chosen_scores", "rejected_scores",
+    },
+}  # fmt: skip
+"""What pipelines recompute for an objective of each kind."""
+REWARDS = torch.tensor([1.0, 0.0, 0.25, 1.5, 0.5, 0.5, 2.0, -1.0], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An algorithm with the settings to check it with."""
+
+    algorithm: Algorithm
+    settings: AlgorithmSettings
+
+    @property
+    def objective(self) -> Objective:
+        return self.algorithm.objective(with_length_limit(self.settings, TOKENS))
+
+    def batch(self, *, fresh: bool = False) -> Batch:
+        return batch_for(self.objective, self.settings, fresh=fresh)
+
+
+def opened(name: str, options: Mapping[str, object]) -> Case:
+    """The algorithm ``name`` with ``options`` as its settings. Raises ``UserError`` where they are wrong."""
+    found = find_algorithm(name)
+    try:
+        return Case(found, found.settings.model_validate({"type": name, **options}))
+    except ValidationError as error:
+        said = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise UserError(f"--options: {name} cannot have these settings: {said}") from None
+
+
+def loss_of(objective: Objective, batch: Batch, total: float | None = None) -> Loss:
+    """The loss of ``batch``, checked to be a finite number."""
+    total = objective.loss_denominator(batch.old["weights"], batch.lengths) if total is None else total
+    loss = objective.loss(batch.new, batch.old, total)
+    value = loss.value
+    expect(value.ndim == 0, f"loss() returned a value of shape {list(value.shape)}; return a scalar")
+    expect(bool(value.isfinite()), f"loss() returned {value.item()} for finite numbers")
+    return loss
+
+
+def gradients(objective: Objective, batch: Batch) -> dict[str, Tensor]:
+    """Of the loss, by the name of what it is of."""
+    leaves = {name: batch.new[name].clone().requires_grad_() for name in batch.leaves}
+    value = loss_of(objective, _with(batch, leaves)).value
+    expect(value.requires_grad, f"the loss has no graph to {', '.join(leaves)}; nothing would train")
+    found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), found, strict=True)
+    }
+
+
+def _with(batch: Batch, new: Mapping[str, Tensor]) -> Batch:
+    return Batch({**batch.new, **new}, batch.old, batch.lengths, batch.leaves, batch.columns, batch.constants)
+
+
+def settings_survive(case: Case) -> str:
+    """The settings are part of a checkpoint, as JSON."""
+    again = type(case.settings).model_validate_json(case.settings.model_dump_json())
+    expect(again == case.settings, "settings change on their way through JSON; use numbers, texts, lists and sections")
+    first = float(loss_of(case.objective, case.batch()).value.detach())
+    second = float(loss_of(Case(case.algorithm, again).objective, case.batch()).value.detach())
+    expect(first == second, f"the loss is {first} before and {second} after the settings went through JSON")
+    return "written and read as JSON they give the same loss"
+
+
+def nonsense_is_refused(case: Case) -> str:
+    numbers = [n for n, f in case.settings.__class__.model_fields.items() if f.annotation in (int, float)]
+    for wrong in ({"no_such_setting": 1}, *({name: "many"} for name in numbers)):
+        try:
+            type(case.settings).model_validate({**case.settings.model_dump(), **wrong})
+        except (ValidationError, UserError):
+            continue
+        raise AssertionError(f"settings take {wrong}; derive them from AlgorithmSettings, and give fields a type")
+    return f"an unknown setting, and a text for {len(numbers)} numbers"
+
+
+def it_asks_for_what_there_is(case: Case) -> str:
+    objective = case.objective
+    unknown = objective.needs - MADE[objective.kind]
+    expect(not unknown, f"needs {', '.join(sorted(unknown))}, which nothing recomputes; there are "
+           f"{', '.join(sorted(MADE[objective.kind]))}")  # fmt: skip
+    if objective.kind == "policy_gradient":
+        possible = {"log_probs", "reference_log_probs", "values"}
+        expect(objective.prepares <= possible, f"prepares may name {', '.join(sorted(possible))}")
+    if objective.kind == "forward_process":
+        named = {objective.samples_with(step) for step in range(20)} - {"current", *objective.copies}
+        expect(not named, f"samples with {', '.join(named)}, which is none of its copies")
+        moved = [decay(n) for decay in objective.copies.values() for n in (0, 1, 1000)]
+        expect(all(0 <= d <= 1 for d in moved), f"a copy's decay is {moved}; it is a share from 0 to 1")
+    if objective.kind == "pathwise":
+        for draw in (0.0, 0.5, 0.999):
+            path = objective.graph_steps(10, draw)
+            expect(0 <= path.first <= 10 and path.last < 10, f"graph_steps(10, {draw}) is {path}; steps are 0 to 9")
+    return ", ".join(sorted(objective.needs))
+
+
+def advantages_are_sound(case: Case) -> str:
+    objective = case.objective
+    if objective.kind not in ("policy_gradient", "forward_process"):
+        raise CannotRun(f"an objective of kind {objective.kind} has no advantages")
+    make = advantages_of(objective)
+    rewards = REWARDS.clone()
+    rewards[2] = float("nan")
+    found = make(scored(rewards, case.settings))
+    shapes = [[ROWS], [ROWS, TOKENS]]
+    expect(list(found.values.shape) in shapes, f"values have shape {list(found.values.shape)}; it is [B] or [B, T]")
+    expect(bool(found.values.isfinite().all()), "an advantage is not finite where a sample was dropped (NaN)")
+    expect(
+        case.settings.whole == "group" or not found.valid[2],
+        "valid must be False for a dropped sample (its reward is NaN)",
+    )
+    expect(not found.values[2].any(), "a dropped sample has an advantage; give it 0")
+    again = make(scored(rewards, case.settings))
+    expect(torch.equal(found.values, again.values), "the same rewards got other advantages the second time")
+    order = torch.tensor([3, 0, 2, 1, 7, 4, 6, 5])
+    other = make(scored(rewards, case.settings, order)).values
+    expect(torch.allclose(other, found.values[order], atol=1e-5), "the order of a group's samples changes advantages")
+    return f"{list(found.values.shape)}, dropped samples have 0{_of_groups(case, make)}"
+
+
+def _of_groups(case: Case, make: Callable[[Scored], Advantages]) -> str:
+    if not case.settings.compares_group:
+        return ""
+    equal = make(scored(torch.ones(ROWS, dtype=torch.float64), case.settings, alike=True)).values
+    expect(not equal.any(), "a group of equal responses and rewards has advantages; give it 0, it teaches nothing")
+    return ", and so have groups of equal rewards"
+
+
+def fresh_ratio_is_one(case: Case) -> str:
+    """On samples of the policy itself the loss's gradient is the policy gradient's: minus the advantage, times a
+    positive weight that knows nothing of the advantage."""
+    objective = case.objective
+    if objective.kind != "policy_gradient":
+        raise CannotRun(f"an objective of kind {objective.kind} has no ratio")
+    batch = case.batch(fresh=True)
+    dev = loss_of(objective, batch).maxima.get("policy/ratio_max_dev")
+    expect(dev is None or float(dev) < CLOSE, f"policy/ratio_max_dev is {dev} for the policy that drew the samples")
+    scales = []
+    inside = batch.old.get("mask", torch.ones_like(batch.new["log_probs"])) > 0
+    for advantages in (batch.old["advantages"], 0.3 - batch.old["advantages"].flip(0)):
+        batch.old["advantages"] = advantages
+        g = gradients(objective, batch)["log_probs"]
+        scale = -g / advantages.unsqueeze(1)
+        expect(
+            bool((scale[inside] > 0).all()),
+            "its sign is wrong somewhere, or it is 0: a better sample must become likelier",
+        )
+        expect(not g[~inside].any(), "positions outside the mask have a gradient")
+        scales.append(scale[inside])
+    gap = float((scales[0] - scales[1]).abs().max() / scales[0].abs().max())
+    expect(gap < 1e-4, f"it is not proportional to the advantage (off by {gap:.2g})")
+    return f"minus the advantage times a positive weight, within {gap:.1g}"
+
+
+class _Held(TorchFunctionMode):
+    """What is computed without a gradient keeps the values that it had in the first run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: list[Tensor] = []
+        self._place: int | None = None
+
+    def again(self) -> _Held:
+        self._place = 0
+        return self
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not isinstance(out, Tensor) or (func is not Tensor.detach and torch.is_grad_enabled()):
+            return out
+        if self._place is None:
+            self._values.append(out.clone())
+            return out
+        self._place += 1
+        return self._values[self._place - 1]
+
+
+def gradient_is_the_slope(case: Case) -> str:
+    """Along random directions, against differences in float64; what is detached is held where it was."""
+    objective, batch = case.objective, case.batch()
+    found, held = gradients(objective, batch), _Held()
+    draw = torch.Generator().manual_seed(11)
+    total = objective.loss_denominator(batch.old["weights"], batch.lengths)
+    with held:
+        objective.loss(
+            {**batch.new, **{n: batch.new[n].clone().requires_grad_() for n in batch.leaves}}, batch.old, total
+        )
+
+    def at(directions: Mapping[str, Tensor], step: float) -> float:
+        moved = {n: (batch.new[n] + step * d).requires_grad_() for n, d in directions.items()}
+        with held.again():
+            loss = objective.loss({**batch.new, **moved}, batch.old, total)
+        return float(loss.value.detach())
+
+    worst, size = 0.0, sum(float(g.square().sum()) for g in found.values()) ** 0.5
+    for _ in range(3):
+        along = {n: torch.randn(g.shape, generator=draw, dtype=torch.float64) for n, g in found.items()}
+        slope = sum(float((g * along[n]).sum()) for n, g in found.items())
+        gaps = []
+        for step in (1e-6, 3e-5, 1e-4, 1e-3, 1e-2):  # the longer ones for losses that compute in float32
+            measured = (at(along, step) - at(along, -step)) / (2 * step)
+            gaps.append(abs(measured - slope) / max(size, abs(measured), 1e-8))
+        worst = max(worst, min(gaps))
+    expect(worst < 5e-3, f"it differs from finite differences by {worst:.2g}; something detaches what should have a "
+           "graph, or writes to its inputs")  # fmt: skip
+    return f"within {worst:.1g} of finite differences, in {', '.join(found)}"
+
+
+def slices_add_up(case: Case) -> str:
+    objective, batch = case.objective, case.batch()
+    total = objective.loss_denominator(batch.old["weights"], batch.lengths)
+    parts = [batch.rows(0, ROWS // 2), batch.rows(ROWS // 2, ROWS)]
+    shares = [objective.loss_denominator(part.old["weights"], part.lengths) for part in parts]
+    expect(
+        abs(sum(shares) - total) < CLOSE * total, f"loss_denominator of two halves is {shares}, of the whole {total}"
+    )
+    whole = float(loss_of(objective, batch, total).value.detach())
+    values = [float(loss_of(objective, part, total).value.detach()) for part in parts]
+    expect(
+        abs(sum(values) - whole) < 1e-5 * max(1.0, abs(whole)),
+        f"two halves have losses {values}, the whole {whole}; divide by the given total, not by this slice's size",
+    )
+    return "the losses and denominators of two halves are those of the whole"
+
+
+def dropped_rows_are_left_out(case: Case) -> str:
+    objective, batch = case.objective, case.batch()
+    if objective.kind == "pathwise":
+        raise CannotRun("an objective of kind pathwise gets no dropped rows")
+    dropped = 2 if case.settings.whole is None else slice(0, 4)  # a pair is dropped as a whole
+    batch.old["weights"][dropped] = 0.0
+    before = float(loss_of(objective, batch).value.detach())
+    for name in batch.leaves:
+        g = gradients(objective, batch)[name]
+        expect(not g[dropped].any(), f"a row with weight 0 has a gradient in {name}; multiply its loss by weights")
+        batch.new[name][dropped] *= 1.5
+    after = float(loss_of(objective, batch).value.detach())
+    expect(abs(before - after) < CLOSE, f"changing a row with weight 0 moves the loss from {before} to {after}")
+    if "mask" in batch.old:
+        batch.new["log_probs"][batch.old["mask"] == 0] = 40.0
+        outside = float(loss_of(objective, batch).value.detach())
+        expect(abs(outside - after) < CLOSE, "values outside the mask move the loss; use torch.where, not a product")
+        return "and so are positions outside the mask"
+    return "they move neither the loss nor a gradient"
+
+
+def it_is_a_function(case: Case) -> str:
+    objective, batch = case.objective, case.batch()
+    kept = [{name: t.clone() for name, t in given.items()} for given in (batch.new, batch.old)]
+    first, second = loss_of(objective, batch).value.detach(), loss_of(objective, batch).value.detach()
+    expect(torch.equal(first, second), f"the same batch has loss {float(first)}, then {float(second)}")
+    pairs = zip(kept, (batch.new, batch.old), strict=True)
+    changed = [name for before, after in pairs for name, t in before.items() if not torch.equal(t, after[name])]
+    expect(not changed, f"loss() wrote to {', '.join(changed)}; others read these tensors")
+    return "the same batch, the same loss; its inputs stay"
+
+
+CHECKS: Mapping[str, Callable[[Case], str]] = {
+    "settings go through JSON": settings_survive,
+    "wrong settings are refused": nonsense_is_refused,
+    "it asks for what there is": it_asks_for_what_there_is,
+    "advantages": advantages_are_sound,
+    "ratio 1 on fresh samples": fresh_ratio_is_one,
+    "its gradient is the slope": gradient_is_the_slope,
+    "slices add up": slices_add_up,
+    "dropped rows are left out": dropped_rows_are_left_out,
+    "the loss is a function": it_is_a_function,
+}
+
+
+def checks(case: Case) -> Iterator[Check]:
+    """All checks that the kind of the algorithm has."""
+    kind: str = case.objective.kind
+    without: Mapping[str, Sequence[str]] = {
+        "forward_process": ["ratio 1 on fresh samples"],
+        "pathwise": ["advantages", "ratio 1 on fresh samples", "dropped rows are left out"],
+        "offline": ["advantages", "ratio 1 on fresh samples"],
+    }
+    left_out = without.get(kind, ())
+    yield from (Check(name, partial(check, case)) for name, check in CHECKS.items() if name not in left_out)
