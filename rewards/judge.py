@@ -123,7 +123,7 @@ class Judge:
         self.remote: Any = None
         self.served: ServedJudge | None = None
         if _is_local(model):
-            self.local = _local(model)
+            self.local = self.open_local(model)
         else:
             self.remote = self._connect(model, timeout, retries, concurrency)
             self.score = self._score_by_endpoint  # type: ignore[method-assign]
@@ -135,6 +135,10 @@ class Judge:
             raise UserError(
                 f"options.model: {model} reads text only, and the rubric shows pictures; use a model for both"
             )
+
+    def open_local(self, model: str | Mapping[str, Any]) -> LocalModel:
+        """The model in this process that answers; a subclass may bring one of its own."""
+        return _local(model)
 
     def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[Any]]:
         """``score`` for each sample; in mode steps also ``right``, ``wrong`` and ``spans``."""
