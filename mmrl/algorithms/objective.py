@@ -162,6 +162,19 @@ class Offline(_Objective, Protocol):
 
 
 Objective = PolicyGradient | ForwardProcess | Pathwise | Offline
+PROTOCOLS: Mapping[Kind, type] = {
+    "policy_gradient": PolicyGradient,
+    "forward_process": ForwardProcess,
+    "pathwise": Pathwise,
+    "offline": Offline,
+}
+
+
+def lacking(objective: Objective) -> list[str]:
+    """What it lacks of the protocol of its kind."""
+    bases = [base for base in PROTOCOLS[objective.kind].__mro__ if base.__module__ == __name__]
+    names = {name for base in bases for name in (*vars(base), *base.__annotations__) if not name.startswith("_")}
+    return sorted(name for name in names if not hasattr(objective, name))
 
 
 def copies_of(objective: Objective) -> Mapping[str, Callable[[int], float]]:

@@ -1,4 +1,4 @@
-"""The algorithms by their names in a recipe: each is a file of ``mmrl/algorithms``.
+"""The algorithms by their names in a recipe: a file of ``mmrl/algorithms``, or ``path/to/file.py:Class``.
 
 A file holds an algorithm where a class takes its settings, of another class of that file:
 ``def __init__(self, settings: MySettings)``. A new file is found by that, and nothing else lists it. Only the algorithm
@@ -8,19 +8,23 @@ that a recipe names is imported.
 from __future__ import annotations
 
 import ast
+import copyreg
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
-from mmrl._load import folders, load
-from mmrl.algorithms.settings import AlgorithmSettings
+from mmrl._load import folders, load, load_from_file
+from mmrl.algorithms.settings import AlgorithmSettings, Kind
 from mmrl.config.aliases import alias_message
+from mmrl.config.drop_ins import missing_drop_in, split_file
 from mmrl.config.errors import did_you_mean
-from mmrl.config.layers import kind_of
+from mmrl.config.layers import kind_of, shown
 from mmrl.errors import UserError
+from mmrl.user_code import describe, place_of
 
 
 class AlgorithmError(UserError, ValueError):
@@ -55,6 +59,9 @@ def shipped_algorithms() -> list[Algorithm]:
 @cache
 def find_algorithm(name: str) -> Algorithm:
     """The algorithm that ``algorithm.type`` names, imported. Raises ``AlgorithmError``."""
+    file, attribute = split_file(name)
+    if file is not None:
+        return _in_file(name, Path(file), attribute)
     if not any((folder / f"{name}.py").is_file() and name.isidentifier() for folder in folders("algorithms")):
         raise AlgorithmError(unknown(name))
     module = load("algorithms", name)
@@ -64,16 +71,95 @@ def find_algorithm(name: str) -> Algorithm:
     return found[0]
 
 
+def as_settings(section: object) -> object:
+    """The section ``algorithm`` of a recipe as the settings of the algorithm that it names, which is imported; what is
+    no section stays as it is. Raises ``AlgorithmError``, and ``ValidationError`` where the settings are wrong."""
+    if not isinstance(section, Mapping):
+        return section
+    if "type" not in section:
+        raise AlgorithmError(f"missing; write one of {', '.join(algorithm_names())}")
+    name = section["type"]
+    if not isinstance(name, str):
+        raise AlgorithmError(unknown(name))
+    return find_algorithm(name).settings.model_validate(section)
+
+
+def trains_on_pairs(section: object) -> bool:
+    """Whether the section ``algorithm``, as it is written, is of an algorithm that samples nothing."""
+    if isinstance(section, AlgorithmSettings):
+        return section.kind == "offline"
+    name = section.get("type") if isinstance(section, Mapping) else None
+    try:
+        return isinstance(name, str) and find_algorithm(name).settings.kind == "offline"
+    except AlgorithmError:  # said of the section itself
+        return False
+
+
+def _in_file(name: str, file: Path, attribute: str) -> Algorithm:
+    if wrong := missing_drop_in("algorithms", name, "looked in the current folder"):
+        raise AlgorithmError(wrong)
+    try:
+        module = load_from_file(str(file))
+    except Exception as error:
+        place = place_of(error, str(file))
+        raise AlgorithmError(f"importing {shown(file)} raised {one_line(error)} at {place}; mend that line") from error
+    classes = [getattr(module, attribute)] if attribute else [found.objective for found in _algorithms_in(module, name)]
+    if not classes:
+        raise AlgorithmError(f"{shown(file)} has no algorithm. {_FORM}")
+    cls = classes[0]
+    if len(classes) > 1:
+        several = ", ".join(cls.__name__ for cls in classes)
+        raise AlgorithmError(f"{shown(file)} has several ({several}); name one, as in {file.name}:{cls.__name__}")
+    settings = _checked(cls, f"{shown(file)}:{attribute or cls.__name__}")
+    copyreg.pickle(settings, _sent)  # another process loads the file: the class has no module that can be imported
+    return Algorithm(name, cls, settings, module)
+
+
+_FORM = (
+    "An algorithm is a class with def __init__(self, settings: MySettings), where MySettings is a subclass of "
+    "mmrl.algorithms.settings.AlgorithmSettings"
+)
+
+
+def _checked(cls: type, where: str) -> type[AlgorithmSettings]:
+    """The settings of an algorithm of a user's. Raises ``AlgorithmError`` where the class cannot be one."""
+    settings = _settings_of(cls) if inspect.isclass(cls) else None
+    if settings is None:
+        raise AlgorithmError(f"{where} takes no settings. {_FORM}")
+    kind = getattr(cls, "kind", None)
+    if kind not in get_args(Kind):
+        raise AlgorithmError(
+            f"{where} has no kind, and must say which protocol of mmrl.algorithms.objective it follows; write "
+            f"kind = {' or '.join(repr(one) for one in get_args(Kind))} in the class"
+        )
+    if kind != settings.kind:
+        raise AlgorithmError(
+            f"{where} is of kind {kind}, and its settings {settings.__name__} of kind {settings.kind}; write the same "
+            f"kind in both, or build {settings.__name__} on the settings of that kind in mmrl.algorithms.settings"
+        )
+    if lacking := ", ".join(sorted(getattr(cls, "__abstractmethods__", ()))):
+        raise AlgorithmError(f"{where} lacks {lacking}, which {cls.__mro__[1].__name__} leaves to it; write it")
+    return settings
+
+
+def _sent(settings: AlgorithmSettings) -> tuple[Callable[[str, str], AlgorithmSettings], tuple[str, str]]:
+    return _received, (settings.type, settings.model_dump_json())
+
+
+def _received(name: str, values: str) -> AlgorithmSettings:
+    return find_algorithm(name).settings.model_validate_json(values)
+
+
+def one_line(error: BaseException) -> str:
+    """Its type and what it says, on one line."""
+    return " ".join(describe(error).split())
+
+
 def unknown(name: object) -> str:
     """That ``name`` is no algorithm, what it may have meant, and which there are."""
     written, known = kind_of(name), algorithm_names()
     word = written.strip("'")
     return f"unknown type {written}{alias_message(word) or did_you_mean(word, known)}  (types: {', '.join(known)})"
-
-
-def missing() -> str:
-    """That there is no name, and which there are."""
-    return f"missing; write one of {', '.join(algorithm_names())}"
 
 
 def _holds_one(file: Path) -> bool:

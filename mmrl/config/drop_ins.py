@@ -17,10 +17,15 @@ from mmrl._load import Kind, folders
 from mmrl.config.errors import did_you_mean
 from mmrl.config.layers import shown
 
-DEFAULT: dict[Kind, str] = {"pipelines": "build", "rewards": "score", "datasets": "prompts"}
-"""What a name without ``:attribute`` stands for."""
+DEFAULT: dict[Kind, str] = {"pipelines": "build", "rewards": "score", "datasets": "prompts", "algorithms": ""}
+"""What a name without ``:attribute`` stands for; the one algorithm of a file needs no name."""
 _FIRST: dict[Kind, str] = {"pipelines": "recipe", "datasets": "split"}
-NOUN: dict[Kind, str] = {"pipelines": "pipeline", "rewards": "reward", "datasets": "data set"}
+NOUN: dict[Kind, str] = {
+    "pipelines": "pipeline",
+    "rewards": "reward",
+    "datasets": "data set",
+    "algorithms": "algorithm",
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ def entries(kind: Kind) -> list[Entry]:
 
 
 def missing_drop_in(kind: Kind, name: str, looked: str) -> str:
-    """What is wrong with the name of a pipeline, reward or data set; empty where it exists.
+    """What is wrong with the name of a drop-in, or of an algorithm in a file; empty where it exists.
 
     ``looked`` says for a message where a file was looked for.
     """
@@ -124,7 +129,7 @@ def _missing_attribute(file: Path, attribute: str, wanted: str) -> str:
     except (OSError, ValueError) as error:
         return f"{shown(file)} cannot be read: {error}"
     defined = _defined(body)
-    if defined is None or wanted in defined:
+    if not wanted or defined is None or wanted in defined:
         return ""
     public = [name for name in defined if not name.startswith("_")]
     write = "" if attribute else f"; name one of its own, as in {file.name}:{public[0]}" if public else ""

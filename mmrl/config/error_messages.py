@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from mmrl.algorithms.settings import AlgorithmSettings
-from mmrl.config.algorithms import shipped_algorithms
+from mmrl.config.algorithms import AlgorithmError, find_algorithm, shipped_algorithms
 from mmrl.config.aliases import not_asked
 from mmrl.config.errors import Finding, KeyPath, did_you_mean
 from mmrl.config.layers import Tree, kind_of, parse_key
@@ -35,7 +35,8 @@ def explain(error: ValidationError, tree: Tree) -> Iterator[Finding]:
         yield Finding(max(tree.sources.values()), (), further)
     for detail in details[:MOST_EXPLAINED]:
         if detail["type"] == "value_error":
-            yield from contradictions(str(detail.get("ctx", {}).get("error", detail["msg"])), tree)
+            said = str(detail.get("ctx", {}).get("error", detail["msg"]))
+            yield from contradictions(said, tree, _path(detail["loc"], tree.values))
             continue
         path = _path(detail["loc"], tree.values)
         if detail["type"].startswith("union_tag"):
@@ -51,12 +52,14 @@ def implicit_booleans(recipe: Recipe, tree: Tree) -> Iterator[Finding]:
             yield Finding(tree.source(path), path, _expected(path, tree.values, written))
 
 
-def contradictions(text: str, tree: Tree) -> Iterator[Finding]:
-    """The lines ``key: why; edit`` of a check, each placed where its key is written."""
+def contradictions(text: str, tree: Tree, at: KeyPath = ()) -> Iterator[Finding]:
+    """The lines ``key: why; edit`` of a check, each placed where its key is written; a line without key belongs to
+    ``at``."""
     for line in text.splitlines():
         key, _, why = line.partition(": ")
         path = parse_key(key) or ()
-        yield Finding(tree.source(path), path, why if path else line)
+        known = bool(path) and (not at or path[0] in Recipe.model_fields)
+        yield Finding(tree.source(path if known else at), path if known else at, why if known else line)
 
 
 def _message(detail: ErrorDetails, path: KeyPath, values: dict[str, Any]) -> str:
@@ -100,7 +103,7 @@ def _unknown(path: KeyPath, values: dict[str, Any]) -> str:
         return f"{why}; remove it{listed}"
     others = [s for s in _sections(_annotation(path[:-1], values)) if s is not section and key in s.model_fields]
     if others:
-        type_ = _tag(section)
+        type_ = _at(values, (*path[:-1], "type")) or _tag(section)
         owners = " and ".join(_tag(other) for other in others)
         name = path[-2]
         return (
@@ -182,10 +185,19 @@ def _chosen(annotation: Any, written: Any) -> type[BaseModel] | None:
     kinds = _sections(annotation)
     if len(kinds) > 1:
         tag = written.get("type") if isinstance(written, dict) else None
+        if issubclass(kinds[0], AlgorithmSettings):
+            return _algorithm(tag)
         if TextSampling in kinds:
             tag = sampling_kind(written)
         return next((kind for kind in kinds if _tag(kind) == tag), None)
     return kinds[0] if kinds else None
+
+
+def _algorithm(name: Any) -> type[AlgorithmSettings] | None:
+    try:
+        return find_algorithm(name).settings if isinstance(name, str) else None
+    except AlgorithmError:
+        return None
 
 
 def _variants(path: KeyPath, values: Any) -> list[str]:
@@ -200,7 +212,8 @@ def _has_default(path: KeyPath, values: Any) -> bool:
 
 def _tag(section: type[BaseModel]) -> str:
     if issubclass(section, AlgorithmSettings):
-        return section.__module__.rpartition(".")[2]
+        package, _, name = section.__module__.rpartition(".")
+        return name if package else section.__name__
     return str(section.model_fields["type"].default)
 
 

@@ -22,6 +22,7 @@ from mmrl.config.names import (
     resolve_drop_in,
     resolve_options,
     shipped_recipes,
+    with_algorithm_found,
 )
 from mmrl.config.older_keys import MOVED
 from mmrl.config.schema import Recipe
@@ -102,7 +103,7 @@ def load_recipe(
     A first path that is no file may be the name of a shipped recipe. Mappings merge, lists and scalars replace; an
     override replaces whatever it names, so ``algorithm={type: draft}`` starts that section anew. ``prepare`` gets the
     plain values before they are checked, and returns those to check. Raises ``RecipeError`` with every problem found.
-    Loads no model and imports no drop-in.
+    Loads no model, and imports of all that it names the algorithm alone.
     """
     files = [find_recipe(str(path)) for path in paths]
     root = files[0].resolve().parent
@@ -110,14 +111,17 @@ def load_recipe(
     remember(tree.values)
     findings = list(tree.findings)
     findings += [Finding(tree.source(key), key, _MASKED) for key in masks(tree.values)]
+    missing = [Finding(tree.source(key), key, message) for key, message in missing_names(tree, root)]
     recipe = None
+    values = with_algorithm_found(root, prepare(tree.values) if prepare else tree.values)
     try:
-        recipe = Recipe.model_validate(prepare(tree.values) if prepare else tree.values)
+        recipe = Recipe.model_validate(values)
         found = list(contradictions("\n".join(impossibilities(recipe)), tree))
         findings += _not_yet_known(found, findings) if found else implicit_booleans(recipe, tree)
     except ValidationError as error:
-        findings += _not_yet_known(list(explain(error, tree)), findings)
-    findings += [Finding(tree.source(key), key, message) for key, message in missing_names(tree, root)]
+        known = [*findings, *(finding for finding in missing if finding.path[:1] == ("algorithm",))]
+        findings += _not_yet_known(list(explain(error, replace(tree, values=values))), known)
+    findings += missing
     if recipe is None or findings:
         raise recipe_error(findings)
     if recipe.rollout.own_class:  # every process of a run finds the file, whatever folder it runs in

@@ -66,7 +66,7 @@ def resolve(root: Path, text: str) -> str:
 
 
 def resolve_drop_in(root: Path, text: str) -> str:
-    """As ``resolve``, of a pipeline, reward or data set: ``my.py`` and ``my.py:name`` are files, all else is a name.
+    """As ``resolve``, of a drop-in or an algorithm: ``my.py`` and ``my.py:name`` are files, all else is a name.
 
     So a folder called ``judge``, with a model in it, takes nothing from the reward of that name.
     """
@@ -86,6 +86,12 @@ def resolve_options(root: Path, options: Mapping[str, Any], paths: Sequence[str]
         elif not inner and isinstance(value, str):
             resolved[key] = resolve(root, value)
     return resolved
+
+
+def with_algorithm_found(root: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` of a recipe with the absolute path of an algorithm in a file, which is imported when it is read."""
+    name = _text(values, ("algorithm", "type"))
+    return {**values, **({"algorithm": {**values["algorithm"], "type": resolve_drop_in(root, name)}} if name else {})}
 
 
 def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
@@ -137,6 +143,8 @@ def _shipped_folders() -> tuple[Path, ...]:
 
 def _drop_in_keys(values: dict[str, Any]) -> Iterator[tuple[Kind, KeyPath]]:
     yield "pipelines", ("pipeline",)
+    if split_file(_text(values, ("algorithm", "type")))[0] is not None:  # else reading the recipe says it
+        yield "algorithms", ("algorithm", "type")
     yield "datasets", ("data", "name")
     rewards: tuple[KeyPath, ...] = (("rewards",), ("eval", "rewards"))
     for path in rewards:
@@ -152,7 +160,7 @@ def _text(values: Any, path: KeyPath) -> str:
 
 def _value(values: Any, path: KeyPath) -> Any:
     for part in path:
-        if isinstance(values, dict):
+        if isinstance(values, Mapping):
             values = values.get(part)
         elif isinstance(values, list) and isinstance(part, int):
             values = values[part]

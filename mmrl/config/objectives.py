@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from mmrl.algorithms.objective import Objective
+from mmrl.algorithms.objective import PROTOCOLS, Objective, lacking
 from mmrl.algorithms.settings import with_length_limit
-from mmrl.config.algorithms import find_algorithm
+from mmrl.config.algorithms import AlgorithmError, find_algorithm, one_line
 from mmrl.config.schema import Recipe
+from mmrl.errors import UserError
+from mmrl.user_code import place_of
 
 
 def load_objective(recipe: Recipe) -> Objective:
-    """The objective of the recipe's algorithm, of its settings."""
+    """The objective of the recipe's algorithm, of its settings. Raises ``UserError`` for one that is of no protocol."""
     text = recipe.sampling.type == "text"
     settings = with_length_limit(recipe.algorithm, recipe.decoding.max_new_tokens) if text else recipe.algorithm
-    return find_algorithm(recipe.algorithm.type).objective(settings)
+    try:
+        objective: Objective = find_algorithm(settings.type).objective(settings)
+    except UserError:
+        raise
+    except Exception as error:
+        raise AlgorithmError(
+            f"making {settings.type} of its settings raised {one_line(error)} at "
+            f"{place_of(error, settings.type.rpartition(':')[0])}; mend that line"
+        ) from error
+    if missing := lacking(objective):
+        raise AlgorithmError(
+            f"{settings.type} is of kind {objective.kind} and lacks {', '.join(missing)}; write what the protocol "
+            f"{PROTOCOLS[objective.kind].__name__} of mmrl.algorithms.objective asks for"
+        )
+    return objective

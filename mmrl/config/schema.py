@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from mmrl.algorithms.settings import AlgorithmSettings
-from mmrl.config.algorithms import AlgorithmError, find_algorithm, missing, unknown
+from mmrl.config.algorithms import as_settings, trains_on_pairs
 from mmrl.config.dtype import Dtype, with_choice
 from mmrl.config.older_keys import renamed
 from mmrl.config.performance import Performance
@@ -128,29 +128,6 @@ _NO_REWARDS = ()
 
 def _none_asked(value: Any, check: ValidatorFunctionWrapHandler) -> list[Reward]:
     return [] if value is _NO_REWARDS else check(value)
-
-
-def _trains_on_pairs(algorithm: Any) -> bool:
-    """Whether the section ``algorithm``, as it is written, is of an algorithm that trains on pairs."""
-    if isinstance(algorithm, AlgorithmSettings):
-        return algorithm.kind == "offline"
-    name = algorithm.get("type") if isinstance(algorithm, Mapping) else None
-    try:
-        return isinstance(name, str) and find_algorithm(name).settings.kind == "offline"
-    except AlgorithmError:  # said of the section itself
-        return False
-
-
-def _settings(algorithm: Any) -> Any:
-    """The section as the settings of the algorithm that it names, which is imported."""
-    if not isinstance(algorithm, Mapping):
-        return algorithm
-    if "type" not in algorithm:
-        raise AlgorithmError(missing())
-    name = algorithm["type"]
-    if not isinstance(name, str):
-        raise AlgorithmError(unknown(name))
-    return find_algorithm(name).settings.model_validate(algorithm)
 
 
 def _number_or_auto(value: Any) -> Any:
@@ -287,8 +264,8 @@ class Recipe(Section):
     rewards: Annotated[list[Reward], Field(min_length=1, max_length=MOST_REWARDS), WrapValidator(_none_asked)]
     """At least one; algorithms that train on pairs (dpo, reward_model) have none."""
     scoring: Scoring = Scoring()
-    algorithm: Annotated[SerializeAsAny[AlgorithmSettings], BeforeValidator(_settings)]
-    """The section of the algorithm that ``type`` names: ``mmrl/algorithms/NAME.py``."""
+    algorithm: Annotated[SerializeAsAny[AlgorithmSettings], BeforeValidator(as_settings)]
+    """``type`` names the algorithm, a file of mmrl/algorithms or path/to/file.py:Class; the other keys are its own."""
     train: Train
     optim: Optim = Optim()
     performance: Performance = Performance()
@@ -349,7 +326,7 @@ class Recipe(Section):
         if (
             isinstance(values, Mapping)
             and values.get("rewards") in (None, [])
-            and _trains_on_pairs(values.get("algorithm"))
+            and trains_on_pairs(values.get("algorithm"))
         ):
             return {**values, "rewards": _NO_REWARDS}
         return values

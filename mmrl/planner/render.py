@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -49,6 +50,7 @@ def _render_whole(plan: Plan, console: Console) -> None:
     say(f"{recipe.name} on {plan.where}, one controller{several}")
     if plan.source:
         say(f"sizes from {plan.source}")
+    say(_algorithm(plan))
     if plan.counts and plan.measured:
         say("")
         for line in _arithmetic(plan):
@@ -74,6 +76,13 @@ def _render_whole(plan: Plan, console: Console) -> None:
         say(f"note: {note}")
     for problem in plan.problems:
         say(f"problem: {problem}")
+
+
+def _algorithm(plan: Plan) -> str:
+    """Its name and all its settings."""
+    settings = plan.recipe.algorithm.model_dump(mode="json", exclude={"type"})
+    written = ", ".join(f"{key} {json.dumps(value)}" for key, value in settings.items())
+    return f"algorithm {plan.recipe.algorithm.type}: {written}"
 
 
 def _step(plan: Plan) -> str:
