@@ -36,6 +36,35 @@ sampled, with the same guidance. A loss on the forward process takes the predict
 authors do; `algorithm.guidance` sets another scale for it, and `algorithm.guidance: sampling` takes that of sampling
 (DiffusionNFT in Flow-Factory and verl-omni). FLUX.1, which is told its guidance, is told that of sampling everywhere.
 """
+OWN = """## An algorithm of your own
+
+`algorithm: {type: path/to/file.py:Class}` takes a class in a file, which is looked up from the recipe's folder:
+
+```python
+class MineSettings(TokenSettings):
+    tau: PositiveFloat = 1.0
+
+
+class Mine(TokenObjective):
+    def __init__(self, settings: MineSettings) -> None: ...
+```
+
+The settings are the keys of the section `algorithm`. They are a pydantic model: an unknown key or a number out of range
+is an error when the recipe is read, and `mmrl plan` shows all of them. The class follows one of four protocols of
+`mmrl/algorithms/objective.py`; its `kind` says which, and the settings say the same. These bases do most of the work:
+
+| kind | trains on | class | settings, in `mmrl/algorithms/settings.py` |
+|---|---|---|---|
+| `policy_gradient` | tokens | `policy_gradient.TokenObjective` | `TokenSettings`, `ClippedSettings`, `CriticSettings` |
+| `policy_gradient` | denoising steps | `denoising.DenoisingObjective` | `StepSettings` |
+| `forward_process` | clean pictures or clips | `forward_process.ForwardObjective` | `ForwardSettings` |
+| `pathwise` | the reward's gradient | `pathwise.PathwiseObjective` | `PathwiseSettings` |
+| `offline` | pairs of texts | `pairs.PairObjective` | `PairSettings` |
+
+The file is imported when a recipe that names it is read. Other processes of a run import it from the same path. A
+file of this form in `mmrl/algorithms/` is an algorithm of mmrl, called by the file's name: no other file lists it, and
+this page takes its formula, its settings and its departures from it.
+"""
 TAIL = "The page is made by `python -m mmrl.report.algorithms`; a test compares the two.\n"
 
 
@@ -47,7 +76,7 @@ def page() -> str:
         out += [f"## {text}", "", "| algorithm | formula | settings | departs from its paper |", "|---|---|---|---|"]
         out += [row(one) for one in shipped_algorithms() if one.settings.kind == kind]
         out.append("")
-    return "\n".join(out[:-1]) + "\n"
+    return "\n".join([*out, OWN])
 
 
 def row(algorithm: Algorithm) -> str:
