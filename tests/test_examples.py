@@ -84,7 +84,7 @@ def test_the_family_keeps_its_contract(aura_flow, capsys):
     assert check(capsys, "family.py", "--model", str(aura_flow), *options)[-1] == "4 passed"
 
 
-def test_recipes_train_with_the_reward_the_judge_and_the_engine(tmp_path):
+def test_recipes_train_with_the_algorithm_the_reward_the_judge_and_the_engine(tmp_path):
     rewards = [
         {"name": str(EXAMPLES / "reward.py:Concise"), "label": "concise", "options": {"most": 3, "names": ["answer:"]}},
         {
@@ -94,7 +94,8 @@ def test_recipes_train_with_the_reward_the_judge_and_the_engine(tmp_path):
         },
     ]
     engine = f"rollout.engine={EXAMPLES / 'engine.py:OwnCopy'}"
-    arguments = [*SMALL, engine, f"rewards={json.dumps(rewards)}", "--out", str(tmp_path / "run")]
+    algorithm = f"algorithm={{type: {EXAMPLES / 'algorithm.py:SAPO'}, tau_negative: 1.1}}"
+    arguments = [*SMALL, engine, algorithm, f"rewards={json.dumps(rewards)}", "--out", str(tmp_path / "run")]
     app(["train", "sums", *arguments], standalone_mode=False)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.config.objectives import load_objective
 from mmrl.errors import UserError
@@ -14,6 +15,8 @@ from mmrl.run import open_run, restored
 from mmrl.runtime.start import train
 from tests import tiny
 from tests.tiny_diffusion import two_blocks
+
+allow_cpu_only()  # before transformers imports torchvision
 
 SAPO = '''
 """SAPO: a soft gate in place of the clip (arXiv 2511.20347)."""

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import get_type_hints
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mmrl._load import load_from_file
 from mmrl.algorithms.advantages import Advantages
 from mmrl.algorithms.objective import Loss, Objective, Scored, advantages_of
 from mmrl.algorithms.settings import AlgorithmSettings, with_length_limit
 from mmrl.config.algorithms import Algorithm, find_algorithm
-from mmrl.config.drop_ins import split_file
 from mmrl.contracts.batches import OF_PICTURES, ROWS, TOKENS, Batch, batch_for, scored
 from mmrl.contracts.running import CannotRun, Check, expect
 from mmrl.errors import UserError
@@ -58,24 +53,12 @@ class Case:
 
 def opened(name: str, options: Mapping[str, object]) -> Case:
     """The algorithm ``name`` with ``options`` as its settings. Raises ``UserError`` where they are wrong."""
-    found = _in_file(name) if split_file(name)[0] else find_algorithm(name)
+    found = find_algorithm(name)
     try:
         return Case(found, found.settings.model_validate({"type": name, **options}))
     except ValidationError as error:
         said = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise UserError(f"--options: {name} cannot have these settings: {said}") from None
-
-
-def _in_file(name: str) -> Algorithm:
-    """The algorithm ``path/to/file.py:Class``."""
-    made = load_from_file(name)
-    classes = [made] if inspect.isclass(made) else [c for c in vars(made).values() if inspect.isclass(c)]
-    for objective in classes:
-        taken = [c for c in get_type_hints(objective.__init__).values() if inspect.isclass(c)]
-        settings = next((c for c in taken if issubclass(c, AlgorithmSettings)), None)
-        if settings is not None and objective.__module__ == settings.__module__:
-            return Algorithm(name, objective, settings, sys.modules[objective.__module__])
-    raise UserError(f"{name} has no class with def __init__(self, settings: MySettings), made from AlgorithmSettings")
 
 
 def loss_of(objective: Objective, batch: Batch, total: float | None = None) -> Loss:
