@@ -1,12 +1,21 @@
-"""What the checks of a contract are made of."""
+"""Run checks and print what came of each, a line for one: ok, FAILED with the reason, or not run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from mmrl.errors import UserError
-from mmrl.user_code import describe
+from mmrl.user_code import describe, place_of
+
+COLUMNS = 80
+_PATIENCE_S = 2.0
+"""A check that takes longer is named on stderr while it runs."""
 
 
 class CannotRun(Exception):
@@ -19,6 +28,21 @@ class Check:
 
     name: str
     run: Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a check, in a sentence."""
+
+    name: str
+    outcome: Literal["ok", "FAILED", "not run"]
+    said: str
+
+    def __str__(self) -> str:
+        text = f"{self.outcome:<8}{self.name}: {self.said}"
+        return "\n".join(
+            textwrap.wrap(text, COLUMNS, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
+        )
 
 
 def expect(holds: object, why: str) -> None:
@@ -37,3 +61,50 @@ def refused(call: Callable[[], object], what: str, change: str) -> str:
     except Exception as error:
         raise AssertionError(f"{what} raised {describe(error)}; raise mmrl.errors.UserError: {change}") from error
     raise AssertionError(f"{what} was taken as if nothing were wrong; {change}")
+
+
+def results(checks: Iterable[Check], file: str | None) -> Iterator[Result]:
+    """Run ``checks`` one after the other. ``file``: the user's, for the places of what it raises."""
+    for check in checks:
+        with _named(check.name):
+            result = _result(check, file)
+        yield result
+
+
+def _result(check: Check, file: str | None) -> Result:
+    try:
+        return Result(check.name, "ok", check.run())
+    except CannotRun as lack:
+        return Result(check.name, "not run", str(lack))
+    except AssertionError as error:
+        said = str(error) or f"an assertion failed at {place_of(error, file)}"
+        return Result(check.name, "FAILED", said)
+    except UserError as error:
+        return Result(check.name, "FAILED", str(error))
+    except Exception as error:
+        said = f"raised {describe(error)} at {place_of(error, file)}; mend that line"
+        return Result(check.name, "FAILED", said)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Say on stderr which check is running where it takes long."""
+    timer = threading.Timer(_PATIENCE_S, lambda: print(f"... {name}", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def show(found: Iterable[Result], heading: str) -> int:
+    """Print ``heading``, each result as it comes, and the counts. Returns 1 where one failed or none could run."""
+    print(heading)
+    counts = {"ok": 0, "FAILED": 0, "not run": 0}
+    for result in found:
+        counts[result.outcome] += 1
+        print(result, flush=True)
+    named = {"ok": "passed", "FAILED": "failed", "not run": "not run"}
+    print(", ".join(f"{n} {named[outcome]}" for outcome, n in counts.items() if n))
+    return int(bool(counts["FAILED"]) or not counts["ok"])
