@@ -170,6 +170,7 @@ class Counting:
     ahead = None
 
     class pipeline:
+        makes = "image"
         @staticmethod
         def lengths(trajectory):
             return [1] * len(trajectory)
