@@ -171,6 +171,7 @@ class Counting:
 
     class pipeline:
         makes = "image"
+
         @staticmethod
         def lengths(trajectory):
             return [1] * len(trajectory)
