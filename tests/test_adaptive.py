@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
+from mmrl.config.placement import Placement
 from mmrl.placement.adaptive import Measured, Split, State, begin, decide, splits, worth_moving
 
 CONTROLLERS = 4
@@ -147,9 +148,14 @@ def test_too_small_a_gain_keeps_the_split_and_says_so():
 
 def test_state_is_the_same_after_json():
     _, state = after(begin(8, 2), 3, 300.0, 200.0)
-    again = State.read(json.loads(json.dumps(asdict(state))))
+    again = State.read(json.loads(json.dumps(asdict(state))), Placement(type="adaptive"))
     assert again == state
     assert after(again, 4, 300.0, 900.0) == after(state, 4, 300.0, 900.0)
+
+
+def test_a_resumed_run_moves_devices_inside_a_step_as_its_own_recipe_says():
+    settings = Placement(type="adaptive", inside=False)
+    assert State.read(asdict(begin(8)), settings) == begin(8, moves=False)
 
 
 def test_decisions_are_json():

@@ -28,7 +28,7 @@ threads: 3
 """
 COMMANDS = (
     *("train", "plan", "simulate", "score", "eval", "report", "export", "verify"),
-    *("serve", "judge", "ls", "cp", "data", "doctor"),
+    *("check", "serve", "judge", "ls", "cp", "data", "doctor"),
 )
 SHIPPED = next(iter(shipped_recipes()))
 
@@ -61,7 +61,7 @@ def test_help_answers_in_half_a_second() -> None:
 
     def seconds() -> float:
         before = os.times()
-        done = subprocess.run([sys.executable, "-m", "mmrl.cli", "--help"], capture_output=True, text=True, check=True)
+        done = subprocess.run([sys.executable, "-m", "mmrl", "--help"], capture_output=True, text=True, check=True)
         after = os.times()
         assert all(f"  {name} " in done.stdout for name in COMMANDS)
         return sum(after[2:4]) - sum(before[2:4])  # the children's, of the user and of the system

@@ -63,7 +63,7 @@ LAYERS = {
     "planner, simulator, report": "planner report simulator",
     "app": "checkpoint.resume contracts doctor export run session stopping training.divergence verify",
     "runtime": "runtime",
-    "cli": "cli",
+    "cli": "__main__ cli",
 }
 """Lowest first. A module and all below it, without ``mmrl.``; the longest name that fits counts, ``mmrl`` is itself."""
 

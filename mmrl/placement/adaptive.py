@@ -93,9 +93,10 @@ class State:
     """By kind of ``formula``: what phases took over ``formula``, as a share of the even time, smoothed."""
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> State:
-        """From ``asdict`` of a state, as JSON gives it back."""
-        return cls(**{**values, "split": Split(**values["split"])})
+    def read(cls, values: Mapping[str, Any], settings: Placement) -> State:
+        """From ``asdict`` of a state, as JSON gives it back. Whether devices move inside a step is as ``settings`` say:
+        a resumed run may have other settings than the run that wrote the state."""
+        return cls(**{**values, "split": Split(**values["split"]), "moves": settings.inside})
 
 
 @dataclass(frozen=True)

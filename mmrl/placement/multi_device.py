@@ -270,7 +270,7 @@ class MultiDevice:
 
     def load_state_dict(self, numbers: Any, saved: Saved) -> None:
         if self.settings.type == "adaptive" and numbers.get("devices") == self._count:
-            self.state = adaptive.State.read(numbers)
+            self.state = adaptive.State.read(numbers, self.settings)
 
     def close(self) -> None:
         self._board.close()
