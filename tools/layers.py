@@ -39,7 +39,7 @@ FOLDERS = {
 
 LAYERS = {
     "core": "mmrl _checkout _load _torchvision checkpoint.manifest checkpoint.reader controller.randomness "
-    "engines.rollout errors files finite frozen_modules garbage hub_files media out_of_memory report.clock "
+    "engines.rollout errors files finite frozen_modules garbage hub_files json_types media out_of_memory report.clock "
     "report.durations report.notices report.sizes rewards.contract samples script_process secrets trajectory transfer "
     "user_code",
     "config": "config.errors config.layers config.rollout config.sampling config.section",
