@@ -7,7 +7,9 @@ import torch
 
 from mmrl.algorithms.dpo import DPO, DPOSettings
 from mmrl.algorithms.objective import advantages_of
+from mmrl.algorithms.orpo import ORPO, ORPOSettings, log_odds
 from mmrl.algorithms.reward_model import RewardModel, RewardModelSettings
+from mmrl.config.sampling import TextSampling
 
 
 def f64(values):
@@ -142,3 +144,81 @@ def test_any_split_of_the_pairs_has_the_same_gradient_and_dropped_pairs_have_non
     whole = gradient([[0, 1, 2]])
     assert whole[1] == 0
     assert torch.allclose(gradient(slices), whole, rtol=1e-12)
+
+
+# Other losses on pairs.
+
+TOKENS = {"chosen_tokens": f64([5.0, 8.0, 2.0]), "rejected_tokens": f64([4.0, 6.0, 10.0])}
+
+
+def test_hinge_is_the_distance_to_a_margin_of_one():
+    loss = dpo_loss(loss_type="hinge", beta=0.5)
+    assert loss.value.item() == pytest.approx(sum(max(0.0, 1 - h) for h in margins(0.5)) / 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("reference_free", [False, True])
+def test_ipo_is_a_square_of_means_over_tokens(reference_free):
+    objective = DPO(DPOSettings(loss_type="ipo", beta=0.2, reference_free=reference_free))
+    assert TOKENS.keys() <= objective.needs
+    new = {"chosen_log_probs": CHOSEN, "rejected_log_probs": REJECTED, **REFERENCE, **TOKENS}
+    expected = 0.0
+    for i in range(3):
+        c, r = CHOSEN[i].item(), REJECTED[i].item()
+        if not reference_free:
+            c -= REFERENCE["reference_chosen_log_probs"][i].item()
+            r -= REFERENCE["reference_rejected_log_probs"][i].item()
+        delta = c / TOKENS["chosen_tokens"][i].item() - r / TOKENS["rejected_tokens"][i].item()
+        expected += (delta - 1 / 0.4) ** 2 / 3
+    assert objective.loss(new, {"weights": ONES}, 3.0).value.item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("loss_type", ["hinge", "ipo"])
+def test_label_smoothing_belongs_to_the_sigmoid_loss(loss_type):
+    settings = DPOSettings(type="dpo", loss_type=loss_type, label_smoothing=0.1)
+    assert any(
+        line.startswith("algorithm.label_smoothing") for line in settings.conflicts(TextSampling(max_new_tokens=8))
+    )
+    assert not list(DPOSettings(type="dpo", loss_type=loss_type).conflicts(TextSampling(max_new_tokens=8)))
+
+
+def test_orpo_is_the_papers_loss():
+    objective = ORPO(ORPOSettings(beta=0.3))
+    new = {"chosen_log_probs": CHOSEN, "rejected_log_probs": REJECTED, **TOKENS}
+    loss = objective.loss(new, {"weights": ONES}, 3.0)
+    expected = right = 0.0
+    for c, r, n, m in zip(CHOSEN, REJECTED, TOKENS["chosen_tokens"], TOKENS["rejected_tokens"], strict=True):
+        p, q = math.exp(c / n), math.exp(r / m)
+        ratio = (p / (1 - p)) / (q / (1 - q))
+        right += ratio > 1
+        expected += -math.log(p) - 0.3 * math.log(ratio / (1 + ratio))
+    assert loss.value.item() == pytest.approx(expected / 3, rel=1e-12)
+    assert loss.sums["orpo/accuracy"].item() == right
+
+
+def test_orpo_of_a_certain_response_is_finite():
+    certain = f64([0.0, -1e-9, -1e5]).requires_grad_()
+    log_odds(certain).sum().backward()
+    assert log_odds(certain).isfinite().all()
+    assert certain.grad is not None
+    assert certain.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [DPO(DPOSettings(loss_type="hinge")), DPO(DPOSettings(loss_type="ipo")), ORPO(ORPOSettings())],
+    ids=["hinge", "ipo", "orpo"],
+)
+def test_gradients_are_the_finite_differences(objective):
+    def value(chosen, rejected):
+        new = {"chosen_log_probs": chosen, "rejected_log_probs": rejected, **REFERENCE, **TOKENS}
+        return objective.loss(new, {"weights": ONES}, 3.0).value
+
+    pair = [CHOSEN.clone().requires_grad_(), REJECTED.clone().requires_grad_()]
+    value(*pair).backward()
+    for side in (0, 1):
+        for i in range(3):
+            moved = [[t.detach().clone() for t in pair] for _ in range(2)]
+            moved[0][side][i] += 1e-6
+            moved[1][side][i] -= 1e-6
+            slope = (value(*moved[0]) - value(*moved[1])).item() / 2e-6
+            assert pair[side].grad[i].item() == pytest.approx(slope, abs=1e-8)

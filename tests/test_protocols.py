@@ -27,6 +27,7 @@ from mmrl.algorithms import (
     grpo,
     grpo_guard,
     gspo,
+    orpo,
     picture_dpo,
     ppo,
     refl,
@@ -34,6 +35,7 @@ from mmrl.algorithms import (
     reward_model,
     rloo,
     rwr,
+    sapo,
     srpo,
 )
 from mmrl.algorithms.objective import ForwardProcess, Offline, Pathwise, PolicyGradient
@@ -69,6 +71,7 @@ POLICY_GRADIENT: list[type[PolicyGradient]] = [
     ppo.PPO,
     reinforce_pp.ReinforcePP,
     rloo.RLOO,
+    sapo.SAPO,
 ]
 FORWARD_PROCESS: list[type[ForwardProcess]] = [
     awm.AWM,
@@ -85,6 +88,7 @@ PATHWISE: list[type[Pathwise]] = [
 ]
 OFFLINE: list[type[Offline]] = [
     dpo.DPO,
+    orpo.ORPO,
     picture_dpo.PictureDPO,
     reward_model.RewardModel,
 ]

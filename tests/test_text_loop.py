@@ -89,6 +89,7 @@ ALGORITHMS = {
     "dapo": "{type: dapo}",
     "gspo": "{type: gspo}",
     "cispo": "{type: cispo, entropy_coef: 0.01}",
+    "sapo": "{type: sapo, kl_coef: 0.01, kl_estimator: k3+}",
     "ppo": "{type: ppo, critic_lr: 1.0e-3}",
     "capo": "{type: capo}",
 }
@@ -111,6 +112,31 @@ def test_every_algorithm_runs_in_the_one_loop(folder, name, updates):
         assert rows[1]["value/grad_norm"] > 0
     if name == "capo":
         assert 0.1 < rows[0]["advantage/wrong_step_fraction"] < 0.6
+
+
+@cache
+def collected(setting="kl_coef: 0.0"):
+    """A batch of the shipped recipe, of which some responses are cut and some groups are all alike."""
+    loaded = load_recipe(["sums"], [f"algorithm={{type: grpo, {setting}}}", "sampling.max_new_tokens=32"])
+    run = build(loaded.recipe, loaded.root)
+    slots = run.controller.slots(0, run.prompts, run.recipe.train.prompts_per_step)
+    return collect_batch(run, slots, 0, Clock(torch.device("cpu")), StepMetrics()), loaded.recipe.train.group_size
+
+
+def test_cut_responses_are_left_out_where_the_recipe_says_so():
+    (plain, _), (masked, _) = collected(), collected("mask_truncated: true")
+    cut = torch.tensor([plain.micro_batches[m].truncated[i].item() for m, i in plain.places])
+    assert 0 < cut.sum() < len(cut), "the batch has both kinds"
+    assert plain.weights.tolist() == [1.0] * len(cut)
+    assert masked.weights.tolist() == (~cut).float().tolist()
+    assert torch.equal(plain.advantages, masked.advantages), "their rewards count in their groups"
+
+
+def test_groups_without_an_advantage_are_left_out_where_the_recipe_says_so():
+    (plain, size), (dropped, _) = collected(), collected("drop_zero_std_groups: true")
+    flat = (plain.advantages.view(-1, size) == 0).all(1).repeat_interleave(size)
+    assert 0 < flat.sum() < len(flat), "the batch has both kinds"
+    assert dropped.weights.tolist() == (~flat).float().tolist()
 
 
 def gradient(run):

@@ -5,6 +5,7 @@ the batch below. verl whitens with the sample's standard deviation, this package
 """
 
 import dataclasses
+import itertools
 import math
 import threading
 
@@ -17,17 +18,19 @@ from hypothesis import strategies as st
 from mmrl.algorithms.advantages import flat_groups, group_advantages, group_statistics, leave_one_out
 from mmrl.algorithms.dapo import overlong_punishment
 from mmrl.algorithms.dr_grpo import DrGRPO, DrGRPOSettings
-from mmrl.algorithms.mismatch import mismatch
+from mmrl.algorithms.mismatch import Correction, mismatch
 from mmrl.algorithms.objective import Scored
-from mmrl.algorithms.policy_gradient import k3
+from mmrl.algorithms.policy_gradient import clipped_surrogate, divergence, k3
 from mmrl.algorithms.ppo import clipped_value_loss
 from mmrl.algorithms.returns import gae, reward_to_go, whiten
 from mmrl.algorithms.settings import with_length_limit
 from mmrl.algorithms.voting import vote
 from mmrl.config.algorithms import find_algorithm
+from mmrl.config.rollout import Rejection, Rollout
+from mmrl.config.sampling import TextSampling
 from mmrl.errors import UserError
 
-TOKEN_TYPES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "ppo", "capo"]
+TOKEN_TYPES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "sapo", "ppo", "capo"]
 MODES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 
@@ -634,7 +637,8 @@ def test_mismatch_estimates_the_divergence_of_engine_and_trainer():
     trainer = f64([0.4, 0.4, 0.2]).log()
     drawn = [0, 0, 1, 2]
     expected = sum(p * (math.log(p) - float(q)) for p, q in zip((0.5, 0.25, 0.25), trainer, strict=True))
-    out = mismatch(trainer[drawn].view(2, 2), engine[drawn].view(2, 2), torch.ones(2, 2), "token", cap=1.5)
+    ones = torch.ones(2, 2)
+    out = mismatch(trainer[drawn].view(2, 2), engine[drawn].view(2, 2), ones, Correction("token", cap=1.5))
     metrics = out.metrics()
     assert metrics["mismatch/kl"] == pytest.approx(expected)
     assert metrics["mismatch/kl_k3"] == pytest.approx(expected)  # exp(d) - 1 has mean 0 under the engine
@@ -644,13 +648,13 @@ def test_mismatch_estimates_the_divergence_of_engine_and_trainer():
     assert out.weights.flatten().tolist() == pytest.approx([0.8, 0.8, 1.5, 0.8])
     assert metrics["mismatch/weight_mean"] == pytest.approx((0.8 * 3 + 1.5) / 4)
     assert metrics["mismatch/weight_clipped"] == 0.25
-    uncut = mismatch(trainer[drawn].view(2, 2), engine[drawn].view(2, 2), torch.ones(2, 2), "token", cap=100.0)
+    uncut = mismatch(trainer[drawn].view(2, 2), engine[drawn].view(2, 2), ones, Correction("token", cap=100.0))
     assert uncut.metrics()["mismatch/weight_mean"] == pytest.approx(1.0)
 
 
 def test_sequence_weights_are_products_with_a_cap():
     d = f64([[0.1, 0.2, 9.0], [0.5, 0.5, 0.0]])
-    out = mismatch(d, torch.zeros_like(d), f64([[1, 1, 0], [1, 1, 1]]), "sequence", cap=2.0)
+    out = mismatch(d, torch.zeros_like(d), f64([[1, 1, 0], [1, 1, 1]]), Correction("sequence", cap=2.0))
     assert out.weights is not None
     assert out.weights.shape == (2, 1)
     assert out.weights.flatten().tolist() == pytest.approx([math.exp(0.3), 2.0])
@@ -661,7 +665,7 @@ def test_sequence_weights_are_products_with_a_cap():
 @pytest.mark.parametrize("level", ["token", "sequence", "none"])
 def test_no_gap_has_weight_one_and_padding_is_ignored(level):
     trainer = torch.where(MASK > 0, OLD, math.nan)
-    out = mismatch(trainer, OLD, MASK, level)
+    out = mismatch(trainer, OLD, MASK, Correction(level))
     assert (out.weights is None) == (level == "none")
     if out.weights is not None:
         assert out.weights.eq(1).all()
@@ -670,10 +674,151 @@ def test_no_gap_has_weight_one_and_padding_is_ignored(level):
 
 
 def test_huge_gaps_stay_numbers():
-    out = mismatch(torch.tensor([[0.0, -1000.0]]), torch.tensor([[-1000.0, 0.0]]), torch.ones(1, 2), "token")
+    trainer, engine = torch.tensor([[0.0, -1000.0], [-1000.0, 0.0]]).unsqueeze(1)
+    out = mismatch(trainer, engine, torch.ones(1, 2), Correction("token"))
     assert out.weights is not None
     assert out.weights[0, 0] == 2.0
     assert all(math.isfinite(v) for v in out.metrics().values())
+
+
+def rejecting(statistic, high, low=None):
+    return Correction("none", rejection=[Rejection(statistic=statistic, high=high, low=low)])
+
+
+GAPS = f64([[0.1, 0.2, -0.6], [0.3, -0.1, 0.0], [-0.2, 0.0, 0.0]])
+COUNTED = f64([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("statistic", "of", "high", "low"),
+    [
+        ("token_k1", lambda d: [math.exp(x) for x in d], 1.25, None),
+        ("token_k1", lambda d: [math.exp(x) for x in d], 1.25, 0.5),
+        ("token_k2", lambda d: [x * x / 2 for x in d], 0.03, None),
+        ("token_k3", lambda d: [math.exp(x) - 1 - x for x in d], 0.03, None),
+        ("seq_sum_k1", lambda d: math.exp(sum(d)), 1.25, 0.8),
+        ("seq_sum_k2", lambda d: sum(x * x / 2 for x in d), 0.05, None),
+        ("seq_sum_k3", lambda d: sum(math.exp(x) - 1 - x for x in d), 0.05, None),
+        ("seq_mean_k1", lambda d: math.exp(sum(d) / len(d)), 1.15, None),
+        ("seq_mean_k2", lambda d: sum(x * x / 2 for x in d) / len(d), 0.03, None),
+        ("seq_mean_k3", lambda d: sum(math.exp(x) - 1 - x for x in d) / len(d), 0.03, None),
+        ("seq_max_k2", lambda d: max(x * x / 2 for x in d), 0.05, None),
+        ("seq_max_k3", lambda d: max(math.exp(x) - 1 - x for x in d), 0.05, None),
+    ],
+)
+def test_rejection_leaves_out_what_is_beyond(statistic, of, high, low):
+    out = mismatch(GAPS, torch.zeros_like(GAPS), COUNTED, rejecting(statistic, high, low))
+    floor = (1 / high if low is None else low) if statistic.endswith("k1") else -math.inf
+    rejected = tokens = 0
+    for row, mask, weights in zip(GAPS.tolist(), COUNTED.tolist(), out.weights.tolist(), strict=True):
+        inside = [x for x, m in zip(row, mask, strict=True) if m]
+        values = of(inside)
+        values = values if isinstance(values, list) else [values] * len(inside)
+        expected = [float(floor <= v <= high) for v in values]
+        assert weights[: len(expected)] == expected if len(weights) > 1 else weights * len(expected) == expected
+        rejected, tokens = rejected + expected.count(0.0), tokens + len(expected)
+    assert 0 < rejected < tokens
+    assert out.metrics()["mismatch/rejected"] == pytest.approx(rejected / tokens)
+
+
+def test_masked_weights_beyond_the_limits_are_zero_as_trls_sequence_mask():
+    d = f64([[1.0, 0.2], [0.3, 0.1], [-2.0, 0.0]])
+    correction = Correction("sequence", cap=3.0, floor=0.2, mode="mask")
+    out = mismatch(d, torch.zeros_like(d), torch.ones_like(d), correction)
+    assert out.weights.flatten().tolist() == pytest.approx([0.0, math.exp(0.4), 0.0])
+    cut = mismatch(d, torch.zeros_like(d), torch.ones_like(d), Correction("sequence", cap=3.0, floor=0.2))
+    assert cut.weights.flatten().tolist() == pytest.approx([3.0, math.exp(0.4), 0.2])
+    assert out.metrics()["mismatch/weight_clipped"] == pytest.approx(2 / 3)
+
+
+def test_rejection_and_weights_multiply_and_each_test_must_be_passed():
+    tests = [Rejection(statistic="token_k1", high=1.25), Rejection(statistic="seq_mean_k2", high=0.03)]
+    out = mismatch(GAPS, torch.zeros_like(GAPS), COUNTED, Correction("token", rejection=tests))
+    assert out.weights[0].tolist() == [0.0, 0.0, 0.0]
+    assert out.weights[1, :2].tolist() == pytest.approx([0.0, math.exp(-0.1)])
+
+
+def test_statistics_that_cannot_be_are_refused():
+    for kind in ("k2", "k3"):
+        with pytest.raises(ValueError, match="has no lower bound; remove it"):
+            Rejection(statistic=f"token_{kind}", high=1.0, low=0.5)
+    with pytest.raises(ValueError, match="is not below high"):
+        Rejection(statistic="seq_mean_k1", high=1.1, low=1.2)
+    with pytest.raises(ValueError, match="is not below importance_cap"):
+        Rollout(importance_floor=2.0)
+
+
+# The divergence's estimators, dual clip, SAPO.
+
+SAMPLING = TextSampling(max_new_tokens=8)
+
+
+@pytest.mark.parametrize("limit", [None, 0.1])
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "k1+", "k3+"])
+def test_estimators_have_schulmans_values_and_gradients(name, limit):
+    x = NEW.clone().requires_grad_()
+    found = divergence(x, REFERENCE, MASK > 0, name, limit)
+    found.sum().backward()
+    values = {
+        "k1": (lambda d: -d, lambda d: 1.0),
+        "k2": (lambda d: d * d / 2, lambda d: -d),
+        "k3": (lambda d: math.exp(d) - d - 1, lambda d: 1 - math.exp(d)),
+    }
+    of, slope_of = values[name[:2]][0], values["k2" if name.endswith("+") else name][1]
+    sloped = values["k2"][0] if name.endswith("+") else of
+    for i, t in itertools.product(range(4), range(3)):
+        d = (REFERENCE - NEW)[i, t].item()
+        value = of(d) if limit is None else max(-limit, min(limit, of(d)))
+        slope = slope_of(d) if limit is None or abs(sloped(d)) < limit else 0.0
+        inside = MASK[i, t].item()
+        assert found[i, t].item() == pytest.approx(value * inside, abs=1e-12)
+        assert x.grad[i, t].item() == pytest.approx(slope * inside, abs=1e-12)
+
+
+def test_the_estimator_is_the_one_of_the_loss():
+    losses = {name: run(objective("grpo", kl_coef=1.0, kl_estimator=name))[0] for name in ("k1", "k2", "k3", "k3+")}
+    assert len({loss.value.item() for loss in losses.values()}) == 3
+    assert losses["k3"].value.item() == losses["k3+"].value.item()
+    assert not torch.allclose(
+        gradient(objective("grpo", kl_coef=1.0)), gradient(objective("grpo", kl_coef=1.0, kl_estimator="k3+"))
+    )
+
+
+@pytest.mark.parametrize("name", ["rloo", "ppo", "reinforce_pp"])
+def test_an_estimator_that_nothing_uses_is_refused(name):
+    settings = find_algorithm(name).settings(type=name, kl_estimator="k1", kl_coef=0.1)
+    lines = list(settings.conflicts(SAMPLING))
+    assert any("algorithm.kl_estimator" in line and "remove the key" in line for line in lines)
+    settings = find_algorithm("grpo").settings(type="grpo", kl_max=1.0, kl_coef=0)
+    assert any("set kl_coef" in line for line in settings.conflicts(SAMPLING))
+
+
+def test_dual_clip_bounds_what_a_negative_advantage_adds():
+    log_ratio = f64([[0.1, 1.5, 1.5, -1.0]]).requires_grad_()
+    advantages = f64([[-1.0, -1.0, 1.0, -1.0]])
+    made = clipped_surrogate(log_ratio, advantages, 0.2, 0.2, 3.0)
+    assert made.loss.flatten().tolist() == pytest.approx([math.exp(0.1), 3.0, -1.2, 0.8])
+    assert made.high.flatten().tolist() == [False, True, True, False]
+    made.loss.sum().backward()
+    assert log_ratio.grad.flatten().tolist() == pytest.approx([math.exp(0.1), 0.0, 0.0, 0.0])
+    assert objective("grpo", dual_clip=3.0).clip == (0.2, 0.2, 3.0)
+
+
+def test_sapo_is_trls():
+    """Of TRL: sigmoid(tau (ratio - 1)) 4 / tau times the advantage, negated; mean over tokens, then over responses."""
+    expected = 0.0
+    for i in range(4):
+        a, n = ADVANTAGES[i].item(), int(LENGTHS[i])
+        tau = 1.0 if a > 0 else 1.05
+        for t in range(n):
+            ratio = math.exp(NEW[i, t] - OLD[i, t])
+            expected -= a * 4 / tau / (1 + math.exp(-tau * (ratio - 1))) / n / 4
+    assert run(objective("sapo"))[0].value.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_sapo_begins_with_the_policy_gradient():
+    plain = gradient(objective("grpo", kl_coef=0), log_probs=OLD)
+    torch.testing.assert_close(gradient(objective("sapo"), log_probs=OLD), plain)
 
 
 # All of it together.

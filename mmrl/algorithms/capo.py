@@ -43,7 +43,7 @@ class CAPO(TokenObjective):
 
     def __init__(self, settings: CAPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
-        self.clip = (settings.clip_low, settings.clip_high)
+        self.clip = settings.clip
         self.outcome_weight, self.step_weight = settings.outcome_weight, settings.step_weight
 
     def advantages(self, scored: Scored) -> Advantages:

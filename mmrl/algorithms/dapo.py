@@ -39,7 +39,7 @@ class DAPO(TokenObjective):
 
     def __init__(self, settings: DAPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
-        self.clip = (settings.clip_low, settings.clip_high)
+        self.clip = settings.clip
         self.advantage_std: Spread = settings.advantage_std
         self.overlong_penalty = settings.overlong_penalty
         self.limit = length_limit(settings) if settings.overlong_buffer and settings.overlong_penalty else 0

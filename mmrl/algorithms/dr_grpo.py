@@ -27,7 +27,7 @@ class DrGRPO(TokenObjective):
 
     def __init__(self, settings: DrGRPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
-        self.clip = (settings.clip_low, settings.clip_high)
+        self.clip = settings.clip
 
     def advantages(self, scored: Scored) -> Advantages:
         return group_advantages(scored.rewards, scored.groups, "none")

@@ -34,7 +34,7 @@ class GRPO(TokenObjective):
 
     def __init__(self, settings: GRPOSettings) -> None:
         super().__init__(settings, settings.aggregation)
-        self.clip = (settings.clip_low, settings.clip_high)
+        self.clip = settings.clip
         self.advantage_std: Spread = settings.advantage_std
 
     def advantages(self, scored: Scored) -> Advantages:

@@ -33,7 +33,7 @@ class GSPO(TokenObjective):
 
     def __init__(self, settings: GSPOSettings) -> None:
         super().__init__(settings)
-        self.clip = (settings.clip_low, settings.clip_high)
+        self.clip = settings.clip
         self.advantage_std: Spread = settings.advantage_std
 
     def advantages(self, scored: Scored) -> Advantages:

@@ -6,14 +6,20 @@ The two compute the same log-probs with other kernels, precision or (an engine t
 - token     c_t = min(exp(d_t), cap)                     (truncated importance sampling, TIS: cap 2)
 - sequence  c   = min(exp(sum_t d_t), cap), one a response
 
+``mode: mask`` sets a weight beyond its limits to 0 in place of the limit. Rejection leaves out tokens or responses by
+other statistics of ``d``: ``k1 = exp(d)``, ``k2 = d^2 / 2``, ``k3 = exp(d) - d - 1``, of a token, or their sum, mean or
+maximum over a response (of ``k1`` those of ``d``, before exp). What is left out still counts in the loss's denominator.
+
 Token weights are biased and steady, a response's product unbiased and wild. The cap of 2 is that of TIS (Yao et al.
-2025, "Your efficient RL framework secretly brings you off-policy RL training") and verl's; TRL 1.16 drops
-responses past 3 instead, which is not built.
+2025, "Your efficient RL framework secretly brings you off-policy RL training") and verl's. TRL's default is one weight
+a response, 0 past 3.
+
+Departs: verl takes rejected tokens out of the denominator, too. Here it is known before the first slice is recomputed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,13 +27,15 @@ import torch
 from torch import Tensor
 
 from mmrl.algorithms.policy_gradient import LOG_RATIO_BOUND
+from mmrl.config.rollout import Rejection, Statistic
 
 Level = Literal["token", "sequence", "none"]
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """``weights`` is ``[B, T]`` (token), ``[B, 1]`` (sequence) or None; 1 outside the mask.
+    """``weights`` is ``[B, T]`` (token, or where single tokens may be rejected), ``[B, 1]`` (sequence) or None; 1
+    outside the mask.
 
     ``sums`` are over the ``tokens`` tokens of the batch and mean something once divided by their number, here or over
     all controllers; ``maxima`` stand as they are.
@@ -45,12 +53,24 @@ class Mismatch:
         return means | {name: value.item() for name, value in self.maxima.items()}
 
 
-def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, level: Level, cap: float = 2.0) -> Mismatch:
+@dataclass(frozen=True)
+class Correction:
+    """How weights are made of the gap: see ``Rollout`` in ``mmrl/config/rollout.py``."""
+
+    level: Level
+    cap: float = 2.0
+    floor: float = 0.0
+    mode: Literal["truncate", "mask"] = "truncate"
+    rejection: Sequence[Rejection] = ()
+
+
+def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, correction: Correction) -> Mismatch:
     """Compare log-probs of the same tokens, ``trainer`` and ``engine`` ``[B, T]``, inside ``mask`` ``[B, T]``.
 
     The engine drew the tokens, so that ``mismatch/kl`` (k1) and ``mismatch/kl_k3`` estimate the divergence of the
     engine from the trainer, in nats per token. ``mismatch/log_prob_gap`` is the mean of ``|d|``;
-    ``mismatch/weight_mean`` (after the cap) and ``mismatch/weight_clipped`` are means over tokens too.
+    ``mismatch/weight_mean`` (after the limits), ``mismatch/weight_clipped`` and ``mismatch/rejected`` are means over
+    tokens, too.
     """
     inside = mask > 0
     d = torch.where(inside, trainer.detach() - engine.detach(), 0.0)
@@ -62,11 +82,42 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, level: Level, cap: f
         "mismatch/log_prob_gap": gap,
     }
     weights = None
-    if level != "none":
-        log_weights = d if level == "token" else d.sum(1, keepdim=True)
+    if correction.level != "none":
+        log_weights = d if correction.level == "token" else d.sum(1, keepdim=True)
         raw = log_weights.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-        weights = raw.clamp(max=cap)
-        logged |= {"mismatch/weight_mean": weights, "mismatch/weight_clipped": (raw > cap).to(d.dtype)}
+        beyond = (raw > correction.cap) | (raw < correction.floor)
+        limited = raw.clamp(correction.floor, correction.cap)
+        weights = torch.where(beyond, 0.0, raw) if correction.mode == "mask" else limited
+        logged |= {"mismatch/weight_mean": weights, "mismatch/weight_clipped": beyond.to(d.dtype)}
+    if correction.rejection:
+        kept = accepted(d, inside, correction.rejection)
+        weights = kept if weights is None else weights * kept
+        logged |= {"mismatch/rejected": 1 - kept, "mismatch/weight_mean": weights}
     sums = {name: (value * inside).sum() for name, value in logged.items()}
     maxima = {"mismatch/log_prob_gap_max": gap.max() if gap.numel() else gap.sum()}
     return Mismatch(weights, sums, maxima, inside.sum().float())
+
+
+def accepted(d: Tensor, inside: Tensor, rejection: Sequence[Rejection]) -> Tensor:
+    """1 where every test is passed and 0 elsewhere, of ``d`` (trainer less engine, 0 outside ``inside``) ``[B, T]``:
+    ``[B, T]``, or ``[B, 1]`` where all tests are of responses."""
+    kept = torch.ones_like(d[:, :1])
+    for test in rejection:
+        value = statistic(d, inside, test.statistic)
+        good = value <= test.high
+        if test.statistic.endswith("k1"):
+            good &= value >= (1 / test.high if test.low is None else test.low)
+        kept = kept * (good | ~inside if good.shape == inside.shape else good).to(d.dtype)
+    return kept
+
+
+def statistic(d: Tensor, inside: Tensor, name: Statistic) -> Tensor:
+    """``[B, T]`` of tokens, ``[B, 1]`` of responses; a response without a token has that of no gap."""
+    of, _, estimator = name.rpartition("_")
+    bounded = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    values = {"k1": d, "k2": 0.5 * d.square(), "k3": bounded.exp() - bounded - 1}[estimator]
+    if of != "token":
+        values = torch.where(inside, values, 0.0)
+        whole = values.amax(1, keepdim=True) if of == "seq_max" else values.sum(1, keepdim=True)
+        values = whole / inside.sum(1, keepdim=True).clamp(min=1) if of == "seq_mean" else whole
+    return values.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() if estimator == "k1" else values

@@ -1,10 +1,11 @@
 """Shared code of the policy gradients over tokens: ratio, aggregation, KL to the reference, entropy and metrics.
 
-    L = sum_t w_t [ c_t surrogate_t + kl_coef k3_t - entropy_coef H_t ] / total
+    L = sum_t w_t [ c_t surrogate_t + kl_coef KL_t - entropy_coef H_t ] / total
 
 ``w`` are the weights of ``mmrl.algorithms.aggregation``, ``c`` the truncated importance weights of a rollout engine
-(``mmrl.algorithms.mismatch``) where there are any, ``k3 = exp(d) - d - 1`` with ``d = log(reference / policy)``
-(Schulman, "Approximating KL divergence", 2020; GRPO, arXiv 2402.03300, eq. 4).
+(``mmrl.algorithms.mismatch``) where there are any, ``KL`` one of Schulman's estimators ("Approximating KL divergence",
+2020) with ``d = log(reference / policy)``: ``k1 = -d``, ``k2 = d^2 / 2``, ``k3 = exp(d) - d - 1`` (GRPO, arXiv
+2402.03300, eq. 4).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from mmrl.algorithms.advantages import Advantages
 from mmrl.algorithms.aggregation import Aggregation
 from mmrl.algorithms.objective import Loss, Scored
-from mmrl.algorithms.settings import AggregationMode, TokenSettings, length_limit
+from mmrl.algorithms.settings import AggregationMode, KLEstimator, TokenSettings, length_limit
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios beyond it are cut: exp of them would overflow, and infinity times a clipped gradient of 0 is no number."""
@@ -58,6 +59,8 @@ class TokenObjective(ABC):
         Raises ``UserError`` where a length limit is needed and neither section gives one.
         """
         self.kl_coef = settings.kl_coef if kl_in_loss else 0.0
+        self.kl_estimator: KLEstimator = settings.kl_estimator
+        self.kl_max = settings.kl_max
         self.entropy_coef = settings.entropy_coef
         norm = length_limit(settings) if aggregation == "seq_mean_token_sum_norm" else 1
         self.aggregation = Aggregation(aggregation, float(norm))
@@ -117,21 +120,50 @@ class TokenObjective(ABC):
         """What is added to the surrogate: the log's name to a coefficient (0: only logged) and ``[B, T]``."""
         out: dict[str, tuple[float, Tensor]] = {}
         if "reference_log_probs" in new:
-            out["policy/kl"] = (self.kl_coef, k3(new["log_probs"], new["reference_log_probs"], inside))
+            kl = divergence(new["log_probs"], new["reference_log_probs"], inside, self.kl_estimator, self.kl_max)
+            out["policy/kl"] = (self.kl_coef, kl)
         if "entropy" in new:
             out["policy/entropy"] = (-self.entropy_coef, torch.where(inside, new["entropy"], 0.0))
         return out
 
 
-def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Surrogate:
+def clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None = None
+) -> Surrogate:
     """PPO's clipped surrogate (arXiv 1707.06347, eq. 7) as a loss, with a lower and an upper range (DAPO, eq. 8).
 
-    ``log_ratio`` and ``advantages`` broadcast to the shape of the result.
+    ``log_ratio`` and ``advantages`` broadcast to the shape of the result. With ``dual_clip`` a negative advantage
+    counts at most that many times (arXiv 1912.09729, eq. 5).
     """
     ratio = log_ratio.exp()
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     at = ratio.detach()
-    return Surrogate(loss, ratio, (at < 1 - low) & (advantages < 0), (at > 1 + high) & (advantages > 0))
+    above = (at > 1 + high) & (advantages > 0)
+    if dual_clip is not None:
+        negative = advantages < 0
+        loss = torch.where(negative, torch.minimum(loss, -advantages * dual_clip), loss)
+        above = above | ((at > dual_clip) & negative)
+    return Surrogate(loss, ratio, (at < 1 - low) & (advantages < 0), above)
+
+
+def divergence(
+    log_probs: Tensor, reference: Tensor, inside: Tensor, estimator: KLEstimator = "k3", limit: float | None = None
+) -> Tensor:
+    """An estimate of the divergence from the reference, ``[B, T]``, in nats; 0 outside ``inside`` ``[B, T]`` (bool).
+
+    ``limit`` clamps each value, whose gradient is 0 beyond it. The limit of a straight-through estimator clamps both of
+    its parts.
+    """
+    d = torch.where(inside, reference - log_probs, 0.0)
+
+    def one(name: str) -> Tensor:
+        value = -d if name == "k1" else 0.5 * d.square() if name == "k2" else k3(log_probs, reference, inside)
+        return value if limit is None else value.clamp(-limit, limit)
+
+    if not estimator.endswith("+"):
+        return one(estimator)
+    slope = one("k2")
+    return one(estimator[:2]).detach() + slope - slope.detach()
 
 
 def k3(log_probs: Tensor, reference: Tensor, inside: Tensor) -> Tensor:

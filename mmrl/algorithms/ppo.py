@@ -41,13 +41,17 @@ class PPOSettings(ClippedSettings, CriticSettings):
     def compares_group(self) -> bool:
         return False
 
+    @property
+    def divergence_in_loss(self) -> bool:
+        return False
+
 
 class PPO(TokenObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``. ``old`` has values and returns ``[B, T]`` too."""
 
     def __init__(self, settings: PPOSettings) -> None:
         super().__init__(settings, settings.aggregation, kl_in_loss=False)
-        self.clip = (settings.clip_low, settings.clip_high)
+        self.clip = settings.clip
         self.gamma, self.gae_lambda = settings.gamma, settings.gae_lambda
         self.value_clip = settings.value_clip
         self.reward_kl_coef = settings.kl_coef

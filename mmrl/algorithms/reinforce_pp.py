@@ -43,6 +43,10 @@ class ReinforcePPSettings(ClippedSettings):
     def compares_group(self) -> bool:
         return self.variant == "baseline"
 
+    @property
+    def divergence_in_loss(self) -> bool:
+        return False
+
 
 class ReinforcePP(TokenObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
@@ -50,7 +54,7 @@ class ReinforcePP(TokenObjective):
     def __init__(self, settings: ReinforcePPSettings) -> None:
         self.baseline = settings.variant == "baseline"
         super().__init__(settings, settings.aggregation, kl_in_loss=self.baseline)
-        self.clip = (settings.clip_low, settings.clip_high)
+        self.clip = settings.clip
         self.gamma = settings.gamma
         self.reward_kl_coef = 0.0 if self.baseline else settings.kl_coef
         if self.reward_kl_coef:

@@ -28,13 +28,17 @@ class RLOOSettings(ClippedSettings):
     kl_coef: NonNegative = 0.05
     """Of the response's divergence, taken from its reward (TRL's default)."""
 
+    @property
+    def divergence_in_loss(self) -> bool:
+        return False
+
 
 class RLOO(TokenObjective):
     """Final class; see ``mmrl.algorithms.objective.PolicyGradient``."""
 
     def __init__(self, settings: RLOOSettings) -> None:
         super().__init__(settings, kl_in_loss=False)
-        self.clip = (settings.clip_low, settings.clip_high)
+        self.clip = settings.clip
         self.reward_kl_coef = settings.kl_coef
         if self.reward_kl_coef:
             self.prepares = frozenset({"log_probs", "reference_log_probs"})

@@ -24,6 +24,7 @@ AdvantageAggregation = Literal["sum", "each", "gdpo"]
 """How several rewards become one advantage: of their weighted sum; one of each reward, then their weighted sum
 (MixGRPO, arXiv 2507.21802), so that a reward that varies much does not drown the others; or the same, standardised over
 the batch again (GDPO, arXiv 2601.05242)."""
+KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 AggregationMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 """How the losses of tokens become one number, by the field's names: over all tokens alike, or per response first."""
 
@@ -75,15 +76,40 @@ class TokenSettings(AlgorithmSettings):
     trains_on: ClassVar[TrainsOn] = "tokens"
     kl_coef: NonNegative = 0.0
     """Weight of the divergence from the reference model; 0 needs no reference."""
+    kl_estimator: KLEstimator = "k3"
+    """Estimator of that divergence in the loss (Schulman 2020). ``k1+`` and ``k3+`` have the value of k1 and k3 and the
+    gradient of k2, which is the unbiased one (straight-through; verl's ``kl+`` and ``low_var_kl+``)."""
+    kl_max: PositiveFloat | None = None
+    """Limit of the estimate of a token, in nats: it is clamped to [-kl_max, kl_max], and has no gradient beyond
+    (verl: 10 for k3)."""
     entropy_coef: NonNegative = 0.0
     """Weight of the policy's entropy, which is raised."""
     max_new_tokens: PositiveInt | None = None
     """The length limit that ``seq_mean_token_sum_norm`` divides by and that overlong responses are measured against;
     None takes sampling.max_new_tokens."""
+    mask_truncated: bool = False
+    """Leave responses that were cut at the length limit out of the loss and its mean; their rewards still count in
+    their group's. TRL calls it ``mask_truncated_completions``."""
+    drop_zero_std_groups: bool = False
+    """Leave groups in which no sample has an advantage out of the loss's mean, to which they add 0 otherwise."""
     dynamic_sampling: bool = False
     """Draw other prompts in place of groups whose rewards are all equal (DAPO)."""
     max_attempts: PositiveInt = 10
     """Rounds of sampling in a step at most, where dynamic_sampling is on."""
+
+    @property
+    def divergence_in_loss(self) -> bool:
+        """Whether the divergence is a term of the loss with the estimator that the recipe names."""
+        return True
+
+    def conflicts(self, sampling: Sampling | TextSampling) -> Iterator[str]:
+        yield from super().conflicts(sampling)
+        changed = {"kl_estimator": self.kl_estimator != "k3", "kl_max": self.kl_max is not None}
+        for key in (key for key, is_changed in changed.items() if is_changed):
+            if not self.divergence_in_loss:
+                yield f"algorithm.{key}: {self.label} does not add the divergence to the loss this way; remove the key"
+            elif not self.kl_coef:
+                yield f"algorithm.{key}: kl_coef is 0, so no divergence is computed; set kl_coef, or remove the key"
 
 
 class ClippedSettings(TokenSettings):
@@ -91,6 +117,14 @@ class ClippedSettings(TokenSettings):
 
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     clip_high: PositiveFloat = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Upper limit of the ratio where the advantage is negative (dual-clip PPO, arXiv 1912.09729, eq. 5; verl's
+    ``clip_ratio_c``, 3 there). None sets no limit."""
+
+    @property
+    def clip(self) -> tuple[float, float, float | None]:
+        """The clip ranges as ``clipped_surrogate`` takes them."""
+        return self.clip_low, self.clip_high, self.dual_clip
 
 
 class CriticSettings(TokenSettings):
@@ -123,6 +157,8 @@ class PictureSettings(AlgorithmSettings):
     advantage_std: Spread = "batch"
     """Divide the centred reward by the group's standard deviation or by the batch's (Flow-GRPO's default)."""
     advantage_aggregation: AdvantageAggregation = "sum"
+    drop_zero_std_groups: bool = False
+    """Leave groups in which no sample has an advantage out of the loss's mean, to which they add 0 otherwise."""
 
 
 class StepSettings(PictureSettings):

@@ -79,10 +79,10 @@ def batch_for(objective: Objective, settings: AlgorithmSettings, *, fresh: bool 
     else:
         new = {name: normal(ROWS) for name in sorted(objective.needs)}
         made = Batch(
-            {name: 0.01 * t.abs() if name.endswith("_error") else t for name, t in new.items()},
+            {name: _of_pair(name, t) for name, t in new.items()},
             {"weights": weights, "margins": normal(ROWS).abs()},
             torch.ones(ROWS, dtype=torch.float64),
-            tuple(name for name in new if not name.startswith("reference_")),
+            tuple(name for name in new if not name.startswith("reference_") and not name.endswith("_tokens")),
         )
     known = objective.needs | {"target", "x_s", "x0", "sigma", "from"}
     return Batch(
@@ -93,6 +93,15 @@ def batch_for(objective: Objective, settings: AlgorithmSettings, *, fresh: bool 
         made.columns,
         made.constants,
     )
+
+
+def _of_pair(name: str, values: Tensor) -> Tensor:
+    """``values`` ``[B]`` in the range of what a pair of texts or pictures has under this name."""
+    if name.endswith("_error"):
+        return 0.01 * values.abs()
+    if name.endswith("_tokens"):
+        return 3 + values.abs().round()
+    return values - 5 if name.endswith("_log_probs") else values
 
 
 def _tokens(normal, moved: float) -> Batch:

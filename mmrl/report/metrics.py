@@ -53,7 +53,8 @@ METRICS: dict[str, str] = {
     "mismatch/log_prob_gap": "|Log-prob of the trainer - of the sampler| per token or denoising step, mean.",
     "mismatch/log_prob_gap_max": "The largest such gap.",
     "mismatch/weight_mean": "Truncated importance weight against that gap, mean over tokens.",
-    "mismatch/weight_clipped": "Fraction of tokens whose weight was cut at the cap.",
+    "mismatch/weight_clipped": "Fraction of tokens whose weight was beyond its limits.",
+    "mismatch/rejected": "Fraction of tokens that rollout.rejection left out.",
     "text/length": "Tokens of a response, including the end-of-text token, mean.",
     "text/truncated": "Fraction of responses cut at sampling.max_new_tokens.",
     "sampling/rounds": "Dynamic sampling: rounds of sampling in the step. Partial rollout: of cut_after tokens each.",
@@ -78,6 +79,10 @@ METRICS: dict[str, str] = {
     "dpo/margin": "dpo: implicit reward of the better text minus that of the worse one, mean.",
     "dpo/chosen_reward": "dpo: implicit reward of the better text, mean.",
     "dpo/rejected_reward": "dpo: implicit reward of the worse text, mean.",
+    "orpo/accuracy": "orpo: fraction of pairs whose better text has the larger odds.",
+    "orpo/log_odds_ratio": "orpo: log odds of the better text minus those of the worse one, mean.",
+    "orpo/odds_loss": "orpo: -log sigmoid of that, mean.",
+    "orpo/likelihood_loss": "orpo: negative log-likelihood of the better text, nats per token, mean.",
     "reward_model/accuracy": "reward_model: fraction of pairs whose better text scores higher.",
     "reward_model/margin": "reward_model: score of the better text minus that of the worse one, mean.",
     "reward_model/score": "reward_model: score, mean over both texts.",
@@ -126,7 +131,7 @@ made from this table (a test compares them)."""
 
 def of_pairs(keys: Iterable[str]) -> list[str]:
     """Those that say how a model judges given pairs (``dpo/accuracy``), which stand where others have rewards."""
-    return [key for key in keys if key.startswith(("dpo/", "reward_model/"))]
+    return [key for key in keys if key.startswith(("dpo/", "orpo/", "reward_model/"))]
 
 
 def describe(key: str) -> str | None:

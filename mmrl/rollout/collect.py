@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mmrl.algorithms.advantages import Advantages
 from mmrl.algorithms.multi_reward import aggregated
 from mmrl.algorithms.objective import Scored, advantages_of, prepared_by, sampler
 from mmrl.algorithms.settings import AdvantageAggregation
@@ -42,13 +43,29 @@ def collect_batch(run: StepContext, slots: list[Slot], step: int, clock: Clock, 
             scored = prepare(run, batch, scored)
     how: AdvantageAggregation = getattr(run.recipe.algorithm, "advantage_aggregation", "sum")
     advantages = aggregated(advantages_of(run.objective), scored, how)
-    batch.advantages, batch.weights = advantages.values, advantages.valid.float()
+    batch.advantages, batch.weights = advantages.values, row_weights(run, batch, scored.groups, advantages)
     if advantages.returns is not None:
         batch.prepared["returns"] = advantages.returns
     if scored.mask is not None:
         metrics.set(text_metrics(batch, scored.mask))
     metrics.set({"advantage/zero_std_groups": advantages.zero_std_groups / advantages.groups, **advantages.metrics})
     return batch
+
+
+def row_weights(run: StepContext, batch: Batch, groups: Tensor, advantages: Advantages) -> Tensor:
+    """``[B]`` float32: 1 for each row that counts in the update's mean, and 0 for those left out.
+
+    Left out are rows without a reward, and where the algorithm's settings say so responses cut at the length limit
+    (``mask_truncated``) and groups without an advantage (``drop_zero_std_groups``).
+    """
+    settings, counts = run.recipe.algorithm, advantages.valid.clone()
+    if getattr(settings, "mask_truncated", False):
+        counts &= ~torch.tensor(truncated_rows(batch))
+    if getattr(settings, "drop_zero_std_groups", False):
+        sizes = advantages.values.abs().reshape(len(groups), -1).sum(1) * advantages.valid
+        total = torch.zeros(int(groups.max()) + 1).index_add(0, groups, sizes)
+        counts &= total[groups] > 0
+    return counts.float()
 
 
 class SynchronousRollout:
@@ -306,6 +323,11 @@ def reward_metrics(
 
 def text_metrics(batch: Batch, mask: Tensor) -> dict[str, float]:
     """Length of the responses and how many were cut."""
-    truncated = [t.truncated.tolist() for t in batch.micro_batches]  # type: ignore[union-attr]
-    cut = [truncated[m][i] for m, i in batch.places]
+    cut = truncated_rows(batch)
     return {"text/length": mask.sum(1).mean().item(), "text/truncated": sum(cut) / len(cut)}
+
+
+def truncated_rows(batch: Batch) -> list[bool]:
+    """Of each row of text: whether it was cut at the length limit."""
+    truncated = [t.truncated.tolist() for t in batch.micro_batches]  # type: ignore[union-attr]
+    return [truncated[m][i] for m, i in batch.places]

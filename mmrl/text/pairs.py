@@ -111,11 +111,15 @@ class Pairs:
 
     def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         """What is needed of chosen_log_probs, rejected_log_probs, the same of the reference without a graph, and
-        chosen_scores, rejected_scores: ``[B]`` float32 each. Log-probs are summed over the text and its end."""
+        chosen_scores, rejected_scores: ``[B]`` float32 each. Log-probs are summed over the text and its end, whose
+        tokens are counted by chosen_tokens and rejected_tokens."""
         both = self._both(trajectory.slots)
         if self.scores:
             return _halves("scores", self.pipeline.response_scores(both))
         out = _halves("log_probs", self._log_probs(both))
+        if "chosen_tokens" in needs:
+            assert both.mask is not None
+            out |= _halves("tokens", both.mask.sum(1))
         if any(name.startswith("reference_") for name in needs):
             with torch.no_grad(), weights("reference"):
                 out |= {f"reference_{k}": v for k, v in _halves("log_probs", self._log_probs(both)).items()}

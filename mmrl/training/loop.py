@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmrl import finite
-from mmrl.algorithms.mismatch import mismatch
+from mmrl.algorithms.mismatch import Correction, mismatch
 from mmrl.algorithms.objective import Pathwise, copies_of
 from mmrl.controller.randomness import generator
 from mmrl.engines.policy import snapshot_name
@@ -138,7 +138,10 @@ def importance_weights(
     same = rollout.engine == "transformers" and not run.strategy.staleness
     how = ("none" if same else "token") if rollout.importance == "auto" else rollout.importance
     counted = old["mask"] * old["weights"].unsqueeze(1)
-    gap = mismatch(own, old["rollout_log_probs"], counted, how, rollout.importance_cap)
+    correction = Correction(
+        how, rollout.importance_cap, rollout.importance_floor, rollout.importance_mode, rollout.rejection
+    )
+    gap = mismatch(own, old["rollout_log_probs"], counted, correction)
     metrics.gather(gap.sums, gap.maxima, gap.tokens)
     return old | {"log_probs": own} | ({} if gap.weights is None else {"importance": gap.weights})
 
