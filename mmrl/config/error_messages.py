@@ -17,6 +17,7 @@ from mmrl.config.algorithms import AlgorithmError, find_algorithm, shipped_algor
 from mmrl.config.aliases import not_asked
 from mmrl.config.errors import Finding, KeyPath, did_you_mean
 from mmrl.config.layers import Tree, kind_of, parse_key
+from mmrl.config.peer_names import peer_message
 from mmrl.config.sampling import TextSampling
 from mmrl.config.sampling import kind_of as sampling_kind
 from mmrl.config.schema import Recipe
@@ -110,7 +111,9 @@ def _unknown(path: KeyPath, values: dict[str, Any]) -> str:
             f"belongs to type {owners}, this section's type is {type_}; remove it, "
             f"or replace the whole section with '{name}={{type: {type_}}}'{listed}"
         )
-    return f"unknown key{_meant(key, path[:-1], siblings)}{listed}"
+    ours = key in _all_keys() or key in {dotted.rpartition(".")[2] for dotted in _all_keys()}
+    peer = "" if ours else peer_message(".".join(map(str, path)), _at(values, path))
+    return f"unknown key{peer or _meant(key, path[:-1], siblings)}{listed}"
 
 
 def _meant(key: str, parent: KeyPath, siblings: list[str]) -> str:

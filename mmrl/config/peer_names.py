@@ -1,0 +1,247 @@
+"""Names of settings in TRL, verl and diffusers' training scripts, and what stands for them in a recipe.
+
+An error about an unknown key uses the tables, and ``python -m mmrl.config.peer_names`` prints docs/from_others.md from
+them. A name that recipes have too, such as ``temperature``, needs no line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+
+class Here(NamedTuple):
+    """What stands for a setting: keys of a recipe, or an option of ``mmrl train``; nothing where mmrl has no equal."""
+
+    keys: tuple[str, ...]
+    note: str = ""
+
+    def __str__(self) -> str:
+        return " and ".join(self.keys) + (f" ({self.note})" if self.keys and self.note else self.note)
+
+
+def _here(*keys: str, note: str = "") -> Here:
+    return Here(keys, note)
+
+
+TRL: Mapping[str, Here] = {
+    "model_name_or_path": _here("model.path"),
+    "torch_dtype": _here("model.dtype"),
+    "bf16": _here("model.dtype", note="bfloat16"),
+    "fp16": _here("model.dtype", note="float16 is not offered; take bfloat16"),
+    "attn_implementation": _here("performance.attention"),
+    "model_init_kwargs": _here("model", note="what may be set has keys of its own"),
+    "use_peft": _here("model.lora"),
+    "lora_r": _here("model.lora.rank"),
+    "lora_alpha": _here("model.lora.alpha"),
+    "lora_target_modules": _here("model.lora.targets"),
+    "dataset_name": _here("data.name", note="a data set of mmrl or a file; data.train has its options"),
+    "max_prompt_length": _here("sampling.max_prompt_tokens"),
+    "max_completion_length": _here("sampling.max_new_tokens"),
+    "num_generations": _here("train.group_size"),
+    "generation_batch_size": _here("sampling.batch_size"),
+    "per_device_train_batch_size": _here("train.micro_batch_size", note="samples whose graph is held at once"),
+    "per_device_eval_batch_size": _here("sampling.batch_size"),
+    "gradient_accumulation_steps": _here(
+        "train.prompts_per_step",
+        "train.micro_batch_size",
+        note="a step accumulates over as many micro-batches as its prompts times train.group_size need",
+    ),
+    "steps_per_generation": _here("train.updates_per_step"),
+    "num_iterations": _here(
+        "train.updates_per_step", note="a step's samples are divided among its updates; each sample trains once"
+    ),
+    "learning_rate": _here("optim.lr"),
+    "adam_beta1": _here("optim.betas"),
+    "adam_beta2": _here("optim.betas"),
+    "adam_epsilon": _here("optim.eps"),
+    "lr_scheduler_type": _here("optim.schedule"),
+    "warmup_ratio": _here("optim.warmup_steps"),
+    "max_steps": _here("train.steps"),
+    "num_train_epochs": _here("train.steps", note="the number of steps, not of epochs"),
+    "beta": _here("algorithm.kl_coef"),
+    "epsilon": _here("algorithm.clip_low"),
+    "epsilon_high": _here("algorithm.clip_high"),
+    "delta": _here("algorithm.dual_clip"),
+    "scale_rewards": _here("algorithm.advantage_std", note="group, batch or none"),
+    "loss_type": _here("algorithm.type", "algorithm.aggregation"),
+    "importance_sampling_level": _here("algorithm.type", note="gspo has one ratio for a response"),
+    "multi_objective_aggregation": _here("algorithm.advantage_aggregation"),
+    "mask_truncated_completions": _here("algorithm.mask_truncated"),
+    "sapo_temperature_pos": _here("algorithm.tau_pos"),
+    "sapo_temperature_neg": _here("algorithm.tau_neg"),
+    "reward_funcs": _here("rewards[0].name", note="a list of rewards"),
+    "reward_weights": _here("rewards[0].weight"),
+    "use_vllm": _here("rollout.engine", note="vllm, or vllm_server for a server of its own"),
+    "vllm_mode": _here("rollout.engine", note="vllm for colocate, vllm_server for server"),
+    "vllm_gpu_memory_utilization": _here("rollout.options", note="{gpu_memory_utilization: ...}"),
+    "vllm_tensor_parallel_size": _here("rollout.options", note="{tensor_parallel_size: ...} of vllm_server"),
+    "vllm_max_model_length": _here("rollout.options", note="{max_model_len: ...}"),
+    "vllm_importance_sampling_correction": _here("rollout.importance"),
+    "vllm_importance_sampling_mode": _here("rollout.importance", "rollout.importance_mode"),
+    "vllm_importance_sampling_cap": _here("rollout.importance_cap"),
+    "vllm_importance_sampling_clip_max": _here("rollout.importance_cap"),
+    "vllm_importance_sampling_clip_min": _here("rollout.importance_floor"),
+    "report_to": _here("log"),
+    "run_name": _here("name"),
+    "output_dir": _here("--out", note="an option of mmrl train"),
+    "resume_from_checkpoint": _here("--resume", note="an option of mmrl train"),
+    "logging_steps": _here(note="every step is logged; remove it"),
+    "save_steps": _here("checkpoint.every"),
+    "save_total_limit": _here("checkpoint.keep"),
+    "eval_steps": _here("eval.every"),
+    "sync_ref_model": _here(note="the reference stays as the run began; remove it"),
+    "repetition_penalty": _here(note="mmrl has no such setting; remove it"),
+    "min_p": _here(note="mmrl has no such setting; use sampling.top_p or sampling.top_k"),
+}
+"""Of TRL's GRPOConfig, DPOConfig and ModelConfig, and of the transformers arguments below them."""
+
+DIFFUSERS: Mapping[str, Here] = {
+    "pretrained_model_name_or_path": _here("model.path"),
+    "mixed_precision": _here("model.dtype"),
+    "rank": _here("model.lora.rank"),
+    "resolution": _here("sampling.height", "sampling.width"),
+    "num_inference_steps": _here("sampling.steps"),
+    "num_frames": _here("sampling.frames"),
+    "sample_num_steps": _here("sampling.steps"),
+    "sample_guidance_scale": _here("sampling.guidance_scale"),
+    "sample_batch_size": _here("sampling.batch_size"),
+    "train_batch_size": _here("train.micro_batch_size"),
+    "train_clip_range": _here("algorithm.clip_range"),
+    "train_learning_rate": _here("optim.lr"),
+    "train_adv_clip_max": _here("algorithm.advantage_clip"),
+    "train_timestep_fraction": _here("algorithm.trained_steps", note="a number of steps"),
+    "max_train_steps": _here("train.steps"),
+    "lr_scheduler": _here("optim.schedule"),
+    "lr_warmup_steps": _here("optim.warmup_steps"),
+    "checkpointing_steps": _here("checkpoint.every"),
+    "checkpoints_total_limit": _here("checkpoint.keep"),
+    "use_ema": _here("optim.ema_decay"),
+}
+"""Of diffusers' training scripts and of DDPO's and Flow-GRPO's configurations."""
+
+VERL: Mapping[str, Here] = {
+    "actor_rollout_ref.model.path": _here("model.path"),
+    "actor_rollout_ref.model.lora_rank": _here("model.lora.rank"),
+    "actor_rollout_ref.model.lora_alpha": _here("model.lora.alpha"),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": _here("model.gradient_checkpointing"),
+    "actor_rollout_ref.actor.strategy": _here("train.backend"),
+    "actor_rollout_ref.actor.optim.lr": _here("optim.lr"),
+    "actor_rollout_ref.actor.optim.weight_decay": _here("optim.weight_decay"),
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": _here("optim.warmup_steps"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": _here(
+        "train.updates_per_step", note="how many updates a step's samples are divided among"
+    ),
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": _here("train.micro_batch_size"),
+    "actor_rollout_ref.actor.use_dynamic_bsz": _here("train.micro_batch_tokens"),
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": _here("train.micro_batch_tokens"),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _here("train.context_parallel"),
+    "actor_rollout_ref.actor.clip_ratio": _here("algorithm.clip_low", "algorithm.clip_high"),
+    "actor_rollout_ref.actor.clip_ratio_low": _here("algorithm.clip_low"),
+    "actor_rollout_ref.actor.clip_ratio_high": _here("algorithm.clip_high"),
+    "actor_rollout_ref.actor.clip_ratio_c": _here("algorithm.dual_clip"),
+    "actor_rollout_ref.actor.tau_pos": _here("algorithm.tau_pos"),
+    "actor_rollout_ref.actor.tau_neg": _here("algorithm.tau_neg"),
+    "actor_rollout_ref.actor.freeze_vision_tower": _here("model.freeze"),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": _here("algorithm.type"),
+    "actor_rollout_ref.actor.loss_agg_mode": _here(
+        "algorithm.aggregation", note="token_mean, seq_mean_token_mean, seq_mean_token_sum, seq_mean_token_sum_norm"
+    ),
+    "actor_rollout_ref.actor.entropy_coeff": _here("algorithm.entropy_coef"),
+    "actor_rollout_ref.actor.use_kl_loss": _here("algorithm.kl_coef", note="above 0"),
+    "actor_rollout_ref.actor.kl_loss_coef": _here("algorithm.kl_coef"),
+    "actor_rollout_ref.actor.kl_loss_type": _here(
+        "algorithm.kl_estimator", note="k1 for kl, k2 for mse, k3 for low_var_kl, and + for straight-through"
+    ),
+    "actor_rollout_ref.actor.ppo_epochs": _here(note="each sample trains once in a step; remove it"),
+    "actor_rollout_ref.rollout.name": _here("rollout.engine"),
+    "actor_rollout_ref.rollout.n": _here("train.group_size"),
+    "actor_rollout_ref.rollout.temperature": _here("sampling.temperature"),
+    "actor_rollout_ref.rollout.top_p": _here("sampling.top_p"),
+    "actor_rollout_ref.rollout.top_k": _here("sampling.top_k"),
+    "actor_rollout_ref.rollout.prompt_length": _here("sampling.max_prompt_tokens"),
+    "actor_rollout_ref.rollout.response_length": _here("sampling.max_new_tokens"),
+    "actor_rollout_ref.rollout.gpu_memory_utilization": _here("rollout.options", note="{gpu_memory_utilization: ...}"),
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": _here(
+        "rollout.options", note="{tensor_parallel_size: ...} of vllm_server"
+    ),
+    "actor_rollout_ref.rollout.val_kwargs.temperature": _here("eval.temperature"),
+    "algorithm.adv_estimator": _here("algorithm.type"),
+    "algorithm.lam": _here("algorithm.gae_lambda"),
+    "algorithm.norm_adv_by_std_in_grpo": _here("algorithm.advantage_std", note="group or none"),
+    "algorithm.use_kl_in_reward": _here("algorithm.type", note="ppo, rloo and reinforce_pp do, by kl_coef"),
+    "algorithm.kl_ctrl.kl_coef": _here("algorithm.kl_coef"),
+    "algorithm.rollout_correction.rollout_is": _here("rollout.importance"),
+    "algorithm.rollout_correction.rollout_is_threshold": _here("rollout.importance_cap"),
+    "algorithm.rollout_correction.rollout_rs": _here("rollout.rejection[0].statistic"),
+    "algorithm.rollout_correction.rollout_rs_threshold": _here("rollout.rejection[0].high", "rollout.rejection[0].low"),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": _here(note="mmrl has no such setting; remove it"),
+    "critic.optim.lr": _here("algorithm.critic_lr"),
+    "data.train_files": _here("data.train"),
+    "data.val_files": _here("data.heldout"),
+    "data.train_batch_size": _here("train.prompts_per_step"),
+    "data.max_prompt_length": _here("sampling.max_prompt_tokens"),
+    "data.max_response_length": _here("sampling.max_new_tokens"),
+    "data.filter_overlong_prompts": _here("data.overlong"),
+    "data.truncation": _here("data.overlong"),
+    "custom_reward_function.path": _here("rewards[0].name", note="path/to/file.py:function"),
+    "custom_reward_function.name": _here("rewards[0].name", note="path/to/file.py:function"),
+    "trainer.total_training_steps": _here("train.steps"),
+    "trainer.total_epochs": _here("train.steps", note="the number of steps, not of epochs"),
+    "trainer.save_freq": _here("checkpoint.every"),
+    "trainer.test_freq": _here("eval.every"),
+    "trainer.max_actor_ckpt_to_keep": _here("checkpoint.keep"),
+    "trainer.balance_batch": _here("train.balance"),
+    "trainer.logger": _here("log"),
+    "trainer.experiment_name": _here("name"),
+    "trainer.default_local_dir": _here("--out", note="an option of mmrl train"),
+    "trainer.resume_mode": _here("--resume", note="an option of mmrl train"),
+    "trainer.n_gpus_per_node": _here("controllers", "devices_per_controller"),
+    "trainer.nnodes": _here("ray"),
+}
+"""By the whole path in verl's configuration; ``..._per_gpu`` and other variants of a name are listed once."""
+
+TOOLS = {"TRL": TRL, "diffusers": DIFFUSERS, "verl": VERL}
+PAGE = "docs/from_others.md"
+
+
+def peer_message(key: str, written: object = None) -> str:
+    """``; verl's rollout.n is train.group_size here`` for a key of another tool, or nothing.
+
+    ``key``: a dotted path, or the last part of one. ``written``: the section under it, of which up to three settings
+    are named.
+    """
+    if isinstance(written, Mapping) and written:
+        said = [peer_message(f"{key}.{inner}", value) for inner, value in written.items()]
+        return "".join([text for text in said if text][:3])
+    for name in (key, key.rpartition(".")[2]):
+        for tool, names in TOOLS.items():
+            if name in names:
+                return _said(tool, name, names[name])
+    ends = [name for name in VERL if name.endswith(f".{key}")]
+    return _said("verl", ends[0], VERL[ends[0]]) if ends else ""
+
+
+def _said(tool: str, name: str, here: Here) -> str:
+    return f"; {tool}'s {name} is {here} here" if here.keys else f"; {tool}'s {name}: {here}"
+
+
+def page() -> str:
+    """The page of all names, as Markdown."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield "# Coming from TRL, verl or diffusers"
+    yield ""
+    yield "What a setting of these tools is called in a recipe of mmrl. The message about an unknown key says the same."
+    yield "Values keep their meaning unless the note says otherwise. `python -m mmrl.config.peer_names` makes the page;"
+    yield "a test compares the two."
+    for tool, names in TOOLS.items():
+        yield from ("", f"## {tool}", "", f"| {tool} | mmrl | note |", "|---|---|---|")
+        for name, here in names.items():
+            yield f"| `{name}` | {', '.join(f'`{key}`' for key in here.keys) or '-'} | {here.note} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
