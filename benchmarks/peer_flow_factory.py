@@ -287,7 +287,7 @@ def trajectories(theirs: Theirs, run: StepContext) -> dict[str, float]:
     ours = torch.cat(
         [pipeline.replay(mine, [j], run.objective.needs, run.policy.using)["log_probs"] for j in range(len(actions))], 1
     )
-    features = pipeline._batch_features(mine.features)
+    features = pipeline.batch_features(mine.features)
     return {
         "embeddings": difference(rows["prompt_embeds"], features["embeds"]),
         "states": difference(rows["all_latents"], mine.states),

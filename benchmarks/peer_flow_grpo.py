@@ -314,7 +314,7 @@ def trajectories(theirs: Theirs, run: StepContext) -> dict[str, float]:
     ours = torch.cat(
         [pipeline.replay(mine, [j], run.objective.needs, run.policy.using)["log_probs"] for j in range(len(actions))], 1
     )
-    features = pipeline._batch_features(mine.features)
+    features = pipeline.batch_features(mine.features)
     return {
         "embeddings": difference(embeds, features["embeds"]),
         "states": difference(torch.cat([rows["latents"], rows["next_latents"][:, -1:]], 1), mine.states),

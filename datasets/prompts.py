@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmrl.errors import UserError
+from mmrl.json_types import Json
 from mmrl.trajectory import Prompt
 
 MAX_BAD = 0.1
@@ -42,7 +43,7 @@ def prompts(split: Literal["train", "heldout"] = "train", *, path: str, heldout:
     return found[-n:] if split == "heldout" else found[:-n]
 
 
-def _held_out(heldout: float, total: int, path: str) -> int:
+def _held_out(heldout: Json, total: int, path: str) -> int:
     if isinstance(heldout, bool) or not isinstance(heldout, int | float) or heldout < 0 or heldout != heldout:
         raise UserError(f"heldout is {heldout!r}; give a number of prompts (8) or a fraction of them (0.1)")
     if heldout >= 1 and heldout != int(heldout):

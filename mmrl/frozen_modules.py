@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -108,7 +108,7 @@ class Offloaded:
         self.rest()
 
     @contextmanager
-    def using(self, *modules: nn.Module) -> Iterator[None]:
+    def using(self, *modules: nn.Module) -> Generator[None]:
         """Have ``modules`` on the device, as far as they are of these, and none of the others that nobody uses."""
         used = [id(module) for module in modules if id(module) in self._frozen]
         with self._turn:

@@ -7,7 +7,7 @@ together these took 1.4 of 10 CPU-seconds of ``mmrl plan sd35-medium``.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 _OBJECTS = 100_000
@@ -15,7 +15,7 @@ _OBJECTS = 100_000
 
 
 @contextmanager
-def rarely_collected() -> Iterator[None]:
+def rarely_collected() -> Generator[None]:
     """Collect less often inside; not for training, where cycles may hold tensors."""
     usual = gc.get_threshold()
     gc.set_threshold(_OBJECTS, *usual[1:])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -40,7 +40,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def in_phase(name: str) -> Iterator[None]:
+def in_phase(name: str) -> Generator[None]:
     """Raises ``OutOfMemoryError`` of the phase ``name`` where memory runs out inside, and no phase inside has."""
     try:
         yield

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class Stop:
 
 
 @contextmanager
-def stop_on_signal() -> Iterator[Stop]:
+def stop_on_signal() -> Generator[Stop]:
     """Ctrl-C, SIGTERM or SIGHUP asks for a stop after the step; a second Ctrl-C or SIGTERM interrupts at once.
 
     A terminal that closes sends SIGHUP, often twice; ``nohup`` has it ignored, and so it stays.

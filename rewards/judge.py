@@ -275,15 +275,18 @@ class Judge:
         return self._caches[folder]
 
     def _connect(self, model: Any, timeout: float, retries: int, concurrency: int) -> Any:
-        from mmrl.judge.remote import Endpoint
+        from mmrl.judge.remote import Endpoint, Requests
 
-        numbers = {"timeout": timeout, "retries": retries, "concurrency": concurrency}
-        if "url" in model:
-            return Endpoint(**_only(model, _URL), **numbers)
+        vllm = "url" not in model
+        given = _only(model, _VLLM if vllm else _URL)
+        requests = Requests(timeout, retries, concurrency, given.get("extra") or {})
+        if not vllm:
+            named = {name: given[name] for name in ("token", "insecure") if name in given}
+            return Endpoint(given["url"], given["name"], requests, **named)
         from mmrl.judge.server import ServedJudge
 
-        given: dict[str, Any] = {**_only(model, _VLLM), "args": _args(model)}
-        self.served = ServedJudge(given.pop("vllm"), **given, **numbers)
+        named = {name: given[name] for name in ("python", "start_s") if name in given}
+        self.served = ServedJudge(given["vllm"], _args(model), requests=requests, **named)
         return self.served
 
     def _check_votes(self) -> None:

@@ -104,12 +104,12 @@ def in_double(run):
     """Have ``run`` predict in float64, which is what both others are compared with."""
     run.pipeline.policy.double()
     run.policy.copies = {n: {k: t.double() for k, t in copy.items()} for n, copy in run.policy.copies.items()}
-    predicted = run.pipeline._predicted
+    predicted = run.pipeline.predicted
 
     def exact(x, timestep, features):
         return predicted(x.double(), timestep, {k: v.double() for k, v in features.items()})
 
-    run.pipeline._predicted = exact
+    run.pipeline.predicted = exact
     return run
 
 

@@ -120,9 +120,9 @@ def test_an_editor_trains_on_prompts_that_carry_one_picture(folders, tmp_path):
     case = contract.Case(loaded.recipe)
     with pytest.raises(BadPromptError, match="has 0 media; give every prompt the one picture"):
         case.pipeline.encode([Slot(0, 0, 0, Prompt("bare", "make it red"))])
-    first, second = case.pipeline._batch_features(
-        [case.pipeline._key(s.prompt) for s in case.slots[1:3]], guided=False
-    )["source"]
+    first, second = case.pipeline.batch_features([case.pipeline._key(s.prompt) for s in case.slots[1:3]], guided=False)[
+        "source"
+    ]
     assert not torch.equal(first, second)
     prompt = case.slots[0].prompt
     (tmp_path / "a.png").write_bytes(prompt.media[0].data)

@@ -119,7 +119,7 @@ def test_every_pipeline_is_of_one_kind():
 
 
 @pytest.mark.parametrize(("ours", "other"), [(TEXT, DenoisingPipeline), (DENOISING, TextPipeline)])
-def test_no_pipeline_has_methods_of_the_other_kind(ours, other):
+def test_no_pipeline_has_methods_of_the_other_kind(ours: list[type], other: type):
     methods = {name for name in vars(other) if not name.startswith("_")} - {"makes"}
     assert methods
     assert [(cls.__name__, name) for cls in ours for name in methods if hasattr(cls, name)] == []
@@ -129,7 +129,7 @@ def test_no_pipeline_has_methods_of_the_other_kind(ours, other):
     ("method", "others", "listed"),
     [("update_lora", {"RolloutEngine"}, [cls.__name__ for cls in ENGINES]), ("alone", {"Weights", "Policy"}, LAYOUTS)],
 )
-def test_no_engine_and_no_layout_of_weights_is_missing(method, others, listed):
+def test_no_engine_and_no_layout_of_weights_is_missing(method: str, others: set[str], listed: list[str]):
     trees = [ast.parse(path.read_bytes()) for path in (ROOT / "mmrl" / "engines").rglob("*.py")]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     having = {c.name for c in classes if any(isinstance(f, ast.FunctionDef) and f.name == method for f in c.body)}

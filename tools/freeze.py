@@ -23,7 +23,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -204,7 +204,7 @@ class Cpu:
 
 
 @contextmanager
-def worktree(revision: str, folder: Path) -> Iterator[Path]:
+def worktree(revision: str, folder: Path) -> Generator[Path]:
     """The tree of ``revision``, under ``folder``. Raises ``RefusedError`` for a revision that is not there."""
     found = git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
     if found.returncode:

@@ -146,6 +146,8 @@ def _imports(body: Iterable[ast.AST], package: str, place: str) -> Iterator[tupl
             case ast.stmt() | ast.excepthandler() | ast.match_case():
                 inner = (node for node in ast.iter_child_nodes(node) if not isinstance(node, ast.expr))
                 yield from _imports(inner, package, place)
+            case _:
+                pass
 
 
 def _module(target: str, files: Mapping[str, Path]) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mmrl.cli.arguments import OptionsOption, console, reward_options
 from mmrl.errors import UserError
+
+if TYPE_CHECKING:
+    from mmrl.datasets.index import ShardIndex
 
 app = typer.Typer(name="data", help="Build tar shards, and index them.", no_args_is_help=True, rich_markup_mode=None)
 _SHOWN = 20
@@ -69,7 +72,7 @@ def index(
     raise typer.Exit(1 if bad else 0)
 
 
-def _counts(index) -> tuple[int, ...]:
+def _counts(index: ShardIndex) -> tuple[int, ...]:
     """Samples, pictures, clips, frames of clips, bad records, members of no use."""
     media = [part for entry in index.entries for part in entry.media]
     clips = [part for part in media if part.frames is not None]
@@ -77,7 +80,7 @@ def _counts(index) -> tuple[int, ...]:
         len(index.entries),
         len(media) - len(clips),
         len(clips),
-        sum(part.frames for part in clips),
+        sum(part.frames or 0 for part in clips),
         len(index.bad),
         sum(index.ignored.values()),
     )

@@ -157,6 +157,8 @@ def _defined(body: list[ast.stmt]) -> list[str] | None:
                 return None
             case ast.ImportFrom(module=module) if module != "__future__":
                 found += [alias.asname or alias.name for alias in node.names]
+            case _:
+                pass
     return None if "__getattr__" in found else list(dict.fromkeys(found))
 
 

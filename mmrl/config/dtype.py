@@ -4,6 +4,9 @@ It is chosen once, where the recipe of a new run is read. The choice stands in t
 that goes on with the run or opens it takes it from there, whatever its own CPU can do.
 """
 
+# What is private to torch below has no public name.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import json

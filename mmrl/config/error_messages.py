@@ -77,7 +77,8 @@ def _message(detail: ErrorDetails, path: KeyPath, values: dict[str, Any]) -> str
             written = kind_of(found.get("type") if isinstance(found, dict) else found)
             word = written.strip("'")
             return f"unknown type {written}{did_you_mean(word, known)}  (types: {', '.join(known)})"
-    return _expected(path, values, found)
+        case _:
+            return _expected(path, values, found)
 
 
 def _expected(path: KeyPath, values: dict[str, Any], found: Any) -> str:

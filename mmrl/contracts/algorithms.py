@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,10 +76,8 @@ def gradients(objective: Objective, batch: Batch) -> dict[str, Tensor]:
     leaves = {name: batch.new[name].clone().requires_grad_() for name in batch.leaves}
     value = loss_of(objective, _with(batch, leaves)).value
     expect(value.requires_grad, f"the loss has no graph to {', '.join(leaves)}; nothing would train")
-    found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), found, strict=True)
-    }
+    found = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 def _with(batch: Batch, new: Mapping[str, Tensor]) -> Batch:
@@ -97,7 +95,7 @@ def settings_survive(case: Case) -> str:
 
 
 def nonsense_is_refused(case: Case) -> str:
-    numbers = [n for n, f in case.settings.__class__.model_fields.items() if f.annotation in (int, float)]
+    numbers = [n for n, f in case.settings.__class__.model_fields.items() if {f.annotation} & {int, float}]
     for wrong in ({"no_such_setting": 1}, *({name: "many"} for name in numbers)):
         try:
             type(case.settings).model_validate({**case.settings.model_dump(), **wrong})
@@ -197,7 +195,13 @@ class _Held(TorchFunctionMode):
         self._place = 0
         return self
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Tensor | tuple[Tensor, ...] | bool | int | None],
+        types: Iterable[type],
+        args: tuple[Tensor, ...] = (),
+        kwargs: Mapping[str, Tensor] | None = None,
+    ) -> Tensor | tuple[Tensor, ...] | bool | int | None:
         out = func(*args, **(kwargs or {}))
         if not isinstance(out, Tensor) or (func is not Tensor.detach and torch.is_grad_enabled()):
             return out

@@ -6,7 +6,7 @@ log-probs are drawn at random, and the advantages stay inside every clip range o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -104,7 +104,7 @@ def _of_pair(name: str, values: Tensor) -> Tensor:
     return values - 5 if name.endswith("_log_probs") else values
 
 
-def _tokens(normal, moved: float) -> Batch:
+def _tokens(normal: Callable[..., Tensor], moved: float) -> Batch:
     lengths = torch.tensor([5, 3, 1, 4, 5, 2, 5, 4], dtype=torch.float64)
     mask = (torch.arange(TOKENS) < lengths.unsqueeze(1)).double()
     old = -normal(ROWS, TOKENS).abs()
@@ -123,7 +123,7 @@ def _tokens(normal, moved: float) -> Batch:
     )
 
 
-def _steps(normal, moved: float) -> Batch:
+def _steps(normal: Callable[..., Tensor], moved: float) -> Batch:
     old = normal(ROWS, STEPS)
     of_step = {"std": 0.5, "kl_std": 1.5, "dt": -0.1, "c_v": -0.15}
     schedule = {name: torch.full((STEPS,), value, dtype=torch.float64) for name, value in of_step.items()}

@@ -71,7 +71,7 @@ def both_splits_have_prompts(case: Case) -> str:
     sizes = []
     for split, prompts in case.splits.items():
         expect(len(prompts), f"{split} has no prompts")
-        strange = next((type(p).__name__ for p in case.few[split] if not isinstance(p, Prompt)), None)
+        strange = next((type(p).__name__ for p in case.few[split] if Prompt not in type(p).__mro__), None)
         expect(strange is None, f"{split} holds a {strange}; make mmrl.trajectory.Prompt(id, text, meta, media)")
         sizes.append(f"{len(prompts):,} in {split}")
     return ", ".join(sizes)

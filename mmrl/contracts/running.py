@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -87,7 +87,7 @@ def _result(check: Check, file: str | None) -> Result:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def _named(name: str) -> Generator[None]:
     """Say on stderr which check is running where it takes long."""
     timer = threading.Timer(_PATIENCE_S, lambda: print(f"... {name}", file=sys.stderr, flush=True))
     timer.daemon = True

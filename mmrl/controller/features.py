@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,18 +28,19 @@ class FeatureRef:
     bytes: int
 
 
-M = TypeVar("M", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def _locked(method: M) -> M:
+def _locked(method: Callable[Concatenate[FeatureStore, P], R]) -> Callable[Concatenate[FeatureStore, P], R]:
     """One thread at a time: a controller prepares what a device of its own is reading."""
 
     @functools.wraps(method)
-    def guarded(self: FeatureStore, *given: Any) -> Any:
-        with self._lock:
-            return method(self, *given)
+    def guarded(self: FeatureStore, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.lock:
+            return method(self, *args, **kwargs)
 
-    return guarded  # type: ignore[return-value]
+    return guarded
 
 
 class FeatureStore:
@@ -61,7 +62,7 @@ class FeatureStore:
         self._held: Counter[str] = Counter()
         self._spill = Spill(None if folder is None else Path(folder))
         self._warned = False
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     def __contains__(self, key: str) -> bool:
         return key in self._refs

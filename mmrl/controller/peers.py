@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -15,10 +16,11 @@ from typing import Any, Protocol, TypeVar
 import psutil
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: its functions' defaults would hold it beyond `close`
 from torch import Tensor
 
 T = TypeVar("T")
+importlib.import_module("torch.distributed.nn")
+"""Imported before there is a group: the defaults of its functions would hold the group beyond ``close``."""
 _PATIENCE = timedelta(days=1)
 """A controller may wait long for another (a slow reward); who is dead or frozen is found by the launcher."""
 
@@ -121,7 +123,7 @@ class Group:
         return group
 
     @contextmanager
-    def _wait(self, on_gpu: bool = False) -> Iterator[None]:
+    def _wait(self, on_gpu: bool = False) -> Generator[None]:
         """Count the seconds; a GPU first does what it has to do, which is no waiting."""
         if on_gpu:
             torch.cuda.synchronize()

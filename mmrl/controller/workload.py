@@ -7,7 +7,7 @@ Every controller holds the same state, for all learn the same numbers in the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.schema import Recipe
@@ -24,6 +24,17 @@ PIXELS = 28 * 28
 _PER_BYTE = {"image": 4.0, "video": 30.0}
 """Pixels of an encoded byte, about, where the data set does not say how large a medium is."""
 _UNKNOWN = 512 * 512
+
+
+class _Measured(TypedDict):
+    """What a controller says of its step to all others."""
+
+    seconds: float
+    cost: float
+    predicted: float
+    terms: list[float]
+    groups: list[tuple[list[int], str, float, float]]
+    coefficients: Sequence[float] | None
 
 
 class Balance(StepPart):
@@ -51,7 +62,7 @@ class Balance(StepPart):
     def end_step(self, run: StepContext, done: FinishedStep) -> dict[str, float]:
         """Take in a step of all controllers; returns its metrics, where there are several."""
         controller, known = run.controller, self.workload.calibrated
-        mine = {
+        mine: _Measured = {
             "seconds": done.seconds,
             "cost": sum(self.cost(slot.prompt) for slot in done.slots),
             "predicted": sum(self.seconds(slot.prompt) for slot in done.slots),

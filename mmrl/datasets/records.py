@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import overload
 
 from mmrl.errors import UserError
+from mmrl.json_types import Json
 from mmrl.trajectory import Prompt
 
 _NAMED = 5
@@ -73,7 +74,7 @@ def checked(prompts: Sequence[Prompt], max_bad_fraction: float) -> list[BadRecor
     return bad
 
 
-def in_split(digests: Sequence[str], split: str, heldout: float, source: str) -> list[int]:
+def in_split(digests: Sequence[str], split: str, heldout: Json, source: str) -> list[int]:
     """The indices that belong to ``split``, ascending.
 
     ``digests`` are hashes of the records' content. The lowest are held out: ``heldout`` of them (an integer) or that

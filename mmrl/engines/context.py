@@ -10,7 +10,7 @@ What is cut is the forward of a Hugging Face decoder, through the attention that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -186,7 +186,7 @@ def _block(query: Tensor, key: Tensor, value: Tensor, scale: float | None, own: 
 
 
 @contextmanager
-def imagined(module: Any, size: int) -> Iterator[None]:
+def imagined(module: Any, size: int) -> Generator[None]:
     """Inside, ``module`` computes what the first of ``size`` ranks would; of others that are not there."""
     cut = Cut(module, Imagined(size)) if size > 1 else None
     try:

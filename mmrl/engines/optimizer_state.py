@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -22,7 +22,7 @@ class OptimizerState:
         self._rooms: dict[tuple[Tensor, str], Tensor] = {}
 
     @contextmanager
-    def on_device(self) -> Iterator[None]:
+    def on_device(self) -> Generator[None]:
         for p, name, t in self._tensors():
             self._optimizer.state[p][name] = to_device(t, p.device)
         try:

@@ -1,9 +1,12 @@
 """The trained weights: optimizer, and named copies of the weights (reference, old, ema)."""
 
+# What is private to torch below has no public name.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -99,7 +102,7 @@ class Policy:
         self.copies[name] = {k: kept(p.detach()) for k, p in self.trainable.items()}
 
     @contextmanager
-    def using(self, name: str) -> Iterator[None]:
+    def using(self, name: str) -> Generator[None]:
         """Compute under the copy ``name``; ``"current"`` is the weights themselves. Raises ``KeyError``."""
         if name == "reference" and self.has_adapter:
             with self.module.disable_adapter():  # type: ignore[operator]
@@ -123,7 +126,7 @@ class Policy:
         self._visiting.put_away()
 
     @contextmanager
-    def alone(self, name: str) -> Iterator[None]:
+    def alone(self, name: str) -> Generator[None]:
         """``using`` for a phase in which this rank computes without the others; all enter and leave it together."""
         with self.using(name), self.weights.alone():
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,7 @@ class SleepMode:
         self._back(WEIGHTS)
 
     @contextmanager
-    def filled(self) -> Iterator[None]:
+    def filled(self) -> Generator[None]:
         """Inside, new weights come; the cache comes after them."""
         self._back(WEIGHTS)
         yield

@@ -21,7 +21,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ class VllmEngine:
         self._llm.llm_engine.reset_encoder_cache()
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _aside(self) -> Generator[None]:
         """vLLM's part of this process: it draws from the global generators also where every sample has its own."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         stance = torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
@@ -375,7 +375,7 @@ def _video(clip: Clip) -> tuple[np.ndarray, dict[str, Any]]:
 
 
 @contextmanager
-def _as_it_was() -> Iterator[None]:
+def _as_it_was() -> Generator[None]:
     """Put back what loading vLLM changes in this process: Python's and numpy's random states, the thread count."""
     python, numpy = random.getstate(), np.random.get_state()
     threads, setter = torch.get_num_threads(), torch.set_num_threads
@@ -389,7 +389,7 @@ def _as_it_was() -> Iterator[None]:
 
 
 @contextmanager
-def _group_spared() -> Iterator[None]:
+def _group_spared() -> Generator[None]:
     """Keep the default process group, which vLLM's shutdown would destroy whoever initialised it."""
     destroy = torch.distributed.destroy_process_group
     torch.distributed.destroy_process_group = lambda group=None: None if group is None else destroy(group)

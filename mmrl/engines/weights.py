@@ -6,7 +6,7 @@ A *rank* is a process that computes gradients of the one policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ def outermost(body: Callable[[Any], Iterator[None]]) -> Callable[[Any], Abstract
 
     @wraps(body)
     @contextmanager
-    def alone(self: Any) -> Iterator[None]:
+    def alone(self: Any) -> Generator[None]:
         if self._alone:
             yield
             return

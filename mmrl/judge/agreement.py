@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def measure(
     finally:
         rewards.close()
     found = compare(cases, scores, rewards.labels[0], threshold)
-    return Agreement(**{**vars(found), "skipped": skipped, "seconds": scores.seconds[rewards.labels[0]]})
+    return replace(found, skipped=skipped, seconds=scores.seconds[rewards.labels[0]])
 
 
 def read_cases(truth: str, limit: int | None = None) -> tuple[list[Case], list[str]]:
@@ -141,7 +141,7 @@ def compare(cases: Sequence[Case], scores: Scores, label: str, threshold: float 
         raise UserError("--truth: some rows list wrong steps and others do not; write the same kind in every row")
     else:
         found = _of_numbers([cases[i] for i in kept], [values[i] for i in kept])
-    return Agreement(**{**vars(found), "cases": len(cases), "unjudged": unjudged})
+    return replace(found, cases=len(cases), unjudged=unjudged)
 
 
 def _binary(cases: Sequence[Case], values: Sequence[float], threshold: float) -> Agreement:

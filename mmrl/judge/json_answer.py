@@ -126,7 +126,8 @@ def _in_words(error: ValidationError) -> str:
             return f"{where} has {min(extra)!r}, which the schema does not"
         case "minimum" | "maximum":
             return f"{where} is {value}, outside {schema.get('minimum', '')}..{schema.get('maximum', '')}"
-    return f"{where}: {error.message}"
+        case _:
+            return f"{where}: {error.message}"
 
 
 def _no_constant(name: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -219,7 +219,7 @@ def _load_model(path: str, dtype: str) -> tuple[Any, bool]:
 
 
 @contextmanager
-def _refused(path: str) -> Iterator[None]:
+def _refused(path: str) -> Generator[None]:
     """Say what to mend where a judge cannot be loaded."""
     try:
         yield

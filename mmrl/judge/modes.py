@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from mmrl.errors import UserError
+from mmrl.json_types import Json
 from mmrl.judge.asking import Ask, Outcome
 from mmrl.judge.rubric import Rubric, RubricError, split_steps
 from mmrl.judge.sampling import seeded
@@ -48,7 +49,7 @@ class Mode:
     seed: int = 0
 
     @classmethod
-    def of(cls, name: str, votes: int, vote: str | None, opponents: int | None, seed: int) -> Mode:
+    def of(cls, name: str, votes: Json, vote: Json, opponents: Json, seed: int) -> Mode:
         if name not in MODES:
             raise UserError(f"options.mode: {name!r}; write {', '.join(MODES)}")
         if isinstance(votes, bool) or not isinstance(votes, int) or votes < 1:

@@ -15,7 +15,8 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ from PIL.Image import Image
 
 from mmrl.engines.server_process import png_url
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, first_words, unread
 from mmrl.judge.replay import recorded_here
@@ -56,12 +58,22 @@ class _PassingError(EndpointError):
         self.after = after
 
 
+@dataclass(frozen=True)
+class Requests:
+    """How an endpoint is asked. ``timeout``: seconds for one request; ``retries``: how often one that failed is sent
+    again; ``concurrency``: requests at once; ``extra``: further fields of a request (null removes one)."""
+
+    timeout: float = 60.0
+    retries: int = 3
+    concurrency: int = 16
+    extra: JsonObject = field(default_factory=dict)
+
+
 class Endpoint:
     """A judge called ``name`` at ``url`` (up to and with ``/v1``). Asked for its models when built: ``UserError``.
 
-    ``token``: ``$NAME``, an environment variable; ``secret``: the token itself, of a server of ours. ``timeout``:
-    seconds for one request; ``retries``: how often one that failed is sent again; ``concurrency``: requests at once.
-    ``extra``: further fields of a request (null removes one). ``insecure``: allow plain HTTP to another machine.
+    ``token``: ``$NAME``, an environment variable; ``secret``: the token itself, of a server of ours.
+    ``insecure``: allow plain HTTP to another machine.
     ``identity``: what its verdicts are kept under in place of the address; ``state``: says what became of a server of
     ours, for messages; ``socket_path``: the Unix socket that it listens on, in place of the host in ``url``.
     """
@@ -73,11 +85,9 @@ class Endpoint:
         self,
         url: str,
         name: str,
+        requests: Requests | None = None,
+        *,
         token: str | None = None,
-        timeout: float = 60.0,
-        retries: int = 3,
-        concurrency: int = 16,
-        extra: Mapping[str, Any] | None = None,
         insecure: bool = False,
         identity: str | None = None,
         secret: str | None = None,
@@ -86,13 +96,15 @@ class Endpoint:
     ) -> None:
         host = _checked(url, insecure)
         self.url, self.name = url.rstrip("/"), name
-        self.timeout, self.retries, self.concurrency, self.extra = timeout, retries, concurrency, dict(extra or {})
+        requests = requests or Requests()
+        self.timeout, self.retries, self.concurrency = requests.timeout, requests.retries, requests.concurrency
+        self.extra = dict(requests.extra)
         self.identity = f"{identity or f'{self.url} {name}'} {sorted(self.extra.items())}"
         secret = secret or _secret(token)
         self._options: dict[str, Any] = {
             "headers": {"Authorization": f"Bearer {secret}"} if secret else {},
             "trust_env": not is_loopback(host),  # a proxy cannot reach our loopback
-            "limits": httpx.Limits(max_connections=concurrency),
+            "limits": httpx.Limits(max_connections=self.concurrency),
         }
         self._state, self._socket_path = state, socket_path
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -8,7 +8,7 @@ gets the same batches.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -64,7 +64,7 @@ _recorded: ContextVar[Recorded | None] = ContextVar("recorded", default=None)
 
 
 @contextmanager
-def within(recorded: Recorded) -> Iterator[None]:
+def within(recorded: Recorded) -> Generator[None]:
     """Judges that are built inside take their verdicts from ``recorded``; their endpoints need not be there."""
     token = _recorded.set(recorded)
     try:

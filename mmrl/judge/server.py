@@ -24,7 +24,7 @@ from mmrl.errors import LostServerError
 from mmrl.judge.answers import Kind
 from mmrl.judge.asking import Ask, Outcome, Settings
 from mmrl.judge.local import fingerprint
-from mmrl.judge.remote import Endpoint
+from mmrl.judge.remote import Endpoint, Requests
 from mmrl.judge.replay import recorded_here
 from mmrl.report.notices import starting, tell
 from mmrl.rewards.contract import Weights
@@ -109,7 +109,7 @@ class ServedJudge:
     """Final class. A judge that a ``VllmServer`` answers for: started by ``wake``, or when it is first asked.
 
     A server that is lost is started again, and asked again for what it had not answered: a question's seed is its own.
-    ``extra`` and ``numbers`` (timeout, retries, concurrency) are those of ``Endpoint``; the rest is the server's.
+    ``requests`` are as in ``Endpoint``; the rest is the server's.
     """
 
     sees = True
@@ -121,14 +121,13 @@ class ServedJudge:
         args: Mapping[str, Any] | None = None,
         python: str | None = None,
         start_s: float = START_S,
-        extra: Mapping[str, Any] | None = None,
-        **numbers: Any,
+        requests: Requests | None = None,
     ) -> None:
         if python is None and recorded_here() is None:
             require_vllm()
         self.path, self._args, self._python, self._start_s = path, args, python, start_s
-        self._asked = {"extra": dict(extra or {}), "identity": f"vllm {fingerprint(path)}", **numbers}
-        self.identity = f"{self._asked['identity']} {sorted(self._asked['extra'].items())}"
+        self._requests, self._model = requests or Requests(), f"vllm {fingerprint(path)}"
+        self.identity = f"{self._model} {sorted(self._requests.extra.items())}"
         self.server: VllmServer | None = None
         self._endpoint: Endpoint | None = None
         self._asleep = self._to_sleep = False
@@ -208,10 +207,11 @@ class ServedJudge:
             self._endpoint = Endpoint(
                 f"{server.url}/v1",
                 NAME,
+                self._requests,
+                identity=self._model,
                 secret=server.key,
                 state=server.state,
                 socket_path=server.socket_path,
-                **self._asked,
             )
         except BaseException:
             self._end()

@@ -96,7 +96,9 @@ class State:
     def read(cls, values: Mapping[str, Any], settings: Placement) -> State:
         """From ``asdict`` of a state, as JSON gives it back. Whether devices move inside a step is as ``settings`` say:
         a resumed run may have other settings than the run that wrote the state."""
-        return cls(**{**values, "split": Split(**values["split"]), "moves": settings.inside})
+        known = dict(values)
+        known |= {"split": Split(**values["split"]), "moves": settings.inside}
+        return cls(**known)
 
 
 @dataclass(frozen=True)

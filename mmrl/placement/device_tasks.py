@@ -6,7 +6,7 @@ Samples and slices are computed by the same calls wherever they are computed; on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,7 +113,7 @@ def enter(run: StepContext, weights: str) -> None:
 
 
 @contextmanager
-def apart(run: StepContext, weights: str) -> Iterator[None]:
+def apart(run: StepContext, weights: str) -> Generator[None]:
     """Such a phase. Shards are gathered for it; where an engine samples it is given them one by one, and nothing stays
     gathered. All devices of all controllers enter and leave it together."""
     policy = run.policy

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -85,7 +85,7 @@ class MultiDevice:
             thread.start()
 
     @contextmanager
-    def alone(self, run: StepContext, weights: str) -> Iterator[None]:
+    def alone(self, run: StepContext, weights: str) -> Generator[None]:
         if self.settings.apart:  # who samples has weights of its own
             yield
             return
@@ -195,7 +195,7 @@ class MultiDevice:
             pass
 
     @contextmanager
-    def beside(self, run: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> Iterator[None]:
+    def beside(self, run: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> Generator[None]:
         answers = self._put(self._trainers[1:], task, arguments)
         yield
         all_of(answers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -31,7 +31,7 @@ class SingleDevice:
         """Seconds of this step."""
 
     @contextmanager
-    def alone(self, run: StepContext, weights: str) -> Iterator[None]:
+    def alone(self, run: StepContext, weights: str) -> Generator[None]:
         self._switch_role(run, "rollout")
         with device_tasks.apart(run, weights):
             yield

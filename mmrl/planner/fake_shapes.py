@@ -4,6 +4,9 @@ A model repeats the same operations on the same shapes, block by block. Torch re
 one up takes longer than most operations on real numbers; a plan is mostly that.
 """
 
+# What is private to torch below has no public name.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,9 @@
 """Tensors with shapes and without data, from which a plan learns the memory of a step in bytes and its floating-point
 operations."""
 
+# What is private to torch below has no public name.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import weakref

@@ -14,7 +14,7 @@ kernel does it, on every device: no [B, heads, S, S] matrix.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -272,7 +272,7 @@ def _slice(
 
 
 @contextmanager
-def counted(module: nn.Module, live: LiveBytes) -> Iterator[tuple[dict[bool, int], list[int]]]:
+def counted(module: nn.Module, live: LiveBytes) -> Generator[tuple[dict[bool, int], list[int]]]:
     """Count the module's forwards inside the block, by whether gradients are on; recomputed ones count again. And the
     operations of each, as ``live`` counts them."""
     calls, spent, begun = {False: 0, True: 0}, list[int](), list[int]()
@@ -293,7 +293,7 @@ def counted(module: nn.Module, live: LiveBytes) -> Iterator[tuple[dict[bool, int
 
 
 @contextmanager
-def once(pipeline: Pipeline, live: LiveBytes) -> Iterator[None]:
+def once(pipeline: Pipeline, live: LiveBytes) -> Generator[None]:
     """Inside the block, a forward of the policy without gradients runs once for each set of shapes.
 
     The denoising steps of a sample take the same memory; running one of them on fake tensors is enough, and the rest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -23,7 +23,7 @@ class Clock:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str) -> Generator[None]:
         started = self._now()
         try:
             with self._pulse(phase):

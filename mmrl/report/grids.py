@@ -21,6 +21,7 @@ LARGE = 320
 """Pictures above this are shrunk to it in a grid (the pictures themselves are kept beside it)."""
 FPS = 8
 """Frames a second of the clips kept: how fast those of a model are meant is not known."""
+Ink = tuple[int, int, int]
 _BACK, _INK, _DIM, _EMPTY = (250, 250, 248), (28, 28, 30), (105, 108, 114), (232, 232, 228)
 _GAP, _FONT, _LINE, _MIN_TEXT = 12, 13, 17, 120
 
@@ -198,7 +199,9 @@ def _draw(cells: list[_Cell], columns: int) -> Image.Image:
     return sheet
 
 
-def _lines(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int, most: int = 4) -> list:
+def _lines(
+    caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int, most: int = 4
+) -> list[tuple[str, Ink]]:
     """The caption in lines no wider than ``width``, each with its ink; a part longer than ``most`` lines is cut."""
     found = []
     for n, part in enumerate(caption.split("\n")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -40,7 +40,7 @@ def tell(line: str) -> None:
 
 
 @contextmanager
-def starting() -> Iterator[None]:
+def starting() -> Generator[None]:
     """Something is started, and that is no time of the phase that waits for it."""
     with nullcontext() if _listener is None else _listener.starting():
         yield

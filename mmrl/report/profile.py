@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
@@ -25,7 +25,7 @@ class Traces:
         self._steps = 0
 
     @contextmanager
-    def step(self, n: int) -> Iterator[None]:
+    def step(self, n: int) -> Generator[None]:
         self._steps += 1
         if not FIRST <= self._steps <= LAST:
             yield
@@ -58,7 +58,7 @@ def named(pulse: Callable[[str], AbstractContextManager[None]]) -> Callable[[str
     from torch.profiler import record_function
 
     @contextmanager
-    def both(phase: str) -> Iterator[None]:
+    def both(phase: str) -> Generator[None]:
         with pulse(phase), record_function(phase):
             yield
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def started_elsewhere(
     requirements: Path | None = None,
     *,
     device: str = "cpu",
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
+) -> Generator[tuple[subprocess.Popen[str], str]]:
     """Start the server as a child that answers ``/health``; it ends with the block, or with this process."""
     interpreter = python or Path(sys.executable)
     if requirements is not None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -45,6 +45,13 @@ from mmrl.trajectory import Slot, Trajectory
 _FILE = "flight"
 """How the names of its files in a checkpoint begin; the pool follows."""
 _SAVED = ("clean", "log_probs", "mask", "truncated", "under_way", "drawn_at")
+
+
+class _Left(TypedDict):
+    """What a controller has left in flight after a step: a number for each pool, and the slots by their places."""
+
+    taken: list[list[int]]
+    slots: list[list[int | str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,8 +150,9 @@ class PartialRollout(StepPart):
         """What was left in flight of the step, on all controllers, is what a checkpoint keeps."""
         groups, taken = self._landed
         mine = [[g.slot.step, g.slot.index, g.slot.attempt, g.slot.prompt.id] for g in groups]
-        everyone = run.controller.gather({"taken": [[pool, n] for pool, n in taken.items()], "slots": mine})
-        counts = dict(pair for one in everyone for pair in one["taken"])
+        left: _Left = {"taken": [[pool, n] for pool, n in taken.items()], "slots": mine}
+        everyone = run.controller.gather(left)
+        counts = {pool: n for one in everyone for pool, n in one["taken"]}
         slots = sorted((slot for one in everyone for slot in one["slots"]), key=lambda slot: slot[:2])
         self._settled = (groups, {"taken": [counts[pool] for pool in range(self.settings.pools)], "slots": slots})
         return {}

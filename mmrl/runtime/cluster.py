@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
@@ -183,7 +183,7 @@ def _kill(processes: Collection[psutil.Process]) -> None:
 
 
 @contextmanager
-def cluster(recipe: Recipe) -> Iterator[Cluster]:
+def cluster(recipe: Recipe) -> Generator[Cluster]:
     """Ray, started here or connected to. Raises ``UserError`` where it is missing, away or too small."""
     ray = _imported(recipe)
     there = _connected(ray, recipe)
@@ -211,7 +211,9 @@ def _imported(recipe: Recipe) -> Any:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
         import ray  # pyright: ignore[reportMissingImports]  # an extra
-        from ray import init  # noqa: F401  # pyright: ignore[reportMissingImports]  # a folder named ray has none
+
+        if not hasattr(ray, "init"):
+            raise ImportError("a folder named ray is found in place of Ray")
     except ImportError as error:
         raise UserError(
             f"controllers: {recipe.controllers} controllers are Ray actors: pip install 'mmrl[ray]', or controllers=1"
@@ -248,7 +250,7 @@ def _undo(ray: Any, before: set[psutil.Process]) -> None:
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
+def _signals_kept() -> Generator[None]:
     """Ray takes SIGTERM for itself, and would end all at once."""
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -245,7 +245,7 @@ class Watch:
             for ref in done:
                 rank, device = running[ref]
                 outcome = self._outcome(ref, running)
-                if device == 0 or (outcome is not None and outcome.error):
+                if device == 0 or outcome.error:
                     outcomes[rank] = outcome
                 del running[ref]
             failed = next((o for o in outcomes.values() if o.error), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ class StallWatchdog:
         self._lock = threading.Lock()
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str) -> Generator[None]:
         """The thread is in ``phase``."""
         with self._lock:
             self._now.append((phase, time.monotonic()))
@@ -55,7 +55,7 @@ class StallWatchdog:
                 self._usual[phase] = (before + (took - before) * max(_RECENT, 1 / (n + 1)), n + 1)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> Generator[None]:
         """The thread waits for other controllers."""
         self._waiting += 1
         try:
@@ -64,7 +64,7 @@ class StallWatchdog:
             self._waiting -= 1
 
     @contextmanager
-    def starting(self) -> Iterator[None]:
+    def starting(self) -> Generator[None]:
         """Something is started that has a deadline of its own, in any thread; this is no time of the phase's."""
         with self._lock:
             self._starting += 1

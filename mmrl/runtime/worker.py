@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -134,7 +134,7 @@ class Voice:
             self.say("told", line)
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
+    def starting(self) -> Generator[None]:
         self._count(1)
         try:
             yield

@@ -276,7 +276,7 @@ class LanguagePipeline:
         self, trajectory: Trajectory, actions: Sequence[int], needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
         temperature, out = self.settings.temperature, {}
-        if needs != {"reference_log_probs"}:
+        if needs != frozenset({"reference_log_probs"}):
             logits = self._logits(trajectory)
             out["log_probs"] = self.token_log_probs(logits, trajectory.clean, temperature)
             if "entropy" in needs:

@@ -8,7 +8,7 @@ An ``architecture`` file of a text recipe is a JSON object: ``files`` are the ch
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ class Files:
 
 
 @contextmanager
-def files_of(path: str, architecture: Path | None) -> Iterator[Files]:
+def files_of(path: str, architecture: Path | None) -> Generator[Files]:
     """The checkpoint ``path`` where its ``config.json`` can be read, else a folder made from the ``architecture`` file.
 
     Raises ``UserError`` where neither is to be had.

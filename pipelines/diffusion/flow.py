@@ -118,7 +118,7 @@ class FlowPipeline:
             self.features.put(key, {name: t.to(self.device) for name, t in found.items()})
         return found is not None
 
-    def _batch_features(self, keys: Sequence[str], guided: bool | None = None) -> dict[str, Tensor]:
+    def batch_features(self, keys: Sequence[str], guided: bool | None = None) -> dict[str, Tensor]:
         rows = [self.features.get(k) for k in keys]
         if self.guided if guided is None else guided:
             negative = self.features.get(self.adapter.negative)
@@ -132,11 +132,11 @@ class FlowPipeline:
         ``features`` of the negative prompt, too."""
         scale = self.guidance if guidance is None else guidance
         if scale <= 1:
-            return self._predicted(x, timestep, features)
-        negative, positive = self._predicted(torch.cat([x, x]), torch.cat([timestep] * 2), features).chunk(2)
+            return self.predicted(x, timestep, features)
+        negative, positive = self.predicted(torch.cat([x, x]), torch.cat([timestep] * 2), features).chunk(2)
         return self.adapter.guide(negative, positive, scale)
 
-    def _predicted(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+    def predicted(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         """As ``_velocity``, of the rows as they are."""
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
             return self.adapter.predict(self.policy, x, timestep, features).float()
@@ -168,7 +168,7 @@ class FlowPipeline:
     ) -> Trajectory:
         steps = (self.recipe.eval.steps if evaluate else None) or self.steps
         keys = [self._key(slot.prompt) for slot in slots]
-        features = self._batch_features(keys)
+        features = self.batch_features(keys)
         schedule = self.adapter.schedule(steps)
         c = self._coefficients(schedule, actions)
         x = self._initial(ids, seed, schedule)
@@ -274,7 +274,7 @@ class FlowPipeline:
         steps = [int(trajectory.actions[a]) for a in actions]
         schedule = self.adapter.schedule(self.steps)
         c = self._coefficients(schedule, trajectory.actions.tolist())
-        features = self._batch_features(trajectory.features * len(steps))
+        features = self.batch_features(trajectory.features * len(steps))
         states = [trajectory.states[:, a] for a in actions]
         x, timestep = torch.cat(states), torch.cat([self._timestep(schedule, s, len(trajectory)) for s in steps])
 
@@ -300,7 +300,7 @@ class FlowPipeline:
     ) -> dict[str, Tensor]:
         self.offloaded.rest()  # what decoded
         guidance = self.renoising.guidance
-        features = self._batch_features(trajectory.features, guidance > 1)
+        features = self.batch_features(trajectory.features, guidance > 1)
 
         def velocity(x: Tensor, timestep: Tensor) -> Tensor:
             return self._velocity(x, timestep, features, guidance)
@@ -316,7 +316,7 @@ class FlowPipeline:
         needs: frozenset[str],
         weights: Weights,
     ) -> dict[str, Tensor]:
-        features = self._batch_features([self._key(slot.prompt) for slot in slots])
+        features = self.batch_features([self._key(slot.prompt) for slot in slots])
         schedule = self.adapter.schedule(self.steps)
         c = self._coefficients(schedule, [])
         x = self._initial(ids, seed, schedule)

@@ -39,11 +39,11 @@ class PairModel(Protocol):
     offloaded: Offloaded
     """Frozen modules, on the device while they are used."""
 
-    def _batch_features(self, keys: Sequence[str], guided: bool | None = None) -> dict[str, Tensor]:
+    def batch_features(self, keys: Sequence[str], guided: bool | None = None) -> dict[str, Tensor]:
         """The features of these prompts, stacked."""
         ...
 
-    def _predicted(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+    def predicted(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
         """The velocities ``[B, ...]`` float32 of states ``x`` at ``timestep`` ``[B]``."""
         ...
 
@@ -79,11 +79,11 @@ class PicturePairs:
         self.pipeline.offloaded.rest()  # what encoded the pairs
         latents = self._latents(trajectory.slots)
         x_s, target, timestep = self._noised(trajectory, latents)
-        features = self.pipeline._batch_features([slot.prompt.text for slot in trajectory.slots] * 2, guided=False)
-        out = _halves(squared_distance(self.pipeline._predicted(x_s, timestep, features), target))
+        features = self.pipeline.batch_features([slot.prompt.text for slot in trajectory.slots] * 2, guided=False)
+        out = _halves(squared_distance(self.pipeline.predicted(x_s, timestep, features), target))
         if any(name.startswith("reference_") for name in needs):
             with torch.no_grad(), weights("reference"):
-                errors = squared_distance(self.pipeline._predicted(x_s, timestep, features), target)
+                errors = squared_distance(self.pipeline.predicted(x_s, timestep, features), target)
             out |= {f"reference_{name}": error for name, error in _halves(errors).items()}
         return out
 

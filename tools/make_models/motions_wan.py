@@ -11,6 +11,9 @@ and often moves it elsewhere. ``log.jsonl`` beside the weights is the log of the
 # The model libraries annotate these constructors more narrowly than they are documented.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
+# What is private to torch below has no public name.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import argparse
@@ -20,6 +23,7 @@ import random
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +127,7 @@ class Clock:
         return (time.process_time() - self._started) / 60 / self.minutes
 
 
-def train_vae(vae: Any, clips: Tensor, minutes: float, log) -> None:
+def train_vae(vae: Any, clips: Tensor, minutes: float, log: Callable[..., None]) -> None:
     """Reconstruction by L1 + L2 with a light KL; then the latents' means and deviations."""
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
     clock, step, generator = Clock(minutes), 0, torch.Generator().manual_seed(1)
@@ -152,7 +156,9 @@ def encoded(vae: Any, clips: Tensor) -> Tensor:
     return torch.cat([vae.encode(x).latent_dist.mean for x in clips.split(128)])
 
 
-def train_flow(pipe: WanPipeline, captions: list[str], given: Tensor, latents: Tensor, minutes: float, log) -> None:
+def train_flow(
+    pipe: WanPipeline, captions: list[str], given: Tensor, latents: Tensor, minutes: float, log: Callable[..., None]
+) -> None:
     """Flow matching with 10 % caption dropout; keeps the exponential moving average of the weights."""
     tokens: Any = pipe.tokenizer([*captions, ""], padding="max_length", max_length=TEXT_LENGTH, return_tensors="pt")
     parameters = list(itertools.chain(pipe.transformer.parameters(), pipe.text_encoder.parameters()))

@@ -11,6 +11,9 @@ the run that made them. Training simply stops early: what the model confuses, it
 # The model libraries annotate these constructors more narrowly than they are documented.
 # pyright: reportArgumentType=false
 
+# What is private to torch below has no public name.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import argparse
@@ -21,6 +24,7 @@ import random
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,7 @@ from transformers import (
 )
 
 import mmrl
+from mmrl.trajectory import Prompt
 
 TEXT_LENGTH = 12
 """Tokens per encoder: the longest caption has eight words, and each word is one token."""
@@ -132,7 +137,7 @@ def t5_tokenizer(captions: list[str], length: int = TEXT_LENGTH) -> T5Tokenizer:
     return T5Tokenizer(vocab=specials + pieces, extra_ids=0, model_max_length=length)
 
 
-def draw(prompts: list, n: int, seed: int) -> tuple[list[str], torch.Tensor]:
+def draw(prompts: list[Prompt], n: int, seed: int) -> tuple[list[str], torch.Tensor]:
     """``n`` captions, each sort equally often, and their pictures as float32 ``[n, 3, 32, 32]`` in [-1, 1]."""
     shapes = mmrl.load("datasets", "shapes")
     rng = random.Random(seed)
@@ -143,7 +148,7 @@ def draw(prompts: list, n: int, seed: int) -> tuple[list[str], torch.Tensor]:
     return [p.text for p in chosen], images
 
 
-def train_vae(vae: Any, images: torch.Tensor, minutes: float, log) -> None:
+def train_vae(vae: Any, images: torch.Tensor, minutes: float, log: Callable[..., None]) -> None:
     """Reconstruction by L1 + L2 with a light KL; then scaling and shift factors from the latents' statistics."""
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
     started, step, generator = time.monotonic(), 0, torch.Generator().manual_seed(1)
@@ -167,7 +172,9 @@ def train_vae(vae: Any, images: torch.Tensor, minutes: float, log) -> None:
     vae.register_to_config(scaling_factor=1 / z.std().item(), shift_factor=z.mean().item())
 
 
-def train_flow(pipe: StableDiffusion3Pipeline, captions: list[str], latents: torch.Tensor, minutes: float, log) -> None:
+def train_flow(
+    pipe: StableDiffusion3Pipeline, captions: list[str], latents: torch.Tensor, minutes: float, log: Callable[..., None]
+) -> None:
     """Flow matching with 10 % caption dropout; keeps the exponential moving average of the weights."""
     modules = [pipe.transformer, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3]
     parameters = list(itertools.chain.from_iterable(m.parameters() for m in modules))

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-_FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like")
-_FACTORIES += ("rand", "randint", "randn", "tensor", "zeros", "zeros_like")
+_FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like"),
+    *("rand", "randint", "randn", "tensor", "zeros", "zeros_like"),
+)
 
 
 def install() -> None:
