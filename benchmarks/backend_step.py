@@ -104,13 +104,13 @@ class Rank:
 
     def _peak(self) -> float:
         """Since the step before."""
-        if self.run.device.type == "cuda":
+        if self.run.compute.device.type == "cuda":
             return torch.cuda.max_memory_allocated() / 2**20
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**10 - self.before
 
     def _forget_peak(self) -> None:
-        if self.run.device.type == "cuda":
+        if self.run.compute.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         else:
             Path("/proc/self/clear_refs").write_text("5")
@@ -129,7 +129,7 @@ class Rank:
         self.seconds[name] += self._now() - start
 
     def _now(self) -> float:
-        if self.run.device.type == "cuda":
+        if self.run.compute.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -141,10 +141,10 @@ def rows_of(run: Any, count: int, new_tokens: int, shortest: float) -> Trajector
     slots = [Slot(0, n, 0, Prompt(p.id, p.text)) for n, p in enumerate(prompts)]
     keys = run.pipeline.encode(slots)
     random = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 100, (count, new_tokens), generator=random).to(run.device)
+    tokens = torch.randint(0, 100, (count, new_tokens), generator=random).to(run.compute.device)
     ids = [SampleId(0, n, 0, 0) for n in range(count)]
     lengths = torch.linspace(shortest, 1, count).mul(new_tokens).long()[torch.randperm(count, generator=random)]
-    mask = (torch.arange(new_tokens) < lengths.unsqueeze(1)).float().to(run.device)
+    mask = (torch.arange(new_tokens) < lengths.unsqueeze(1)).float().to(run.compute.device)
     return Trajectory(slots, ids, tokens, keys, log_probs=torch.zeros_like(mask), mask=mask)
 
 

@@ -69,7 +69,7 @@ def measure(chosen: argparse.Namespace) -> None:
     policy = made(chosen.megabytes, peers)
     folder = Path(tempfile.mkdtemp(dir=chosen.folder) if peers is None else chosen.folder)
     ranks = None if peers is None else peers.again("gloo")
-    savers = {kind: Saver(folder / kind, 1, ranks, rank == 0) for kind in ("at once", "meanwhile")}
+    savers = {kind: Saver(folder / kind, 1, ranks, leads=rank == 0) for kind in ("at once", "meanwhile")}
     waits: dict[str, list[float]] = {kind: [] for kind in savers}
     try:
         for step in range(chosen.repeats + 1):

@@ -84,40 +84,40 @@ def made(model: Path, rank: int, size: int, port: int) -> StepContext:
     return build(loaded.recipe, loaded.root, Controller(0, 0, 1, peers))
 
 
-def update(run: StepContext, tokens: int) -> float:
+def update(context: StepContext, tokens: int) -> float:
     """An update on one row of ``tokens``, prompt and response; the mean log-prob."""
-    slot = Slot(0, 0, 0, run.prompts[0])
-    keys = run.pipeline.encode([slot])
-    length = tokens - run.pipeline.features.ref(keys[0]).shapes["input_ids"][0]
+    slot = Slot(0, 0, 0, context.prompts[0])
+    keys = context.pipeline.encode([slot])
+    length = tokens - context.pipeline.features.ref(keys[0]).shapes["input_ids"][0]
     drawn = torch.randint(0, 300, (1, length), generator=torch.Generator().manual_seed(0))
     rows = Trajectory([slot], [SampleId(0, 0, 0, 0)], drawn, keys, mask=torch.ones(1, length))
-    found = run.pipeline.replay(rows, [0], frozenset({"log_probs"}), run.policy.using)["log_probs"]
-    run.policy.backward(-found.mean())
-    run.policy.apply()
-    run.pipeline.features.release(keys)
+    found = context.pipeline.replay(rows, [0], frozenset({"log_probs"}), context.policy.using)["log_probs"]
+    context.policy.backward(-found.mean())
+    context.policy.apply()
+    context.pipeline.features.release(keys)
     return found.mean().item()
 
 
-def measured(run: StepContext, tokens: int) -> dict[str, float]:
+def measured(context: StepContext, tokens: int) -> dict[str, float]:
     """MiB of an update beyond what there is between updates."""
     give_back()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    said = update(run, tokens)
+    said = update(context, tokens)
     peak = resident("VmHWM") - before
     with LiveBytes() as live:
-        update(run, tokens)
+        update(context, tokens)
     return {"resident": peak, "tensors": live.peak / MIB, "log_prob": said}
 
 
-def limited(run: StepContext, tokens: list[int], limit: int) -> dict[str, Any]:
+def limited(context: StepContext, tokens: list[int], limit: int) -> dict[str, Any]:
     """Updates on rows of ``tokens``, one after another, until one has no room in ``limit`` MiB more than there are."""
     give_back()
     resource.setrlimit(resource.RLIMIT_DATA, (int((resident("VmData") + limit) * MIB), resource.RLIM_INFINITY))
     held: list[tuple[int, float]] = []
     for n in tokens:
         try:
-            held.append((n, update(run, n)))
+            held.append((n, update(context, n)))
         except (RuntimeError, MemoryError) as error:
             return {"held": held, "failed": str(error).splitlines()[0]}
     return {"held": held, "failed": None}

@@ -185,11 +185,11 @@ def nbytes(out: tuple[Trajectory | None, list[Any]]) -> int:
 class spent:
     """Processor seconds of the main thread in model calls (``models``) and in collectives, while the block runs."""
 
-    def __init__(self, run: StepContext) -> None:
+    def __init__(self, context: StepContext) -> None:
         self.of = {"models": 0.0, "collectives": 0.0}
-        models = [*arms.targets(run).values(), (run.policy, "backward"), (run.policy.optimizer, "step")]
+        models = [*arms.targets(context).values(), (context.policy, "backward"), (context.policy.optimizer, "step")]
         self.watched = [(owner, method, "models") for owner, method in models]
-        self.watched += [(run.controller.peers, method, "collectives") for method in ("sum", "gather")]
+        self.watched += [(context.controller.peers, method, "collectives") for method in ("sum", "gather")]
         self._within = False
 
     def _timed(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:

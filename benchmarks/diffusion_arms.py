@@ -161,31 +161,31 @@ def make_recipe(size: Size, model: Path, lora: int) -> Recipe:
     )
 
 
-def micro_batches(run: StepContext, step: int) -> list[tuple[list[Slot], list[SampleId]]]:
+def micro_batches(context: StepContext, step: int) -> list[tuple[list[Slot], list[SampleId]]]:
     """Slots and ids of the iteration's samples, a micro-batch at a time, as the loop takes them."""
-    train = run.recipe.train
-    rows = samples_of(run.controller.slots(step, run.prompts, train.prompts_per_step), train.group_size)
+    train = context.recipe.train
+    rows = samples_of(context.controller.slots(step, context.prompts, train.prompts_per_step), train.group_size)
     return [([s for s, _ in chunk], [i for _, i in chunk]) for chunk in chunks(rows, train.micro_batch_size)]
 
 
-def ours(run: StepContext) -> Arm:
+def ours(context: StepContext) -> Arm:
     """An iteration of ``mmrl.training.loop``. Its prompts are new each time, as if the data set never repeated."""
 
     def iterate(step: int, clock: Clock) -> None:
-        run.pipeline.features = FeatureStore()
-        train_step(run, step, clock)
+        context.pipeline.features = FeatureStore()
+        train_step(context, step, clock)
 
     return iterate
 
 
-def ours_per_sample(run: StepContext) -> Arm:
+def ours_per_sample(context: StepContext) -> Arm:
     """``ours`` without its algorithmic saving: a prompt is encoded for every sample, a micro-batch at a time."""
-    pipeline: Any = run.pipeline
+    pipeline: Any = context.pipeline
     pipe = pipeline.adapter.pipe
 
     def iterate(step: int, clock: Clock) -> None:
-        run.pipeline.features = FeatureStore()
-        for slots, _ in micro_batches(run, step):
+        context.pipeline.features = FeatureStore()
+        for slots, _ in micro_batches(context, step):
             texts = [slot.prompt.text for slot in slots]
             with clock("encode"), torch.no_grad():
                 embeds, _, pooled, _ = pipe.encode_prompt(
@@ -193,11 +193,11 @@ def ours_per_sample(run: StepContext) -> Arm:
                     None,
                     None,
                     do_classifier_free_guidance=False,
-                    max_sequence_length=run.recipe.sampling.max_sequence_length,
+                    max_sequence_length=context.recipe.sampling.max_sequence_length,
                 )
                 for text, e, p in zip(texts, embeds, pooled, strict=True):
-                    run.pipeline.features.put(text, {"embeds": e, "pooled": p})
-        train_step(run, step, clock)
+                    context.pipeline.features.put(text, {"embeds": e, "pooled": p})
+        train_step(context, step, clock)
 
     return iterate
 
@@ -218,16 +218,16 @@ class Call:
         return f"{self.phase} {self.target} {' '.join(sorted(sizes))}"
 
 
-def targets(run: StepContext) -> dict[str, tuple[Any, str]]:
+def targets(context: StepContext) -> dict[str, tuple[Any, str]]:
     """What is called and counted: object and name of its method. First, what predicts."""
-    pipeline: Any = run.pipeline
+    pipeline: Any = context.pipeline
     adapter = pipeline.adapter
     encoders = {f"text_encoder_{i}": (e, "forward") for i, e in enumerate(adapter.text_encoders)}
-    return {adapter.trains: (run.pipeline.policy, "forward"), "vae": (adapter.vae, "decode"), **encoders}
+    return {adapter.trains: (context.pipeline.policy, "forward"), "vae": (adapter.vae, "decode"), **encoders}
 
 
 @contextmanager
-def recording(run: StepContext) -> Iterator[list[Call]]:
+def recording(context: StepContext) -> Iterator[list[Call]]:
     """Keep every call of the models while the block runs."""
     calls: list[Call] = []
 
@@ -239,7 +239,7 @@ def recording(run: StepContext) -> Iterator[list[Call]]:
 
         return call
 
-    watching, trains = targets(run), run.pipeline.adapter.trains  # type: ignore[attr-defined]
+    watching, trains = targets(context), context.pipeline.adapter.trains  # type: ignore[attr-defined]
     for target, (owner, method) in watching.items():
         setattr(owner, method, watched(target, getattr(owner, method)))
     try:
@@ -249,10 +249,10 @@ def recording(run: StepContext) -> Iterator[list[Call]]:
             delattr(owner, method)
 
 
-def bare(run: StepContext, calls: Sequence[Call]) -> Arm:
+def bare(context: StepContext, calls: Sequence[Call]) -> Arm:
     """The calls alone, with a backward pass where there was a graph, and the optimizer step."""
-    models = targets(run)
-    parameters = list(run.policy.trainable.values())
+    models = targets(context)
+    parameters = list(context.policy.trainable.values())
     optimizer = torch.optim.AdamW(parameters, lr=1e-9)
     gradients: dict[torch.Size, Tensor] = {}  # of every shape one, made in the first iteration, which nobody times
 

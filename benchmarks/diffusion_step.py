@@ -44,17 +44,17 @@ RATIOS = {
 }
 
 
-def make_arm(name: str, run: StepContext, peers: Mapping[str, Path], calls: Sequence[arms.Call] = ()) -> Arm:
-    """The arm of that name on the models of ``run``; ``bare`` needs the ``calls`` of one of our iterations."""
+def make_arm(name: str, context: StepContext, peers: Mapping[str, Path], calls: Sequence[arms.Call] = ()) -> Arm:
+    """The arm of that name on the models of ``context``; ``bare`` needs the ``calls`` of one of our iterations."""
     if name == "bare":
-        return arms.bare(run, calls)
+        return arms.bare(context, calls)
     if name in PEERS:
-        return PEERS[name].arm(PEERS[name].load(peers[name]), run)
-    return {"mmrl": arms.ours, "mmrl-per-sample": arms.ours_per_sample}[name](run)
+        return PEERS[name].arm(PEERS[name].load(peers[name]), context)
+    return {"mmrl": arms.ours, "mmrl-per-sample": arms.ours_per_sample}[name](context)
 
 
 def warm_up(
-    names: Sequence[str], run: StepContext, peers: Mapping[str, Path]
+    names: Sequence[str], context: StepContext, peers: Mapping[str, Path]
 ) -> tuple[dict[str, Arm], dict[str, Any], list[arms.Call]]:
     """Every arm after one untimed iteration, how often each calls each model, and the calls of ours.
 
@@ -63,8 +63,8 @@ def warm_up(
     made: dict[str, Arm] = {}
     seen: dict[str, list[arms.Call]] = {}
     for name in sorted(names, key=lambda n: n != "mmrl"):  # ours first: bare replays its calls
-        made[name] = make_arm(name, run, peers, seen.get("mmrl", ()))
-        with arms.recording(run) as seen[name]:
+        made[name] = make_arm(name, context, peers, seen.get("mmrl", ()))
+        with arms.recording(context) as seen[name]:
             made[name](0, Clock(CPU))
     return {name: made[name] for name in names}, arms.same_work(seen), seen["mmrl"]
 

@@ -95,25 +95,25 @@ class HeldBackScoring:
         return self._scoring.finish(groups)
 
 
-def arm(name: str, run: StepContext) -> StepContext:
+def arm(name: str, context: StepContext) -> StepContext:
     """The run as that arm has it."""
     if name == "overlapped":
-        return run
-    return dataclasses.replace(run, rewards=HeldBack(run.rewards))  # type: ignore[arg-type]
+        return context
+    return dataclasses.replace(context, rewards=HeldBack(context.rewards))  # type: ignore[arg-type]
 
 
-def one_round(run: StepContext, step: int, judge: int) -> tuple[Row, Round]:
+def one_round(context: StepContext, step: int, judge: int) -> tuple[Row, Round]:
     """Sample and judge the prompts of ``step``, which are new to the run. ``judge`` is the judge's process.
 
     The row: seconds in ``total``, ``sampling`` (with encoding prompts and decoding text), ``judging`` (at least one
     call under way), ``waited`` for the judge at the end, and of the processor, ``policy_cpu`` and ``judge_cpu``.
     """
-    run.pipeline.features = FeatureStore()
-    slots = run.controller.slots(step, run.prompts, run.recipe.train.prompts_per_step)
+    context.pipeline.features = FeatureStore()
+    slots = context.controller.slots(step, context.prompts, context.recipe.train.prompts_per_step)
     gc.collect()
     clock = Clock(torch.device("cpu"))
     judge_cpu, cpu, started = cpu_of(judge), time.process_time(), time.perf_counter()
-    made = sample_and_score(run, slots, step, clock)
+    made = sample_and_score(context, slots, step, clock)
     row = {"total": time.perf_counter() - started, "policy_cpu": time.process_time() - cpu}
     seconds = clock.row()
     row["sampling"] = sum(seconds[f"time/{phase}"] for phase in ("encode", "sample", "decode"))
@@ -131,7 +131,7 @@ def check_same(rounds: Mapping[str, Round]) -> None:
         raise ValueError("the judge scored the same samples otherwise in the other arm")
 
 
-def measure(run: StepContext, judge: int, rounds: int) -> tuple[dict[str, list[Row]], float]:
+def measure(context: StepContext, judge: int, rounds: int) -> tuple[dict[str, list[Row]], float]:
     """The rows of both arms, one of each in turn after an untimed round, and the share of samples with a verdict.
 
     Who goes first alternates, so that neither arm always finds the other's warm caches.
@@ -141,7 +141,7 @@ def measure(run: StepContext, judge: int, rounds: int) -> tuple[dict[str, list[R
     for step in range(rounds + 1):
         made: dict[str, Round] = {}
         for name in ARMS if step % 2 else ARMS[::-1]:
-            row, made[name] = one_round(arm(name, run), step, judge)
+            row, made[name] = one_round(arm(name, context), step, judge)
             if step:
                 rows[name].append(row)
         check_same(made)

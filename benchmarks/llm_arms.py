@@ -156,12 +156,12 @@ def make_run(size: Size, model: Path) -> StepContext:
     return build(recipe, Path.cwd())
 
 
-def ours(run: StepContext) -> Arm:
+def ours(context: StepContext) -> Arm:
     """A step of ``mmrl.training.loop``. Its prompts are new to it each time, as if the data set never repeated."""
 
     def iterate(step: int, clock: Clock) -> None:
-        run.pipeline.features = FeatureStore()
-        train_step(run, step, clock)
+        context.pipeline.features = FeatureStore()
+        train_step(context, step, clock)
 
     return iterate
 
@@ -206,12 +206,12 @@ def recording(model: nn.Module) -> Iterator[list[Call]]:
         handle.remove()
 
 
-def bare(run: StepContext, calls: Sequence[Call]) -> Arm:
+def bare(context: StepContext, calls: Sequence[Call]) -> Arm:
     """The calls alone, with a backward pass where there was a graph, and the optimizer step."""
     from transformers import DynamicCache
 
-    model: Any = run.pipeline.policy
-    optimizer = torch.optim.AdamW(run.policy.trainable.values(), lr=1e-9, fused=True)
+    model: Any = context.pipeline.policy
+    optimizer = torch.optim.AdamW(context.policy.trainable.values(), lr=1e-9, fused=True)
     gradients: dict[torch.Size, Tensor] = {}
 
     def generate(group: Sequence[Call]) -> None:

@@ -44,7 +44,7 @@ RATIOS = {
 
 
 def warm_up(
-    names: Sequence[str], run: StepContext, peer: peer_trl.Peer | None
+    names: Sequence[str], context: StepContext, peer: peer_trl.Peer | None
 ) -> tuple[dict[str, Arm], dict[str, Any], list[arms.Call]]:
     """Every arm after one untimed step, what each asks of the model, and the calls of ours.
 
@@ -53,20 +53,22 @@ def warm_up(
     made: dict[str, Arm] = {}
     seen: dict[str, list[arms.Call]] = {}
     for name in sorted(names, key=lambda n: n != "mmrl"):  # ours first: bare replays its calls
-        made[name] = make_arm(name, run, peer, seen.get("mmrl", ()))
-        model = peer.model if peer is not None and name == "trl" else run.pipeline.policy
+        made[name] = make_arm(name, context, peer, seen.get("mmrl", ()))
+        model = peer.model if peer is not None and name == "trl" else context.pipeline.policy
         with arms.recording(model) as seen[name]:
             made[name](0, Clock(CPU))
     return {name: made[name] for name in names}, arms.same_work(seen), seen["mmrl"]
 
 
-def make_arm(name: str, run: StepContext | None, peer: peer_trl.Peer | None, calls: Sequence[arms.Call] = ()) -> Arm:
+def make_arm(
+    name: str, context: StepContext | None, peer: peer_trl.Peer | None, calls: Sequence[arms.Call] = ()
+) -> Arm:
     """The arm of that name; ``bare`` needs the ``calls`` of one of our steps."""
     if name == "trl":
         assert peer is not None
         return peer.step
-    assert run is not None
-    return arms.bare(run, calls) if name == "bare" else arms.ours(run)
+    assert context is not None
+    return arms.bare(context, calls) if name == "bare" else arms.ours(context)
 
 
 def one_arena() -> None:

@@ -109,13 +109,13 @@ def load(path: Path) -> Peer:
 class Theirs:
     """Final class; the peer on our run's models."""
 
-    def __init__(self, peer: Peer, run: StepContext) -> None:
+    def __init__(self, peer: Peer, context: StepContext) -> None:
         from accelerate import Accelerator
 
-        self.peer, self.run = peer, run
-        recipe, train = run.recipe, run.recipe.train
+        self.peer, self.run = peer, context
+        recipe, train = context.recipe, context.recipe.train
         self.batches = -(-train.prompts_per_step * train.group_size // train.micro_batch_size)
-        window = len(run.pipeline.noisy_steps(0))
+        window = len(context.pipeline.noisy_steps(0))
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=self.batches * window)
         algorithm: Any = recipe.algorithm
         settings = recipe.denoising
@@ -241,22 +241,22 @@ def jpeg(peer: Peer) -> Any:
     return Jpeg
 
 
-def arm(peer: Peer, run: StepContext) -> Arm:
-    """The peer's iteration on the models of ``run``."""
-    return Theirs(peer, run).iterate
+def arm(peer: Peer, context: StepContext) -> Arm:
+    """The peer's iteration on the models of ``context``."""
+    return Theirs(peer, context).iterate
 
 
-def parity(peer: Peer, run: StepContext) -> dict[str, float]:
+def parity(peer: Peer, context: StepContext) -> dict[str, float]:
     """Largest differences between the peer's numbers and ours: of the step kernels on random tensors, and of a
     micro-batch sampled and replayed with the same weights, initial noise and step noise.
 
     Raises ``ValueError`` for one above the tolerance.
     """
-    theirs = Theirs(peer, run)
-    return checked(kernels(theirs, run) | trajectories(theirs, run))
+    theirs = Theirs(peer, context)
+    return checked(kernels(theirs, context) | trajectories(theirs, context))
 
 
-def kernels(theirs: Theirs, run: StepContext) -> dict[str, float]:
+def kernels(theirs: Theirs, context: StepContext) -> dict[str, float]:
     """Log-probs and means of single steps, Flow-SDE and CPS."""
     scheduler = theirs.adapter.scheduler
 
@@ -265,27 +265,31 @@ def kernels(theirs: Theirs, run: StepContext) -> dict[str, float]:
         out = scheduler.step(v, t, x, next_latents=near, noise_level=level, dynamics_type=kind)
         return out.log_prob, out.next_latents_mean
 
-    return compared(run, scheduler, step)
+    return compared(context, scheduler, step)
 
 
-def trajectories(theirs: Theirs, run: StepContext) -> dict[str, float]:
+def trajectories(theirs: Theirs, context: StepContext) -> dict[str, float]:
     """Embeddings, states, log-probs and pictures of one micro-batch, and its log-probs recomputed."""
-    pipeline: Any = run.pipeline
-    slots, ids = micro_batches(run, 0)[0]
+    pipeline: Any = context.pipeline
+    slots, ids = micro_batches(context, 0)[0]
     pipeline.encode(slots)
     actions = pipeline.noisy_steps(0)
-    mine = pipeline.sample(slots, ids, actions, run.recipe.seed)
+    mine = pipeline.sample(slots, ids, actions, context.recipe.seed)
     trainer, pipe = theirs.trainer, theirs.adapter.pipeline
     trainer.dataloader = [theirs.encode([slot.prompt.text for slot in slots])]
     trainer.training_args.num_batches_per_epoch = 1
-    initial = noise(run.recipe.seed, ids, "initial", pipeline.shape)
+    initial = noise(context.recipe.seed, ids, "initial", pipeline.shape)
     pipe.prepare_latents = lambda *args, **kwargs: initial
-    with given_noise(theirs.peer, (noise(run.recipe.seed, ids, f"step{i}", pipeline.shape) for i in range(10**6))):
+    with given_noise(theirs.peer, (noise(context.recipe.seed, ids, f"step{i}", pipeline.shape) for i in range(10**6))):
         samples = trainer.sample()
     rows = theirs.peer.BaseSample.stack(samples)
     replayed = torch.stack([theirs.log_prob(rows, i).detach() for i in actions], 1)
     ours = torch.cat(
-        [pipeline.replay(mine, [j], run.objective.needs, run.policy.using)["log_probs"] for j in range(len(actions))], 1
+        [
+            pipeline.replay(mine, [j], context.objective.needs, context.policy.using)["log_probs"]
+            for j in range(len(actions))
+        ],
+        1,
     )
     features = pipeline.batch_features(mine.features)
     return {

@@ -114,22 +114,22 @@ def load(path: Path) -> Peer:
 class Theirs:
     """Final class; the peer on our run's models."""
 
-    def __init__(self, peer: Peer, run: StepContext) -> None:
-        self.peer, self.run = peer, run
-        pipeline: Any = run.pipeline
+    def __init__(self, peer: Peer, context: StepContext) -> None:
+        self.peer, self.run = peer, context
+        pipeline: Any = context.pipeline
         adapter = pipeline.adapter
         self.pipe: Any = type(adapter.pipe)(**adapter.pipe.components)
-        self.pipe.transformer = run.pipeline.policy  # with the adapter around it, as the peer has it
+        self.pipe.transformer = context.pipeline.policy  # with the adapter around it, as the peer has it
         self.pipe.set_progress_bar_config(disable=True)
         self.encoders = adapter.text_encoders
         self.tokenizers = [capped(t) for t in (self.pipe.tokenizer, self.pipe.tokenizer_2, self.pipe.tokenizer_3)]
-        settings = run.recipe.sampling
+        settings = context.recipe.sampling
         self.config = SimpleNamespace(
             train=SimpleNamespace(cfg=False),
             sample=SimpleNamespace(guidance_scale=1.0, noise_level=settings.sde.noise_level, sde_type="sde"),
         )
-        self.parameters = list(run.policy.trainable.values())
-        optim = run.recipe.optim
+        self.parameters = list(context.policy.trainable.values())
+        optim = context.recipe.optim
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
         )
@@ -214,9 +214,9 @@ class Theirs:
         self.optimizer.zero_grad()
 
 
-def arm(peer: Peer, run: StepContext) -> Arm:
-    """The peer's iteration on the models of ``run``."""
-    return Theirs(peer, run).iterate
+def arm(peer: Peer, context: StepContext) -> Arm:
+    """The peer's iteration on the models of ``context``."""
+    return Theirs(peer, context).iterate
 
 
 def capped(tokenizer: Any) -> Callable[..., Any]:
@@ -245,13 +245,13 @@ def timed_decoding(vae: Any, clock: Clock):
         vae.decode = plain
 
 
-def parity(peer: Peer, run: StepContext) -> dict[str, float]:
+def parity(peer: Peer, context: StepContext) -> dict[str, float]:
     """Largest differences between the peer's numbers and ours: of the step kernels on random tensors, and of a
     micro-batch sampled and replayed with the same weights, initial noise and step noise.
 
     Raises ``ValueError`` for one above ``TOLERANCE``.
     """
-    return checked(kernels(peer, run) | trajectories(Theirs(peer, run), run))
+    return checked(kernels(peer, context) | trajectories(Theirs(peer, context), context))
 
 
 def checked(found: dict[str, float]) -> dict[str, float]:
@@ -262,9 +262,9 @@ def checked(found: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def kernels(peer: Peer, run: StepContext) -> dict[str, float]:
+def kernels(peer: Peer, context: StepContext) -> dict[str, float]:
     """Log-probs and means of single steps, Flow-SDE and CPS."""
-    pipeline: Any = run.pipeline
+    pipeline: Any = context.pipeline
     scheduler = type(pipeline.adapter.pipe.scheduler).from_config(pipeline.adapter.pipe.scheduler.config)
 
     def step(kind: str, v: Tensor, t: Tensor, x: Tensor, near: Tensor, level: float) -> tuple[Tensor, Tensor]:
@@ -273,14 +273,14 @@ def kernels(peer: Peer, run: StepContext) -> dict[str, float]:
         _, log_prob, mean, _ = peer.sde_step_with_logprob(scheduler, v, t, x, **of)
         return log_prob, mean
 
-    return compared(run, scheduler, step)
+    return compared(context, scheduler, step)
 
 
-def compared(run: StepContext, scheduler: Any, step: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, float]:
+def compared(context: StepContext, scheduler: Any, step: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, float]:
     """Differences between our single steps on random tensors and the log-prob and mean of
     ``step(kind, velocity, times, x, following, noise level)``, Flow-SDE (``flow``) and CPS (``cps``)."""
-    pipeline: Any = run.pipeline
-    steps, level = pipeline.steps, run.recipe.denoising.sde.noise_level
+    pipeline: Any = context.pipeline
+    steps, level = pipeline.steps, context.recipe.denoising.sde.noise_level
     scheduler.set_timesteps(steps)
     generator = torch.Generator().manual_seed(0)
     x, v, following = (torch.randn(4, *pipeline.shape, generator=generator) for _ in range(3))
@@ -299,20 +299,24 @@ def compared(run: StepContext, scheduler: Any, step: Callable[..., tuple[Tensor,
     return found
 
 
-def trajectories(theirs: Theirs, run: StepContext) -> dict[str, float]:
+def trajectories(theirs: Theirs, context: StepContext) -> dict[str, float]:
     """Embeddings, states, log-probs and pictures of one micro-batch, and its log-probs recomputed."""
-    pipeline: Any = run.pipeline
-    slots, ids = micro_batches(run, 0)[0]
+    pipeline: Any = context.pipeline
+    slots, ids = micro_batches(context, 0)[0]
     pipeline.encode(slots)
     actions = pipeline.noisy_steps(0)
-    mine = pipeline.sample(slots, ids, actions, run.recipe.seed)
+    mine = pipeline.sample(slots, ids, actions, context.recipe.seed)
     embeds, pooled = theirs.encode([slot.prompt.text for slot in slots])
-    initial = noise(run.recipe.seed, ids, "initial", pipeline.shape)
-    with given_noise(theirs.peer, (noise(run.recipe.seed, ids, f"step{i}", pipeline.shape) for i in range(10**6))):
+    initial = noise(context.recipe.seed, ids, "initial", pipeline.shape)
+    with given_noise(theirs.peer, (noise(context.recipe.seed, ids, f"step{i}", pipeline.shape) for i in range(10**6))):
         rows = theirs.sample(embeds, pooled, 0, initial)
     replayed = torch.stack([theirs.log_prob(rows, j).detach() for j in range(len(actions))], 1)
     ours = torch.cat(
-        [pipeline.replay(mine, [j], run.objective.needs, run.policy.using)["log_probs"] for j in range(len(actions))], 1
+        [
+            pipeline.replay(mine, [j], context.objective.needs, context.policy.using)["log_probs"]
+            for j in range(len(actions))
+        ],
+        1,
     )
     features = pipeline.batch_features(mine.features)
     return {

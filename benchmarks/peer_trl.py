@@ -155,7 +155,7 @@ class Peer:
         return call
 
 
-def parity(peer: Peer, run: StepContext) -> dict[str, float]:
+def parity(peer: Peer, context: StepContext) -> dict[str, float]:
     """Our loss on the last micro-batch that the trainer took, with its weights, against its own.
 
     Returns the relative difference of the loss's gradients, as a norm over all weights. The run's weights are put back.
@@ -164,30 +164,30 @@ def parity(peer: Peer, run: StepContext) -> dict[str, float]:
     advantages = torch.linspace(-1, 2, len(peer.inputs["advantages"]))
     trainer, inputs = peer.trainer, peer.inputs | {"advantages": advantages}
     theirs = torch.autograd.grad(trainer.compute_loss(peer.model, inputs), list(peer.model.parameters()))
-    policy: Any = run.pipeline.policy
+    policy: Any = context.pipeline.policy
     kept = {name: p.detach().clone() for name, p in policy.state_dict().items()}
     policy.load_state_dict(peer.model.state_dict())
     try:
-        mine = torch.autograd.grad(our_loss(run, inputs), list(policy.parameters()))
+        mine = torch.autograd.grad(our_loss(context, inputs), list(policy.parameters()))
     finally:
         policy.load_state_dict(kept)
     apart = torch.stack([(a - b).norm() for a, b in zip(theirs, mine, strict=True)]).norm()
     return {"gradient": (apart / torch.stack([a.norm() for a in theirs]).norm()).item()}
 
 
-def our_loss(run: StepContext, inputs: dict[str, Any]) -> torch.Tensor:
+def our_loss(context: StepContext, inputs: dict[str, Any]) -> torch.Tensor:
     """What the loop would make of the trainer's micro-batch: its share of the step's loss."""
     keys = [f"peer/{n}" for n in range(len(inputs["prompt_ids"]))]
     for key, tokens, mask in zip(keys, inputs["prompt_ids"], inputs["prompt_mask"], strict=True):
-        run.pipeline.features.put(key, {"input_ids": tokens[mask.bool()]})
+        context.pipeline.features.put(key, {"input_ids": tokens[mask.bool()]})
     mask = inputs["completion_mask"].float()
     rows = Trajectory([], [], inputs["completion_ids"], keys, mask=mask)
-    new = run.pipeline.replay(rows, [0], run.objective.needs, run.policy.using)
+    new = context.pipeline.replay(rows, [0], context.objective.needs, context.policy.using)
     old = {
         "log_probs": new["log_probs"].detach(),
         "advantages": inputs["advantages"],
         "weights": torch.ones(len(keys)),
         "mask": mask,
     }
-    train = run.recipe.train
-    return run.objective.loss(new, old, train.prompts_per_step * train.group_size).value
+    train = context.recipe.train
+    return context.objective.loss(new, old, train.prompts_per_step * train.group_size).value

@@ -122,9 +122,9 @@ def work(address: str, key: str, port: str, load: str) -> None:
 class Arms:
     """Final class: a step under each placement; what the devices did is kept by placement."""
 
-    def __init__(self, load: str, run: StepContext, devices: MultiDevice, repeats: int) -> None:
-        self.run, self.devices, self.load = run, devices, load
-        self.judges = run.rewards._entries
+    def __init__(self, load: str, context: StepContext, devices: MultiDevice, repeats: int) -> None:
+        self.run, self.devices, self.load = context, devices, load
+        self.judges = context.rewards._entries
         self.half = WARM + repeats // 2
         sleeps = {"sleep": load == "asleep"}
         self.settings = {name: p.model_copy(update=sleeps) for name, p in PLACEMENTS.items()}

@@ -304,7 +304,7 @@ def _sleeping_engine(place: Place, *words: str) -> dict[str, Any]:
     for name in used:
         setattr(run.pipeline, name, noted(name, getattr(run.pipeline, name)))
     try:
-        rows = [train_step(run, n, Clock(run.device))[0] for n in range(2 if place.small else 3)]
+        rows = [train_step(run, n, Clock(run.compute.device))[0] for n in range(2 if place.small else 3)]
     finally:
         run.pipeline.close()
         run.rewards.close()

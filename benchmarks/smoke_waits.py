@@ -88,9 +88,9 @@ def waits_of_a_step(recipe: str | Path, overrides: Sequence[str], counting: Call
     loaded = load_recipe([recipe], overrides)
     run = build(loaded.recipe, loaded.root)
     try:
-        train_step(run, 0, Clock(run.device))
+        train_step(run, 0, Clock(run.compute.device))
         with counting() as found:
-            train_step(run, 1, Clock(run.device))
+            train_step(run, 1, Clock(run.compute.device))
     finally:
         run.rewards.close()
     return found

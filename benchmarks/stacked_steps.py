@@ -24,22 +24,22 @@ from mmrl.training.step_context import StepContext
 from mmrl.training.step_metrics import StepMetrics
 
 
-def slices_with(run: StepContext, batch: Batch, at_once: int, seen: dict[int, tuple[torch.Tensor, float]]) -> Arm:
+def slices_with(context: StepContext, batch: Batch, at_once: int, seen: dict[int, tuple[torch.Tensor, float]]) -> Arm:
     """The arm of ``at_once`` steps a forward; leaves its gradient and how far a first ratio was off in ``seen``."""
-    train = run.recipe.train.model_copy(update={"steps_per_forward": at_once})
-    recipe = run.recipe.model_copy(update={"train": train})
+    train = context.recipe.train.model_copy(update={"steps_per_forward": at_once})
+    recipe = context.recipe.model_copy(update={"train": train})
     rows = rows_of_update(batch, 0, 1)
-    total = run.objective.loss_denominator(batch.weights[rows], batch.lengths[rows])
+    total = context.objective.loss_denominator(batch.weights[rows], batch.lengths[rows])
 
     def iterate(step: int, clock: Clock) -> None:
-        object.__setattr__(run, "recipe", recipe)  # of a frozen record, for a measurement
-        for p in run.policy.trainable.values():
+        object.__setattr__(context, "recipe", recipe)  # of a frozen record, for a measurement
+        for p in context.policy.trainable.values():
             p.grad = None
         metrics = StepMetrics(1)
         with clock("train"):
-            metrics.merge([backward(run, split_micro_batches(run, batch, rows), total, 0, True)])
-        found = [p.grad.flatten() for p in run.policy.trainable.values() if p.grad is not None]
-        seen[at_once] = torch.cat(found), metrics.means(run.controller.gather)["policy/first_ratio_max_dev"]
+            metrics.merge([backward(context, split_micro_batches(context, batch, rows), total, 0, True)])
+        found = [p.grad.flatten() for p in context.policy.trainable.values() if p.grad is not None]
+        seen[at_once] = torch.cat(found), metrics.means(context.controller.gather)["policy/first_ratio_max_dev"]
 
     return iterate
 

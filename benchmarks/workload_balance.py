@@ -59,13 +59,13 @@ def filled_up(sizes: Sizes, most: int, tokens: int | None = None) -> list[list[i
     return list(chunks(order, most))
 
 
-def sampled(run: StepContext) -> Batch:
+def sampled(context: StepContext) -> Batch:
     """A step's batch as the model writes it."""
-    slots = run.controller.slots(0, run.prompts, run.recipe.train.prompts_per_step)
-    return collect_batch(run, slots, 0, Clock(CPU), StepMetrics())
+    slots = context.controller.slots(0, context.prompts, context.recipe.train.prompts_per_step)
+    return collect_batch(context, slots, 0, Clock(CPU), StepMetrics())
 
 
-def long_tailed(run: StepContext, batch: Batch, median: float, sigma: float, longest: int) -> Batch:
+def long_tailed(context: StepContext, batch: Batch, median: float, sigma: float, longest: int) -> Batch:
     """``batch`` with responses of random tokens, of lognormal length up to ``longest``."""
     rng, whole = random.Random(0), Trajectory.join(batch.micro_batches)
     lengths = [min(longest, max(1, round(rng.lognormvariate(math.log(median), sigma)))) for _ in range(len(whole))]
@@ -76,25 +76,27 @@ def long_tailed(run: StepContext, batch: Batch, median: float, sigma: float, lon
     return replace(batch, micro_batches=[rows], places=places, lengths=mask.sum(1), prepared={})
 
 
-def update(run: StepContext, batch: Batch, way: Any) -> torch.Tensor:
+def update(context: StepContext, batch: Batch, way: Any) -> torch.Tensor:
     """All forward and backward passes of an update with micro-batches cut by ``way``; its gradient ``[n]``."""
     mmrl.training.batch.pack = way
     rows = list(range(len(batch.places)))
-    total = run.objective.loss_denominator(batch.weights, batch.lengths)
-    for micro_batch in split_micro_batches(run, batch, rows):
-        new = run.pipeline.replay(micro_batch.rows, micro_batch.entries, run.objective.needs, run.policy.using)
+    total = context.objective.loss_denominator(batch.weights, batch.lengths)
+    for micro_batch in split_micro_batches(context, batch, rows):
+        new = context.pipeline.replay(
+            micro_batch.rows, micro_batch.entries, context.objective.needs, context.policy.using
+        )
         own = {"log_probs": new["log_probs"].detach()}
-        run.policy.backward(run.objective.loss(new, micro_batch.old | own, total).value)
-    found = torch.cat([p.grad.flatten() for p in run.policy.trainable.values() if p.grad is not None])
-    for p in run.policy.trainable.values():
+        context.policy.backward(context.objective.loss(new, micro_batch.old | own, total).value)
+    found = torch.cat([p.grad.flatten() for p in context.policy.trainable.values() if p.grad is not None])
+    for p in context.policy.trainable.values():
         p.grad = None
     return found
 
 
-def compare(run: StepContext, batch: Batch, repeats: int, launch: float) -> dict[str, Any]:
+def compare(context: StepContext, batch: Batch, repeats: int, launch: float) -> dict[str, Any]:
     """Both arms on one batch. Raises ``ValueError`` where their gradients differ."""
     ways = {"filled": filled_up, "packed": partial(pack, launch=launch)}
-    first, second = (update(run, batch, way) for way in ways.values())
+    first, second = (update(context, batch, way) for way in ways.values())
     gap = ((first - second).norm() / first.norm()).item()
     if not gap <= 1e-5:
         raise ValueError(f"the gradients of the arms differ by {gap:.3g}")
@@ -102,16 +104,16 @@ def compare(run: StepContext, batch: Batch, repeats: int, launch: float) -> dict
     def arm(way: Any) -> Arm:
         def one(step: int, clock: Clock) -> None:
             with clock("train"):
-                update(run, batch, way)
+                update(context, batch, way)
 
         return one
 
     seconds = stepping.measure({name: arm(way) for name, way in ways.items()}, repeats)
-    found = [parts(run.pipeline, t) for t in batch.micro_batches]
+    found = [parts(context.pipeline, t) for t in batch.micro_batches]
     sizes = [found[m][i] for m, i in batch.places]
     out: dict[str, Any] = {"rows": len(sizes), "gradient_gap": gap, "arms": {}}
     for name, way in ways.items():
-        made = way(sizes, run.recipe.train.micro_batch_size)
+        made = way(sizes, context.recipe.train.micro_batch_size)
         laid = sum(padded([sizes[n] for n in index]) for index in made)
         out["arms"][name] = {
             "micro_batches": len(made),

@@ -58,11 +58,11 @@ def _check(recipe: Recipe, out: Path, what: str) -> None:
         raise UserError(f"{out} is not empty, and nothing in it is overwritten; name another directory with --out")
 
 
-def _write(run: StepContext, directory: RunDir, step: int, folder: Path, name: str, what: What) -> None:
-    with run.policy.for_evaluation():
-        run.pipeline.write(folder, what)
-    usage = run.pipeline.usage(name, what, run.prompts[0])
-    if not write_card(folder, name, run.recipe, directory, step, what, usage):
+def _write(context: StepContext, directory: RunDir, step: int, folder: Path, name: str, what: What) -> None:
+    with context.policy.for_evaluation():
+        context.pipeline.write(folder, what)
+    usage = context.pipeline.usage(name, what, context.prompts[0])
+    if not write_card(folder, name, context.recipe, directory, step, what, usage):
         print(f"note: {directory.path} has no held-out evaluation up to step {step} for the card", file=sys.stderr)
 
 

@@ -69,7 +69,7 @@ class Frozen:
                     parameter.data = torch.empty(0, dtype=parameter.dtype)
                 self._dropped = True
 
-    def wake(self, device: torch.device | str, wait: bool = True) -> bool:
+    def wake(self, device: torch.device | str, *, wait: bool = True) -> bool:
         """Have it on ``device``, all copying done: the time that takes is what waking costs.
 
         Without ``wait`` the host does not wait for the copying; what the device is given after it does. Returns whether

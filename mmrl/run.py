@@ -40,7 +40,7 @@ from mmrl.rollout.dynamic_sampling import DynamicSampling
 from mmrl.rollout.partial_rollout import PartialRollout
 from mmrl.secrets import given_again
 from mmrl.training.evaluation import Evaluator, told
-from mmrl.training.step_context import Devices, RolloutStrategy, StepContext, StepPart
+from mmrl.training.step_context import Compute, Devices, Rollout, RolloutStrategy, StepContext, StepPart
 
 
 @in_phase("load")
@@ -85,6 +85,8 @@ def build(
     strategy, parts = strategy_of(recipe)
     streams = recipe.rollout.partial or recipe.placement.apart  # slots begin before the costs of now are known
     balance = Balance(recipe) if pipeline.makes == "text" else None
+    if balance is not None:
+        parts = {"balance": balance, **parts}
     return StepContext(
         recipe,
         controller,
@@ -93,12 +95,9 @@ def build(
         objective,
         rewards,
         prompts,
-        device,
-        devices or SingleDevice(),
-        strategy,
+        Compute(device, devices or SingleDevice()),
+        Rollout(strategy, parts, None if balance is None or streams else balance.cost),
         critic,
-        parts if balance is None else {"balance": balance, **parts},
-        None if balance is None or streams else balance.cost,
     )
 
 

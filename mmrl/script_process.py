@@ -15,7 +15,7 @@ class ScriptProcess:
     ``quiet``: what it writes to stderr is dropped.
     """
 
-    def __init__(self, script: Path, quiet: bool = False) -> None:
+    def __init__(self, script: Path, *, quiet: bool = False) -> None:
         self.pipe, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(

@@ -118,7 +118,7 @@ class Session:
         if bad:
             print(f"{len(bad)} records cannot be used and are left out (failures.jsonl names them)", file=sys.stderr)
 
-    def begin(self, resume: bool, stop: Stop, found: Saved | None = None) -> Outcome:
+    def begin(self, stop: Stop, found: Saved | None = None, *, resume: bool) -> Outcome:
         """Train, after the newest checkpoint where ``resume``, which is ``found`` where it is known; what the user must
         mend is in the outcome."""
         error = met = None
@@ -129,7 +129,7 @@ class Session:
         try:
             finished = self.train(stop)
         except NotFiniteError as raised:
-            met = divergence(self.run, raised, self.done, self._evaluating, self._proved)
+            met = divergence(self.run, raised, self.done, evaluating=self._evaluating, proved=self._proved)
             error = met.what
         except OutOfMemoryError as raised:
             error = explained(raised, self._loaded)
@@ -152,7 +152,7 @@ class Session:
         found = found or reader.newest(self.checkpoints, ANEW)
         if found is not None:
             restore(self.run, found, self._others)
-            self.run.devices.others(self.run, take_up, self.checkpoints, found.step)
+            self.run.compute.devices.others(self.run, take_up, self.checkpoints, found.step)
             self.done, self.cpu_seconds = found.step, found.state["cpu_seconds"]
             self.saver.saved, self.updates = self.done, self.run.policy.updates
         print(
@@ -210,7 +210,7 @@ class Session:
             for rewards in self.heldout.rewards:
                 rewards.close()
             self.run.pipeline.close()
-            self.run.devices.close()
+            self.run.compute.devices.close()
         return self.finished
 
     def _agreed(self, asked: bool) -> bool:
@@ -241,13 +241,17 @@ class Session:
 
     def _step(self, metrics: MetricsLog, progress: Progress) -> None:
         """One training step and its row."""
-        device = self.run.device
-        clock, cpu, wall = Clock(device, self.pulse), self.run.devices.cpu_seconds(self.run), time.perf_counter()
+        device = self.run.compute.device
+        clock, cpu, wall = (
+            Clock(device, self.pulse),
+            self.run.compute.devices.cpu_seconds(self.run),
+            time.perf_counter(),
+        )
         sent, features = self._sent(), self.run.pipeline.features
         written = features.written_bytes
         with in_phase("step"):
             row, failures = train_step(self.run, self.done, clock, self._spent)
-        self.cpu_seconds += self.controller.count(self.run.devices.cpu_seconds(self.run) - cpu)
+        self.cpu_seconds += self.controller.count(self.run.compute.devices.cpu_seconds(self.run) - cpu)
         self.done += 1
         self.updates = self.run.policy.updates
         for f in failures:
@@ -264,7 +268,7 @@ class Session:
         rows = self.controller.gather(mine)
         row |= largest(rows) | self.spending.add(rows) | {"perf/cpu_seconds": self.cpu_seconds}
         metrics.write(self.done, row)
-        self.directory.placed(self.run.devices.lines() if self.controller.leads else ())
+        self.directory.placed(self.run.compute.devices.lines() if self.controller.leads else ())
         line = status_line(self.done, self.recipe.train.steps, row, brief=True)
         progress.advance(1, line + self._left_out(row, failures), self._spent)
 
@@ -296,15 +300,15 @@ class Session:
 
     def _save(self) -> None:
         together = self.saver.ranks is not None
-        with self.run.devices.beside(self.run, device_tasks.save, self.done) if together else nullcontext():
+        with self.run.compute.devices.beside(self.run, device_tasks.save, self.done) if together else nullcontext():
             taken = of_run(self.run, self.done, self._others, cpu_seconds=self.cpu_seconds)
-            self.saver.begin(taken, self._proved)
+            self.saver.begin(taken, proved=self._proved)
 
     @property
     def _others(self) -> dict[str, Stateful]:
         """What a checkpoint keeps of the session besides the run."""
         early = {} if self.early is None else {BEST: self.early}
-        return {"placement": self.run.devices, **early}
+        return {"placement": self.run.compute.devices, **early}
 
     def _save_rest(self) -> None:
         """Have the last step on the disk, where it can be."""

@@ -45,6 +45,7 @@ class Exact:
         key: str = "answer",
         pattern: str | None = None,
         pattern_weight: float = 0.0,
+        *,
         ignore_case: bool = True,
     ) -> None:
         self._verifier = _Verifier(after, key, pattern, pattern_weight)
@@ -55,7 +56,7 @@ class Exact:
         return self._verifier.rows(samples, self._right)
 
     def _right(self, response: str, truth: str) -> bool:
-        return plain(response, self._ignore_case) == plain(truth, self._ignore_case)
+        return plain(response, ignore_case=self._ignore_case) == plain(truth, ignore_case=self._ignore_case)
 
 
 @mmrl.reward(inputs=("text",))
@@ -223,7 +224,7 @@ class _Verifier:
         return answer if marker else None
 
 
-def plain(text: str, ignore_case: bool = True) -> str:
+def plain(text: str, *, ignore_case: bool = True) -> str:
     """``text`` normalised (NFKC), with single spaces, without quotes and full stops around it; casefolded if asked."""
     text = " ".join(unicodedata.normalize("NFKC", text).split()).strip(" \"'`.")
     return text.casefold() if ignore_case else text

@@ -53,6 +53,7 @@ class Http:
         reward: str | None = None,
         per: str = "sample",
         inputs: Sequence[Input] = ("image",),
+        *,
         spans: bool = False,
     ) -> None:
         try:
@@ -93,7 +94,7 @@ class Http:
                 )
             count = partial(context.sent.update, media=media, questions=len(body) - media)
             answer = self._ask("POST", "/score", count, content=body, headers={"Content-Type": "application/json"})
-            return wire.decode_reply(answer, len(samples), self.__mmrl_reward__.spans)
+            return wire.decode_reply(answer, len(samples), spans=self.__mmrl_reward__.spans)
         except wire.WireError as error:
             raise UserError(f"{self.url}: {error}") from error
 

@@ -199,7 +199,7 @@ class Judge:
         if self._recorded is None:
             return None
         outside = self.remote is not None
-        return self._recorded.outcome(context.step, context.label, samples, ask.text, nth, outside)
+        return self._recorded.outcome(context.step, context.label, samples, ask.text, nth, outside=outside)
 
     def _seeded(self, job: Job, samples: Sequence[Sample]) -> Job:
         """With the seed of its question: of its content, so that what is asked again is answered again; without a

@@ -139,8 +139,8 @@ def step(run, number=0):
 
 def watched(run):
     """The rounds that the flight hands over, as they come."""
-    rounds, collect = [], run.parts["flight"].collect
-    run.parts["flight"].collect = lambda *args: rounds.append(collect(*args)) or rounds[-1]
+    rounds, collect = [], run.rollout.parts["flight"].collect
+    run.rollout.parts["flight"].collect = lambda *args: rounds.append(collect(*args)) or rounds[-1]
     return rounds
 
 

@@ -85,12 +85,12 @@ def made(folder, staleness, overrides=(), controller=None, devices=None):
 
 
 def with_ahead(run, ahead):
-    return replace(run, parts={**run.parts, "ahead": ahead}, strategy=ahead)
+    return replace(run, rollout=replace(run.rollout, parts={**run.rollout.parts, "ahead": ahead}, strategy=ahead))
 
 
 def opened(folder, staleness=1, devices=None, overrides=(), controller=None):
     run = made(folder, staleness, overrides, controller, devices or Lagging())
-    return run if devices else with_ahead(run, InTurn(staleness, run.parts["flight"]))
+    return run if devices else with_ahead(run, InTurn(staleness, run.rollout.parts["flight"]))
 
 
 def steps(run, first=0, last=STEPS):
@@ -154,7 +154,7 @@ def test_who_is_faster_changes_nothing(folder, whole):
         run = opened(folder, 2, devices)
         assert figures(steps(run)) == figures(whole[2])
         assert len(devices.threads) == STEPS  # each drawn by a thread of its own
-        assert not run.parts["ahead"]._begun
+        assert not run.rollout.parts["ahead"]._begun
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -210,10 +210,10 @@ def test_what_is_not_trained_on_stays_in_flight_at_the_end(folder):
     run = opened(folder)
     rounds = watched(run)
     steps(run)
-    slots = [s for r in rounds for s in r.slots] + [g.slot for g in run.parts["flight"].in_flight]
+    slots = [s for r in rounds for s in r.slots] + [g.slot for g in run.rollout.parts["flight"].in_flight]
     assert sorted(s.step * PER_STEP + s.index for s in slots) == list(range(STEPS * PER_STEP + EXTRA))
-    assert not run.parts["ahead"]._begun
-    assert run.pipeline.features.held == len({key for g in run.parts["flight"].in_flight for key in g.keys})
+    assert not run.rollout.parts["ahead"]._begun
+    assert run.pipeline.features.held == len({key for g in run.rollout.parts["flight"].in_flight for key in g.keys})
 
 
 def test_a_drawing_that_fails_stops_the_run_and_those_after_it(folder):
@@ -224,7 +224,7 @@ def test_a_drawing_that_fails_stops_the_run_and_those_after_it(folder):
     run = opened(folder, 2, Beside(made(folder, 2), fails))
     with pytest.raises(UserError, match="the engine is gone"):
         steps(run)
-    for begun in run.parts["ahead"]._begun.values():
+    for begun in run.rollout.parts["ahead"]._begun.values():
         assert isinstance(begun.drawn.exception(timeout=60), UserError)
 
 

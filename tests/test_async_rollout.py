@@ -82,15 +82,15 @@ class OneByOne(DynamicSampling):
 
 def with_part(run, name, part):
     """``run`` with another part, which its strategy is made of."""
-    parts = {**run.parts, name: part}
+    parts = {**run.rollout.parts, name: part}
     ahead = parts["ahead"]
     if name == "attempts":
         ahead.dynamic = part
-    return replace(run, parts=parts, strategy=ahead)
+    return replace(run, rollout=replace(run.rollout, parts=parts, strategy=ahead))
 
 
 def in_turn(run):
-    then = run.parts["ahead"]
+    then = run.rollout.parts["ahead"]
     return with_part(run, "ahead", InTurn(then.staleness, then.partial, then.dynamic))
 
 
@@ -300,7 +300,7 @@ def test_how_many_are_tried_ahead_changes_no_group_that_stands():
 def test_nothing_is_drawn_beyond_the_last_step():
     run = opened([*TEXT, "train.steps=3"], staleness=2)
     steps(run, 0, 3)
-    assert not run.parts["ahead"]._begun
+    assert not run.rollout.parts["ahead"]._begun
     assert run.pipeline.features.held == 0
 
 
@@ -459,7 +459,7 @@ def in_one_process(loaded, out):
     with RunDir.create(out) as directory:
         session = Session(loaded, directory, devices=Lagging())
         session.run = in_turn(session.run)
-        session.begin(False, Stop())
+        session.begin(Stop(), resume=False)
 
 
 def overlap(a, b):

@@ -140,7 +140,7 @@ def trained(out, *overrides):
     steps = ["train.steps=2", "eval.every=null", "checkpoint.every=2"]
     loaded = load_recipe(["shapes-lora"], [*PICTURES, *steps, *overrides])
     with RunDir.create(out) as directory:
-        assert Session(loaded, directory).begin(False, Stop()).finished
+        assert Session(loaded, directory).begin(Stop(), resume=False).finished
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 

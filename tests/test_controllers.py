@@ -41,8 +41,8 @@ def make(name, controller=None, *overrides):
     recipe, changes = RECIPES[name]
     loaded = load_recipe([recipe], [*changes, *overrides])
     run = build(loaded.recipe, loaded.root, controller)
-    if "attempts" in run.parts:
-        run.parts["attempts"].valid = 0.4  # as if steps before had taught that
+    if "attempts" in run.rollout.parts:
+        run.rollout.parts["attempts"].valid = 0.4  # as if steps before had taught that
     return run
 
 

@@ -147,7 +147,7 @@ def test_it_goes_on_with_a_lower_learning_rate_from_there(diverged, folder, caps
 def test_keep_one_and_no_evaluation_keep_the_checkpoint_before_the_newest(tmp_path):
     saver = Saver(tmp_path, keep=1)
     for number, proved, there in ((1, False, [1]), (2, False, [1, 2]), (3, False, [2, 3]), (4, True, [4])):
-        saver.begin(saved_tensors(number), proved)
+        saver.begin(saved_tensors(number), proved=proved)
         saver.finish()
         assert reader.steps(tmp_path) == there
 

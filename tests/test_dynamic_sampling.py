@@ -159,13 +159,15 @@ eval: {every: null, samples: 8}
 
 
 def with_attempts(run, attempts):
-    return replace(run, parts={**run.parts, "attempts": attempts}, strategy=attempts)
+    return replace(
+        run, rollout=replace(run.rollout, parts={**run.rollout.parts, "attempts": attempts}, strategy=attempts)
+    )
 
 
 def steps(folder, made, *overrides):
     loaded = load_recipe([folder / "recipe.yaml"], overrides)
     run = build(loaded.recipe, loaded.root)
-    run = run if made is None else with_attempts(run, made(run.parts["attempts"].most))
+    run = run if made is None else with_attempts(run, made(run.rollout.parts["attempts"].most))
     rows = [train_step(run, n, Clock(torch.device("cpu")))[0] for n in range(3)]
     return rows, [p.detach().clone() for p in run.policy.trainable.values()]
 

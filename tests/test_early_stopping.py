@@ -48,7 +48,7 @@ def train(out, *overrides, resume=False):
     loaded = load_recipe(["shapes-draft"], [f"model.path={two_blocks()}", *SMALL, *overrides])
     with RunDir.create(out, resume=resume) as directory:
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
-        return Session(loaded, directory).begin(resume, Stop())
+        return Session(loaded, directory).begin(Stop(), resume=resume)
 
 
 def rows(out):

@@ -129,18 +129,38 @@ def test_an_adapter_is_what_peft_reads(tmp_path):
 
 
 def test_vllm_is_asked_for_what_the_recipe_says():
-    made = engine_arguments("m", True, 64, "auto", 2, 0, 24, {"max_num_seqs": 8, "enforce_eager": False})
+    made = engine_arguments(
+        "m",
+        cpu=True,
+        max_model_len=64,
+        dtype="auto",
+        images=2,
+        clips=0,
+        lora_rank=24,
+        options={"max_num_seqs": 8, "enforce_eager": False},
+    )
     assert made["dtype"] == "float32"
     assert made["logprobs_mode"] == "processed_logprobs"
     assert made["limit_mm_per_prompt"] == {"image": 2, "video": 0}
     assert (made["enable_lora"], made["max_lora_rank"], made["max_num_seqs"]) == (True, 32, 8)
     assert (made["enforce_eager"], made["enable_chunked_prefill"]) == (False, False)
-    gpu = engine_arguments("m", False, 64, "bfloat16", 0, 0, None, {})
+    gpu = engine_arguments(
+        "m", cpu=False, max_model_len=64, dtype="bfloat16", images=0, clips=0, lora_rank=None, options={}
+    )
     assert not {"enable_lora", "limit_mm_per_prompt", "enforce_eager", "enable_chunked_prefill"} & gpu.keys()
     with pytest.raises(UserError, match="rank 512 at most, not 600"):
-        engine_arguments("m", True, 64, "auto", 0, 0, 600, {})
+        engine_arguments("m", cpu=True, max_model_len=64, dtype="auto", images=0, clips=0, lora_rank=600, options={})
     with pytest.raises(UserError, match="engine options: max_model_len, seed: set by the recipe's other keys"):
-        engine_arguments("m", True, 64, "auto", 0, 0, None, {"seed": 1, "max_model_len": 3})
+        engine_arguments(
+            "m",
+            cpu=True,
+            max_model_len=64,
+            dtype="auto",
+            images=0,
+            clips=0,
+            lora_rank=None,
+            options={"seed": 1, "max_model_len": 3},
+        )
     said = sampling_parameters(Allowance(8, "cut", 3), Settings(20, temperature=0.5, stop_token_ids=(4, 5)))
     assert (said["max_tokens"], said["seed"], said["temperature"], said["top_k"]) == (8, 3, 0.5, 0)
     assert (said["ignore_eos"], said["stop_token_ids"], said["logprobs"]) == (True, [4, 5], 0)
@@ -357,7 +377,7 @@ def test_a_server_that_dies_or_freezes_is_named_started_again_and_asked_for_the_
     tmp_path, capfd, monkeypatch, how, which, why
 ):
     monkeypatch.setattr(Served, "alive", 0)
-    engine = LazyEngine(lambda: Served(tmp_path), False)
+    engine = LazyEngine(lambda: Served(tmp_path), to_sleep=False)
     engine.wake()
     first = engine._engine
     members = first.process.members()
@@ -388,7 +408,7 @@ def test_a_server_that_dies_or_freezes_is_named_started_again_and_asked_for_the_
 
 def test_a_server_that_is_lost_time_and_again_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Served, "alive", 0)
-    engine = LazyEngine(lambda: Served(tmp_path), False)
+    engine = LazyEngine(lambda: Served(tmp_path), to_sleep=False)
 
     def killed():
         engine.wake()

@@ -75,9 +75,9 @@ def asked(run):
 
 @contextmanager
 def a_run_that_begins(run):
-    run.local.at_once.clear()
+    run.compute.local.at_once.clear()
     yield
-    run.local.at_once.clear()
+    run.compute.local.at_once.clear()
 
 
 def takes(run, asked, n):
@@ -97,11 +97,11 @@ def test_sampling_goes_on_with_half_the_rows_and_draws_the_same_samples(run, ask
     assert max(half) < limit < min(whole)
     with a_run_that_begins(run):
         expected, shown = device_tasks.sample(run, *asked)
-        assert run.local.at_once == {}
+        assert run.compute.local.at_once == {}
         with Device(limit):
             drawn, said = device_tasks.sample(run, *asked)
         told = capsys.readouterr().err
-        assert run.local.at_once == {"sample": 4, "decode": 4}
+        assert run.compute.local.at_once == {"sample": 4, "decode": 4}
         assert "out of memory in the phase sample with 8 samples at once: it goes on with 4" in told
         assert "sampling.batch_size=4" in told
         with Device(limit):

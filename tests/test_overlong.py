@@ -109,7 +109,7 @@ def test_one_too_long_prompt_is_found_among_many_of_more_characters(folder, tmp_
 
 def test_a_run_skips_and_names_them_in_training_and_in_evaluation(folder, tmp_path):
     with RunDir.create(tmp_path / "run") as directory:
-        Session(loaded(folder), directory).begin(False, Stop())
+        Session(loaded(folder), directory).begin(Stop(), resume=False)
     failures = [json.loads(line) for line in (tmp_path / "run" / "failures.jsonl").read_text().splitlines()]
     assert {f["step"] for f in failures if f["kind"] == "heldout"} == {0, 2}
     heldout = {f["name"] for f in failures if f["kind"] == "heldout"}

@@ -51,7 +51,7 @@ def test_every_step_trains_on_as_many_groups_and_nothing_is_lost_or_trained_twic
     rounds, rows = watched(run), []
     for n in range(10):
         rows.append(step(run, n)[0])
-        trained, flying = [s for r in rounds for s in r.slots], [g.slot for g in run.parts["flight"].in_flight]
+        trained, flying = [s for r in rounds for s in r.slots], [g.slot for g in run.rollout.parts["flight"].in_flight]
         assert len(rounds[-1].slots) == PER_STEP
         assert len(rounds[-1].scores.total) == PER_STEP * 2
         assert sorted(positions([*trained, *flying])) == list(range(PER_STEP * (n + 1) + EXTRA))
@@ -103,7 +103,9 @@ def test_drawn_in_parts_or_whole_a_greedy_response_is_the_same(folder, temperatu
     run.pipeline.settings = run.pipeline.settings.model_copy(update={"temperature": temperature})
     clock = Clock(torch.device("cpu"))
     rounds = [
-        run.parts["flight"].collect(run, run.parts["flight"].draw(run, n, n, clock), n, clock, StepMetrics())
+        run.rollout.parts["flight"].collect(
+            run, run.rollout.parts["flight"].draw(run, n, n, clock), n, clock, StepMetrics()
+        )
         for n in range(4)
     ]
     assert max(len(t.drawn_at.unique()) for r in rounds for t in r.micro_batches) > 1
@@ -143,7 +145,7 @@ def test_features_stay_while_a_group_is_in_flight_and_no_longer(folder):
     run.pipeline.features.budget_bytes = 0  # what nobody holds is dropped
     for n in range(5):
         step(run, n)
-        keys = [key for g in run.parts["flight"].in_flight for key in g.keys]
+        keys = [key for g in run.rollout.parts["flight"].in_flight for key in g.keys]
         assert len(keys) == EXTRA
         assert +run.pipeline.features._held == {key: keys.count(key) for key in keys}
 
@@ -168,7 +170,7 @@ def test_a_prompt_that_cannot_be_used_is_replaced_in_the_flight_and_named(folder
     ]
     slots = {
         (s.step, s.index): s
-        for s in [*(s for r in rounds for s in r.slots), *(g.slot for g in run.parts["flight"].in_flight)]
+        for s in [*(s for r in rounds for s in r.slots), *(g.slot for g in run.rollout.parts["flight"].in_flight)]
     }
     for index in range(PER_STEP):
         assert slots[1, index].attempt == 1
@@ -250,7 +252,7 @@ def gone_through(folder, pools, *stages):
         if saved:
             for run in runs:
                 run.policy.load_state(*saved[0])
-                run.parts["flight"]._load(run, *saved[1:])
+                run.rollout.parts["flight"]._load(run, *saved[1:])
         rounds = [watched(run) for run in runs]
         with ThreadPoolExecutor(size) as pool:
             for n in range(done, done + steps):
@@ -268,12 +270,12 @@ def gone_through(folder, pools, *stages):
                 assert len(set(places)) == len(places) == 4 * (n + 1) + 5  # none is lost, none is trained on twice
                 found.append((rows[0], slots, flying))
         done += steps
-        states = [json.loads(json.dumps(run.parts["flight"].state_dict().numbers)) for run in runs]
+        states = [json.loads(json.dumps(run.rollout.parts["flight"].state_dict().numbers)) for run in runs]
         assert all(state == states[0] for state in states)
         pools_of_all = {
             int(file.partition("-")[2]): rows
             for run in runs
-            for file, rows in run.parts["flight"].state_dict().tensors.items()
+            for file, rows in run.rollout.parts["flight"].state_dict().tensors.items()
         }
         saved = runs[0].policy.state(), pools_of_all, states[0]
     return found
@@ -319,5 +321,5 @@ def test_without_partial_rollout_the_engine_is_never_told_to_cut(folder):
     run = make(folder, "rollout={engine: vllm}")
     row, _ = step(run)
     assert {most for most, _ in run.pipeline.engine.calls} == {None}
-    assert "flight" not in run.parts
+    assert "flight" not in run.rollout.parts
     assert "sampling/stale_tokens" not in row

@@ -378,7 +378,7 @@ def train(out, *words, resume=False):
     loaded = load_recipe(["sums"], [*TINY, *words])
     with RunDir.create(out, resume=resume) as directory:
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
-        return Session(loaded, directory).begin(resume, Stop())
+        return Session(loaded, directory).begin(Stop(), resume=resume)
 
 
 class Killed(RewardServer):
@@ -489,7 +489,7 @@ def test_a_heldout_reward_that_failed_is_shown_and_never_the_best(length, tmp_pa
     with RunDir.create(tmp_path / "run") as directory:
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
         session = Session(loaded, directory)
-        assert session.begin(False, Stop()).error is None
+        assert session.begin(Stop(), resume=False).error is None
     said = capsys.readouterr().err
     assert "held - (4 of 4 samples failed: returned None); not counted by eval.early_stopping" in said
     assert (session.early.best, session.early.step, session.early.since) == (1.0, 1, 1)

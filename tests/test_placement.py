@@ -220,11 +220,11 @@ def test_what_happens_on_a_device_is_heard_before_its_answer(device):
 def test_a_turn_has_a_price_where_the_next_will_take_as_long():
     board = TaskQueue(1)
     begun = board._start
-    board.done(0, "rollout", begun, begun + 60, begun + 61, False)  # an engine was started for good
+    board.done(0, "rollout", begun, begun + 60, begun + 61, priced=False)  # an engine was started for good
     assert board.price == 0.0
     board.done(0, "rollout", begun + 70, begun + 72, begun + 75)
     assert board.price == pytest.approx(2.0)
-    board.done(0, "train", begun + 80, begun + 85, begun + 86, False)
+    board.done(0, "train", begun + 80, begun + 85, begun + 86, priced=False)
     assert board.price == pytest.approx(2.0)
     assert board.seconds("wake") == pytest.approx(67.0)
 

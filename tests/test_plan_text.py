@@ -235,7 +235,7 @@ def test_no_step_is_more_work_than_the_slices_that_the_plan_counts(lengths, most
             "micro_batch_tokens": room,
         }
     )
-    counts = count(base.model_copy(update={"train": train}), 1, True, max(lengths))
+    counts = count(base.model_copy(update={"train": train}), 1, sampled=True, row_tokens=max(lengths))
     sizes = [(n,) for n in lengths]
     pieces = list(packed(list(range(len(lengths))), sizes, most, room))
     full = counts.slice_rows * max(lengths)

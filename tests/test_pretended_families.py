@@ -105,7 +105,7 @@ def test_no_devices_are_mixed_and_no_denoising_step_waits(folder_of, tmp_path, m
     for steps in (2, 3):
         loaded = load_recipe([tmp_path / "recipe.yaml"], [f"train.steps={steps}"])
         with RunDir(tmp_path / "run") if steps == 3 else RunDir.create(tmp_path / "run") as directory:
-            Session(loaded, directory).begin(steps == 3, Stop())
+            Session(loaded, directory).begin(Stop(), resume=steps == 3)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3
     assert all(row["optim/grad_norm"] > 0 for row in rows)

@@ -62,7 +62,7 @@ def trained(recipe, out, *overrides):
     for steps in (2, 3):
         loaded = load_recipe([recipe], [*overrides, f"train.steps={steps}"])
         with RunDir(out) if steps == 3 else RunDir.create(out) as directory:
-            outcome = Session(loaded, directory).begin(steps == 3, Stop())
+            outcome = Session(loaded, directory).begin(Stop(), resume=steps == 3)
             assert not outcome.error, outcome.error
     assert len((out / "heldout.jsonl").read_text().splitlines()) >= 2
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -127,7 +127,7 @@ def test_weights_in_shards_over_eight_devices(folder, world, case):
     run = build(loaded.recipe, loaded.root, Controller(0, 0, 8, Pretended(world)))
     assert all(isinstance(p, DTensor) for p in run.policy.module.parameters() if p.requires_grad)
     for n in range(2):
-        row, failures = train_step(run, n, Clock(run.device))
+        row, failures = train_step(run, n, Clock(run.compute.device))
         assert not failures
         assert row["optim/grad_norm"] >= 0
     assert run.policy.updates == 2
@@ -167,7 +167,7 @@ def stepped(folder, *words):
 
     for name in ("sample", "samples", "replay"):
         setattr(run.pipeline, name, noted(name))
-    rows = [train_step(run, n, Clock(run.device))[0] for n in range(2)]
+    rows = [train_step(run, n, Clock(run.compute.device))[0] for n in range(2)]
     run.rewards.close()
     return rows, seen
 

@@ -132,9 +132,9 @@ def test_what_leaves_the_device_and_comes_back_moves_once_a_phase_and_nobody_wai
 
     moved, come = Counter(), frozen_modules.Frozen.wake
 
-    def noted(self, device, wait=True):
+    def noted(self, device, *, wait=True):
         moved[type(self.module).__name__] += self._at is None
-        return come(self, device, wait)
+        return come(self, device, wait=wait)
 
     monkeypatch.setattr(frozen_modules.Frozen, "wake", noted)
     sizes = ["sampling.batch_size=2", "train.micro_batch_size=2"]
@@ -201,7 +201,7 @@ def test_a_step_is_that_of_the_cpu(pictures):
     for device in ("cuda", "cpu"):
         loaded = load_recipe([pictures / "policy_gradient.yaml"], [f"device={device}"])
         run = build(loaded.recipe, loaded.root)
-        rows.append(train_step(run, 0, Clock(run.device))[0])
+        rows.append(train_step(run, 0, Clock(run.compute.device))[0])
     assert rows[0].keys() == rows[1].keys()
     for name in ("optim/grad_norm", "reward/mean", "policy/loss"):
         assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-3, abs=1e-5), name

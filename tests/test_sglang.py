@@ -343,7 +343,7 @@ def test_what_slept_gets_the_present_weights_again(folder, served):
     served.release_memory_occupation = served.resume_memory_occupation = lambda body: {}
     options = {"enable_memory_saver": True}
     engine = LazyEngine(
-        lambda: SglangServer(str(folder), max_model_len=64, url=served.url, key=KEY, options=options), True
+        lambda: SglangServer(str(folder), max_model_len=64, url=served.url, key=KEY, options=options), to_sleep=True
     )
     recipe = load_recipe(["sums"]).recipe
     policy = Policy(language_model(1), recipe.optim, 1)

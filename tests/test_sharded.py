@@ -119,7 +119,7 @@ def outcome(run, step, row):
 def save(run, folder, ranks):
     """Two steps, a checkpoint of them, and a third step while it is written."""
     sharded = run.recipe.train.backend == "fsdp"
-    saver = Saver(folder, 2, ranks if sharded else None, run.controller.leads)
+    saver = Saver(folder, 2, ranks if sharded else None, leads=run.controller.leads)
     for step in range(2):
         train_step(run, step, Clock(torch.device("cpu")))
     saver.begin(run_state.of_run(run, 2))
@@ -131,7 +131,7 @@ def save(run, folder, ranks):
 
 def full_disk(run, folder, ranks):
     """The second rank's disk is full once: both say so, nothing is left of it, and the next save is whole."""
-    saver = Saver(folder, 2, ranks, run.controller.leads)
+    saver = Saver(folder, 2, ranks, leads=run.controller.leads)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if run.controller.rank == 1:

@@ -129,7 +129,7 @@ def test_adaptive_is_at_most_2_percent_behind_the_best_static_split_on_steady_lo
 def test_adaptive_settles_within_10_steps_of_a_shift(price):
     trace = synthetic(replace(LOADS["shifting"], price=price), 60, 4, 32, 256, seed=2)
     for moves in (False, True):
-        found = [split.judge for split in adaptive(trace, Cluster(4, 8), moves).splits]
+        found = [split.judge for split in adaptive(trace, Cluster(4, 8), moves=moves).splits]
         assert len(set(found[40:])) == 1, found
 
 

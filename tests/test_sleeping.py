@@ -42,7 +42,7 @@ def test_an_engine_on_standby_gives_its_memory_back_and_draws_the_same_again(tmp
     folder = tiny.language_model(tmp_path / "model", **SHAPE)
     other = AutoModelForCausalLM.from_pretrained(tiny.language_model(tmp_path / "other", seed=1, **SHAPE))
     weights = dict(other.named_parameters())
-    engine = LazyEngine(lambda: VllmServer(str(folder), max_model_len=128, options=SMALL_CACHE), True)
+    engine = LazyEngine(lambda: VllmServer(str(folder), max_model_len=128, options=SMALL_CACHE), to_sleep=True)
     requests, greedy = [Request(list(range(40, 70)), "", seed=0)], Settings(16, temperature=0)
     before = memory()
     try:
@@ -106,7 +106,7 @@ def test_an_engine_that_is_lost_while_it_draws_is_started_again_and_draws_the_sa
 
     folder = tiny.language_model(tmp_path / "model", **SHAPE)
     other = AutoModelForCausalLM.from_pretrained(tiny.language_model(tmp_path / "other", seed=1, **SHAPE))
-    engine = LazyEngine(lambda: VllmServer(str(folder), max_model_len=256, options=SMALL_CACHE), False)
+    engine = LazyEngine(lambda: VllmServer(str(folder), max_model_len=256, options=SMALL_CACHE), to_sleep=False)
     requests = [Request(list(range(40, 70)), "", seed=n) for n in range(6)]
 
     def give():

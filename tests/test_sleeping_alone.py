@@ -85,7 +85,7 @@ def test_a_round_is_one_call_of_an_engine_and_its_micro_batches_are_as_before(fo
     slots, _, _ = encode(run, run.controller.slots(0, run.prompts, 4))
     asked = [([s for s, _ in part], [i for _, i in part]) for part in chunks(samples_of(slots, 2), 3)]
     how, clock = SamplingSpec([], "current", 0, frozenset({"text"})), Clock(torch.device("cpu"))
-    drawn = list(run.devices.sample(run, asked, how, clock))
+    drawn = list(run.compute.devices.sample(run, asked, how, clock))
     calls = run.pipeline.engine.calls
     assert [n for _, n in calls] == [8]
     assert [n for n, _, _ in drawn] == [0, 1, 2]
@@ -118,7 +118,9 @@ def test_responses_in_flight_go_on_in_one_call(folder):
 @pytest.mark.parametrize("keep", [True, False])
 def test_weights_come_back_before_the_cache_and_what_was_dropped_is_never_sampled_with(keep):
     said = []
-    mode = SleepMode(keep, lambda level: said.append(f"sleep {level}"), lambda parts: said.extend(parts))
+    mode = SleepMode(
+        keep_weights=keep, sleep=lambda level: said.append(f"sleep {level}"), wake=lambda parts: said.extend(parts)
+    )
     mode.ready()
     mode.wake()
     assert said == []

@@ -375,7 +375,7 @@ def test_a_judge_in_this_process_answers_again(folder, tmp_path, capsys):
 def test_rewards_behind_http_are_said_to_be_asked_again():
     reward = "{name: 'http:score', label: far, options: {url: 'http://user:word@127.0.0.1:9'}}"
     recipe = load_recipe(["shapes-lora"], [f"rewards=[{reward}]"]).recipe
-    assert of_servers(recipe, False) == ["The reward far was asked again, at http://<secret>@127.0.0.1:9."]
+    assert of_servers(recipe, evaluated=False) == ["The reward far was asked again, at http://<secret>@127.0.0.1:9."]
 
 
 # ---- what counts

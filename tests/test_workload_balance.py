@@ -322,7 +322,7 @@ def steps(run, n=STEPS):
         object.__setattr__(run.controller, "slots", slots)
         row, _ = train_step(run, step, Clock(torch.device("cpu")))
         object.__delattr__(run.controller, "slots")
-        known = run.parts["balance"].state_dict().numbers
+        known = run.rollout.parts["balance"].state_dict().numbers
         out.append({"slots": {s.index: s.prompt.id for s in given}, "row": row, "known": json.loads(json.dumps(known))})
     return out
 
@@ -481,21 +481,23 @@ def test_pictures_and_clips_count_by_their_pixels_without_being_decoded(folder):
 def test_a_resumed_run_gives_prompts_to_the_controllers_that_would_have_had_them(folder, tmp_path):
     run = make(folder)
     steps(run)
-    run.parts["balance"].workload.adopt(run.parts["balance"].workload.fitted())  # as several controllers do
-    before = [run.parts["balance"].seconds(p) for p in run.prompts]
+    run.rollout.parts["balance"].workload.adopt(
+        run.rollout.parts["balance"].workload.fitted()
+    )  # as several controllers do
+    before = [run.rollout.parts["balance"].seconds(p) for p in run.prompts]
     writer.save(tmp_path, run_state.of_run(run, STEPS, cpu_seconds=0.0), keep=1)
     again = make(folder)
     unlearned = given(3, again.prompts, 8, again.parts["balance"].cost)
     run_state.restore(again, reader.load(tmp_path, STEPS))
     assert again.parts["balance"].state_dict().numbers == json.loads(
-        json.dumps(run.parts["balance"].state_dict().numbers)
+        json.dumps(run.rollout.parts["balance"].state_dict().numbers)
     )
     assert [again.parts["balance"].cost(p) for p in again.prompts] == [
-        run.parts["balance"].cost(p) for p in run.prompts
+        run.rollout.parts["balance"].cost(p) for p in run.prompts
     ]
     assert [again.parts["balance"].seconds(p) for p in again.prompts] == before
     assert given(3, again.prompts, 8, again.parts["balance"].cost) == given(
-        3, run.prompts, 8, run.parts["balance"].cost
+        3, run.prompts, 8, run.rollout.parts["balance"].cost
     )
     assert sorted(s.index for part in unlearned for s in part) == list(range(8))
 

@@ -14,48 +14,49 @@ from mmrl.checkpoint.writer import Saver
 from mmrl.training.step_context import StepContext
 
 
-def of_run(run: StepContext, step: int, others: Mapping[str, Stateful] | None = None, **state: Any) -> Checkpoint:
+def of_run(context: StepContext, step: int, others: Mapping[str, Stateful] | None = None, **state: Any) -> Checkpoint:
     """All that going on after ``step`` finished steps needs: what is trained, the parts of the step, ``others``, and
     ``state``."""
     tensors: dict[str, dict[str, Tensor]] = {}
     own: set[str] = set()
-    for name, part in {**run.trained, **run.parts, **(others or {})}.items():
+    for name, part in {**context.trained, **context.rollout.parts, **(others or {})}.items():
         kept = part.state_dict()
         state[name] = kept.numbers
         tensors |= {file: dict(of) for file, of in kept.tensors.items()}
-        if name in run.parts and run.parts[name].own:
+        if name in context.rollout.parts and context.rollout.parts[name].own:
             own |= kept.tensors.keys()
     return Checkpoint(step, tensors, state, frozenset(own))
 
 
-def restore(run: StepContext, saved: Saved, others: Mapping[str, Stateful] | None = None) -> None:
-    """Bring ``run`` and ``others`` to where ``of_run`` left them; a part that the checkpoint does not know begins anew.
+def restore(context: StepContext, saved: Saved, others: Mapping[str, Stateful] | None = None) -> None:
+    """Bring ``context`` and ``others`` to where ``of_run`` left them; a part that is not in the checkpoint
+    begins anew.
 
     Raises ``UserError`` where the checkpoint is of another run.
     """
-    restore_trained(run, saved)
-    for name, part in run.parts.items():
+    restore_trained(context, saved)
+    for name, part in context.rollout.parts.items():
         if name in saved.state:
-            part.load_state_dict(saved.state[name], saved, run)
+            part.load_state_dict(saved.state[name], saved, context)
     for name, other in (others or {}).items():
         if name in saved.state:
             other.load_state_dict(saved.state[name], saved)
 
 
-def restore_trained(run: StepContext, saved: Saved) -> None:
+def restore_trained(context: StepContext, saved: Saved) -> None:
     """As ``restore``, of what every device that trains has."""
-    for name, policy in run.trained.items():
+    for name, policy in context.trained.items():
         policy.load_state_dict(saved.state[name], saved)
 
 
-def take_up(run: StepContext, checkpoints: Path, step: int) -> None:
+def take_up(context: StepContext, checkpoints: Path, step: int) -> None:
     """A device's task: take up the checkpoint of ``step``, which the controller found whole."""
-    restore_trained(run, reader.load(checkpoints, step))
+    restore_trained(context, reader.load(checkpoints, step))
 
 
-def saver_of(run: StepContext, folder: Path) -> Saver:
-    """What saves ``run`` into ``folder``. All ranks must call it together."""
-    ranks = run.controller.peers.again("gloo") if run.policy.weights.in_shards else None
-    each = run.controller.size > 1 and any(part.own for part in run.parts.values())
-    gather = run.controller.gather if each else None
-    return Saver(folder, run.recipe.checkpoint.keep, ranks, run.controller.leads, gather)
+def saver_of(context: StepContext, folder: Path) -> Saver:
+    """What saves ``context`` into ``folder``. All ranks must call it together."""
+    ranks = context.controller.peers.again("gloo") if context.policy.weights.in_shards else None
+    each = context.controller.size > 1 and any(part.own for part in context.rollout.parts.values())
+    gather = context.controller.gather if each else None
+    return Saver(folder, context.recipe.checkpoint.keep, ranks, leads=context.controller.leads, gather=gather)

@@ -43,8 +43,9 @@ class Saver:
         folder: Path,
         keep: int,
         ranks: dist.ProcessGroup | None = None,
-        leads: bool = True,
         gather: Gather | None = None,
+        *,
+        leads: bool = True,
     ) -> None:
         self.folder, self.keep, self.ranks, self.leads, self._gather = folder, keep, ranks, leads, gather
         self.saved = 0
@@ -62,7 +63,7 @@ class Saver:
         """Whether all must call ``begin`` together."""
         return self.ranks is not None or self._gather is not None
 
-    def begin(self, taken: Checkpoint, proved: bool = True) -> None:
+    def begin(self, taken: Checkpoint, *, proved: bool = True) -> None:
         """Copy ``taken`` and write it while the caller goes on; waits first for the one before.
 
         ``proved``: numbers that were computed with its weights were finite. Where that is not known the checkpoint
@@ -77,7 +78,7 @@ class Saver:
         others: list[str] = []
         try:
             if self._gather is not None:
-                others = hand_in(self.folder, taken, self.leads, self._gather)
+                others = hand_in(self.folder, taken, leads=self.leads, gather=self._gather)
             if self.ranks is None and not self.leads:
                 self.saved = taken.step
                 return
@@ -142,7 +143,7 @@ class Saver:
         return lambda: save(self.folder, copied, keep, others)
 
 
-def hand_in(folder: Path, taken: Checkpoint, leads: bool, gather: Gather) -> list[str]:
+def hand_in(folder: Path, taken: Checkpoint, gather: Gather, *, leads: bool) -> list[str]:
     """Write where the leader finds it what this controller alone has; all controllers together. Returns the parts that
     others than the leader wrote.
 

@@ -33,7 +33,7 @@ def build(
     _check_names(names)
     from mmrl.datasets.build import build as run
 
-    written = run(names, out, {"train": samples, "heldout": heldout}, shards, seed, arguments, overwrite)
+    written = run(names, out, {"train": samples, "heldout": heldout}, shards, seed, arguments, overwrite=overwrite)
     size = sum(path.stat().st_size for path in written)
     print(f"{out}: {samples + heldout} samples in {len(written)} shards, {size / 1e6:.1f} MB")
 

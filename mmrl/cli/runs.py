@@ -62,7 +62,7 @@ def train(
             raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
         from mmrl.runtime.start import train as run
 
-    run(replace(loaded, recipe=planned.recipe), directory(loaded.recipe.name), resume, overwrite)
+    run(replace(loaded, recipe=planned.recipe), directory(loaded.recipe.name), resume=resume, overwrite=overwrite)
 
 
 def plan(

@@ -59,9 +59,9 @@ class Balance(StepPart):
         """Predicted for the group of ``prompt``, once something was measured."""
         return self._rows * self.workload.cost(self._expected(prompt).terms)
 
-    def end_step(self, run: StepContext, done: FinishedStep) -> dict[str, float]:
+    def end_step(self, context: StepContext, done: FinishedStep) -> dict[str, float]:
         """Take in a step of all controllers; returns its metrics, where there are several."""
-        controller, known = run.controller, self.workload.calibrated
+        controller, known = context.controller, self.workload.calibrated
         mine: _Measured = {
             "seconds": done.seconds,
             "cost": sum(self.cost(slot.prompt) for slot in done.slots),
@@ -85,7 +85,7 @@ class Balance(StepPart):
     def state_dict(self) -> PartState:
         return PartState({"lengths": self.lengths.state(), "workload": self.workload.state()})
 
-    def load_state_dict(self, numbers: dict[str, Any], saved: Saved, run: StepContext) -> None:
+    def load_state_dict(self, numbers: dict[str, Any], saved: Saved, context: StepContext) -> None:
         self.lengths.load_state(numbers["lengths"])
         self.workload.load_state(numbers["workload"])
 

@@ -189,7 +189,7 @@ def loads(costs: Sequence[float], bins: Sequence[Sequence[int]]) -> list[float]:
     return [sum(costs[i] for i in items) for items in bins]
 
 
-def greedy(costs: Sequence[float], bins: int, equal_size: bool = False) -> list[list[int]]:
+def greedy(costs: Sequence[float], bins: int, *, equal_size: bool = False) -> list[list[int]]:
     """The dearest first, each to the bin that has least so far (LPT); ties go by index.
 
     Without ``equal_size`` the largest load is at most 4/3 - 1/(3 bins) of the best there is (Graham 1969). With it,
@@ -207,7 +207,7 @@ def greedy(costs: Sequence[float], bins: int, equal_size: bool = False) -> list[
     return [sorted(items) for items in found]
 
 
-def karmarkar_karp(costs: Sequence[float], bins: int, equal_size: bool = False) -> list[list[int]]:
+def karmarkar_karp(costs: Sequence[float], bins: int, *, equal_size: bool = False) -> list[list[int]]:
     """The largest differencing method (Karmarkar and Karp 1982): partial divisions whose bins differ most are put
     together first, the fullest bin of one with the emptiest of the other; ties go by index.
 

@@ -31,6 +31,7 @@ def build(
     shards: int,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
+    *,
     overwrite: bool = False,
 ) -> list[Path]:
     """Write ``samples[split]`` samples of each split into ``shards`` tar files ``<split>-00000.tar`` ... in ``out``.

@@ -247,7 +247,7 @@ class Cut:
         module.get_output_embeddings().register_forward_pre_hook(self._only_kept)
         self.turn(on=True)
 
-    def turn(self, on: bool) -> None:
+    def turn(self, *, on: bool) -> None:
         """Cut rows from now on, or no longer."""
         self._module.forward = self._forward if on else self._whole_forward
         self._module.cut = self.rows if on else None
@@ -328,7 +328,7 @@ class InContext:
         self._check(module)
 
     @outermost
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> Generator[None]:
         with self._weights.alone():
             self._cut.turn(on=False)
             try:

@@ -28,7 +28,7 @@ class LazyEngine:
     engine on devices of its own.
     """
 
-    def __init__(self, start: Callable[[], RolloutEngine], to_sleep: bool) -> None:
+    def __init__(self, start: Callable[[], RolloutEngine], *, to_sleep: bool) -> None:
         self._start, self._to_sleep = start, to_sleep
         self._engine: RolloutEngine | None = None
         self._asleep = False

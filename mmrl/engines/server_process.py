@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,14 @@ _LINES = 25
 _CLOSE_S = process_guard.GRACE_S + 5.0
 _KNOWN_S = 5.0
 """Seconds within which a server that broke a connection is known to have ended."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds that a server may take until it is ready, and for a request."""
+
+    start_s: float = 900.0
+    request_s: float = 1800.0
 
 
 class Process:

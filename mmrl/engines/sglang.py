@@ -46,7 +46,7 @@ from mmrl.engines.engine_weights import (
     write_weights,
 )
 from mmrl.engines.rollout import Completion, Request, Settings
-from mmrl.engines.server_process import Client, Process, flags, free_port, new_key, png_url, private_folder
+from mmrl.engines.server_process import Client, Process, Timeouts, flags, free_port, new_key, png_url, private_folder
 from mmrl.errors import UserError
 
 _SEEDS = 2**31
@@ -58,7 +58,7 @@ class SglangServer:
 
     ``model``: a Hugging Face directory. ``lora_rank``: the largest rank of ``update_lora``, None without adapters.
     ``options``: further server arguments by SGLang's names (``tp_size: 2``). ``environment``: variables of its
-    processes beside ours. ``log``: where its output goes. ``key``: that of the server at ``url``, which must be
+    processes beside ours. ``key``: that of the server at ``url``, which must be
     loopback or https; weights reach it as files, so it must see the same disk (``TMPDIR``). ``bucket_bytes``: of
     weights held at a time on their way there. Raises ``UserError``.
     """
@@ -72,14 +72,13 @@ class SglangServer:
         lora_rank: int | None = None,
         options: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
-        log: Path | None = None,
         url: str | None = None,
         key: str | None = None,
-        start_timeout_s: float = 900.0,
-        request_timeout_s: float = 1800.0,
+        timeouts: Timeouts | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._folder = model_folder(model, "SGLang")
+        timeouts = timeouts or Timeouts()
         self.max_model_len = max_model_len
         self._bucket_bytes = bucket_bytes
         self._lora_rank, self._versions, self._adapter = lora_rank, 0, ""
@@ -92,7 +91,7 @@ class SglangServer:
         self._remove = weakref.finalize(self, shutil.rmtree, self._private, True)
         if url is not None:
             _check_url(url)
-            self._client = Client("the SGLang server", url, key, timeout_s=request_timeout_s)
+            self._client = Client("the SGLang server", url, key, timeout_s=timeouts.request_s)
             if not self._client.healthy():
                 raise UserError(
                     f"no SGLang server answers at {url}/health; start it, or leave out url to have one started"
@@ -110,12 +109,11 @@ class SglangServer:
         hidden.write_text(json.dumps({"api-key": key}))  # JSON is YAML; a command line can be read by everybody
         command += ["--config", str(hidden)]
         variables = {**os.environ, **(environment or {})}
-        log = log or self._private / "log"
-        self._process = Process("the SGLang server", command, variables, self._private, log)
+        self._process = Process("the SGLang server", command, variables, self._private, self._private / "log")
         self._client = Client(
-            "the SGLang server", f"http://127.0.0.1:{port}", key, process=self._process, timeout_s=request_timeout_s
+            "the SGLang server", f"http://127.0.0.1:{port}", key, process=self._process, timeout_s=timeouts.request_s
         )
-        self._process.wait_until(self._client.healthy, start_timeout_s)
+        self._process.wait_until(self._client.healthy, timeouts.start_s)
 
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
         """One completion per request, in their order. ``UserError`` where a prompt does not fit, or where SGLang

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class Sharded:
         return total.sqrt()
 
     def swap(self, copy: dict[str, Tensor]) -> None:
-        exchange(self.mine, copy, self._alone)
+        exchange(self.mine, copy, alone=self._alone)
 
     def changed(self) -> None:
         pass
@@ -78,7 +78,7 @@ class Sharded:
         pass
 
     @outermost
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> Generator[None]:
         self._sent["weights"] += self._kept
         for part in self._parts:
             part.set_reshard_after_forward(False, recurse=False)

@@ -18,7 +18,9 @@ class SleepMode:
     memory comes back after the new weights, so that the old copy, the new one and the cache are never there together.
     """
 
-    def __init__(self, keep_weights: bool, sleep: Callable[[int], Any], wake: Callable[[Sequence[str]], Any]) -> None:
+    def __init__(
+        self, sleep: Callable[[int], Any], wake: Callable[[Sequence[str]], Any], *, keep_weights: bool
+    ) -> None:
         self._level = 1 if keep_weights else 2
         self._sleep, self._wake = sleep, wake
         self._asleep: list[str] = []

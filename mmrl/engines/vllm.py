@@ -99,7 +99,14 @@ class VllmEngine:
         _note_clips(folder, clips)
         platform = import_vllm()
         arguments = engine_arguments(
-            str(folder), platform.is_cpu(), max_model_len, dtype, images, clips, lora_rank, dict(options or {})
+            str(folder),
+            cpu=platform.is_cpu(),
+            max_model_len=max_model_len,
+            dtype=dtype,
+            images=images,
+            clips=clips,
+            lora_rank=lora_rank,
+            options=dict(options or {}),
         )
         if int(arguments.get("tensor_parallel_size", 1)) > 1:
             raise UserError("vLLM in process uses one device: take the vLLM server for tensor_parallel_size above 1")
@@ -124,7 +131,7 @@ class VllmEngine:
                 self._llm: Any = _part("vllm").LLM(**arguments)
         except (ValueError, RuntimeError, OSError, TypeError, AssertionError) as error:
             raise UserError(f"vLLM could not load {model}: {error}") from error
-        self._mode: Any = SleepMode(lora_rank is not None, self._llm.sleep, self._llm.wake_up)
+        self._mode: Any = SleepMode(keep_weights=lora_rank is not None, sleep=self._llm.sleep, wake=self._llm.wake_up)
 
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
         """One completion per request, in their order. ``UserError`` where a prompt does not fit, or where vLLM expands
@@ -287,13 +294,14 @@ def environment() -> dict[str, str]:
 
 def engine_arguments(
     model: str,
-    cpu: bool,
     max_model_len: int,
     dtype: str,
     images: int,
     clips: int,
     lora_rank: int | None,
     options: dict[str, Any],
+    *,
+    cpu: bool,
 ) -> dict[str, Any]:
     """vLLM's engine arguments, by its names. Raises ``UserError`` for an option that is not the user's to set."""
     taken = sorted(_OURS & options.keys())

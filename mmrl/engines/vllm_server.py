@@ -38,7 +38,7 @@ from mmrl.engines.engine_weights import (
     write_weights,
 )
 from mmrl.engines.rollout import Completion, Request, Settings
-from mmrl.engines.server_process import Client, Process, flags, new_key, png_url, private_folder
+from mmrl.engines.server_process import Client, Process, Timeouts, flags, new_key, png_url, private_folder
 from mmrl.engines.sleep_mode import SleepMode
 from mmrl.engines.vllm import (
     ADAPTER,
@@ -60,7 +60,7 @@ class VllmServer:
     """Final class. ``VllmEngine``'s arguments; it may use several devices (``tensor_parallel_size`` in ``options``).
 
     ``environment``: variables of its processes beside ours (``CUDA_VISIBLE_DEVICES: "1"``). ``log``: where its output
-    goes, None for a file that is removed with it. Starting takes 20 to 60 s; past ``start_timeout_s`` it is an error.
+    goes, None for a file that is removed with it. Starting takes 20 to 60 s; past ``timeouts`` it is an error.
     ``bucket_bytes``: of weights held at a time on their way to its files.
     Clips are not taken: vLLM's server would be told neither their rate nor which frames they are.
     """
@@ -76,11 +76,11 @@ class VllmServer:
         options: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
-        start_timeout_s: float = 900.0,
-        request_timeout_s: float = 1800.0,
+        timeouts: Timeouts | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         folder = model_folder(model, "the vLLM server")
+        timeouts = timeouts or Timeouts()
         require_vllm()
         self.max_model_len = max_model_len
         self._model, self._tokenizer = model, None
@@ -90,21 +90,30 @@ class VllmServer:
         variables = {**_variables(new_key()), **(environment or {})}
         wanted = dict(options or {})
         self.sleeps = bool(wanted.get("enable_sleep_mode"))
-        arguments = engine_arguments(str(folder.resolve()), _cpu(), max_model_len, dtype, images, 0, lora_rank, wanted)
+        arguments = engine_arguments(
+            str(folder.resolve()),
+            cpu=_cpu(),
+            max_model_len=max_model_len,
+            dtype=dtype,
+            images=images,
+            clips=0,
+            lora_rank=lora_rank,
+            options=wanted,
+        )
         self._private = private_folder("mmrl-vllm-")
         self._remove = weakref.finalize(self, shutil.rmtree, self._private, True)
         path = self._private / "socket"
         command = _command(arguments, path)
         self._process = Process("the vLLM server", command, variables, self._private, log or self._private / "log")
         self._client = Client(
-            "the vLLM server", "http://vllm", variables["VLLM_API_KEY"], path, self._process, request_timeout_s
+            "the vLLM server", "http://vllm", variables["VLLM_API_KEY"], path, self._process, timeouts.request_s
         )
-        self._process.wait_until(self._client.healthy, start_timeout_s)
+        self._process.wait_until(self._client.healthy, timeouts.start_s)
         post = self._client.post
         self._mode = SleepMode(
-            lora_rank is not None,
-            lambda level: post(f"/sleep?level={level}"),
-            lambda parts: post(f"/wake_up?{'&'.join(f'tags={part}' for part in parts)}"),
+            keep_weights=lora_rank is not None,
+            sleep=lambda level: post(f"/sleep?level={level}"),
+            wake=lambda parts: post(f"/wake_up?{'&'.join(f'tags={part}' for part in parts)}"),
         )
 
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:

@@ -6,7 +6,7 @@ A *rank* is a process that computes gradients of the one policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 
-def outermost(body: Callable[[Any], Iterator[None]]) -> Callable[[Any], AbstractContextManager[None]]:
+def outermost(body: Callable[[Any], Generator[None]]) -> Callable[[Any], AbstractContextManager[None]]:
     """Make ``alone`` of ``body``: entered within itself it does nothing. ``_alone`` says whether one is inside."""
     enter = contextmanager(body)
 
@@ -60,7 +60,7 @@ class Stages(Protocol):
     multiple: int
     """Slices go through them by so many."""
 
-    def through(self, pieces: Sequence[Any], work: Callable[[Any], Any], graph: bool) -> list[Any]:
+    def through(self, pieces: Sequence[Any], work: Callable[[Any], Any], *, graph: bool) -> list[Any]:
         """``work`` of each piece, which calls the model once. ``graph``: it returns a loss, whose gradients are left on
         the parameters, and nothing is returned; else what it made, on the last stage, and nothing elsewhere."""
         ...
@@ -180,7 +180,7 @@ def gradients(mine: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def exchange(mine: Mapping[str, Tensor], copy: Mapping[str, Tensor], alone: bool) -> None:
+def exchange(mine: Mapping[str, Tensor], copy: Mapping[str, Tensor], *, alone: bool) -> None:
     """The values of ``mine`` and ``copy`` in place, where others read this very storage. Raises ``RuntimeError`` where
     the rank is ``alone``: what was gathered for the phase would stay as it was."""
     if alone:

@@ -43,7 +43,7 @@ class Recorded:
                 self._rows[row["step"], str(row.get("judge")), samples, row["request"]] = row
 
     def outcome(
-        self, step: int, label: str, samples: Sequence[SampleId], request: str, nth: int, outside: bool
+        self, step: int, label: str, samples: Sequence[SampleId], request: str, nth: int, *, outside: bool
     ) -> Outcome | None:
         """What came of the ``nth`` time that ``request`` was asked about ``samples``; None where it is to be asked."""
         row = self._rows.get((step, label, tuple((i.slot, i.attempt, i.sample) for i in samples), request))

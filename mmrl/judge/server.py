@@ -55,6 +55,7 @@ class VllmServer:
         args: Mapping[str, Any] | None = None,
         python: str | None = None,
         start_s: float = START_S,
+        *,
         sleeps: bool = False,
     ) -> None:
         self.key, self.sleeps = new_key(), sleeps and _on_gpu()
@@ -202,7 +203,7 @@ class ServedJudge:
 
     def _begin(self) -> bool:
         """Start the server; returns whether for good."""
-        self.server = server = VllmServer(self.path, self._args, self._python, self._start_s, self._to_sleep)
+        self.server = server = VllmServer(self.path, self._args, self._python, self._start_s, sleeps=self._to_sleep)
         try:
             self._endpoint = Endpoint(
                 f"{server.url}/v1",

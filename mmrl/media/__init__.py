@@ -186,7 +186,7 @@ def evenly(frames: Sequence[T], count: int) -> list[T]:
     return [frames[round(i * (len(frames) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def probe_image(media: Media, limits: Limits = LIMITS, decode: bool = True) -> tuple[int, int]:
+def probe_image(media: Media, limits: Limits = LIMITS, *, decode: bool = True) -> tuple[int, int]:
     """Width and height as ``open_image`` gives them; without ``decode``, as the file declares them.
 
     Raises ``BadMediaError``.
@@ -207,7 +207,7 @@ def probe_image(media: Media, limits: Limits = LIMITS, decode: bool = True) -> t
     return size
 
 
-def probe_clip(media: Media, limits: Limits = LIMITS, decode: bool = True) -> ClipInfo:
+def probe_clip(media: Media, limits: Limits = LIMITS, *, decode: bool = True) -> ClipInfo:
     """The size of a clip; up to 16 frames, the first and the last among them, are decoded to see that they can be.
 
     Without ``decode`` it is one frame. Raises as ``open_clip``.

@@ -51,7 +51,13 @@ class _Pipeline(Protocol):
         ...
 
     def sample(
-        self, slots: Sequence[Slot], ids: Sequence[SampleId], actions: Sequence[int], seed: int, evaluate: bool = False
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        actions: Sequence[int],
+        seed: int,
+        *,
+        evaluate: bool = False,
     ) -> Trajectory:
         """Sample a micro-batch without gradients. Pictures record the steps ``actions`` (none: a plain ODE); text
         records every token.

@@ -115,7 +115,7 @@ def splits(devices: int, replica: int = 1) -> list[Split]:
     return [Split(devices, 0), *(Split(devices - n, n) for n in range(replica, devices, replica))]
 
 
-def begin(devices: int, replica: int = 1, moves: bool = True) -> State:
+def begin(devices: int, replica: int = 1, *, moves: bool = True) -> State:
     """The state of a run that has measured nothing.
 
     It begins with colocate, which no load makes much worse than the best split, and whose first step measures the work
@@ -128,7 +128,7 @@ def begin(devices: int, replica: int = 1, moves: bool = True) -> State:
     return State(devices, replica, Split(devices, 0), moves=moves)
 
 
-def starting(settings: Placement, devices: int, judged: bool = True) -> State:
+def starting(settings: Placement, devices: int, *, judged: bool = True) -> State:
     """The split that a run begins with; ``judged``: some reward computes on a device."""
     state = begin(devices, moves=settings.inside)
     judges = settings.judging(devices) if judged else 0

@@ -12,22 +12,22 @@ from mmrl.training.step_context import StepContext
 from mmrl.trajectory import Slot
 
 
-def needs(run: StepContext, role: str) -> set[str]:
+def needs(context: StepContext, role: str) -> set[str]:
     """What must be awake for ``role``, of what is not always: models that judge, an engine that samples."""
     has = {"judge"} if role == "judge" else set()
-    return has | ({"rollout"} if role == "rollout" and run.recipe.rollout.engine != "transformers" else set())
+    return has | ({"rollout"} if role == "rollout" and context.recipe.rollout.engine != "transformers" else set())
 
 
-def features_of(run: StepContext, slots: Sequence[Slot]) -> dict[str, Any]:
+def features_of(context: StepContext, slots: Sequence[Slot]) -> dict[str, Any]:
     """The features of the prompts of ``slots``, as the controller holds them."""
-    store = run.pipeline.features
-    keys = run.pipeline.encode(slots)
+    store = context.pipeline.features
+    keys = context.pipeline.encode(slots)
     found = {key: store.get(key) for key in keys}
     store.release(keys)
     return found
 
 
-def split_among(micro_batches: Sequence[MicroBatch], run: StepContext, devices: int) -> list[list[MicroBatch]]:
+def split_among(micro_batches: Sequence[MicroBatch], context: StepContext, devices: int) -> list[list[MicroBatch]]:
     """Split micro-batches among devices (or groups of devices that share a model).
 
     The largest goes first, to the device that has least. On each device they keep their order.
@@ -35,14 +35,14 @@ def split_among(micro_batches: Sequence[MicroBatch], run: StepContext, devices: 
     Where all ranks go through them together, each gets as many as any device of any controller, some of them without
     weight.
     """
-    loads = [sum(run.pipeline.lengths(micro_batch.rows)) for micro_batch in micro_batches]
-    stages = run.policy.weights.stages
-    if not (micro_batches and run.policy.weights.lockstep):
+    loads = [sum(context.pipeline.lengths(micro_batch.rows)) for micro_batch in micro_batches]
+    stages = context.policy.weights.stages
+    if not (micro_batches and context.policy.weights.lockstep):
         found = [[micro_batches[n] for n in mine] for mine in greedy(loads, devices)]
         by = 1 if stages is None else stages.multiple
         return [mine + [without_weight(micro_batch) for micro_batch in mine[-1:] * (-len(mine) % by)] for mine in found]
     dealt = [[micro_batches[n] for n in mine] for mine in divide(loads, devices)]
-    most = max(run.controller.gather(max(map(len, dealt))))
+    most = max(context.controller.gather(max(map(len, dealt))))
     return [mine + [without_weight((mine or micro_batches)[-1])] * (most - len(mine)) for mine in dealt]
 
 

@@ -27,43 +27,43 @@ from mmrl.trajectory import Sample, SampleId, Slot, Trajectory
 
 
 def sample(
-    run: StepContext, slots: Sequence[Slot], ids: Sequence[SampleId], how: SamplingSpec, clock: Clock | None = None
+    context: StepContext, slots: Sequence[Slot], ids: Sequence[SampleId], how: SamplingSpec, clock: Clock | None = None
 ) -> tuple[Trajectory, list[Sample]]:
     """Sample a micro-batch and decode it."""
     clock = clock or Clock(torch.device("cpu"))
-    with run.policy.using(how.weights), torch.no_grad():
+    with context.policy.using(how.weights), torch.no_grad():
         with clock("sample"):
-            _sync(run)
+            _sync(context)
 
             def drawn(rows: range) -> Trajectory:
                 of = slots[rows.start : rows.stop], ids[rows.start : rows.stop]
-                return run.pipeline.sample(*of, how.actions, how.seed, how.evaluate)
+                return context.pipeline.sample(*of, how.actions, how.seed, evaluate=how.evaluate)
 
-            parts = in_parts(run.local.at_once, "sample", len(ids), drawn, _begin_with_fewer(run))
+            parts = in_parts(context.compute.local.at_once, "sample", len(ids), drawn, _begin_with_fewer(context))
             trajectory = parts[0] if len(parts) == 1 else Trajectory.join(parts)
-        return trajectory, _shown(run, trajectory, how, clock)
+        return trajectory, _shown(context, trajectory, how, clock)
 
 
 def sample_at_once(
-    run: StepContext, chunks: Sequence[Chunk], how: SamplingSpec, clock: Clock
+    context: StepContext, chunks: Sequence[Chunk], how: SamplingSpec, clock: Clock
 ) -> Iterator[tuple[Trajectory, list[Sample]]]:
     """Sample several micro-batches in one call of an engine, which batches itself; each is decoded apart.
 
     Nothing is tried again with fewer rows: an engine's memory does not depend on how many it is asked for.
     """
     slots, ids = [s for of, _ in chunks for s in of], [i for _, of in chunks for i in of]
-    with run.policy.using(how.weights), torch.no_grad(), clock("sample"), in_phase("sample"):
-        _sync(run)
-        whole = run.pipeline.sample(slots, ids, how.actions, how.seed, how.evaluate)
+    with context.policy.using(how.weights), torch.no_grad(), clock("sample"), in_phase("sample"):
+        _sync(context)
+        whole = context.pipeline.sample(slots, ids, how.actions, how.seed, evaluate=how.evaluate)
     for part in _divided(whole, [len(of) for _, of in chunks]):
-        yield part, _shown(run, part, how, clock)
+        yield part, _shown(context, part, how, clock)
 
 
-def _sync(run: StepContext) -> None:
+def _sync(context: StepContext) -> None:
     """Have what samples text sample with the policy's present weights. Pictures are sampled with the very weights that
     train."""
-    if run.pipeline.makes == "text":
-        run.pipeline.sync(run.policy)
+    if context.pipeline.makes == "text":
+        context.pipeline.sync(context.policy)
 
 
 def _divided(whole: Trajectory, sizes: Sequence[int]) -> Iterator[Trajectory]:
@@ -73,98 +73,102 @@ def _divided(whole: Trajectory, sizes: Sequence[int]) -> Iterator[Trajectory]:
         first += size
 
 
-def _shown(run: StepContext, trajectory: Trajectory, how: SamplingSpec, clock: Clock) -> list[Sample]:
+def _shown(context: StepContext, trajectory: Trajectory, how: SamplingSpec, clock: Clock) -> list[Sample]:
     """What rewards see of a micro-batch."""
 
     def shown(rows: range) -> list[Sample]:
         part = trajectory if len(rows) == len(trajectory) else trajectory.rows(list(rows))
-        return run.pipeline.samples(part, how.inputs)
+        return context.pipeline.samples(part, how.inputs)
 
     with clock("decode"):
-        parts = in_parts(run.local.at_once, "decode", len(trajectory), shown, "sampling.batch_size={} begins so")
+        parts = in_parts(
+            context.compute.local.at_once, "decode", len(trajectory), shown, "sampling.batch_size={} begins so"
+        )
         return [sample for part in parts for sample in part]
 
 
-def _begin_with_fewer(run: StepContext) -> str:
+def _begin_with_fewer(context: StepContext) -> str:
     """The edit that has sampling begin with the rows that there is memory for."""
     edit = "sampling.batch_size={} begins so"
-    if run.recipe.model.dtype == "float32" or run.objective.kind != "policy_gradient":
+    if context.recipe.model.dtype == "float32" or context.objective.kind != "policy_gradient":
         return edit
-    dtype = run.recipe.model.dtype
+    dtype = context.recipe.model.dtype
     return f"{edit}; {dtype} rounds otherwise in training's larger batch, so lower train.micro_batch_size as well"
 
 
-def continue_generation(run: StepContext, trajectory: Trajectory, most: int, how: SamplingSpec) -> Trajectory:
+def continue_generation(context: StepContext, trajectory: Trajectory, most: int, how: SamplingSpec) -> Trajectory:
     """Draw at most ``most`` further tokens for every row, all of them under way."""
-    with run.policy.using(how.weights):
-        pipeline = of_text(run.pipeline)
-        pipeline.sync(run.policy)
+    with context.policy.using(how.weights):
+        pipeline = of_text(context.pipeline)
+        pipeline.sync(context.policy)
         return pipeline.continue_generation(trajectory, most, how.seed)
 
 
-def continue_all(run: StepContext, parts: Sequence[Trajectory], most: int, how: SamplingSpec) -> list[Trajectory]:
+def continue_all(context: StepContext, parts: Sequence[Trajectory], most: int, how: SamplingSpec) -> list[Trajectory]:
     """``continue_generation`` for the rows of several trajectories in one call of the engine."""
-    return list(_divided(continue_generation(run, Trajectory.join(parts), most, how), [len(part) for part in parts]))
+    return list(
+        _divided(continue_generation(context, Trajectory.join(parts), most, how), [len(part) for part in parts])
+    )
 
 
-def enter(run: StepContext, weights: str) -> None:
+def enter(context: StepContext, weights: str) -> None:
     """Begin a phase in which this device computes without the others, under the copy ``weights`` of the policy."""
-    run.local.phase.enter_context(apart(run, weights))
+    context.compute.local.phase.enter_context(apart(context, weights))
 
 
 @contextmanager
-def apart(run: StepContext, weights: str) -> Generator[None]:
+def apart(context: StepContext, weights: str) -> Generator[None]:
     """Such a phase. Shards are gathered for it; where an engine samples it is given them one by one, and nothing stays
     gathered. All devices of all controllers enter and leave it together."""
-    policy = run.policy
-    if run.recipe.rollout.engine == "transformers" or not policy.weights.in_shards:
+    policy = context.policy
+    if context.recipe.rollout.engine == "transformers" or not policy.weights.in_shards:
         with policy.alone(weights):
             yield
     else:
         with policy.using(weights):
-            _sync(run)
+            _sync(context)
             yield
 
 
-def leave(run: StepContext) -> None:
+def leave(context: StepContext) -> None:
     """End that phase."""
-    run.local.phase.close()
+    context.compute.local.phase.close()
 
 
-def score(run: StepContext, label: str, samples: Sequence[Sample], step: int) -> Answer:
+def score(context: StepContext, label: str, samples: Sequence[Sample], step: int) -> Answer:
     """One reward's answer for a batch, from its model on this device."""
-    return run.rewards.answer(label, samples, step)
+    return context.rewards.answer(label, samples, step)
 
 
 def prepare(
-    run: StepContext, micro_batches: Iterable[MicroBatch], wanted: frozenset[str]
+    context: StepContext, micro_batches: Iterable[MicroBatch], wanted: frozenset[str]
 ) -> list[tuple[list[int], list[int], dict[str, Tensor]]]:
     """What is recomputed before the first update, with the rows of the batch and the entries that it is of.
 
     Where code without a gradient rounds otherwise, it is computed with the gradient that the update will want.
     """
     micro_batches = list(micro_batches)
-    calls = [wanted] if run.policy.weights.stages is None else [frozenset({name}) for name in sorted(wanted)]
+    calls = [wanted] if context.policy.weights.stages is None else [frozenset({name}) for name in sorted(wanted)]
     out = []
-    with torch.set_grad_enabled(run.recipe.replays_first):
+    with torch.set_grad_enabled(context.recipe.replays_first):
         for names in calls:
 
             def made(
                 micro_batch: MicroBatch, names: frozenset[str] = names
             ) -> tuple[list[int], list[int], dict[str, Tensor]]:
-                new = run.pipeline.replay(micro_batch.rows, micro_batch.entries, names, run.policy.using)
+                new = context.pipeline.replay(micro_batch.rows, micro_batch.entries, names, context.policy.using)
                 kept = torch.stack([new[name].detach() for name in names]).cpu()  # one wait for all
                 return micro_batch.index, micro_batch.entries, dict(zip(names, kept, strict=True))
 
-            out += run.policy.each(micro_batches, made)
-    run.policy.put_away()
+            out += context.policy.each(micro_batches, made)
+    context.policy.put_away()
     return out
 
 
-def apply(run: StepContext, spent: float) -> dict[str, float]:
+def apply(context: StepContext, spent: float) -> dict[str, float]:
     """The optimizer step, with the gradients of all devices of all controllers; ``spent`` as ``train_step`` has it."""
     metrics: dict[str, float] = {}
-    for name, policy in run.trained.items():
+    for name, policy in context.trained.items():
         policy.spent = spent
         try:
             found = policy.apply()
@@ -176,38 +180,38 @@ def apply(run: StepContext, spent: float) -> dict[str, float]:
     return metrics
 
 
-def move(run: StepContext, step: int) -> None:
+def move(context: StepContext, step: int) -> None:
     """The policy's copies, after the updates of a step."""
-    for name, decay in copies_of(run.objective).items():
-        if run.strategy.staleness:
-            run.policy.age(name, run.strategy.staleness)
-        run.policy.move(name, decay(step))
+    for name, decay in copies_of(context.objective).items():
+        if context.rollout.strategy.staleness:
+            context.policy.age(name, context.rollout.strategy.staleness)
+        context.policy.move(name, decay(step))
 
 
-def release(run: StepContext) -> None:
+def release(context: StepContext) -> None:
     """Drop the features that the controller sent here for the step."""
-    run.pipeline.features.release(run.local.held)
-    run.local.held.clear()
+    context.pipeline.features.release(context.compute.local.held)
+    context.compute.local.held.clear()
 
 
-def save(run: StepContext, step: int) -> None:
+def save(context: StepContext, step: int) -> None:
     """Save this device's shards as they are after ``step`` steps, with the others."""
-    if run.local.save is not None:
-        run.local.save(step)
+    if context.compute.local.save is not None:
+        context.compute.local.save(step)
 
 
-def version(run: StepContext, name: str, first: bool) -> Version | None:
+def version(context: StepContext, name: str, first: bool) -> Version | None:
     """The policy's copy ``name`` as it is now, of the ``first`` device that trains; the others do their part."""
-    found = run.policy.version(name) if first or run.policy.weights.in_shards else None
+    found = context.policy.version(name) if first or context.policy.weights.in_shards else None
     return found if first else None
 
 
-def load_version(run: StepContext, version: Version) -> None:
+def load_version(context: StepContext, version: Version) -> None:
     """Have the policy's weights of then, to sample with them."""
-    run.policy.load_version(version)
+    context.policy.load_version(version)
 
 
-def switch_role(run: StepContext, role: str, sleep: bool) -> bool:
+def switch_role(context: StepContext, role: str, sleep: bool) -> bool:
     """Have ready on this device what ``role`` needs: the models that judge, or the engine that samples.
 
     ``sleep``: put the rest to sleep first. Returns whether something was started for good, which is no measure of what
@@ -215,28 +219,28 @@ def switch_role(run: StepContext, role: str, sleep: bool) -> bool:
     """
     if sleep:
         if role != "judge":
-            run.rewards.sleep()
+            context.rewards.sleep()
         if role != "rollout":
-            run.pipeline.sleep()
-        if run.device.type == "cuda":
+            context.pipeline.sleep()
+        if context.compute.device.type == "cuda":
             torch.cuda.empty_cache()  # what is woken asks the driver for its memory, not torch
     if role == "judge":
-        return run.rewards.wake()
-    return role == "rollout" and run.pipeline.makes == "text" and run.pipeline.wake()
+        return context.rewards.wake()
+    return role == "rollout" and context.pipeline.makes == "text" and context.pipeline.wake()
 
 
-def ready(run: StepContext, role: str) -> None:
+def ready(context: StepContext, role: str) -> None:
     """Nothing: the device has turned to ``role`` for it."""
 
 
-def cpu_seconds(run: StepContext) -> float:
+def cpu_seconds(context: StepContext) -> float:
     """CPU time of this process so far."""
     return time.process_time()
 
 
-def gpu(run: StepContext) -> float | None:
+def gpu(context: StepContext) -> float | None:
     """Share of the time since the last call in which this GPU computed; None where that is not known."""
-    return of_gpu(run.device)
+    return of_gpu(context.compute.device)
 
 
 def renamed(critic: dict[str, float]) -> dict[str, float]:
@@ -244,10 +248,10 @@ def renamed(critic: dict[str, float]) -> dict[str, float]:
     return {name.replace("optim/", "value/"): value for name, value in critic.items()}
 
 
-def perform(run: StepContext, task: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def perform(context: StepContext, task: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """What ``task`` returns; memory that runs out in it is reported under its phase."""
     with in_phase(_PHASES.get(task.__name__, task.__name__)):
-        return task(run, *arguments)
+        return task(context, *arguments)
 
 
 _PHASES = {

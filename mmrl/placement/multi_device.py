@@ -38,7 +38,7 @@ class RemoteDevice(Protocol):
     """A device in a process of its own, as its controller sees it."""
 
     def perform(
-        self, run: StepContext, call: Callable[..., Any], arguments: tuple[Any, ...], features: Mapping[str, Any]
+        self, context: StepContext, call: Callable[..., Any], arguments: tuple[Any, ...], features: Mapping[str, Any]
     ) -> Any:
         """What ``call`` returns there; ``features`` that it lacks go with it."""
         ...
@@ -72,40 +72,45 @@ class MultiDevice:
         self._cpu_of = [0.0] * self._count
         self._version: Version | None = None
 
-    def open(self, run: StepContext) -> None:
-        """Begin to work, with ``run`` as it stands in this process; its rewards' models are asked on the devices."""
-        if run.rewards.on_device:
-            run.rewards.call_by(lambda label: _OnDevices(self._board, label, self._for))
+    def open(self, context: StepContext) -> None:
+        """Begin to work, with ``context`` as it is in this process; the devices run its rewards' models."""
+        if context.rewards.on_device:
+            context.rewards.call_by(lambda label: _OnDevices(self._board, label, self._for))
         if self.settings.apart:
-            self.state = adaptive.starting(self.settings, self._count, bool(run.rewards.on_device))
+            self.state = adaptive.starting(self.settings, self._count, judged=bool(context.rewards.on_device))
             self._board.apart(self.state.split)
         for device in range(self._count):
-            thread = Thread(target=self._device, args=(run, device), name=f"mmrl-device-{device}", daemon=True)
+            thread = Thread(target=self._device, args=(context, device), name=f"mmrl-device-{device}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     @contextmanager
-    def alone(self, run: StepContext, weights: str) -> Generator[None]:
+    def alone(self, context: StepContext, weights: str) -> Generator[None]:
         if self.settings.apart:  # who samples has weights of its own
             yield
             return
-        self.everywhere(run, device_tasks.enter, weights)
+        self.everywhere(context, device_tasks.enter, weights)
         try:
             yield
         except BaseException:
             self._board.drop("rollout")  # it may be sampled inside alone
             raise
         finally:
-            self.everywhere(run, device_tasks.leave)
+            self.everywhere(context, device_tasks.leave)
 
     def sample(
-        self, run: StepContext, chunks: Iterable[Chunk], how: SamplingSpec, clock: Clock, version: Version | None = None
+        self,
+        context: StepContext,
+        chunks: Iterable[Chunk],
+        how: SamplingSpec,
+        clock: Clock,
+        version: Version | None = None,
     ) -> Iterator[Drawn]:
-        asked = [(slots, ids, features_of(run, slots)) for slots, ids in chunks]
+        asked = [(slots, ids, features_of(context, slots)) for slots, ids in chunks]
         if self.settings.apart:
-            version = version or self.version(run, how.weights)
+            version = version or self.version(context, how.weights)
         else:
-            self._begin(run, how.evaluate, len(asked))
+            self._begin(context, how.evaluate, len(asked))
         numbers: dict[Future[Any], int] = {}
         for n, (slots, ids, features) in enumerate(asked):
             task = Task("rollout", device_tasks.sample, (slots, ids, how), features, version=version, of=self._for(how))
@@ -116,9 +121,9 @@ class MultiDevice:
         """The step and round of what is drawn or judged, where that may be a later one than is trained."""
         return (what.step, what.round) if self.settings.apart and what.step >= 0 else None
 
-    def _begin(self, run: StepContext, evaluate: bool, to_come: int) -> None:
+    def _begin(self, context: StepContext, evaluate: bool, to_come: int) -> None:
         """Divide the devices for a generate phase."""
-        apart = self.state.split.judge and run.rewards.on_device and not evaluate
+        apart = self.state.split.judge and context.rewards.on_device and not evaluate
         split = self.state.split if apart else adaptive.Split(self._count, 0)
         moves: Moves = "never" if apart else "after"
         if self.settings.type == "adaptive" and self.settings.inside and not evaluate:
@@ -137,20 +142,20 @@ class MultiDevice:
 
     def continue_generation(
         self,
-        run: StepContext,
+        context: StepContext,
         parts: Sequence[Trajectory],
         most: int,
         how: SamplingSpec,
         version: Version | None = None,
     ) -> list[Trajectory]:
         assert self.settings.apart  # elsewhere it is refused
-        version = version or self.version(run, how.weights)
+        version = version or self.version(context, how.weights)
         tasks = [
             Task(
                 "rollout",
                 device_tasks.continue_generation,
                 (p, most, how),
-                features_of(run, p.slots),
+                features_of(context, p.slots),
                 version=version,
                 of=self._for(how),
             )
@@ -159,43 +164,45 @@ class MultiDevice:
         return all_of([self._board.put(task) for task in tasks])
 
     def version(
-        self, run: StepContext, name: str
+        self, context: StepContext, name: str
     ) -> Version:  # the same object until they change; copies do between updates
-        same = self._version is not None and self._version.tag == (run.policy.updates, name)
-        if self._version is None or not same or name in copies_of(run.objective):
+        same = self._version is not None and self._version.tag == (context.policy.updates, name)
+        if self._version is None or not same or name in copies_of(context.objective):
             asked = [self._put([device], device_tasks.version, (name, device == 0))[0] for device in self._trainers]
             self._version = found = all_of(asked)[0]
             return found
         return self._version
 
-    def in_step(self, run: StepContext, n: int) -> int:
+    def in_step(self, context: StepContext, n: int) -> int:
         return n  # micro-batches are not the devices' until they are dealt
 
     def spread(
         self,
-        run: StepContext,
+        context: StepContext,
         task: Callable[[StepContext, Iterable[MicroBatch], *Ts], R],
         micro_batches: Iterable[MicroBatch],
         *arguments: *Ts,
     ) -> list[R]:
-        answers, width = [], run.policy.weights.width
-        for n, mine in enumerate(split_among(list(micro_batches), run, len(self._trainers) // width)):
+        answers, width = [], context.policy.weights.width
+        for n, mine in enumerate(split_among(list(micro_batches), context, len(self._trainers) // width)):
             if mine:
-                features = features_of(run, [slot for micro_batch in mine for slot in micro_batch.rows.slots])
+                features = features_of(context, [slot for micro_batch in mine for slot in micro_batch.rows.slots])
                 devices = range(n * width, (n + 1) * width)
                 tasks = [Task("train", task, (mine, *arguments), features, device) for device in devices]
                 answers += [self._board.put(task) for task in tasks]
         return all_of(answers)[width - 1 :: width]  # of those that share a model the last has what it came to
 
-    def everywhere(self, run: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
+    def everywhere(self, context: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
         return all_of(self._put(self._trainers, task, arguments))[0]
 
-    def others(self, run: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> None:
-        with self.beside(run, task, *arguments):
+    def others(self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> None:
+        with self.beside(context, task, *arguments):
             pass
 
     @contextmanager
-    def beside(self, run: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> Generator[None]:
+    def beside(
+        self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
+    ) -> Generator[None]:
         answers = self._put(self._trainers[1:], task, arguments)
         yield
         all_of(answers)
@@ -205,9 +212,9 @@ class MultiDevice:
         self._step_began = self._cpu
         all_of(self._put(self._trainers, device_tasks.gpu, ()))  # what the step before and evaluation came to
 
-    def end_step(self, run: StepContext, step: int) -> dict[str, float]:
+    def end_step(self, context: StepContext, step: int) -> dict[str, float]:
         board = self._board
-        self.others(run, device_tasks.release)
+        self.others(context, device_tasks.release)
         for device in range(len(self._trainers), self._count):
             board.put(Task("train", device_tasks.release, (), device=device))
         board.cut()
@@ -222,17 +229,17 @@ class MultiDevice:
             "moves": board.moves,
             "micro_batches": sum(event.role == "rollout" for event in board.events),
             "wall": board.elapsed,
-            "cpu": self.cpu_seconds(run) - self._step_began,
+            "cpu": self.cpu_seconds(context) - self._step_began,
             "wake": board.seconds("wake"),
             "gpu": sum(gpus),
             "gpus": len(gpus),
         }
-        found = run.controller.gather((mine, as_rows(board.events, step + 1, run.controller.rank)))
+        found = context.controller.gather((mine, as_rows(board.events, step + 1, context.controller.rank)))
         latest = ("rollout_done", "judge_done", "price", "wall")
         numbers = {k: (max if k in latest else sum)(n[k] for n, _ in found) for k in mine}
         self._lines = [line for _, lines in found for line in lines]
         split = self.state.split
-        if self.settings.type == "adaptive" and run.rewards.on_device:
+        if self.settings.type == "adaptive" and context.rewards.on_device:
             self._decide(step + 1, numbers, self._count * len(found))
         wall = numbers["wall"]
         busy = numbers["rollout_busy"] + numbers["judge_busy"] + numbers["train_busy"]
@@ -251,7 +258,7 @@ class MultiDevice:
     def lines(self) -> list[dict[str, Any]]:
         return self._lines
 
-    def cpu_seconds(self, run: StepContext) -> float:
+    def cpu_seconds(self, context: StepContext) -> float:
         for device in range(len(self._trainers), self._count):  # as last heard of: they may be at work
             (heard,) = self._put([device], device_tasks.cpu_seconds, ())
             heard.add_done_callback(lambda answer, device=device: self._hear(device, answer))
@@ -303,18 +310,18 @@ class MultiDevice:
     def _put(self, devices: Iterable[int], call: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Future[Any]]:
         return [self._board.put(Task("train", call, arguments, device=d)) for d in devices]
 
-    def _device(self, run: StepContext, device: int) -> None:
+    def _device(self, context: StepContext, device: int) -> None:
         """The thread of one device. What it fails of, inside a task or out, is told to who waits for an answer."""
         try:
-            self._work(run, device)
+            self._work(context, device)
         except BaseException as error:
             self._board.fail(device, error)
 
-    def _work(self, run: StepContext, device: int) -> None:
+    def _work(self, context: StepContext, device: int) -> None:
         import torch
 
-        if device == 0 and run.recipe.threads:
-            torch.set_num_threads(run.recipe.threads)  # of this thread
+        if device == 0 and context.recipe.threads:
+            torch.set_num_threads(context.recipe.threads)  # of this thread
         awake: set[str] = set()
         version = None
         while (task := self._board.take(device)) is not None:
@@ -326,31 +333,31 @@ class MultiDevice:
                 self._board.done(device, None, began, turned, turned)
                 continue
             try:
-                needed = needs(run, role) if role else set()
+                needed = needs(context, role) if role else set()
                 if role and (needed != awake if self.settings.sleep else needed - awake):
                     with self._starting_up():
                         once = self._perform(
-                            run, device, Task(task.role, device_tasks.switch_role, (role, self.settings.sleep))
+                            context, device, Task(task.role, device_tasks.switch_role, (role, self.settings.sleep))
                         )
                     awake = needed if self.settings.sleep else needed | awake
                     priced = self.settings.sleep and not once and role != "train"
                     turned = time.perf_counter() if self.settings.sleep or once else turned
                 if task.version is not None and task.version is not version:
-                    self._perform(run, device, Task(task.role, device_tasks.load_version, (task.version,)))
+                    self._perform(context, device, Task(task.role, device_tasks.load_version, (task.version,)))
                     version, turned = task.version, time.perf_counter()
-                answer = self._perform(run, device, task)
+                answer = self._perform(context, device, task)
             except BaseException as error:
-                self._board.done(device, shown, began, turned, time.perf_counter(), priced)
+                self._board.done(device, shown, began, turned, time.perf_counter(), priced=priced)
                 task.answer.set_exception(error)
             else:
-                self._board.done(device, shown, began, turned, time.perf_counter(), priced)
+                self._board.done(device, shown, began, turned, time.perf_counter(), priced=priced)
                 task.answer.set_result(answer)
             del task
 
-    def _perform(self, run: StepContext, device: int, task: Task) -> Any:
+    def _perform(self, context: StepContext, device: int, task: Task) -> Any:
         if device == 0:
-            return device_tasks.perform(run, task.call, task.arguments)
-        return self._workers[device - 1].perform(run, task.call, task.arguments, task.features)
+            return device_tasks.perform(context, task.call, task.arguments)
+        return self._workers[device - 1].perform(context, task.call, task.arguments, task.features)
 
 
 class _OnDevices:

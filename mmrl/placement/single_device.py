@@ -31,91 +31,100 @@ class SingleDevice:
         """Seconds of this step."""
 
     @contextmanager
-    def alone(self, run: StepContext, weights: str) -> Generator[None]:
-        self._switch_role(run, "rollout")
-        with device_tasks.apart(run, weights):
+    def alone(self, context: StepContext, weights: str) -> Generator[None]:
+        self._switch_role(context, "rollout")
+        with device_tasks.apart(context, weights):
             yield
 
-    def _switch_role(self, run: StepContext, role: str) -> None:
+    def _switch_role(self, context: StepContext, role: str) -> None:
         """Wake what ``role`` needs, or have all that can sleep do so, to train."""
-        if not run.recipe.placement.sleep or role in self._ready:
+        if not context.recipe.placement.sleep or role in self._ready:
             return
         began, trains = time.perf_counter(), role == "train"
         with starting():
-            device_tasks.perform(run, device_tasks.switch_role, (role, trains))
+            device_tasks.perform(context, device_tasks.switch_role, (role, trains))
         self._ready = {role} if trains else self._ready - {"train"} | {role}
         self._turning += time.perf_counter() - began
 
     def sample(
-        self, run: StepContext, chunks: Iterable[Chunk], how: SamplingSpec, clock: Clock, version: Version | None = None
+        self,
+        context: StepContext,
+        chunks: Iterable[Chunk],
+        how: SamplingSpec,
+        clock: Clock,
+        version: Version | None = None,
     ) -> Iterator[Drawn]:
         assert version is None  # it trains as well
         if not how.evaluate:
-            self._switch_role(run, "judge")
-        if run.recipe.rollout.engine == "transformers":
+            self._switch_role(context, "judge")
+        if context.recipe.rollout.engine == "transformers":
             for n, (slots, ids) in enumerate(chunks):
-                yield n, *device_tasks.sample(run, slots, ids, how, clock)
+                yield n, *device_tasks.sample(context, slots, ids, how, clock)
         else:
-            yield from self._by_engine(run, chunks, how, clock)
+            yield from self._by_engine(context, chunks, how, clock)
         if how.evaluate:  # which judges when all are drawn
-            self._switch_role(run, "judge")
+            self._switch_role(context, "judge")
 
-    def _by_engine(self, run: StepContext, chunks: Iterable[Chunk], how: SamplingSpec, clock: Clock) -> Iterator[Drawn]:
+    def _by_engine(
+        self, context: StepContext, chunks: Iterable[Chunk], how: SamplingSpec, clock: Clock
+    ) -> Iterator[Drawn]:
         done = 0
-        for some in _rounds(chunks, run.recipe.train.prompts_per_step * run.recipe.train.group_size):
-            for n, drawn in enumerate(device_tasks.sample_at_once(run, some, how, clock), done):
+        for some in _rounds(chunks, context.recipe.train.prompts_per_step * context.recipe.train.group_size):
+            for n, drawn in enumerate(device_tasks.sample_at_once(context, some, how, clock), done):
                 yield n, *drawn
             done += len(some)
 
     def continue_generation(
         self,
-        run: StepContext,
+        context: StepContext,
         parts: Sequence[Trajectory],
         most: int,
         how: SamplingSpec,
         version: Version | None = None,
     ) -> list[Trajectory]:
         assert version is None
-        self._switch_role(run, "judge")
-        return device_tasks.continue_all(run, parts, most, how)
+        self._switch_role(context, "judge")
+        return device_tasks.continue_all(context, parts, most, how)
 
-    def version(self, run: StepContext, name: str) -> Version:
-        return run.policy.version(name)
+    def version(self, context: StepContext, name: str) -> Version:
+        return context.policy.version(name)
 
-    def in_step(self, run: StepContext, n: int) -> int:
-        return max(run.controller.gather(n)) if run.policy.weights.lockstep else n
+    def in_step(self, context: StepContext, n: int) -> int:
+        return max(context.controller.gather(n)) if context.policy.weights.lockstep else n
 
     def spread(
         self,
-        run: StepContext,
+        context: StepContext,
         task: Callable[[StepContext, Iterable[MicroBatch], *Ts], R],
         micro_batches: Iterable[MicroBatch],
         *arguments: *Ts,
     ) -> list[R]:
-        self._switch_role(run, "train")
-        return [device_tasks.perform(run, task, (micro_batches, *arguments))]
+        self._switch_role(context, "train")
+        return [device_tasks.perform(context, task, (micro_batches, *arguments))]
 
-    def everywhere(self, run: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
-        return device_tasks.perform(run, task, arguments)
+    def everywhere(self, context: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
+        return device_tasks.perform(context, task, arguments)
 
-    def others(self, run: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> None:
+    def others(self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> None:
         pass
 
     def beside(
-        self, run: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
+        self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
     ) -> AbstractContextManager[None]:
         return nullcontext()
 
     def begin_step(self) -> None:
         self._turning = 0.0
 
-    def end_step(self, run: StepContext, step: int) -> dict[str, float]:
-        return {"placement/wake": sum(run.controller.gather(self._turning))} if run.recipe.placement.sleep else {}
+    def end_step(self, context: StepContext, step: int) -> dict[str, float]:
+        return (
+            {"placement/wake": sum(context.controller.gather(self._turning))} if context.recipe.placement.sleep else {}
+        )
 
     def lines(self) -> list[dict[str, Any]]:
         return []
 
-    def cpu_seconds(self, run: StepContext) -> float:
+    def cpu_seconds(self, context: StepContext) -> float:
         return time.process_time()
 
     def state_dict(self) -> PartState:

@@ -146,7 +146,7 @@ class TaskQueue:
             return None
 
     def done(
-        self, device: int, role: Role | None, began: float, turned: float, ended: float, priced: bool = True
+        self, device: int, role: Role | None, began: float, turned: float, ended: float, *, priced: bool = True
     ) -> None:
         """The device's task is over: it turned to ``role`` between ``began`` and ``turned``, and then worked in it;
         None where that was nothing to show. ``priced``: a turn inside a phase would take as long."""

@@ -40,7 +40,7 @@ class Counts:
         return -(-self.entries // self.at_once)
 
 
-def count(recipe: Recipe, entries: int, sampled: bool = True, row_tokens: int = 0) -> Counts:
+def count(recipe: Recipe, entries: int, row_tokens: int = 0, *, sampled: bool = True) -> Counts:
     """As ``mmrl.training.loop`` cuts; ``entries``: how many actions or noise levels of a sample an update goes through;
     ``sampled``: samples are drawn before the updates; ``row_tokens`` as in ``Counts``."""
     train = recipe.train

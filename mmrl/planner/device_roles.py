@@ -18,7 +18,9 @@ SAMPLED = ("policy_gradient", "forward_process")
 def split_of(plan: Plan) -> Split:
     """The split that a run begins with."""
     recipe = plan.recipe
-    return starting(recipe.placement, recipe.devices_per_controller, any(one.trained_on for one in plan.asked)).split
+    return starting(
+        recipe.placement, recipe.devices_per_controller, judged=any(one.trained_on for one in plan.asked)
+    ).split
 
 
 def sleeps(recipe: Recipe) -> bool:

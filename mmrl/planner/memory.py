@@ -75,7 +75,7 @@ class Measured:
 
 
 def measure(
-    description: Description, recipe: Recipe, objective: Objective, counts: Counts, foreach: bool, prompt: Prompt
+    description: Description, recipe: Recipe, objective: Objective, counts: Counts, prompt: Prompt, *, foreach: bool
 ) -> Measured:
     """Run the parts of a step for the largest micro-batch of sampling and slice of training, each row ``prompt``'s.
 

@@ -35,7 +35,7 @@ class Size:
     gathered_blocks: int = 0
 
 
-def sizes_of(description: Description, shards: int | Fraction, by_block: bool) -> dict[int, Size]:
+def sizes_of(description: Description, shards: int | Fraction, *, by_block: bool) -> dict[int, Size]:
     """Of each component, by ``id``; what trains lies in so many ``shards``, and is gathered ``by_block`` to train."""
 
     sizes = {}
@@ -192,6 +192,7 @@ def phases_of(
     objective: Objective,
     features: int,
     inputs: frozenset[str],
+    *,
     pathwise: bool,
 ) -> Iterator[PhaseMemory]:
     """What each phase of the step holds; ``judge`` is one where what judges is awake in it alone, of several devices.

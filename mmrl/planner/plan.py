@@ -222,8 +222,10 @@ def _account(
             looked_at = [p for split in prompts for p in (split if every else _looked_at(split))]
             prompt, row_tokens, said = description.longest(looked_at)
             made.notes += said
-        made.counts = counts = count(recipe, entries, objective.kind in SAMPLED, row_tokens)
-        measured = measure(description, recipe, objective, counts, made.device.startswith("cuda"), prompt)
+        made.counts = counts = count(recipe, entries, sampled=objective.kind in SAMPLED, row_tokens=row_tokens)
+        measured = measure(
+            description, recipe, objective, counts, foreach=made.device.startswith("cuda"), prompt=prompt
+        )
     except UserError as error:
         made.problems.append(str(error))
         return
@@ -238,7 +240,7 @@ def _account(
     kept = min(different or store.budget_bytes, max(in_use, store.budget_bytes // max(1, measured.features)))
     features = measured.features * kept
     made.roles = list(roles_of(made, description, sizes, objective, features))
-    made.phases = list(phases_of(made, description, sizes, objective, features, inputs, pathwise))
+    made.phases = list(phases_of(made, description, sizes, objective, features, inputs, pathwise=pathwise))
     if made.device != "cpu":
         made.load = load_of(made, description, sizes)
     if offloads(made):

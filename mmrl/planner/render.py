@@ -27,7 +27,7 @@ NOT_COUNTED = (
 )
 
 
-def render(plan: Plan, console: Console, short: bool = False) -> None:
+def render(plan: Plan, console: Console, *, short: bool = False) -> None:
     """Print it; ``short`` is three lines, without the problems (for a caller who raises them)."""
     (_render_short if short else _render_whole)(plan, console)
 

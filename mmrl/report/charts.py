@@ -84,7 +84,7 @@ class Series:
     spread: Sequence[float | None] | None = None
 
 
-def line_chart(title: str, series: Sequence[Series], log: bool = False, note: str = "") -> Markup | None:
+def line_chart(title: str, series: Sequence[Series], note: str = "", *, log: bool = False) -> Markup | None:
     """A figure with one line per series, or None where no series has a value.
 
     ``log`` draws a logarithmic axis (values of 0 at its foot) where any value is above 0.

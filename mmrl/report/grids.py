@@ -123,7 +123,7 @@ def write_samples(
     return picture
 
 
-def moving(frames: Sequence[Image.Image], lossless: bool = True) -> bytes:
+def moving(frames: Sequence[Image.Image], *, lossless: bool = True) -> bytes:
     """A clip as WebP that plays without end, ``FPS`` frames a second."""
     buffer = io.BytesIO()
     first, *others = (rgb(frame) for frame in frames)

@@ -185,6 +185,7 @@ def status_line(
     row: Mapping[str, float],
     heldout: Mapping[str, float] | None = None,
     eta: float | None = None,
+    *,
     brief: bool = False,
 ) -> str:
     """One training step on one line; what ``row`` (of metrics.jsonl) lacks is left out.

@@ -72,7 +72,7 @@ class RunDir:
         self._lock: IO[str] | None = None
 
     @classmethod
-    def create(cls, path: Path | str, overwrite: bool = False, resume: bool = False) -> RunDir:
+    def create(cls, path: Path | str, *, overwrite: bool = False, resume: bool = False) -> RunDir:
         """Make the directory, or take over an existing one, and lock it until ``close``.
 
         ``overwrite`` removes what a run made there, ``resume`` keeps it; what came to no row and no checkpoint is

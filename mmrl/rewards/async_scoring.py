@@ -153,7 +153,7 @@ class Scoring:
         began = time.perf_counter()
         self._wait()
         if self._patience is not None:
-            self._patience.wait(self, self._step, self._all_sum is not None)
+            self._patience.wait(self, self._step, together=self._all_sum is not None)
         scores = Scores(torch.zeros(n, dtype=torch.float64), {}, waited=time.perf_counter() - began)
         for entry in self._entries:
             pieces = self._gather(entry, scores)

@@ -48,7 +48,7 @@ class Patience:
     def __init__(self, settings: Settings, gather: Gather = lambda mine: [mine]) -> None:
         self.settings, self._gather = settings, gather
 
-    def wait(self, asked: Asked, step: int, together: bool) -> None:
+    def wait(self, asked: Asked, step: int, *, together: bool) -> None:
         """Return once enough of the step's samples have a score. Raises ``UnscoredError`` where that takes too long.
 
         ``together``: all controllers call this for the same step, and the limit is for all of their samples; else each

@@ -116,8 +116,9 @@ class RewardSet:
         device: torch.device | str = "cpu",
         all_sum: AllSum = alone,
         folder: Path | None = None,
-        awake: bool = True,
         patience: Patience | None = None,
+        *,
+        awake: bool = True,
     ) -> None:
         self.device, self.folder = device, folder
         self._all_sum, self._patience = all_sum, patience

@@ -236,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             with server.decoding:
                 request = wire.decode_request(body, max_pixels=server.max_pixels, tensor=tensor)
-                if not server.room.take(self.client, wire.picture_bytes(request, tensor)):
+                if not server.room.take(self.client, wire.picture_bytes(request, tensor=tensor)):
                     return 503, _error("the memory for requests is taken; try again, or lower batch_size")
             return 200, wire.encode_reply(server.score(request))
         except wire.WireError as error:

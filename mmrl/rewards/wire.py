@@ -140,7 +140,7 @@ def decode_request(body: bytes | bytearray, *, max_pixels: int = MAX_PIXELS, ten
     return Request(samples, errors, groups, _typed(message.get("step", -1), int, "step"))
 
 
-def picture_bytes(request: Request, tensor: bool) -> int:
+def picture_bytes(request: Request, *, tensor: bool) -> int:
     """The memory that the decoded pictures of a request take."""
     pictures = [p for s in request.samples if s is not None for p in (s.image, *(s.video or ())) if p is not None]
     return sum(p.width * p.height for p in pictures) * (16 if tensor else 4)
@@ -154,7 +154,7 @@ def encode_reply(reply: Reply) -> bytes:
     return _dump(message | ({} if reply.spans is None else {"spans": reply.spans}))
 
 
-def decode_reply(body: bytes, n: int, spans: bool = False) -> dict[str, list[Any]]:
+def decode_reply(body: bytes, n: int, *, spans: bool = False) -> dict[str, list[Any]]:
     """The named parts of a reward's answer for ``n`` samples, ``score`` and, where wanted, ``spans`` among them.
 
     Raises ``WireError``.

@@ -78,25 +78,25 @@ class AsyncRollout(StepPart):
         self._begun: dict[int, Begun] = {}
 
     def groups(
-        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
+        self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
     ) -> tuple[list[Round], Groups]:
         """Begin what may be begun with the weights of now, and wait for ``step``: its rounds, and which groups stand.
 
         Raises ``UserError``.
         """
-        self._versions[step] = run.devices.version(run, sampler(run.objective, step))
+        self._versions[step] = context.compute.devices.version(context, sampler(context.objective, step))
         self._valid[step] = 1.0 if self.dynamic is None else self.dynamic.valid
-        last = min(step + self.staleness, run.recipe.train.steps - 1)
+        last = min(step + self.staleness, context.recipe.train.steps - 1)
         for n in range(step, last + 1):
             if n not in self._begun:
-                self._begun[n] = self._begin(run, n, clock)
+                self._begun[n] = self._begin(context, n, clock)
         self._versions = {n: version for n, version in self._versions.items() if n + self.staleness > step}
         self._valid = {n: self._valid[n] for n in self._versions}
         begun = self._begun.pop(step)
         with clock("sample"):
             landed = begun.drawn.result()
         if self.partial is not None and landed is not None:
-            whole = self.partial.collect(run, landed, step, clock, metrics)
+            whole = self.partial.collect(context, landed, step, clock, metrics)
             return [whole], groups_of(whole)
         assert begun.first is not None
         metrics.gather({}, {"sampling/stale_steps": torch.tensor(float(step - self._of(step)))}, 1)
@@ -116,7 +116,7 @@ class AsyncRollout(StepPart):
         known = {str(n): {"updates": v.updates, "valid": self._valid[n]} for n, v in self._versions.items()}
         return PartState(known, {_FILE: tensors})
 
-    def load_state_dict(self, numbers: dict[str, dict[str, Any]], saved: Saved, run: StepContext) -> None:
+    def load_state_dict(self, numbers: dict[str, dict[str, Any]], saved: Saved, context: StepContext) -> None:
         """Restore ``state_dict``; the next ``groups`` draws again what was under way."""
         tensors = saved.parts(_FILE).get(_FILE, {})
         self._begun.clear()
@@ -124,8 +124,8 @@ class AsyncRollout(StepPart):
         self._versions = {
             int(n): Version(
                 of["updates"],
-                sampler(run.objective, int(n)),
-                {name: tensors[f"{n}.{name}"] for name in run.policy.trainable},
+                sampler(context.objective, int(n)),
+                {name: tensors[f"{n}.{name}"] for name in context.policy.trainable},
             )
             for n, of in numbers.items()
         }
@@ -134,13 +134,13 @@ class AsyncRollout(StepPart):
         """The version that ``step`` is drawn with."""
         return max(0, step - self.staleness)
 
-    def _begin(self, run: StepContext, step: int, clock: Clock) -> Begun:
+    def _begin(self, context: StepContext, step: int, clock: Clock) -> Begun:
         version, valid = self._versions[self._of(step)], self._valid[self._of(step)]
         inside = Clock(torch.device("cpu"))
         if self.partial is not None:
-            return self._begin_flight(step, partial(self.partial.draw, run, step, self._of(step), inside, version))
-        slots = run.controller.slots(step, run.prompts, run.recipe.train.prompts_per_step)
-        first = Sampling(run, slots, step, clock, inside, version)
+            return self._begin_flight(step, partial(self.partial.draw, context, step, self._of(step), inside, version))
+        slots = context.controller.slots(step, context.prompts, context.recipe.train.prompts_per_step)
+        first = Sampling(context, slots, step, clock, inside, version)
         begun = Begun(first)
 
         def replaced() -> Replaced | None:
@@ -149,9 +149,9 @@ class AsyncRollout(StepPart):
             rounds, metrics = [first.finish(inside)], StepMetrics()
 
             def again(slots: list[Slot]) -> Round:
-                return sample_and_score(run, slots, step, inside, version, len(rounds))
+                return sample_and_score(context, slots, step, inside, version, len(rounds))
 
-            groups = resample(run, self.dynamic.at(valid), rounds, again, metrics)
+            groups = resample(context, self.dynamic.at(valid), rounds, again, metrics)
             return rounds, groups, metrics.sums()
 
         before = [earlier.ended for earlier in self._begun.values()]

@@ -31,19 +31,19 @@ MOST_REPLACED = 4
 """Unusable prompts in a step, per slot, after which it fails: the data is not what it seems."""
 
 
-def collect_batch(run: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Batch:
+def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Batch:
     """Sample a group for every slot, score it, and turn rewards into advantages."""
-    with run.devices.alone(run, sampler(run.objective, step)):
-        rounds, groups = run.strategy.groups(run, slots, step, clock, metrics)
-    first = replace(rounds[0].scores, total=rewards_of(run, rounds, groups_of(rounds[0])))
-    metrics.set(reward_metrics(first, run.controller.gather))
-    batch, scored = assemble(run, rounds, groups)
-    if batch.micro_batches[0].mask is not None or run.another_drew:
+    with context.compute.devices.alone(context, sampler(context.objective, step)):
+        rounds, groups = context.rollout.strategy.groups(context, slots, step, clock, metrics)
+    first = replace(rounds[0].scores, total=rewards_of(context, rounds, groups_of(rounds[0])))
+    metrics.set(reward_metrics(first, context.controller.gather))
+    batch, scored = assemble(context, rounds, groups)
+    if batch.micro_batches[0].mask is not None or context.another_drew:
         with clock("prepare"):
-            scored = prepare(run, batch, scored)
-    how: AdvantageAggregation = getattr(run.recipe.algorithm, "advantage_aggregation", "sum")
-    advantages = aggregated(advantages_of(run.objective), scored, how)
-    batch.advantages, batch.weights = advantages.values, row_weights(run, batch, scored.groups, advantages)
+            scored = prepare(context, batch, scored)
+    how: AdvantageAggregation = getattr(context.recipe.algorithm, "advantage_aggregation", "sum")
+    advantages = aggregated(advantages_of(context.objective), scored, how)
+    batch.advantages, batch.weights = advantages.values, row_weights(context, batch, scored.groups, advantages)
     if advantages.returns is not None:
         batch.prepared["returns"] = advantages.returns
     if scored.mask is not None:
@@ -52,13 +52,13 @@ def collect_batch(run: StepContext, slots: list[Slot], step: int, clock: Clock, 
     return batch
 
 
-def row_weights(run: StepContext, batch: Batch, groups: Tensor, advantages: Advantages) -> Tensor:
+def row_weights(context: StepContext, batch: Batch, groups: Tensor, advantages: Advantages) -> Tensor:
     """``[B]`` float32: 1 for each row that counts in the update's mean, and 0 for those left out.
 
     Left out are rows without a reward, and where the algorithm's settings say so responses cut at the length limit
     (``mask_truncated``) and groups without an advantage (``drop_zero_std_groups``).
     """
-    settings, counts = run.recipe.algorithm, advantages.valid.clone()
+    settings, counts = context.recipe.algorithm, advantages.valid.clone()
     if getattr(settings, "mask_truncated", False):
         counts &= ~torch.tensor(truncated_rows(batch))
     if getattr(settings, "drop_zero_std_groups", False):
@@ -75,17 +75,17 @@ class SynchronousRollout:
     replaces_groups = False
 
     def groups(
-        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
+        self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
     ) -> tuple[list[Round], Groups]:
-        whole = sample_and_score(run, slots, step, clock)
+        whole = sample_and_score(context, slots, step, clock)
         return [whole], groups_of(whole)
 
 
 def sample_and_score(
-    run: StepContext, slots: list[Slot], step: int, clock: Clock, version: Version | None = None, number: int = 0
+    context: StepContext, slots: list[Slot], step: int, clock: Clock, version: Version | None = None, number: int = 0
 ) -> Round:
     """A group of samples for every slot, in micro-batches, and what the rewards say of them, in round ``number``."""
-    sampling = Sampling(run, slots, step, clock, clock, version, number)
+    sampling = Sampling(context, slots, step, clock, clock, version, number)
     sampling.collect()
     return sampling.finish(clock)
 
@@ -98,7 +98,7 @@ class Sampling:
 
     def __init__(
         self,
-        run: StepContext,
+        context: StepContext,
         slots: list[Slot],
         step: int,
         clock: Clock,
@@ -107,17 +107,19 @@ class Sampling:
         number: int = 0,
     ) -> None:
         with clock("encode"):
-            self._slots, self._keys, self._bad = encode(run, slots)
-        self._size = run.recipe.train.group_size
+            self._slots, self._keys, self._bad = encode(context, slots)
+        self._size = context.recipe.train.group_size
         rows = samples_of(self._slots, self._size)
-        actions = recorded_steps(run.pipeline, step) if "log_probs" in run.objective.needs else []
-        inputs = run.rewards.inputs
-        weights = sampler(run.objective, step) if version is None else version.name
-        how = SamplingSpec(actions, weights, run.recipe.seed, inputs, step=step, round=number)
-        self._most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
+        actions = recorded_steps(context.pipeline, step) if "log_probs" in context.objective.needs else []
+        inputs = context.rewards.inputs
+        weights = sampler(context.objective, step) if version is None else version.name
+        how = SamplingSpec(actions, weights, context.recipe.seed, inputs, step=step, round=number)
+        self._most = context.recipe.sampling.batch_size or context.recipe.train.micro_batch_size
         asked = [([s for s, _ in chunk], [i for _, i in chunk]) for chunk in chunks(rows, self._most)]
-        self._scoring = run.rewards.start(step, self._size, scale=not run.strategy.replaces_groups, round=number)
-        self._drawn = run.devices.sample(run, asked, how, inside, version)
+        self._scoring = context.rewards.start(
+            step, self._size, scale=not context.rollout.strategy.replaces_groups, round=number
+        )
+        self._drawn = context.compute.devices.sample(context, asked, how, inside, version)
         self._micro_batches: dict[int, Trajectory] = {}
 
     def collect(self) -> None:
@@ -136,18 +138,18 @@ class Sampling:
 
 
 def encode(
-    run: StepContext, slots: list[Slot], other: Callable[[Slot, int], Slot] | None = None
+    context: StepContext, slots: list[Slot], other: Callable[[Slot, int], Slot] | None = None
 ) -> tuple[list[Slot], list[str], list[Failure]]:
     """Encode the prompts; one that cannot be used is named, and another takes its place. Raises ``UserError``.
 
     ``other``: the slot with its prompt of an attempt; None draws from the training prompts.
     """
     bad: list[Failure] = []
-    other = other or (lambda slot, attempt: run.controller.replacement(slot, attempt, run.prompts))
+    other = other or (lambda slot, attempt: context.controller.replacement(slot, attempt, context.prompts))
     while True:
         try:
             with in_phase("encode"):
-                return slots, run.pipeline.encode(slots), bad
+                return slots, context.pipeline.encode(slots), bad
         except BadPromptError as error:
             places = [n for n, slot in enumerate(slots) if slot.prompt.id == error.prompt]
             if not places or len(bad) >= MOST_REPLACED * len(slots):
@@ -160,41 +162,43 @@ def encode(
                 slots = [*slots[:n], other(slot, last + 1), *slots[n + 1 :]]
 
 
-def assemble(run: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> tuple[Batch, Scored]:
+def assemble(context: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> tuple[Batch, Scored]:
     """The chosen groups of all rounds as one batch, with their rewards."""
-    size = run.recipe.train.group_size
+    size = context.recipe.train.group_size
     sampled = [trajectory for r in rounds for trajectory in r.micro_batches]
     everywhere = iter([(m, i) for m, trajectory in enumerate(sampled) for i in range(len(trajectory))])
     places = [[next(everywhere) for _ in range(size * len(r.slots))] for r in rounds]
     rows = [(r, n * size + k) for r, n in groups for k in range(size)]
     kept = sorted({places[r][i][0] for r, i in rows})  # of groups that were replaced nothing is
     micro_batches = [sampled[m] for m in kept]
-    lengths = [row_lengths(run, trajectory) for trajectory in micro_batches]
+    lengths = [row_lengths(context, trajectory) for trajectory in micro_batches]
     chosen = [(kept.index(m), k) for m, k in (places[r][i] for r, i in rows)]
     batch = Batch(
         micro_batches,
         chosen,
         advantages=torch.zeros(len(chosen)),
         weights=torch.ones(len(chosen)),
-        lengths=torch.tensor([float(run.objective.entries or lengths[m][i]) for m, i in chosen]),
+        lengths=torch.tensor([float(context.objective.entries or lengths[m][i]) for m, i in chosen]),
         keys=[key for r in rounds for key in r.keys],
         failures=[failure for r in rounds for failure in r.scores.failures],
     )
-    rewards = rewards_of(run, rounds, groups)
-    token_rewards, all_sum = spread_spans(run, batch, rounds, rows), run.controller.total
-    parts, labels = parts_of(run, rounds, groups), run.rewards.weights
+    rewards = rewards_of(context, rounds, groups)
+    token_rewards, all_sum = spread_spans(context, batch, rounds, rows), context.controller.total
+    parts, labels = parts_of(context, rounds, groups), context.rewards.weights
     each = [
         (weight, torch.where(rewards.isnan(), torch.nan, parts[label])) for label, weight in labels.items() if weight
     ]
-    scored = Scored(rewards, group_of_row(len(groups), run), token_rewards=token_rewards, all_sum=all_sum, parts=each)
+    scored = Scored(
+        rewards, group_of_row(len(groups), context), token_rewards=token_rewards, all_sum=all_sum, parts=each
+    )
     return batch, scored
 
 
-def row_lengths(run: StepContext, trajectory: Trajectory) -> list[int]:
+def row_lengths(context: StepContext, trajectory: Trajectory) -> list[int]:
     """How many entries (denoising steps, noise levels, tokens) of each row an update counts."""
-    if run.pipeline.makes == "text":
+    if context.pipeline.makes == "text":
         return trajectory.responses
-    return [run.pipeline.entries(run.objective.kind)] * len(trajectory)
+    return [context.pipeline.entries(context.objective.kind)] * len(trajectory)
 
 
 def groups_of(whole: Round) -> Groups:
@@ -202,28 +206,30 @@ def groups_of(whole: Round) -> Groups:
     return [(0, n) for n in range(len(whole.slots))]
 
 
-def rewards_of(run: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> Tensor:
+def rewards_of(context: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> Tensor:
     """The weighted sum ``[B]`` of the rewards of these groups, which are the batch that some are normalised by."""
-    if not run.strategy.replaces_groups:
-        return taken(run, groups, [one.scores.total for one in rounds])
-    size = run.recipe.train.group_size
-    return run.rewards.total(
-        parts_of(run, rounds, groups), [range(n, n + size) for n in range(0, len(groups) * size, size)]
+    if not context.rollout.strategy.replaces_groups:
+        return taken(context, groups, [one.scores.total for one in rounds])
+    size = context.recipe.train.group_size
+    return context.rewards.total(
+        parts_of(context, rounds, groups), [range(n, n + size) for n in range(0, len(groups) * size, size)]
     )
 
 
-def parts_of(run: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> dict[str, Tensor]:
+def parts_of(context: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> dict[str, Tensor]:
     """The raw values ``[B]`` of every reward of these groups, by label."""
-    return {label: taken(run, groups, [one.scores.parts[label] for one in rounds]) for label in run.rewards.labels}
+    return {
+        label: taken(context, groups, [one.scores.parts[label] for one in rounds]) for label in context.rewards.labels
+    }
 
 
-def taken(run: StepContext, groups: list[tuple[int, int]], columns: list[Tensor]) -> Tensor:
+def taken(context: StepContext, groups: list[tuple[int, int]], columns: list[Tensor]) -> Tensor:
     """The rows of these (round, group), of a column of every round."""
-    size = run.recipe.train.group_size
+    size = context.recipe.train.group_size
     return torch.cat([columns[r][n * size : (n + 1) * size] for r, n in groups])
 
 
-def spread_spans(run: StepContext, batch: Batch, rounds: list[Round], rows: list[tuple[int, int]]) -> Tensor | None:
+def spread_spans(context: StepContext, batch: Batch, rounds: list[Round], rows: list[tuple[int, int]]) -> Tensor | None:
     """What rewards said of pieces of responses, summed on their tokens ``[B, T]`` float64; None where they said none.
 
     Each reward counts with its weight.
@@ -231,42 +237,42 @@ def spread_spans(run: StepContext, batch: Batch, rounds: list[Round], rows: list
     labels = rounds[0].scores.spans
     if not labels:
         return None
-    weights = {label_of(r.name, r.label): r.weight for r in run.recipe.rewards}
+    weights = {label_of(r.name, r.label): r.weight for r in context.recipe.rewards}
     out = torch.zeros(len(rows), max(t.clean.shape[1] for t in batch.micro_batches), dtype=torch.float64)
     for n, ((r, i), (m, k)) in enumerate(zip(rows, batch.places, strict=True)):
         given = [(s.start, s.end, s.value * weights[x]) for x in labels for s in rounds[r].scores.spans[x][i] or ()]
         if given:
-            values = of_text(run.pipeline).token_values(batch.micro_batches[m].rows([k]), given)
+            values = of_text(context.pipeline).token_values(batch.micro_batches[m].rows([k]), given)
             out[n, : len(values)] = torch.tensor(values, dtype=torch.float64)
     return out
 
 
-def group_of_row(groups: int, run: StepContext) -> Tensor:
+def group_of_row(groups: int, context: StepContext) -> Tensor:
     """The group of each row ``[B]``, groups contiguous."""
-    return torch.arange(groups).repeat_interleave(run.recipe.train.group_size)
+    return torch.arange(groups).repeat_interleave(context.recipe.train.group_size)
 
 
-def prepare(run: StepContext, batch: Batch, scored: Scored) -> Scored:
+def prepare(context: StepContext, batch: Batch, scored: Scored) -> Scored:
     """Recompute what must be known of the whole batch before its first update, in the very slices of the updates.
 
     Log-probs of the policy before the update are needed only where something moves between: with one update per step
     the first replay is that policy, and its ratio is 1. Of pictures they were recorded (but see
     ``StepContext.another_drew``).
     """
-    updates, mask = run.recipe.train.updates_per_step, mask_of(batch)
-    moves = updates > 1 and "log_probs" in run.objective.needs
+    updates, mask = context.recipe.train.updates_per_step, mask_of(batch)
+    moves = updates > 1 and "log_probs" in context.objective.needs
     kept = {"log_probs", "values"}
-    wanted = prepared_by(run.objective) | (frozenset({"log_probs"}) if moves else frozenset())
-    if run.policy.weights.stages is not None:  # where an update calls the model once
-        wanted |= run.objective.needs & {"reference_log_probs"}
+    wanted = prepared_by(context.objective) | (frozenset({"log_probs"}) if moves else frozenset())
+    if context.policy.weights.stages is not None:  # where an update calls the model once
+        wanted |= context.objective.needs & {"reference_log_probs"}
         kept |= {"reference_log_probs"}
-    width = entries_of(run.pipeline, run.objective.kind) if mask is None else mask.shape[1]
+    width = entries_of(context.pipeline, context.objective.kind) if mask is None else mask.shape[1]
     columns = {name: torch.zeros(len(batch.places), width) for name in wanted}
     for update in range(updates if wanted else 0):
         micro_batches = split_micro_batches(
-            run, batch, rows_of_update(batch, update, updates), partial(run.devices.in_step, run)
+            context, batch, rows_of_update(batch, update, updates), partial(context.compute.devices.in_step, context)
         )
-        for made in run.devices.spread(run, device_tasks.prepare, micro_batches, wanted):
+        for made in context.compute.devices.spread(context, device_tasks.prepare, micro_batches, wanted):
             for index, entries, new in made:
                 at = torch.tensor(index).unsqueeze(1)
                 for name in new:
@@ -287,17 +293,17 @@ def mask_of(batch: Batch) -> Tensor | None:
     return mask
 
 
-def unsampled_batch(run: StepContext, slots: list[Slot], clock: Clock) -> Batch:
+def unsampled_batch(context: StepContext, slots: list[Slot], clock: Clock) -> Batch:
     """The rows of a step that has nothing to sample: a pathwise one samples in its update, an offline one has pairs."""
     with clock("encode"):
-        slots, keys, bad = encode(run, slots)
-    return prompts_alone(run, slots, keys, bad)
+        slots, keys, bad = encode(context, slots)
+    return prompts_alone(context, slots, keys, bad)
 
 
-def prompts_alone(run: StepContext, slots: list[Slot], keys: list[str], failures: Sequence[Failure] = ()) -> Batch:
+def prompts_alone(context: StepContext, slots: list[Slot], keys: list[str], failures: Sequence[Failure] = ()) -> Batch:
     """The rows of every slot, all of weight 1, with nothing in them but their prompts."""
-    rows = samples_of(slots, run.recipe.train.group_size)
-    empty = torch.empty(len(rows), 0, device=next(iter(run.policy.trainable.values())).device)
+    rows = samples_of(slots, context.recipe.train.group_size)
+    empty = torch.empty(len(rows), 0, device=next(iter(context.policy.trainable.values())).device)
     trajectory = Trajectory([s for s, _ in rows], [i for _, i in rows], empty, [s.prompt.text for s, _ in rows])
     ones = torch.ones(len(rows))
     places = [(0, i) for i in range(len(rows))]

@@ -48,14 +48,14 @@ class DynamicSampling(StepPart):
         self.most, self.valid = most, 1.0
 
     def groups(
-        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
+        self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
     ) -> tuple[list[Round], Groups]:
-        rounds = [sample_and_score(run, slots, step, clock)]
+        rounds = [sample_and_score(context, slots, step, clock)]
 
         def again(slots: list[Slot]) -> Round:
-            return sample_and_score(run, slots, step, clock, number=len(rounds))
+            return sample_and_score(context, slots, step, clock, number=len(rounds))
 
-        return rounds, resample(run, self, rounds, again, metrics)
+        return rounds, resample(context, self, rounds, again, metrics)
 
     def ahead(self, rounds: int, tried: int) -> int:
         """How many to try of a slot that is flat after ``rounds`` rounds and ``tried`` attempts."""
@@ -68,7 +68,7 @@ class DynamicSampling(StepPart):
         then.valid = valid
         return then
 
-    def end_step(self, run: StepContext, done: FinishedStep) -> dict[str, float]:
+    def end_step(self, context: StepContext, done: FinishedStep) -> dict[str, float]:
         """Take in the step's ``sampling/valid`` of all controllers; returns the average as a metric."""
         self.valid = DECAY * self.valid + (1 - DECAY) * done.metrics["sampling/valid"]
         return {"sampling/valid_ema": self.valid}
@@ -76,7 +76,7 @@ class DynamicSampling(StepPart):
     def state_dict(self) -> PartState:
         return PartState({"valid": self.valid})
 
-    def load_state_dict(self, numbers: Any, saved: Saved, run: StepContext) -> None:
+    def load_state_dict(self, numbers: Any, saved: Saved, context: StepContext) -> None:
         self.valid = numbers["valid"]
 
 
@@ -91,7 +91,7 @@ class _Group:
 
 
 def resample(
-    run: StepContext,
+    context: StepContext,
     attempts: DynamicSampling,
     rounds: list[Round],
     sample: Callable[[list[Slot]], Round],
@@ -101,18 +101,18 @@ def resample(
 
     Appends to ``rounds``; returns for each slot the (round, group) that stands in it.
     """
-    tried = [[group] for group in _groups(run, rounds[0], 0)]
+    tried = [[group] for group in _groups(context, rounds[0], 0)]
     while True:
         again: list[tuple[int, Slot]] = []
         for i, groups in enumerate(tried):
             if all(group.flat for group in groups):
                 first = groups[-1].attempt + 1
                 more = range(first, first + attempts.ahead(len(rounds), len(groups)))
-                again += [(i, run.controller.replacement(rounds[0].slots[i], n, run.prompts)) for n in more]
+                again += [(i, context.controller.replacement(rounds[0].slots[i], n, context.prompts)) for n in more]
         if not again:
             break
         rounds.append(sample([slot for _, slot in again]))
-        for (i, _), group in zip(again, _groups(run, rounds[-1], len(rounds) - 1), strict=True):
+        for (i, _), group in zip(again, _groups(context, rounds[-1], len(rounds) - 1), strict=True):
             tried[i].append(group)
         for groups in tried:
             groups.sort(key=lambda group: group.attempt)  # an unusable prompt's place has a later attempt
@@ -125,15 +125,15 @@ def resample(
     return [(group.round, group.place) for group in standing]
 
 
-def _groups(run: StepContext, of: Round, number: int) -> list[_Group]:
+def _groups(context: StepContext, of: Round, number: int) -> list[_Group]:
     """The groups of round ``number`` and whether their rewards are all equal.
 
     A reward that is to be scaled by the whole batch's spread, which nobody knows yet, is looked at by itself: added to
     others before it is scaled, it might cancel what they say.
     """
-    rows = torch.arange(len(of.slots)).repeat_interleave(run.recipe.train.group_size)
+    rows = torch.arange(len(of.slots)).repeat_interleave(context.recipe.train.group_size)
     total = of.scores.total
     flat = flat_groups(total, rows)
-    for label in run.rewards.by_batch:
+    for label in context.rewards.by_batch:
         flat &= flat_groups(torch.where(total.isnan(), torch.nan, of.scores.parts[label]), rows)
     return [_Group(slot.attempt, number, n, bool(flat[n])) for n, slot in enumerate(of.slots)]

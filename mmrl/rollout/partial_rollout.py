@@ -96,23 +96,25 @@ class PartialRollout(StepPart):
         self._settled: tuple[list[Group], dict[str, Any]] = ([], {"taken": [0] * settings.pools, "slots": []})
 
     def groups(
-        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
+        self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
     ) -> tuple[list[Round], Groups]:
         """As a ``RolloutStrategy``'s; ``slots`` are not asked: the stream's may have begun in earlier steps."""
-        whole = self.collect(run, self.draw(run, step, step, clock), step, clock, metrics)
+        whole = self.collect(context, self.draw(context, step, step, clock), step, clock, metrics)
         return [whole], groups_of(whole)
 
-    def draw(self, run: StepContext, step: int, of: int, clock: Clock, version: Version | None = None) -> PartialRound:
+    def draw(
+        self, context: StepContext, step: int, of: int, clock: Clock, version: Version | None = None
+    ) -> PartialRound:
         """Draw until as many groups are whole as ``step`` trains on, and have them judged. May run in another thread.
 
         ``of``: the weights are those after so many steps; ``version``: see ``Devices.continue_generation``. Raises
         ``UserError``.
         """
-        pools = range(run.controller.rank, self.settings.pools, run.controller.size)
-        wanted = {pool: len(self._share(run, pool)) for pool in pools}
+        pools = range(context.controller.rank, self.settings.pools, context.controller.size)
+        wanted = {pool: len(self._share(context, pool)) for pool in pools}
         with clock("encode"):
-            unusable = self._fill(run, wanted)
-        scoring = run.rewards.start(step, run.recipe.train.group_size)
+            unusable = self._fill(context, wanted)
+        scoring = context.rewards.start(step, context.recipe.train.group_size)
         landed: list[Group] = []
         micro_batches: list[Trajectory] = []
         rounds = 0
@@ -121,7 +123,7 @@ class PartialRollout(StepPart):
             if ready:
                 with clock("decode"):
                     micro_batches.append(Trajectory.join([group.rows for group in ready]))
-                    scoring.add(run.pipeline.samples(micro_batches[-1], run.rewards.inputs))
+                    scoring.add(context.pipeline.samples(micro_batches[-1], context.rewards.inputs))
                 self.in_flight = [group for group in self.in_flight if group not in ready]
                 landed += ready
                 for group in ready:
@@ -130,14 +132,18 @@ class PartialRollout(StepPart):
             if not lacking:
                 return PartialRound(landed, micro_batches, scoring, unusable, rounds, self.in_flight, dict(self._taken))
             with clock("sample"):
-                inputs = run.rewards.inputs
-                how = SamplingSpec([], sampler(run.objective, step), run.recipe.seed, inputs, step=step, round=rounds)
-                self._draw(run, lacking, of, how, version)
+                inputs = context.rewards.inputs
+                how = SamplingSpec(
+                    [], sampler(context.objective, step), context.recipe.seed, inputs, step=step, round=rounds
+                )
+                self._draw(context, lacking, of, how, version)
             rounds += 1
 
-    def collect(self, run: StepContext, drawn: PartialRound, step: int, clock: Clock, metrics: StepMetrics) -> Round:
+    def collect(
+        self, context: StepContext, drawn: PartialRound, step: int, clock: Clock, metrics: StepMetrics
+    ) -> Round:
         """What was drawn for ``step``, scored. Raises ``RewardError``."""
-        size = run.recipe.train.group_size
+        size = context.recipe.train.group_size
         with clock("reward"):
             scores = drawn.scoring.finish([list(range(n, n + size)) for n in range(0, len(drawn.groups) * size, size)])
         scores.failures.extend(drawn.unusable)
@@ -146,12 +152,12 @@ class PartialRollout(StepPart):
         keys = [key for group in drawn.groups for key in group.keys]
         return Round([group.slot for group in drawn.groups], keys, drawn.micro_batches, scores)
 
-    def end_step(self, run: StepContext, done: FinishedStep) -> dict[str, float]:
+    def end_step(self, context: StepContext, done: FinishedStep) -> dict[str, float]:
         """What was left in flight of the step, on all controllers, is what a checkpoint keeps."""
         groups, taken = self._landed
         mine = [[g.slot.step, g.slot.index, g.slot.attempt, g.slot.prompt.id] for g in groups]
         left: _Left = {"taken": [[pool, n] for pool, n in taken.items()], "slots": mine}
-        everyone = run.controller.gather(left)
+        everyone = context.controller.gather(left)
         counts = {pool: n for one in everyone for pool, n in one["taken"]}
         slots = sorted((slot for one in everyone for slot in one["slots"]), key=lambda slot: slot[:2])
         self._settled = (groups, {"taken": [counts[pool] for pool in range(self.settings.pools)], "slots": slots})
@@ -167,30 +173,30 @@ class PartialRollout(StepPart):
         of = {f"{_FILE}-{pool}": {name: _column(getattr(r, name)) for name in _SAVED} for pool, r in rows.items()}
         return PartState(state, of)
 
-    def load_state_dict(self, numbers: dict[str, Any], saved: Saved, run: StepContext) -> None:
+    def load_state_dict(self, numbers: dict[str, Any], saved: Saved, context: StepContext) -> None:
         """Restore this controller's part, features of the prompts too.
 
         Raises ``UserError`` where the data set has changed.
         """
-        self._load(run, {int(part.partition("-")[2]): rows for part, rows in saved.parts(_FILE).items()}, numbers)
+        self._load(context, {int(part.partition("-")[2]): rows for part, rows in saved.parts(_FILE).items()}, numbers)
 
-    def _load(self, run: StepContext, tensors: Mapping[int, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
-        pools = range(run.controller.rank, self.settings.pools, run.controller.size)
+    def _load(self, context: StepContext, tensors: Mapping[int, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
+        pools = range(context.controller.rank, self.settings.pools, context.controller.size)
         self.in_flight = []
         rows = dict.fromkeys(pools, 0)
         for step, index, attempt, prompt in state["slots"]:
             pool = index % self.settings.pools
             if pool not in rows:
                 continue  # another controller's
-            (slot,) = _slots(run, step, [index])
-            slot = run.controller.replacement(slot, attempt, run.prompts) if attempt else slot
+            (slot,) = _slots(context, step, [index])
+            slot = context.controller.replacement(slot, attempt, context.prompts) if attempt else slot
             if slot.prompt.id != prompt:
                 raise UserError(
                     f"--resume: slot {index} of step {step} held the prompt {prompt}, and now {slot.prompt.id}: the "
                     "data set has changed, and responses to its old prompts are in flight. Put it back, or start a "
                     "new run with --out"
                 )
-            group = _begun(run, slot)
+            group = _begun(context, slot)
             first, size = rows[pool], len(group.rows)
             device = group.rows.clean.device
             saved = {name: column[first : first + size].to(device) for name, column in tensors[pool].items()}
@@ -204,43 +210,43 @@ class PartialRollout(StepPart):
     def _pool(self, slot: Slot) -> int:
         return slot.index % self.settings.pools
 
-    def _share(self, run: StepContext, pool: int) -> range:
+    def _share(self, context: StepContext, pool: int) -> range:
         """The indices of a pool's slots of a step."""
-        return range(pool, run.recipe.train.prompts_per_step, self.settings.pools)
+        return range(pool, context.recipe.train.prompts_per_step, self.settings.pools)
 
     def _whole(self, pool: int) -> list[Group]:
         return [group for group in self.in_flight if self._pool(group.slot) == pool and group.whole]
 
-    def _fill(self, run: StepContext, wanted: Mapping[int, int]) -> list[Failure]:
+    def _fill(self, context: StepContext, wanted: Mapping[int, int]) -> list[Failure]:
         """Begin groups for the next slots of every pool's stream, until it has ``wanted`` and its part of ``extra``;
         returns the prompts that cannot be used."""
         fresh: list[Slot] = []
         for pool, n in wanted.items():
-            share, taken = self._share(run, pool), self._taken.get(pool, 0)
+            share, taken = self._share(context, pool), self._taken.get(pool, 0)
             extra = len(range(pool, self.settings.extra, self.settings.pools))
             flying = sum(self._pool(group.slot) == pool for group in self.in_flight)
             self._taken[pool] = taken + n + extra - flying
             for place in range(taken, self._taken[pool]):
-                fresh += _slots(run, place // len(share), [share[place % len(share)]])
-        slots, keys, unusable = encode(run, fresh)
-        groups = [*self.in_flight, *(_begun(run, slot) for slot in slots)]
+                fresh += _slots(context, place // len(share), [share[place % len(share)]])
+        slots, keys, unusable = encode(context, fresh)
+        groups = [*self.in_flight, *(_begun(context, slot) for slot in slots)]
         self.in_flight = sorted(groups, key=lambda group: (group.slot.step, group.slot.index))
-        run.pipeline.features.release(keys)  # each group holds its own: two may share a prompt
+        context.pipeline.features.release(keys)  # each group holds its own: two may share a prompt
         return unusable
 
     def _draw(
-        self, run: StepContext, pools: Sequence[int], of: int, how: SamplingSpec, version: Version | None
+        self, context: StepContext, pools: Sequence[int], of: int, how: SamplingSpec, version: Version | None
     ) -> None:
         """One round: at most ``cut_after`` tokens for every response under way in ``pools``."""
-        size = run.recipe.train.group_size
+        size = context.recipe.train.group_size
         flying = [group for group in self.in_flight if not group.whole and self._pool(group.slot) in pools]
         before = Trajectory.join([group.rows for group in flying])
         going = _column(before.under_way).tolist()
         order = sorted(range(len(before)), key=lambda row: going[row])  # stable: what is complete, then what goes on
         done, asked = order[: going.count(False)], order[going.count(False) :]
-        most = run.recipe.sampling.batch_size or run.recipe.train.micro_batch_size
+        most = context.recipe.sampling.batch_size or context.recipe.train.micro_batch_size
         parts = [before.rows(rows) for rows in chunks(asked, most)]
-        grown = run.devices.continue_generation(run, parts, self.settings.cut_after, how, version)
+        grown = context.compute.devices.continue_generation(context, parts, self.settings.cut_after, how, version)
         dated = [_dated(part, more, of) for part, more in zip(parts, grown, strict=True)]
         after = Trajectory.join([*([before.rows(done)] if done else []), *dated])
         place = {row: n for n, row in enumerate(order)}
@@ -258,15 +264,15 @@ def _measure(drawn: PartialRound, step: int, metrics: StepMetrics) -> None:
     metrics.count({"sampling/in_flight": len(drawn.left) - waiting, "sampling/waiting": waiting})
 
 
-def _slots(run: StepContext, step: int, indices: Sequence[int]) -> list[Slot]:
-    return run.controller.slots_at(indices, step, run.prompts, run.recipe.train.prompts_per_step)
+def _slots(context: StepContext, step: int, indices: Sequence[int]) -> list[Slot]:
+    return context.controller.slots_at(indices, step, context.prompts, context.recipe.train.prompts_per_step)
 
 
-def _begun(run: StepContext, slot: Slot) -> Group:
+def _begun(context: StepContext, slot: Slot) -> Group:
     """A group of which nothing is drawn yet, holding its prompt's features."""
-    keys = run.pipeline.encode([slot])
-    rows = samples_of([slot], run.recipe.train.group_size)
-    device = next(iter(run.policy.trainable.values())).device
+    keys = context.pipeline.encode([slot])
+    rows = samples_of([slot], context.recipe.train.group_size)
+    device = next(iter(context.policy.trainable.values())).device
     none = torch.zeros(len(rows), 0, device=device)
     start = Trajectory(
         [s for s, _ in rows],

@@ -114,7 +114,7 @@ class Actor:
         """End this process: of a cluster that is lost, where Ray cannot do it."""
         os._exit(1)
 
-    def train(self, loaded: LoadedRecipe, path: str, resume: bool, host: str, port: int) -> Outcome:
+    def train(self, loaded: LoadedRecipe, path: str, host: str, port: int, *, resume: bool) -> Outcome:
         """Train this controller's part; what it prints goes into ``controllers/RANK.log`` of the run."""
         whole = RunDir(path)
         _log_to(whole.path / "controllers" / f"{self._rank}.log", keep=resume)
@@ -131,12 +131,12 @@ class Actor:
             session = self._session = Session(loaded, directory, controller, whole.checkpoints, devices, self._pulse)
             if devices is not None:
                 devices.open(session.run)
-            return session.begin(resume, self._stop)
+            return session.begin(self._stop, resume=resume)
         except UserError as error:
             return Outcome(False, 0, 0, 0.0, str(error))
 
     def serve(
-        self, loaded: LoadedRecipe, path: str, resume: bool, host: str, port: int, address: str, key: bytes
+        self, loaded: LoadedRecipe, path: str, host: str, port: int, address: str, key: bytes, *, resume: bool
     ) -> Outcome | None:
         """Do what the controller at ``address`` asks; what is printed goes into ``controllers/RANK.DEVICE.log``.
 

@@ -68,7 +68,7 @@ class Losses:
         print(f"{error}; {new}all controllers start again after step {self._saved}", file=sys.stderr)
 
 
-def launch(loaded: LoadedRecipe, directory: RunDir, resume: bool, stop: Stop) -> Outcome:
+def launch(loaded: LoadedRecipe, directory: RunDir, stop: Stop, *, resume: bool) -> Outcome:
     """Run the recipe's controllers to the end of training, or to a stop. Raises ``UserError``."""
     losses = Losses(directory)
     outcome = None
@@ -85,7 +85,7 @@ def _train(
     """All starts of the controllers in one cluster. None where it was lost, and another can be started."""
     while True:
         try:
-            return Watch(there, loaded, directory, resume).run(stop)
+            return Watch(there, loaded, directory, resume=resume).run(stop)
         except LostError as error:
             if there.usable():
                 losses.add(error)
@@ -136,7 +136,7 @@ def _last_line(error: Exception) -> str:
 class Watch:
     """Final class: one start of all controllers, until they are through or one is lost."""
 
-    def __init__(self, there: Cluster, loaded: LoadedRecipe, directory: RunDir, resume: bool) -> None:
+    def __init__(self, there: Cluster, loaded: LoadedRecipe, directory: RunDir, *, resume: bool) -> None:
         recipe, ray = loaded.recipe, there.ray
         self.cluster, self.ray, self.directory, self.size = there, ray, directory, recipe.controllers
         gpus = 1 if on_gpu(recipe.device) else 0
@@ -151,7 +151,7 @@ class Watch:
             )
             for device in range(devices):
                 self.actors[rank, device] = made.remote(rank, device, str(Path.cwd()))
-        self._arguments = loaded, str(directory.path.absolute()), resume
+        self._arguments, self._resume = (loaded, str(directory.path.absolute())), resume
         self._patience = max(PATIENCE, recipe.runtime.patience)
         log = self._log
         self._shown = log.stat().st_size if resume and log.exists() else 0  # the rest was shown
@@ -189,7 +189,8 @@ class Watch:
                 if (rank, 1) in self.actors and device == 0:
                     receptions[rank] = self._get(actor.receive.remote())
                 work = actor.train.remote if device == 0 else actor.serve.remote
-                running[work(*self._arguments, *where, *(receptions[rank] if device else ()))] = rank, device
+                reception = receptions[rank] if device else ()
+                running[work(*self._arguments, *where, *reception, resume=self._resume)] = rank, device
         except errors.RayActorError as error:
             raise LostError(f"a controller died while it started ({_last_line(error)})") from error
         except errors.RayError as error:

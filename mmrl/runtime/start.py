@@ -21,7 +21,7 @@ from mmrl.stopping import stop_on_signal
 from mmrl.training.divergence import settle
 
 
-def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool = False) -> Path:
+def train(loaded: LoadedRecipe, out: Path, *, resume: bool = False, overwrite: bool = False) -> Path:
     """Run the recipe into the directory ``out`` (or go on where it stopped) and return it.
 
     Raises ``UserError``, and ``SystemExit`` where SIGTERM or SIGHUP has stopped it, once it is saved.
@@ -36,9 +36,9 @@ def train(loaded: LoadedRecipe, out: Path, resume: bool = False, overwrite: bool
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
         directory.write_environment()
         if recipe.controllers * recipe.devices_per_controller > 1:
-            outcome = launch(loaded, directory, resume, stop)
+            outcome = launch(loaded, directory, resume=resume, stop=stop)
         else:
-            outcome = Session(loaded, directory).begin(resume, stop, found)
+            outcome = Session(loaded, directory).begin(stop, found, resume=resume)
         if outcome.divergence is not None:
             raise UserError(settle(directory, outcome.divergence, recipe, command(loaded, out)))
         if outcome.error:

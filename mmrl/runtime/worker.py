@@ -72,7 +72,7 @@ class RemoteWorker:
         self._has: set[str] = set()
 
     def perform(
-        self, run: StepContext, call: Callable[..., Any], arguments: tuple[Any, ...], features: Mapping[str, Any]
+        self, context: StepContext, call: Callable[..., Any], arguments: tuple[Any, ...], features: Mapping[str, Any]
     ) -> Any:
         """What ``call``, a function of a module, returns there; ``features`` that it lacks go with it.
 
@@ -155,10 +155,10 @@ def call(device: int, address: str, key: bytes) -> Connection:
     return connection
 
 
-def serve(run: StepContext, connection: Connection, saver: Saver | None = None) -> None:
+def serve(context: StepContext, connection: Connection, saver: Saver | None = None) -> None:
     """Do what the controller asks, until it hangs up. ``saver``: of this device's weights, where they lie in shards."""
     if saver is not None:
-        run.local.save = lambda step: saver.begin(of_run(run, step))
+        context.compute.local.save = lambda step: saver.begin(of_run(context, step))
     voice = Voice(connection)
     notices.listen(voice)
     while True:
@@ -169,7 +169,7 @@ def serve(run: StepContext, connection: Connection, saver: Saver | None = None) 
         except Exception:
             voice.say("failed", traceback.format_exc())  # the controller waits for an answer whatever went wrong
             continue
-        answer = _answer(run, call, arguments, features)
+        answer = _answer(context, call, arguments, features)
         try:
             voice.say(*answer)
         except OSError:
@@ -179,12 +179,15 @@ def serve(run: StepContext, connection: Connection, saver: Saver | None = None) 
 
 
 def _answer(
-    run: StepContext, call: Callable[..., Any], arguments: tuple[Any, ...], features: Mapping[str, dict[str, Tensor]]
+    context: StepContext,
+    call: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    features: Mapping[str, dict[str, Tensor]],
 ) -> tuple[str, Any]:
     """How a task went, and what came of it."""
     try:
-        _keep(run, features)
-        return "done", device_tasks.perform(run, call, arguments)
+        _keep(context, features)
+        return "done", device_tasks.perform(context, call, arguments)
     except NotFiniteError as error:
         return "not finite", str(error)
     except OutOfMemoryError as error:
@@ -195,9 +198,9 @@ def _answer(
         return "failed", traceback.format_exc()
 
 
-def _keep(run: StepContext, features: Mapping[str, dict[str, Tensor]]) -> None:
+def _keep(context: StepContext, features: Mapping[str, dict[str, Tensor]]) -> None:
     """Take a prompt's features into this device's store until the step is over."""
-    run.pipeline.features.hold(list(features))
-    run.local.held.extend(features)
+    context.pipeline.features.hold(list(features))
+    context.compute.local.held.extend(features)
     for key, value in features.items():
-        run.pipeline.features.put(key, value)
+        context.pipeline.features.put(key, value)

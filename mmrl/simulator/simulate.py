@@ -97,10 +97,10 @@ def best_static(trace: Trace, cluster: Cluster) -> Outcome:
     return min(tried, key=lambda outcome: outcome.seconds)
 
 
-def adaptive(trace: Trace, cluster: Cluster, moves: bool = True) -> Outcome:
+def adaptive(trace: Trace, cluster: Cluster, *, moves: bool = True) -> Outcome:
     """The split follows the load between steps; with ``moves``, devices move inside a step too."""
     out = Outcome("adaptive" if moves else "adaptive, split alone", cluster.total)
-    state, habits = begin(cluster.devices, cluster.replica, moves), None
+    state, habits = begin(cluster.devices, cluster.replica, moves=moves), None
     for work in trace.steps:
         phase = Generate(state.split, trace.price, cluster.replica, moves, habits)
         phases = _generate(out, work, cluster, phase)
@@ -192,7 +192,7 @@ def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
         colocate,
         fastest,
         *([apart] if apart else []),
-        adaptive(trace, cluster, False),
+        adaptive(trace, cluster, moves=False),
         adaptive(trace, cluster),
     ]
     best = min(colocate, fastest, key=lambda outcome: outcome.seconds)

@@ -16,12 +16,16 @@ from mmrl.engines import own_class
 from mmrl.engines.lazy_engine import LazyEngine
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
+from mmrl.engines.server_process import Timeouts
 from mmrl.errors import UserError
 from mmrl.trajectory import SampleId, Trajectory
 
+_TIMEOUTS = {"start_timeout_s": "start_s", "request_timeout_s": "request_s"}
+"""What the options of a server call the fields of ``Timeouts``."""
+
 
 def open_engine(
-    recipe: Recipe, path: str, context: int | None, device: torch.device, sees: bool
+    recipe: Recipe, path: str, context: int | None, device: torch.device, *, sees: bool
 ) -> RolloutEngine | None:
     """The engine of ``rollout.engine`` on the model at ``path``; None where the training process samples.
 
@@ -43,9 +47,12 @@ def open_engine(
     }
     if rollout.own_class:
         return _own(recipe, path, {**given, "device": device, "images": 4 if sees else 0, "clips": 0})
-    for name in ("environment", "url", "key", "start_timeout_s", "request_timeout_s", "images", "clips"):
+    for name in ("environment", "url", "key", "images", "clips"):
         if name in options:
             given[name] = options.pop(name)
+    timeouts = {field: options.pop(name) for name, field in _TIMEOUTS.items() if name in options}
+    if timeouts:
+        given["timeouts"] = Timeouts(**timeouts)
     if rollout.engine != "vllm":  # which takes tensor after tensor
         given["bucket_bytes"] = rollout.update_bucket_mib * 2**20
     if sees and rollout.engine != "sglang":
@@ -63,7 +70,7 @@ def open_engine(
 
 
 def _lazy_engine(recipe: Recipe, start: Callable[[], RolloutEngine], sleeps: bool) -> RolloutEngine:
-    engine, several = LazyEngine(start, sleeps), recipe.devices_per_controller > 1
+    engine, several = LazyEngine(start, to_sleep=sleeps), recipe.devices_per_controller > 1
     if not several or (recipe.train.backend != "replicated" and not recipe.placement.apart):
         engine.ready()
     if not several and engine.ready().sleeps:  # elsewhere it stays up for the first step

@@ -25,9 +25,10 @@ def key_of(prompt: Prompt) -> str:
 def joined(
     rows: Sequence[Mapping[str, Tensor]],
     pad_token: int,
-    own_positions: bool,
     responses: Tensor | None = None,
     mask: Tensor | None = None,
+    *,
+    own_positions: bool,
 ) -> dict[str, Any]:
     """The model's arguments for prompts padded on the left, and responses ``[B, T]`` with their mask behind them.
 

@@ -109,7 +109,13 @@ class LanguagePipeline:
     ) -> dict[str, Any]:
         """The model's arguments for prompts padded on the left, and responses ``[B, T]`` behind them."""
         rows = [self.features.get(k) for k in keys]
-        made = joined(rows, self.conditioner.pad_token, self.conditioner.own_positions, responses, mask)
+        made = joined(
+            rows,
+            self.conditioner.pad_token,
+            own_positions=self.conditioner.own_positions,
+            responses=responses,
+            mask=mask,
+        )
         return self.shared.expected(keys, rows, made)
 
     # -- sampling ----------------------------------------------------------------------------------------------------
@@ -154,7 +160,13 @@ class LanguagePipeline:
 
     @torch.no_grad()
     def sample(
-        self, slots: Sequence[Slot], ids: Sequence[SampleId], actions: Sequence[int], seed: int, evaluate: bool = False
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        actions: Sequence[int],
+        seed: int,
+        *,
+        evaluate: bool = False,
     ) -> Trajectory:
         keys = [key_of(slot.prompt) for slot in slots]
         temperature = self.recipe.eval.temperature if evaluate else None

@@ -46,7 +46,7 @@ def score_class(config: Any) -> Any:
     return type(name, (GenericForSequenceClassification, family), {"__module__": __name__})
 
 
-def load_scorer(path: str, pad_token: int, dtype: torch.dtype, seed: int, trained: bool = False) -> Any:
+def load_scorer(path: str, pad_token: int, dtype: torch.dtype, seed: int, *, trained: bool = False) -> Any:
     """The model at ``path``, a reward model or one that writes text, whose new head is drawn from ``seed``.
 
     Frozen and without dropout. ``trained``: a head must be there. Raises ``UserError``.
@@ -170,7 +170,7 @@ class Scorer:
         features = [{name: value.to(device) for name, value in row.items()} for row, _ in rows]
         pad_token = self.conditioner.pad_token
         texts, mask = stacked([tokens for _, tokens in rows], pad_token, device)
-        inputs = joined(features, pad_token, self.conditioner.own_positions, texts, mask)
+        inputs = joined(features, pad_token, own_positions=self.conditioner.own_positions, responses=texts, mask=mask)
         return self.model(**inputs, use_cache=False).logits[:, 0].float().tolist()
 
 

@@ -43,10 +43,10 @@ class Divergence:
         return f"the evaluation after step {self.step}" if self.evaluating else f"step {self.step}"
 
 
-def divergence(run: StepContext, error: NotFiniteError, done: int, evaluating: bool, proved: bool) -> Divergence:
-    """What became of ``run`` after ``done`` finished steps. Where weights are not finite they are named first."""
+def divergence(context: StepContext, error: NotFiniteError, done: int, *, evaluating: bool, proved: bool) -> Divergence:
+    """What became of ``context`` after ``done`` finished steps. Where weights are not finite they are named first."""
     what, trained = str(error), True
-    for whose, policy in (("", run.policy), ("the critic: ", run.critic)):
+    for whose, policy in (("", context.policy), ("the critic: ", context.critic)):
         if policy is None or "weights after update" in what:
             continue
         if held := finite.first(dict(policy.module.named_parameters())):
@@ -54,7 +54,7 @@ def divergence(run: StepContext, error: NotFiniteError, done: int, evaluating: b
             what = f"{whose}a weight of the model is not finite: {held}; so {what}"
             break
     step = done if evaluating else done + 1
-    return Divergence(what, step, evaluating, run.policy.learning_rate(), done, proved, trained)
+    return Divergence(what, step, evaluating, context.policy.learning_rate(), done, proved, trained)
 
 
 def settle(directory: RunDir, found: Divergence, recipe: Recipe, command: str) -> str:

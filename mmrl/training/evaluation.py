@@ -47,10 +47,10 @@ class Made:
 class Evaluator:
     """The held-out prompts of a run with the rewards measured on them; of an offline run the pairs."""
 
-    def __init__(self, run: StepContext, prompts: Sequence[Prompt], root: Path) -> None:
-        self.run, self.prompts = run, prompts
-        self.rewards = [run.rewards, RewardSet(run.recipe.eval.rewards, root, run.rewards.device)]
-        self.rewards[1].can_read(run.recipe.makes)
+    def __init__(self, context: StepContext, prompts: Sequence[Prompt], root: Path) -> None:
+        self.run, self.prompts = context, prompts
+        self.rewards = [context.rewards, RewardSet(context.recipe.eval.rewards, root, context.rewards.device)]
+        self.rewards[1].can_read(context.recipe.makes)
 
     def score(self, samples: int) -> tuple[dict[str, float], Made, list[Failure]]:
         """Means over ``samples`` samples, what was made, and what could not be scored.
@@ -107,7 +107,7 @@ class Evaluator:
         pairs = pairs_of(run.pipeline)
         sums: defaultdict[str, float] = defaultdict(float)
         with (
-            run.devices.alone(run, run.policy.evaluated),
+            run.compute.devices.alone(run, run.policy.evaluated),
             torch.no_grad(),
             Progress(len(slots), "evaluate", "pairs") as progress,
         ):
@@ -164,12 +164,12 @@ class Evaluator:
                 yield usable, [SampleId(-1, s.index, s.attempt, 0) for s in usable]
 
         made: dict[int, list[Sample]] = {}
-        with run.devices.alone(run, how.weights), Progress(len(slots), "evaluate", "samples") as progress:
-            for n, _, samples in run.devices.sample(run, asked(), how, Clock(run.device)):
+        with run.compute.devices.alone(run, how.weights), Progress(len(slots), "evaluate", "samples") as progress:
+            for n, _, samples in run.compute.devices.sample(run, asked(), how, Clock(run.compute.device)):
                 made[n] = samples
                 run.pipeline.features.release(keys[n])
                 progress.advance(len(samples))
-        run.devices.others(run, device_tasks.release)
+        run.compute.devices.others(run, device_tasks.release)
         return [sample for n in sorted(made) for sample in made[n]], bad
 
 
@@ -199,15 +199,15 @@ def unmeasured(row: Mapping[str, float], metric: str, most: float) -> bool:
 
 
 def measure(
-    run: StepContext, heldout: Evaluator, samples: int, directory: RunDir, step: int, log: MetricsLog
+    context: StepContext, heldout: Evaluator, samples: int, directory: RunDir, step: int, log: MetricsLog
 ) -> tuple[dict[str, float], str]:
     """Evaluate after ``step`` steps: a row of heldout.jsonl and samples to look at. Returns the row, and as a text."""
     row, made, failures = heldout.score(samples)
     for f in failures:
         directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
     log.write(step, row)
-    shown, scores = made.samples[: run.recipe.eval.grid], made.scores[: run.recipe.eval.grid]
-    if shown and run.pipeline.makes != "text":
+    shown, scores = made.samples[: context.recipe.eval.grid], made.scores[: context.recipe.eval.grid]
+    if shown and context.pipeline.makes != "text":
         images = [made for s in shown if (made := s.image or s.video) is not None]
         log.picture(step, "samples", write_samples(directory, step, images, [s.prompt.text for s in shown], scores))
     elif shown:

@@ -17,7 +17,7 @@ from mmrl.transfer import to_device
 
 
 def split_micro_batches(
-    run: StepContext, batch: Batch, mine: list[int], in_step: Callable[[int], int] = int
+    context: StepContext, batch: Batch, mine: list[int], in_step: Callable[[int], int] = int
 ) -> Iterator[MicroBatch]:
     """The slices of one optimizer step over the rows ``mine``: micro-batches of them, entry by entry or a few at once.
 
@@ -25,21 +25,21 @@ def split_micro_batches(
     (``Devices.in_step``): the last one is repeated without weight.
     """
     device = batch.micro_batches[0].clean.device
-    train = run.recipe.train
-    found = [parts(run.pipeline, t) for t in batch.micro_batches]
+    train = context.recipe.train
+    found = [parts(context.pipeline, t) for t in batch.micro_batches]
     sizes = [found[m][i] for m, i in batch.places]
     own = list(packed(mine, sizes, train.micro_batch_size, train.micro_batch_tokens))
     for n, index in enumerate(own + own[-1:] * (in_step(len(own)) - len(own))):
         rows = gather(batch.micro_batches, [batch.places[n] for n in index])
         groups = to_device(groups_of(rows), device)
-        for entries in chunks(chosen(run, rows), train.at_once):
+        for entries in chunks(chosen(context, rows), train.at_once):
             columns = {"advantages": batch.advantages, "weights": batch.weights, **batch.prepared}
             of = entries if rows.mask is None else slice(rows.clean.shape[1])
             cut = {k: v[index] if v.ndim == 1 else v[index][:, of] for k, v in columns.items()}
             old = {name: to_device(value, device) for name, value in cut.items()} | {"groups": groups}
             old["weights"] = old["weights"] * (n < len(own))
-            found = run.pipeline.recorded(rows, entries)
-            known = old | recorded(drawn_before(found) if run.another_drew else found, old)
+            found = context.pipeline.recorded(rows, entries)
+            known = old | recorded(drawn_before(found) if context.another_drew else found, old)
             tokens = sum(sum(sizes[n]) for n in index)
             yield MicroBatch(rows, entries, index, known, tokens, padded([sizes[n] for n in index]))
 
@@ -52,19 +52,19 @@ def parts(pipeline: Pipeline, trajectory: Trajectory) -> list[tuple[int, ...]]:
     return [(n - response, response) for n, response in zip(lengths, trajectory.responses, strict=True)]
 
 
-def number_of_entries(run: StepContext) -> int:
+def number_of_entries(context: StepContext) -> int:
     """How many entries (actions, noise levels) of each sample an update goes through."""
-    return run.objective.entries or entries_of(run.pipeline, run.objective.kind)
+    return context.objective.entries or entries_of(context.pipeline, context.objective.kind)
 
 
-def chosen(run: StepContext, rows: Trajectory) -> list[int]:
+def chosen(context: StepContext, rows: Trajectory) -> list[int]:
     """Those entries: all, or where the objective takes fewer actions than were recorded, a choice that is drawn anew in
     every step and is the same for all rows."""
-    n = number_of_entries(run)
-    if run.objective.kind != "policy_gradient" or n == entries_of(run.pipeline, run.objective.kind):
+    n = number_of_entries(context)
+    if context.objective.kind != "policy_gradient" or n == entries_of(context.pipeline, context.objective.kind):
         return list(range(n))
-    drawn = generator(run.recipe.seed, rows.ids[0].step, "trained steps")
-    return sorted(torch.randperm(entries_of(run.pipeline, run.objective.kind), generator=drawn)[:n].tolist())
+    drawn = generator(context.recipe.seed, rows.ids[0].step, "trained steps")
+    return sorted(torch.randperm(entries_of(context.pipeline, context.objective.kind), generator=drawn)[:n].tolist())
 
 
 def recorded(own: dict[str, Tensor], prepared: dict[str, Tensor]) -> dict[str, Tensor]:

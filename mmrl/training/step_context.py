@@ -49,14 +49,14 @@ class Devices(Protocol):
     A task is a function of a module (``mmrl.placement.device_tasks`` has most): another process finds it by its name.
     """
 
-    def alone(self, run: StepContext, weights: str) -> AbstractContextManager[None]:
+    def alone(self, context: StepContext, weights: str) -> AbstractContextManager[None]:
         """Inside, each device computes without the others, under the copy ``weights`` of the policy. All controllers
         enter and leave together."""
         ...
 
     def sample(
         self,
-        run: StepContext,
+        context: StepContext,
         chunks: Iterable[Chunk],
         how: SamplingSpec,
         clock: Clock,
@@ -70,7 +70,7 @@ class Devices(Protocol):
 
     def continue_generation(
         self,
-        run: StepContext,
+        context: StepContext,
         parts: Sequence[Trajectory],
         most: int,
         how: SamplingSpec,
@@ -79,17 +79,17 @@ class Devices(Protocol):
         """Responses that are under way, each with at most ``most`` further tokens; ``version`` as in ``sample``."""
         ...
 
-    def version(self, run: StepContext, name: str) -> Version:
+    def version(self, context: StepContext, name: str) -> Version:
         """The policy's copy ``name`` as it is now, to sample with later."""
         ...
 
-    def in_step(self, run: StepContext, n: int) -> int:
+    def in_step(self, context: StepContext, n: int) -> int:
         """How many micro-batches ``slices`` makes for ``spread`` where there are ``n``. All controllers must ask."""
         ...
 
     def spread(
         self,
-        run: StepContext,
+        context: StepContext,
         task: Callable[[StepContext, Iterable[MicroBatch], *Ts], R],
         micro_batches: Iterable[MicroBatch],
         *arguments: *Ts,
@@ -97,16 +97,16 @@ class Devices(Protocol):
         """What ``task(run, its micro-batches, *arguments)`` returns on each device that was dealt some."""
         ...
 
-    def everywhere(self, run: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
+    def everywhere(self, context: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
         """Do ``task`` on every device that trains; returns what the first one said."""
         ...
 
-    def others(self, run: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> None:
+    def others(self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> None:
         """Do ``task`` on every device that trains but the first."""
         ...
 
     def beside(
-        self, run: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
+        self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
     ) -> AbstractContextManager[None]:
         """As ``others``, while the caller does what is inside."""
         ...
@@ -115,7 +115,7 @@ class Devices(Protocol):
         """Count time from now."""
         ...
 
-    def end_step(self, run: StepContext, step: int) -> dict[str, float]:
+    def end_step(self, context: StepContext, step: int) -> dict[str, float]:
         """Metrics of the step just done; every controller must call it."""
         ...
 
@@ -123,7 +123,7 @@ class Devices(Protocol):
         """Of placement.jsonl: what each device of every controller did when in the last step, and what was decided."""
         ...
 
-    def cpu_seconds(self, run: StepContext) -> float:
+    def cpu_seconds(self, context: StepContext) -> float:
         """CPU time of the controller's processes so far."""
         ...
 
@@ -150,7 +150,7 @@ class RolloutStrategy(Protocol):
         ...
 
     def groups(
-        self, run: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
+        self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
     ) -> tuple[list[Round], Groups]:
         """The rounds that were sampled and scored for ``step``, and the (round, group) that stands in each slot.
 
@@ -178,15 +178,15 @@ class StepPart:
     own = False
     """Whether no other controller has its tensors."""
 
-    def end_step(self, run: StepContext, done: FinishedStep) -> dict[str, float]:
+    def end_step(self, context: StepContext, done: FinishedStep) -> dict[str, float]:
         """Learn from a step that is done; returns further metrics. All controllers call it together."""
         return {}
 
     def state_dict(self) -> PartState:
         return PartState({})
 
-    def load_state_dict(self, numbers: Any, saved: Saved, run: StepContext) -> None:
-        """As ``Stateful``'s, in ``run``."""
+    def load_state_dict(self, numbers: Any, saved: Saved, context: StepContext) -> None:
+        """As ``Stateful``'s, in ``context``."""
 
 
 @dataclass
@@ -204,6 +204,29 @@ class DeviceState:
 
 
 @dataclass(frozen=True)
+class Compute:
+    """Where a step computes."""
+
+    device: torch.device
+    """Of this process."""
+    devices: Devices
+    """All devices of this controller: this process, or several."""
+    local: DeviceState = field(default_factory=DeviceState)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """How a step gets its samples."""
+
+    strategy: RolloutStrategy
+    """How it gets its groups."""
+    parts: Mapping[str, StepPart] = field(default_factory=dict)
+    """The optional features of the recipe, by the names that their state has in a checkpoint."""
+    cost: Callable[[Prompt], float] | None = None
+    """How much work a prompt's group is; None where all are the same, or begin before that is known."""
+
+
+@dataclass(frozen=True)
 class StepContext:
     """What a step works with; built once by ``mmrl.run``."""
 
@@ -214,24 +237,16 @@ class StepContext:
     objective: Objective
     rewards: RewardSet
     prompts: Sequence[Prompt]
-    device: torch.device
-    devices: Devices
-    """What computes: this process, or several."""
-    strategy: RolloutStrategy
-    """How a step gets its groups."""
+    compute: Compute
+    rollout: Rollout
     critic: Policy | None = None
     """The critic's weights and optimizer, where the objective has one."""
-    parts: Mapping[str, StepPart] = field(default_factory=dict)
-    """The optional features of the recipe, by the names that their state has in a checkpoint."""
-    cost: Callable[[Prompt], float] | None = None
-    """How much work a prompt's group is; None where all are the same, or begin before that is known."""
-    local: DeviceState = field(default_factory=DeviceState)
 
     @property
     def another_drew(self) -> bool:
         """Whether the log-probs that sampling recorded of pictures are not those of the first replay: older weights
         drew them, or code that rounds otherwise."""
-        return self.strategy.staleness > 0 or self.recipe.replays_first
+        return self.rollout.strategy.staleness > 0 or self.recipe.replays_first
 
     @property
     def trained(self) -> dict[str, Policy]:

@@ -47,7 +47,7 @@ def verify(path: Path, step: int | None = None) -> Verified:
     notes = [
         *replay.notes,
         *of_judges(recorded),
-        *of_servers(recipe, span.last in evaluated),
+        *of_servers(recipe, evaluated=span.last in evaluated),
         *of_environment(directory),
         *of_weights(directory, rows, span.last, step),
     ]

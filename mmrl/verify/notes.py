@@ -31,7 +31,7 @@ def of_judges(recorded: Recorded) -> list[str]:
     return notes + asked
 
 
-def of_servers(recipe: Recipe, evaluated: bool) -> list[str]:
+def of_servers(recipe: Recipe, *, evaluated: bool) -> list[str]:
     """The rewards that a server computed anew: it may have changed since."""
     rewards = [*recipe.rewards, *(recipe.eval.rewards if evaluated else ())]
     asked = {

@@ -77,12 +77,12 @@ class Replay:
         for rewards in [self.run.rewards] if self._heldout is None else self._heldout.rewards:
             rewards.close()
         self.run.pipeline.close()
-        self.run.devices.close()
+        self.run.compute.devices.close()
 
     def _step(self, n: int, spent: float) -> dict[str, Any]:
         """The row of step ``n``, as it would be recorded."""
         try:
-            row, _ = train_step(self.run, n - 1, Clock(self.run.device), spent)
+            row, _ = train_step(self.run, n - 1, Clock(self.run.compute.device), spent)
         except UnscoredError as error:
             raise UserError(f"the replay needs rewards that do not answer now: {error}") from error
         with MetricsLog(self.scratch.metrics) as log:

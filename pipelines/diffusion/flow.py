@@ -118,7 +118,7 @@ class FlowPipeline:
             self.features.put(key, {name: t.to(self.device) for name, t in found.items()})
         return found is not None
 
-    def batch_features(self, keys: Sequence[str], guided: bool | None = None) -> dict[str, Tensor]:
+    def batch_features(self, keys: Sequence[str], *, guided: bool | None = None) -> dict[str, Tensor]:
         rows = [self.features.get(k) for k in keys]
         if self.guided if guided is None else guided:
             negative = self.features.get(self.adapter.negative)
@@ -164,7 +164,13 @@ class FlowPipeline:
 
     @torch.no_grad()
     def sample(
-        self, slots: Sequence[Slot], ids: Sequence[SampleId], actions: Sequence[int], seed: int, evaluate: bool = False
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        actions: Sequence[int],
+        seed: int,
+        *,
+        evaluate: bool = False,
     ) -> Trajectory:
         steps = (self.recipe.eval.steps if evaluate else None) or self.steps
         keys = [self._key(slot.prompt) for slot in slots]
@@ -300,7 +306,7 @@ class FlowPipeline:
     ) -> dict[str, Tensor]:
         self.offloaded.rest()  # what decoded
         guidance = self.renoising.guidance
-        features = self.batch_features(trajectory.features, guidance > 1)
+        features = self.batch_features(trajectory.features, guided=guidance > 1)
 
         def velocity(x: Tensor, timestep: Tensor) -> Tensor:
             return self._velocity(x, timestep, features, guidance)

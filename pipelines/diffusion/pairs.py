@@ -39,7 +39,7 @@ class PairModel(Protocol):
     offloaded: Offloaded
     """Frozen modules, on the device while they are used."""
 
-    def batch_features(self, keys: Sequence[str], guided: bool | None = None) -> dict[str, Tensor]:
+    def batch_features(self, keys: Sequence[str], *, guided: bool | None = None) -> dict[str, Tensor]:
         """The features of these prompts, stacked."""
         ...
 

@@ -35,9 +35,10 @@ class Gradients:
         exact: Mapping[Place, Tensor],
         groups: Groups,
         twin: Twin,
+        sent: Counter[str],
+        *,
         by_tokens: bool,
         among_copies: bool,
-        sent: Counter[str],
     ) -> None:
         self._ours, self._exact, self._groups, self._twin = ours, exact, groups, twin
         self._by_tokens, self._sent = by_tokens, sent

@@ -49,7 +49,7 @@ class Groups(NamedTuple):
     expert_copies: Any
 
 
-def arrange(train: Train, mixture: bool) -> Groups:
+def arrange(train: Train, *, mixture: bool) -> Groups:
     """Divide the ranks of ``torch.distributed``, all together: neighbours share a model. ``mixture``: with experts."""
     cpu.install()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # collectives and kernels in the order they were launched
@@ -114,7 +114,7 @@ class Attention(nn.Module):
         return attend(q, k, v, self._scale, self._rows).permute(2, 0, 1, 3).flatten(2)
 
 
-def built(module: Any, vocabulary: int, train: Train, recompute: bool) -> list[GPTModel]:
+def built(module: Any, vocabulary: int, train: Train, *, recompute: bool) -> list[GPTModel]:
     """This rank's parts of ``module``, in float32 with weights that nobody has set yet, on the CPU: one, or one for
     each of several stages that it has.
 
@@ -124,7 +124,7 @@ def built(module: Any, vocabulary: int, train: Train, recompute: bool) -> list[G
     """
     with warnings.catch_warnings():  # that torch's own norms are taken, and of settings that others made
         warnings.simplefilter("ignore")
-        transformer = configured(module, train, recompute)
+        transformer = configured(module, train, recompute=recompute)
         return [_part(module, transformer, vocabulary, n) for n in range(train.pipeline_chunks)]
 
 
@@ -191,7 +191,7 @@ def all_tokens(hidden: Tensor) -> Tensor:
     return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
 
 
-def configured(module: Any, train: Train, recompute: bool) -> TransformerConfig:
+def configured(module: Any, train: Train, *, recompute: bool) -> TransformerConfig:
     """Megatron-Core's settings for the decoder ``module``."""
     config, names = text_config(module), {name for name, _ in module.named_parameters()}
     first = f"{before(module)}layers.0.self_attn."

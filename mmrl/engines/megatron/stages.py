@@ -38,7 +38,7 @@ class Pipeline:
             raise RuntimeError("a model in stages is called inside Policy.each or Policy.accumulate, once a slice")
         return self._now
 
-    def through(self, pieces: Sequence[Any], work: Callable[[Any], Any], graph: bool) -> list[Any]:
+    def through(self, pieces: Sequence[Any], work: Callable[[Any], Any], *, graph: bool) -> list[Any]:
         made: list[Any] = []
 
         def step(left: Any, chunk: Any) -> tuple[Tensor, Any]:

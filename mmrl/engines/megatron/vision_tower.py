@@ -34,7 +34,7 @@ class VisionTower:
     """Final class: Hugging Face's ``body`` with ``model``, this rank's part of its language part, in place of its own.
     ``divided``: ranks divide the tokens of what lies between the parts of its layers."""
 
-    def __init__(self, body: Any, model: Any, divided: bool) -> None:
+    def __init__(self, body: Any, model: Any, *, divided: bool) -> None:
         self._body, self._model, self._divided = body, model, divided
         self._decoder = body.language_model
         self._embeddings = self._decoder.embed_tokens

@@ -12,7 +12,7 @@ copies and checkpoints work on parts of Hugging Face's own tensors (``mapping.pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +62,7 @@ class ModelParallel:
         size = self._size = settings.tensor_parallel
         self.width, self._alone = settings.width, False
         self._by_tokens = settings.sequence_parallel
-        self._groups = arrange(settings, bool(sparse(module)))
+        self._groups = arrange(settings, mixture=bool(sparse(module)))
         self._group = self._groups.layers
         # tokens go to experts of ranks that have other rows
         self.lockstep = bool(settings.tensor_parallel * settings.context_parallel % settings.expert_parallel)
@@ -77,11 +77,13 @@ class ModelParallel:
         each = -(-rows // size)
         device = next(module.parameters()).device
         self._chunks = [
-            chunk.to(device) for chunk in built(module, each * size, settings, model.gradient_checkpointing)
+            chunk.to(device) for chunk in built(module, each * size, settings, recompute=model.gradient_checkpointing)
         ]
         self._by = size if self._by_tokens else 1
         self._sees = (
-            None if tower(module) is None else vision_tower.VisionTower(body(module), self._chunks[0], self._by_tokens)
+            None
+            if tower(module) is None
+            else vision_tower.VisionTower(body(module), self._chunks[0], divided=self._by_tokens)
         )
         self._call = self._valued if isinstance(module, Critic) else self._forward
         self.stages = Pipeline(self._chunks) if settings.pipeline_parallel > 1 else None
@@ -94,7 +96,13 @@ class ModelParallel:
         self._mesh, self._expert_mesh = (DeviceMesh.from_group(group, device.type) for group in both)
         twin = self._place_all(module)
         self._gradients = Gradients(
-            self._ours, self._exact, self._groups, twin, self._by_tokens, settings.distributed_optimizer, sent
+            self._ours,
+            self._exact,
+            self._groups,
+            twin,
+            by_tokens=self._by_tokens,
+            among_copies=settings.distributed_optimizer,
+            sent=sent,
         )
         others = {name for place in self._ours if not self._gradients.steps(place) for name in place.tensors}
         self.stepped = [name for name in self.mine if name not in others]
@@ -268,7 +276,7 @@ class ModelParallel:
         return (total + of_experts).sqrt()
 
     def swap(self, copy: dict[str, Tensor]) -> None:
-        exchange(self.mine, copy, self._alone)
+        exchange(self.mine, copy, alone=self._alone)
         self.changed()
 
     @torch.no_grad()
@@ -282,7 +290,7 @@ class ModelParallel:
                 self._ours[place].copy_(exact)
 
     @outermost
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> Generator[None]:
         for name, p in self._theirs.items():
             p.data = self._from_stage(name)
         self._module.forward, self._module.vocabulary, self._module.cut = self._whole_forward, None, None
