@@ -42,8 +42,8 @@ def without_the_step() -> Iterator[list]:
     """
     given: list = []
 
-    def stopped(*arguments):
-        given.extend(arguments)
+    def stopped(*arguments, **named):
+        given.extend((*arguments, *named.values()))
         raise UserError(LEFT_OUT)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -394,7 +394,8 @@ def test_the_price_of_a_move_has_the_waking_of_scorers_in_it_and_judging_has_not
         rewards.sleep()
     several = MultiDevice([], Placement(type="colocate", sleep=sleep))
     recipe = SimpleNamespace(threads=None, rollout=SimpleNamespace(engine="transformers"))
-    run = SimpleNamespace(rewards=rewards, recipe=recipe, device=torch.device("cpu"))
+    compute = SimpleNamespace(device=torch.device("cpu"))
+    run = SimpleNamespace(rewards=rewards, recipe=recipe, compute=compute)
     run.pipeline = SimpleNamespace(sleep=lambda: None)
     several.open(run)
     done = []

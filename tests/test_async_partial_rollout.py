@@ -172,9 +172,9 @@ def test_a_resumed_run_goes_on_with_what_was_in_flight(folder, whole, staleness,
     anew = opened(folder, staleness)
     run_state.restore(anew, saved)
     for name in ("mask", "clean", "log_probs", "drawn_at"):  # had it kept no tokens
-        anew.parts["flight"].in_flight = [
+        anew.rollout.parts["flight"].in_flight = [
             replace(g, rows=replace(g.rows, **{name: getattr(g.rows, name)[:, :0]}))
-            for g in anew.parts["flight"].in_flight
+            for g in anew.rollout.parts["flight"].in_flight
         ]
     assert figures(steps(anew, 3)) != figures(whole[staleness])[3:]
 

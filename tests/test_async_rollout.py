@@ -256,7 +256,7 @@ def test_a_resumed_run_draws_again_what_was_under_way(recipe, staleness, tmp_pat
     assert figures(found) == figures(whole)
     without = opened(recipe, staleness)
     run_state.restore(without, reader.load(tmp_path, 3))
-    without.parts["ahead"]._versions = dict.fromkeys(
+    without.rollout.parts["ahead"]._versions = dict.fromkeys(
         range(4), without.policy.version("current")
     )  # had it kept no versions
     assert figures(steps(without, 3, 5)) != figures(whole)[3:]

@@ -264,7 +264,7 @@ def gone_through(folder, pools, *stages):
                 flying = {
                     (g.slot.step, g.slot.index): g.rows.clean.tolist()
                     for r in runs
-                    for g in r.parts["flight"].in_flight
+                    for g in r.rollout.parts["flight"].in_flight
                 }
                 places = [*trained, *(of * 4 + index for of, index in flying)]
                 assert len(set(places)) == len(places) == 4 * (n + 1) + 5  # none is lost, none is trained on twice

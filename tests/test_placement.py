@@ -133,8 +133,8 @@ def test_a_device_that_fails_outside_its_task_is_heard_and_not_waited_for(monkey
     assert several.cpu_seconds(run) > 0  # type: ignore[arg-type]
     before = getattr(several._board, where)
 
-    def failing(*given):
-        before(*given)
+    def failing(*given, **named):
+        before(*given, **named)
         raise ZeroDivisionError("no such share")
 
     monkeypatch.setattr(several._board, where, failing)
@@ -186,7 +186,8 @@ def device():
         starts.append("over")
 
     features = SimpleNamespace(hold=lambda keys: None)
-    run = SimpleNamespace(pipeline=SimpleNamespace(features=features), local=DeviceState(), starts=starts)
+    compute = SimpleNamespace(local=DeviceState())
+    run = SimpleNamespace(pipeline=SimpleNamespace(features=features), compute=compute, starts=starts)
     serving = threading.Thread(target=serve, args=(run, there), daemon=True)
     serving.start()
     yield RemoteWorker(3, here, heard.append, starting), heard, starts

@@ -52,7 +52,11 @@ def run_of(folder, monkeypatch, *words):
     run, seen = make(folder, *WORDS, *words), []
     for name in ("sample", "replay"):
         call = getattr(run.pipeline, name)
-        noted = lambda *given, _call=call, _name=name: seen.append((_name, *awake(run))) or _call(*given)  # noqa: E731
+
+        def noted(*given, _call=call, _name=name, **named):
+            seen.append((_name, *awake(run)))
+            return _call(*given, **named)
+
         monkeypatch.setattr(run.pipeline, name, noted)
     begins = awake(run)
     rows = [step(run)[0]]

@@ -130,9 +130,9 @@ def test_dgpo_draws_with_the_average_once_it_has_gone_over():
     def weights():
         return torch.cat([p.detach().flatten() for p in run.policy.trainable.values()])
 
-    def watched(*given):
+    def watched(*given, **named):
         drawn.append((run.policy.active, weights()))
-        return sample(*given)
+        return sample(*given, **named)
 
     run.pipeline.sample = watched
     for n in range(3):

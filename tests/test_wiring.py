@@ -166,7 +166,7 @@ def test_a_checkpoint_holds_all_that_the_next_update_needs(tmp_path):
         optim = Optim(lr=0.1, ema_decay=0.9, schedule="linear")
         critic = Policy(linear(seed + 1), optim, 10, prefix="critic_")
         both = {"policy": Policy(linear(seed), optim, 10), "critic": critic}
-        return SimpleNamespace(**both, trained=both, parts={})
+        return SimpleNamespace(**both, trained=both, rollout=SimpleNamespace(parts={}))
 
     def update(run):
         for policy in (run.policy, run.critic):

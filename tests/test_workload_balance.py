@@ -403,7 +403,7 @@ def numbers(row):
 def test_costs_follow_seconds_only_where_the_recipe_says_so(folder):
     prompt = Prompt("p", "Say a." * 20)
     for by, follows in (("predicted", False), ("measured", True)):
-        balance = make(folder, None, f"train.balance={by}").parts["balance"]
+        balance = make(folder, None, f"train.balance={by}").rollout.parts["balance"]
         before = balance.cost(prompt)
         balance.workload.learn([([4.0, 2.0, 0.0, 0.0, 1.0, 0.0, 1.0], 50.0)])
         balance.workload.adopt(balance.workload.fitted())
@@ -464,7 +464,7 @@ def test_prompts_are_given_out_unread_and_media_unopened(size):
 
 
 def test_pictures_and_clips_count_by_their_pixels_without_being_decoded(folder):
-    balance = make(folder).parts["balance"]
+    balance = make(folder).rollout.parts["balance"]
     plain = Prompt("p", "Say a.")
     seen = [
         Media("image", path="/nowhere.png", pixels=28 * 28 * 100),
@@ -487,16 +487,16 @@ def test_a_resumed_run_gives_prompts_to_the_controllers_that_would_have_had_them
     before = [run.rollout.parts["balance"].seconds(p) for p in run.prompts]
     writer.save(tmp_path, run_state.of_run(run, STEPS, cpu_seconds=0.0), keep=1)
     again = make(folder)
-    unlearned = given(3, again.prompts, 8, again.parts["balance"].cost)
+    unlearned = given(3, again.prompts, 8, again.rollout.parts["balance"].cost)
     run_state.restore(again, reader.load(tmp_path, STEPS))
-    assert again.parts["balance"].state_dict().numbers == json.loads(
+    assert again.rollout.parts["balance"].state_dict().numbers == json.loads(
         json.dumps(run.rollout.parts["balance"].state_dict().numbers)
     )
-    assert [again.parts["balance"].cost(p) for p in again.prompts] == [
+    assert [again.rollout.parts["balance"].cost(p) for p in again.prompts] == [
         run.rollout.parts["balance"].cost(p) for p in run.prompts
     ]
-    assert [again.parts["balance"].seconds(p) for p in again.prompts] == before
-    assert given(3, again.prompts, 8, again.parts["balance"].cost) == given(
+    assert [again.rollout.parts["balance"].seconds(p) for p in again.prompts] == before
+    assert given(3, again.prompts, 8, again.rollout.parts["balance"].cost) == given(
         3, run.prompts, 8, run.rollout.parts["balance"].cost
     )
     assert sorted(s.index for part in unlearned for s in part) == list(range(8))
