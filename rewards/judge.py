@@ -80,6 +80,7 @@ class Judge:
         self,
         model: str | Mapping[str, Any],
         rubric: str,
+        *,
         mode: str = "pointwise",
         answer: Mapping[str, Any] | None = None,
         system: str | None = None,

@@ -1,0 +1,87 @@
+"""Public functions take booleans by name, and a constructor has at most ten parameters."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST = 10
+BY_PLACE = {
+    "mmrl/placement/device_tasks.py": "arguments of a task travel in their order to the device's process",
+    "mmrl/training/loop.py": "so do those of the task `backward`",
+    **dict.fromkeys(
+        ("mmrl/cli/data.py", "mmrl/cli/judge.py", "mmrl/cli/runs.py", "mmrl/cli/simulate.py"), "typer calls"
+    ),
+}
+"""Files whose public functions may take booleans by place, and why."""
+LARGE = {
+    "Judge": "its parameters are the options that a recipe writes",
+    "Trajectory": "columns of a table, most of which one kind of pipeline has",
+    "State": "numbers that are saved together",
+    "Counts": "numbers of a step that a plan shows",
+    "Measured": "numbers of a step that was run without data",
+    "Plan": "what a plan shows",
+    "Timeline": "what the page of a run shows",
+    "_Run": "what the page of a run shows",
+}
+"""Constructors with more parameters, and why. But for the first they are records that one function fills."""
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for folder in ("mmrl", "pipelines", "rewards", "datasets"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield str(path.relative_to(ROOT)), ast.parse(path.read_bytes())
+
+
+def is_public(name: str) -> bool:
+    return name == "__init__" or not name.startswith("_")
+
+
+def functions(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """The public functions and methods, constructors among them, each with the name of its class."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from functions(node.body, node.name)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and is_public(node.name):
+            yield owner, node
+
+
+def booleans_by_place(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    given = [*function.args.posonlyargs, *function.args.args]
+    defaults = [None] * (len(given) - len(function.args.defaults)) + list(function.args.defaults)
+    kinds = [ast.unparse(a.annotation) if a.annotation else "" for a in given]
+    return [
+        a.arg
+        for a, kind, default in zip(given, kinds, defaults, strict=True)
+        if kind in ("bool", "bool | None") or (isinstance(default, ast.Constant) and isinstance(default.value, bool))
+    ]
+
+
+def test_public_functions_take_booleans_by_name():
+    found = [
+        f"{path}:{f.lineno} {f.name}({name})"
+        for path, tree in trees()
+        for _, f in functions(tree.body)
+        for name in booleans_by_place(f)
+        if path not in BY_PLACE
+    ]
+    assert found == []
+
+
+def constructors() -> Iterator[tuple[str, int]]:
+    """Each class and the number of parameters of its constructor; sections of a recipe are not among them."""
+    for _, tree in trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+                fields = [s for s in node.body if isinstance(s, ast.AnnAssign) and "ClassVar" not in ast.unparse(s)]
+                yield node.name, len(fields)
+            for f in node.body:
+                if isinstance(f, ast.FunctionDef) and f.name == "__init__":
+                    yield node.name, len(f.args.posonlyargs) + len(f.args.args) + len(f.args.kwonlyargs) - 1
+
+
+def test_a_constructor_has_at_most_ten_parameters():
+    large = {name: number for name, number in constructors() if number > MOST}
+    assert sorted(large) == sorted(LARGE)
