@@ -159,9 +159,9 @@ def stepped(folder, *words):
     def noted(name):
         call = getattr(run.pipeline, name)
 
-        def note(*given):
+        def note(*given, **named):
             seen.add((name, *{p.device.type for p in model.parameters()}))
-            return call(*given)
+            return call(*given, **named)
 
         return note
 
