@@ -246,7 +246,7 @@ class Watch:
             for ref in done:
                 rank, device = running[ref]
                 outcome = self._outcome(ref, running)
-                if device == 0 or outcome.error:
+                if outcome is not None and (device == 0 or outcome.error):
                     outcomes[rank] = outcome
                 del running[ref]
             failed = next((o for o in outcomes.values() if o.error), None)
@@ -268,8 +268,8 @@ class Watch:
         with suppress(self.ray.exceptions.RayError):
             self.ray.get(self.actors[0, 0].settle.remote(), timeout=_GRACE)
 
-    def _outcome(self, ref: Any, running: dict[Any, Place]) -> Outcome:
-        """What a controller came to. Raises ``LostError`` where it, or another that it needed, is gone."""
+    def _outcome(self, ref: Any, running: dict[Any, Place]) -> Outcome | None:
+        """What a controller came to; None of a device that did what its controller asked. Raises ``LostError`` where it, or another that it needed, is gone."""
         gone = self.ray.exceptions.RayActorError
         try:
             return self.ray.get(ref)
