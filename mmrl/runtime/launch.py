@@ -269,7 +269,10 @@ class Watch:
             self.ray.get(self.actors[0, 0].settle.remote(), timeout=_GRACE)
 
     def _outcome(self, ref: Any, running: dict[Any, Place]) -> Outcome | None:
-        """What a controller came to; None of a device that did what its controller asked. Raises ``LostError`` where it, or another that it needed, is gone."""
+        """What a controller came to; None of a device that did what its controller asked.
+
+        Raises ``LostError`` where it, or another that it needed, is gone.
+        """
         gone = self.ray.exceptions.RayActorError
         try:
             return self.ray.get(ref)
