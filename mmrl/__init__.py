@@ -1,6 +1,36 @@
-"""mmrl: reinforcement learning from feedback on text, vision-language and diffusion models."""
+"""mmrl: reinforcement learning from feedback on text, vision-language and diffusion models.
+
+``train``, ``start``, ``plan``, ``score`` and ``load_run`` do from Python what the commands of that name do. They are
+imported when they are first used, so that ``import mmrl`` is fast. ``__init__.pyi`` has their types.
+"""
+
+import importlib
 
 from mmrl._load import load
 from mmrl.rewards.contract import reward
 
-__all__ = ["load", "reward"]
+_LAZY = {
+    "train": "mmrl.api.training",
+    "start": "mmrl.api.training",
+    "plan": "mmrl.api.training",
+    "score": "mmrl.api.scoring",
+    "load_run": "mmrl.api.run",
+    "Run": "mmrl.api.run",
+    "Callback": "mmrl.callbacks",
+    "Recipe": "mmrl.config.schema",
+    "Prompt": "mmrl.trajectory",
+    "Sample": "mmrl.trajectory",
+    "UserError": "mmrl.errors",
+}
+
+__all__ = ["load", "reward", *_LAZY]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'mmrl' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

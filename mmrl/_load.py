@@ -15,6 +15,9 @@ from mmrl.errors import UserError
 
 Kind = Literal["pipelines", "rewards", "datasets", "algorithms"]
 _LOCK = threading.RLock()
+PYTHON = "python"
+"""In place of a module's name: an object of this process (``mmrl.python_objects``), as in ``python:my_reward``."""
+_SHELVES: dict[str, ModuleType] = {}
 
 
 class LoadError(UserError, ValueError):
@@ -31,6 +34,8 @@ def load(kind: Kind, name: str) -> Any:
     target, _, attribute = name.partition(":")
     with _LOCK:  # a thread must not see a module that another is still executing
         module = _from_file(Path(target)) if target.endswith(".py") else _from_package(kind, target)
+    if target == PYTHON and not hasattr(module, attribute):
+        raise LoadError(absent(kind, attribute))
     return _attribute(module, target, attribute)
 
 
@@ -44,6 +49,25 @@ def load_from_file(name: str) -> Any:
     with _LOCK:
         module = _from_file(Path(target))
     return _attribute(module, target, attribute)
+
+
+def shelf(kind: Kind) -> ModuleType:
+    """The objects of this process that recipes call ``python:name``, as attributes."""
+    return _SHELVES.setdefault(kind, ModuleType(f"{PYTHON}:{kind}"))
+
+
+def adopt(path: Path, module: ModuleType) -> None:
+    """Have the file ``path`` stand for ``module``, which was imported from it, so that it is not executed again."""
+    with _LOCK:
+        sys.modules[_name_of_file(path)] = module
+
+
+def absent(kind: Kind, attribute: str) -> str:
+    """The message that this process has no object ``python:attribute``."""
+    return (
+        f"{PYTHON}:{attribute} is a Python object of the process that began the run, which this process lacks; "
+        f"call mmrl.train with {kind}=... and resume=True, or put it into a file and write path/to/file.py:name"
+    )
 
 
 def _attribute(module: ModuleType, target: str, attribute: str) -> Any:
@@ -72,6 +96,8 @@ def names(kind: Kind) -> list[str]:
 
 
 def _from_package(kind: Kind, target: str) -> ModuleType:
+    if target == PYTHON:
+        return shelf(kind)
     module = f"mmrl.{kind}.{target.replace('/', '.')}"
     try:
         return importlib.import_module(module)
@@ -87,7 +113,7 @@ def _from_package(kind: Kind, target: str) -> ModuleType:
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise LoadError(f"there is no file {path} (looked from {Path.cwd()})")
-    name = f"mmrl_user_{path.stem}_{abs(hash(path.resolve())):x}"
+    name = _name_of_file(path)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -101,3 +127,8 @@ def _from_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _name_of_file(path: Path) -> str:
+    """What the module of a user's file is called in ``sys.modules``."""
+    return f"mmrl_user_{path.stem}_{abs(hash(path.resolve())):x}"

@@ -6,14 +6,16 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from mmrl.callbacks import Callbacks
 from mmrl.checkpoint import reader
+from mmrl.checkpoint.manifest import directory_of
 from mmrl.checkpoint.reader import BEST, Saved, Stateful
 from mmrl.checkpoint.run_state import of_run, restore, saver_of, take_up
 from mmrl.config.loader import LoadedRecipe
@@ -67,7 +69,7 @@ class Session:
 
     ``directory`` is where this controller writes, ``checkpoints`` where the leader saves for all; by default the
     directory's own. ``devices``: what computes; by default this process. ``pulse``: entered with every
-    phase, for who watches.
+    phase, for who watches. ``callbacks``: of the user's, called after steps, evaluations and checkpoints.
     """
 
     def __init__(
@@ -78,10 +80,12 @@ class Session:
         checkpoints: Path | None = None,
         devices: Devices | None = None,
         pulse: Callable[[str], AbstractContextManager[None]] = nullcontext,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.recipe, self.directory = loaded.recipe, directory
         remember(loaded.tree.values)  # of a controller in a process of its own
         self.checkpoints = checkpoints or directory.checkpoints
+        self.callbacks = callbacks
         self.controller = controller or Controller(self.recipe.seed)
         self._loaded = loaded
         self._traces = Traces(directory.path) if self.recipe.profile else None
@@ -121,21 +125,30 @@ class Session:
     def begin(self, stop: Stop, found: Saved | None = None, *, resume: bool) -> Outcome:
         """Train, after the newest checkpoint where ``resume``, which is ``found`` where it is known; what the user must
         mend is in the outcome."""
-        error = met = None
-        code = UserError.exit_code
-        finished = False
         if resume:
             self.restore(found)
         try:
-            finished = self.train(stop)
-        except NotFiniteError as raised:
-            met = divergence(self.run, raised, self.done, evaluating=self._evaluating, proved=self._proved)
-            error = met.what
-        except OutOfMemoryError as raised:
-            error = explained(raised, self._loaded)
-        except UserError as raised:
-            error, code = str(raised), raised.exit_code
-        return Outcome(finished, self.done, self.saver.saved, self.cpu_seconds, error, self.saver.failed, met, code)
+            for _ in self.steps(stop):
+                pass
+        except UserError as error:
+            return self.failed(error)
+        return self.outcome()
+
+    def outcome(self) -> Outcome:
+        """How training ended, without an error."""
+        return Outcome(self.finished, self.done, self.saver.saved, self.cpu_seconds, None, self.saver.failed)
+
+    def failed(self, error: UserError) -> Outcome:
+        """How training ended, with ``error``."""
+        met, what, code = None, str(error), UserError.exit_code
+        if isinstance(error, NotFiniteError):
+            met = divergence(self.run, error, self.done, evaluating=self._evaluating, proved=self._proved)
+            what = met.what
+        elif isinstance(error, OutOfMemoryError):
+            what = explained(error, self._loaded)
+        else:
+            code = error.exit_code
+        return Outcome(False, self.done, self.saver.saved, self.cpu_seconds, what, self.saver.failed, met, code)
 
     @property
     def _proved(self) -> bool:
@@ -162,10 +175,12 @@ class Session:
         for directory in (self.directory, *gone):
             directory.truncate_after(self.done if found else -1)
 
-    def train(self, stop: Stop) -> bool:
-        """Train to the end, or to a stop that was asked for; returns whether the end was reached.
+    def steps(self, stop: Stop) -> Generator[dict[str, float]]:
+        """Train to the end, or to a stop that was asked for: yields the metrics of each step once it is done, evaluated
+        and saved where that was due.
 
-        What fails in between (a reward, a full disk) saves the finished steps first and then goes up.
+        What fails in between (a reward, a full disk) saves the finished steps first and then goes up. So does closing
+        the iterator before the end.
         """
         recipe = self.recipe
         self.trackers = open_trackers(recipe.log, self.directory, recipe.name) if self.controller.leads else []
@@ -183,17 +198,23 @@ class Session:
                     progress.line(self._measure(heldout))
                 while not self.finished and not self.spending.over() and not self._agreed(stop.asked):
                     with nullcontext() if self._traces is None else self._traces.step(self.done + 1):
-                        self._step(metrics, progress)
+                        row = self._step(metrics, progress)
                     if self._due():
                         progress.line(f"step {self.done}  {self._measure(heldout)}")
                     if self.done % recipe.checkpoint.every == 0 or self._best_now:
                         self._save()
+                    yield row
                 if self.early is not None and self.early.stopped:
                     progress.line(self.early.told())
             self._save_rest()
             if not self.finished and (why := self.spending.over()):
                 self._agreed(True)  # nobody ends the others while they save
                 raise UserError(why)
+            if self.callbacks is not None:
+                self.callbacks.ended()
+        except GeneratorExit:  # whoever takes the steps goes no further
+            self._save_rest()
+            raise
         except NotFiniteError:
             self.saver.finish()  # of a step before; this one is not to be gone on from
             raise
@@ -211,7 +232,6 @@ class Session:
                 rewards.close()
             self.run.pipeline.close()
             self.run.compute.devices.close()
-        return self.finished
 
     def _agreed(self, asked: bool) -> bool:
         """Whether any controller was asked: all go on, or stop, after the same step."""
@@ -239,8 +259,8 @@ class Session:
         every = self.recipe.eval.every
         return every is not None and (self.done % every == 0 or self.finished)
 
-    def _step(self, metrics: MetricsLog, progress: Progress) -> None:
-        """One training step and its row."""
+    def _step(self, metrics: MetricsLog, progress: Progress) -> dict[str, float]:
+        """One training step; returns its row."""
         device = self.run.compute.device
         clock, cpu, wall = (
             Clock(device, self.pulse),
@@ -267,10 +287,16 @@ class Session:
         self._given = given
         rows = self.controller.gather(mine)
         row |= largest(rows) | self.spending.add(rows) | {"perf/cpu_seconds": self.cpu_seconds}
-        metrics.write(self.done, row)
+        logged: dict[str, float] = {}
+        try:
+            if self.callbacks is not None:
+                logged = self.callbacks.step(self.done, row)
+        finally:  # a callback that raises loses no row
+            metrics.write(self.done, row | logged)
         self.directory.placed(self.run.compute.devices.lines() if self.controller.leads else ())
         line = status_line(self.done, self.recipe.train.steps, row, brief=True)
         progress.advance(1, line + self._left_out(row, failures), self._spent)
+        return row | logged
 
     def _left_out(self, row: Mapping[str, float], failures: Sequence[Failure]) -> str:
         """How many samples of a step have no score, and why, for the terminal; nothing where all have one."""
@@ -291,6 +317,8 @@ class Session:
         with self.pulse("evaluation"), in_phase("evaluation"):
             row, text = measure(self.run, self.heldout, self.recipe.eval.samples, self.directory, self.done, log)
         self._evaluating, self._measured = False, self.done
+        if self.callbacks is not None:
+            self.callbacks.evaluated(self.done, row)
         if self.early is not None:
             if not unmeasured(row, self.early.settings.metric, self.recipe.scoring.max_failed):
                 self.early.saw(self.done, row)
@@ -303,6 +331,12 @@ class Session:
         with self.run.compute.devices.beside(self.run, device_tasks.save, self.done) if together else nullcontext():
             taken = of_run(self.run, self.done, self._others, cpu_seconds=self.cpu_seconds)
             self.saver.begin(taken, proved=self._proved)
+        self._name_saved()
+
+    def _name_saved(self) -> None:
+        """Tell callbacks of the newest checkpoint that is on the disk."""
+        if self.callbacks is not None:
+            self.callbacks.saved(self.saver.saved, self.checkpoints / directory_of(self.saver.saved))
 
     @property
     def _others(self) -> dict[str, Stateful]:
@@ -317,6 +351,7 @@ class Session:
         if self._agreed(lacks) if self.saver.together else lacks:  # a disk may be full where only the leader writes
             self._save()
             self.saver.finish()
+        self._name_saved()
 
 
 def largest(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import termios
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @dataclass
 class Stop:
-    """Whether a stop was asked for; ``signal`` is the number of the signal that asked first."""
+    """Whether a stop was asked for; ``signal`` is the number of the signal that asked first, ``reason`` what a callback
+    said."""
 
     asked: bool = False
     signal: int | None = None
+    reason: str | None = None
 
     @property
     def exit_code(self) -> int:
@@ -33,9 +36,13 @@ class Stop:
 def stop_on_signal() -> Generator[Stop]:
     """Ctrl-C, SIGTERM or SIGHUP asks for a stop after the step; a second Ctrl-C or SIGTERM interrupts at once.
 
-    A terminal that closes sends SIGHUP, often twice; ``nohup`` has it ignored, and so it stays.
+    A terminal that closes sends SIGHUP, often twice; ``nohup`` has it ignored, and so it stays. In a thread other than
+    the main one Python can handle no signals, so they stay as they are.
     """
     stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
 
     def ask(number: int, _: object) -> None:
         if number == signal.SIGHUP:

@@ -13,6 +13,7 @@ from mmrl.cli.arguments import read_recipe, reward_options
 from mmrl.config.loader import find_recipe, load_recipe, shipped_recipes
 from mmrl.doctor import examine
 from mmrl.errors import UserError
+from mmrl.quiet import QUIET
 
 RECIPE = """\
 # A recipe of a test
@@ -36,7 +37,7 @@ SHIPPED = next(iter(shipped_recipes()))
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in (*cli.QUIET, "OMP_NUM_THREADS"):  # set first, so that what the command line sets is undone
+    for name in (*QUIET, "OMP_NUM_THREADS"):  # set first, so that what the command line sets is undone
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     (tmp_path / "recipe.yaml").write_text(RECIPE)

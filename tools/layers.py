@@ -40,7 +40,8 @@ FOLDERS = {
 LAYERS = {
     "core": "mmrl _checkout _load _torchvision checkpoint.manifest checkpoint.reader controller.randomness "
     "engines.rollout errors files finite frozen_modules garbage hub_files json_types media out_of_memory report.clock "
-    "report.durations report.notices report.sizes rewards.contract samples script_process secrets trajectory transfer "
+    "report.durations report.notices report.sizes python_objects quiet rewards.contract samples script_process secrets "
+    "trajectory transfer "
     "user_code",
     "config": "config.errors config.layers config.rollout config.sampling config.section",
     "algorithms": "algorithms",
@@ -61,8 +62,9 @@ LAYERS = {
     "rollout": "controller.workload rollout",
     "training": "training",
     "planner, simulator, report": "planner report simulator",
-    "app": "checkpoint.resume contracts doctor export run session stopping training.divergence verify",
+    "app": "callbacks checkpoint.resume contracts doctor export run session stopping training.divergence verify",
     "runtime": "runtime",
+    "python": "api",
     "cli": "__main__ cli",
 }
 """Lowest first. A module and all below it, without ``mmrl.``; the longest name that fits counts, ``mmrl`` is itself."""

@@ -16,17 +16,8 @@ import typer
 
 from mmrl.cli import check, data, judge, recipes, rewards, runs, simulate
 from mmrl.errors import UserError
+from mmrl.quiet import be_quiet
 from mmrl.secrets import hidden
-
-QUIET = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin between operations starve their neighbours on a shared machine
-    "TRANSFORMERS_VERBOSITY": "error",
-    "DIFFUSERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "KINETO_LOG_LEVEL": "5",  # torch's profiler tells of every start and stop
-}
-"""Defaults of the environment, set before torch and the model libraries are imported; what the user set stays."""
 
 app = typer.Typer(
     name="mmrl",
@@ -98,8 +89,7 @@ def show_log(level: str) -> None:
 
 def main() -> None:
     """Entry point of ``mmrl`` and ``python -m mmrl.cli``."""
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
+    be_quiet()
     try:
         show_log(os.environ.get("MMRL_LOG", "warning"))
         app(prog_name="mmrl")

@@ -51,6 +51,7 @@ def read_recipe(
     from mmrl.config.dtype import chosen_by, with_choice
     from mmrl.config.loader import load_recipe
     from mmrl.config.schema import Recipe
+    from mmrl.planner.gpus import planned_for
 
     overlays = [text for text in changes if "=" not in text or os.path.isfile(text)]
     overrides = [text for text in changes if text not in overlays]
@@ -61,9 +62,9 @@ def read_recipe(
     def prepare(values: Mapping[str, Any]) -> Mapping[str, Any]:
         threads = values.get("threads", Recipe.model_fields["threads"].default)
         use_threads(threads if isinstance(threads, int) else None)  # before a choice imports torch
-        chosen = chosen_by(run(str(values.get("name")))) if run else None
         if gpu is not None:
-            chosen, values = "bfloat16" if gpu.bfloat16 else "float32", {**values, "device": "cuda"}
+            return planned_for(gpu, values)
+        chosen = chosen_by(run(str(values.get("name")))) if run else None
         return values if chosen is None else with_choice(values, chosen)
 
     return load_recipe([recipe, *overlays], overrides, prepare)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import copyreg
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,13 +18,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import get_args, get_type_hints
 
-from mmrl._load import folders, load, load_from_file
+from mmrl._load import absent, folders, load, load_from_file, shelf
 from mmrl.algorithms.settings import AlgorithmSettings, Kind
 from mmrl.config.aliases import alias_message
 from mmrl.config.drop_ins import missing_drop_in, split_file
 from mmrl.config.errors import did_you_mean
 from mmrl.config.layers import kind_of, shown
 from mmrl.errors import UserError
+from mmrl.python_objects import in_this_process
 from mmrl.user_code import describe, place_of
 
 
@@ -56,9 +58,13 @@ def shipped_algorithms() -> list[Algorithm]:
     return [find_algorithm(name) for name in algorithm_names()]
 
 
-@cache
 def find_algorithm(name: str) -> Algorithm:
     """The algorithm that ``algorithm.type`` names, imported. Raises ``AlgorithmError``."""
+    return _in_this_process(name) if in_this_process(name) else _found(name)
+
+
+@cache
+def _found(name: str) -> Algorithm:
     file, attribute = split_file(name)
     if file is not None:
         return _in_file(name, Path(file), attribute)
@@ -93,6 +99,15 @@ def trains_on_pairs(section: object) -> bool:
         return isinstance(name, str) and find_algorithm(name).settings.kind == "offline"
     except AlgorithmError:  # said of the section itself
         return False
+
+
+def _in_this_process(name: str) -> Algorithm:
+    attribute = name.partition(":")[2]
+    cls = getattr(shelf("algorithms"), attribute, None)
+    if cls is None:
+        raise AlgorithmError(absent("algorithms", attribute))
+    settings = _checked(cls, attribute)
+    return Algorithm(name, cls, settings, sys.modules[cls.__module__])
 
 
 def _in_file(name: str, file: Path, attribute: str) -> Algorithm:

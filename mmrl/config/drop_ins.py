@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from mmrl._load import Kind, folders
+from mmrl._load import Kind, absent, folders, shelf
 from mmrl.config.errors import did_you_mean
 from mmrl.config.layers import shown
+from mmrl.python_objects import in_this_process
 
 DEFAULT: dict[Kind, str] = {"pipelines": "build", "rewards": "score", "datasets": "prompts", "algorithms": ""}
 """What a name without ``:attribute`` stands for; the one algorithm of a file needs no name."""
@@ -53,6 +54,9 @@ def missing_drop_in(kind: Kind, name: str, looked: str) -> str:
 
     ``looked`` says for a message where a file was looked for.
     """
+    if in_this_process(name):
+        attribute = name.partition(":")[2]
+        return "" if hasattr(shelf(kind), attribute) else absent(kind, attribute)
     file_text, attribute = split_file(name)
     if file_text is not None:
         file = Path(file_text)

@@ -48,6 +48,8 @@ class LoadedRecipe:
     paths: tuple[Path, ...]
     overrides: tuple[str, ...]
     tree: Tree = field(repr=False)
+    from_python: bool = False
+    """Whether it was made of Python values, so that its files are gone when the process is."""
 
     def resolve(self, text: str) -> str:
         """The absolute path of a model or file named in this recipe, or ``text`` where nothing local is meant."""
@@ -97,16 +99,18 @@ def load_recipe(
     paths: Sequence[Path | str],
     overrides: Sequence[str] = (),
     prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    root: Path | None = None,
 ) -> LoadedRecipe:
     """Read a recipe: YAML files layered left to right, then ``a.b=c`` overrides.
 
     A first path that is no file may be the name of a shipped recipe. Mappings merge, lists and scalars replace; an
     override replaces whatever it names, so ``algorithm={type: draft}`` starts that section anew. ``prepare`` gets the
-    plain values before they are checked, and returns those to check. Raises ``RecipeError`` with every problem found.
+    plain values before they are checked, and returns those to check. ``root``: where relative paths start, in place of
+    the first file's folder. Raises ``RecipeError`` with every problem found.
     Loads no model, and imports of all that it names the algorithm alone.
     """
     files = [find_recipe(str(path)) for path in paths]
-    root = files[0].resolve().parent
+    root = root or files[0].resolve().parent
     tree = read_layers(files, list(overrides))
     remember(tree.values)
     findings = list(tree.findings)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl import _load
 from mmrl.errors import UserError
+from mmrl.python_objects import in_this_process
 from mmrl.report.notices import tell
 from mmrl.rewards.contract import Declaration, Input, Sleeper, declaration_of
 from mmrl.user_code import defined_at, describe, option_problems, place_of
@@ -126,6 +127,9 @@ def find(name: str, root: Path | None = None) -> Found:
     ``shapes`` and ``my.py`` stand for ``shapes:score`` and ``my.py:score``. Raises ``UserError``.
     """
     module_name, _, attribute = name.partition(":")
+    if in_this_process(name):
+        target = _load.load("rewards", name)
+        return Found(name, target, _file_of(target))
     module = _module(module_name, root)
     attribute = attribute or "score"
     if not hasattr(module, attribute):
@@ -137,9 +141,21 @@ def find(name: str, root: Path | None = None) -> Found:
     return Found(name, getattr(module, attribute), getattr(module, "__file__", None))
 
 
+def _file_of(target: object) -> str | None:
+    """The file that defines ``target``, or the class of it; None where that cannot be told (a notebook)."""
+    defined = target if inspect.isroutine(target) or inspect.isclass(target) else type(target)
+    try:
+        return inspect.getsourcefile(defined)
+    except (OSError, TypeError):
+        return None
+
+
 def problems(found: Found, options: Mapping[str, Any]) -> list[str]:
     """What is wrong with the reward's signature or with its ``options``; empty when it can be called."""
     target = found.target
+    if _is_built(target):
+        given = [f"options.{key}: {found.name} is built already; give it to its constructor" for key in options]
+        return given + _call_problems(found, target.score, {})
     if not callable(target):
         return [f"{found.place}: {found.name} is a {type(target).__name__}; a reward is a function or class: {_FORM}"]
     if not inspect.isclass(target):
@@ -170,6 +186,8 @@ def build(found: Found, options: Mapping[str, Any]) -> Loaded:
                 "mend that line or the reward's options"
             ) from error
         call = holder.score
+    elif _is_built(holder):
+        call = holder.score
     else:
         call = functools.partial(holder, **options)
     declaration = declaration_of(holder)
@@ -177,6 +195,11 @@ def build(found: Found, options: Mapping[str, Any]) -> Loaded:
     if is_async and declaration.differentiable:
         raise UserError(f"{found.place}: a differentiable reward runs inside the update; make it def, not async def")
     return Loaded(found.name, call, declaration, is_async, found.file, found.place)
+
+
+def _is_built(target: object) -> bool:
+    """Whether a reward is an object with a method ``score``, made by the user."""
+    return not inspect.isclass(target) and not inspect.isroutine(target) and callable(getattr(target, "score", None))
 
 
 def asked_of_options(found: Found, ask: Callable[[], T]) -> T:

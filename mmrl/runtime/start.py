@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from mmrl.callbacks import AnyCallback, Callbacks
 from mmrl.checkpoint import reader
+from mmrl.checkpoint.reader import Saved
 from mmrl.checkpoint.resume import same_run
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.masked_text import masked_override
+from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.planner.plan import resolved
 from mmrl.report.html import write_report
@@ -17,44 +23,91 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import check_trackers
 from mmrl.runtime.launch import launch
 from mmrl.session import ANEW, Outcome, Session
-from mmrl.stopping import stop_on_signal
+from mmrl.stopping import Stop, stop_on_signal
 from mmrl.training.divergence import settle
 
 
-def train(loaded: LoadedRecipe, out: Path, *, resume: bool = False, overwrite: bool = False) -> Path:
+def train(
+    loaded: LoadedRecipe,
+    out: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    callbacks: Sequence[AnyCallback] = (),
+) -> Path:
     """Run the recipe into the directory ``out`` (or go on where it stopped) and return it.
+
+    ``callbacks`` are called in this process, so that they need a run of one device.
 
     Raises ``UserError``, and ``SystemExit`` where SIGTERM or SIGHUP has stopped it, once it is saved.
     """
+    with opened(loaded, out, resume=resume, overwrite=overwrite) as run:
+        if run.recipe.controllers * run.recipe.devices_per_controller > 1:
+            if callbacks:
+                raise UserError(
+                    "callbacks are called in this process, and controllers or devices_per_controller above 1 train in "
+                    "others; use one of each, or read metrics.jsonl of the run while it trains"
+                )
+            outcome = launch(run.loaded, run.directory, resume=resume, stop=run.stop)
+        else:
+            outcome = run.session(callbacks).begin(run.stop, run.found, resume=resume)
+        run.conclude(outcome)
+    if run.stop.exit_code and not outcome.finished:
+        raise SystemExit(run.stop.exit_code)
+    return out
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run whose directory is locked and has its recipe; ``found`` is the checkpoint that it continues from."""
+
+    loaded: LoadedRecipe
+    directory: RunDir
+    stop: Stop
+    found: Saved | None
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.loaded.recipe
+
+    def session(self, callbacks: Sequence[AnyCallback]) -> Session:
+        """Load what a step needs, to train in this process."""
+        called = Callbacks(callbacks, self.recipe, self.directory.path, self.stop) if callbacks else None
+        return Session(self.loaded, self.directory, callbacks=called)
+
+    def conclude(self, outcome: Outcome) -> None:
+        """Write the report of a run that has ended, or say how to continue it. Raises ``UserError`` where an error
+        ended it."""
+        again = command(self.loaded, self.directory.path)
+        if outcome.divergence is not None:
+            raise UserError(settle(self.directory, outcome.divergence, self.recipe, again))
+        if outcome.error:
+            error = UserError(
+                f"{outcome.error}\nsteps up to {outcome.saved} are saved; mend it, then: {resumed(self.loaded, again)}"
+            )
+            error.exit_code = outcome.exit_code
+            raise error
+        if outcome.finished:
+            finish(self.directory, outcome)
+            return
+        if outcome.save_failed:
+            raise UserError(outcome.save_failed)
+        why = f" ({self.stop.reason})" if self.stop.reason else ""
+        print(f"stopped after step {outcome.done}{why}; continue with: {resumed(self.loaded, again)}", file=sys.stderr)
+
+
+@contextmanager
+def opened(loaded: LoadedRecipe, out: Path, *, resume: bool, overwrite: bool) -> Generator[OpenRun]:
+    """Make or take over the directory ``out``, and keep it locked inside. Raises ``UserError``."""
     loaded = resolved(loaded.going_on(out) if resume else loaded)
-    recipe = loaded.recipe
-    check_trackers(recipe.log)
+    check_trackers(loaded.recipe.log)
     with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:
         if resume and directory.resolved.exists():  # a run killed in its first second has none yet
             same_run(directory, loaded)
         found = reader.newest(directory.checkpoints, ANEW) if resume else None  # before anything is written
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
         directory.write_environment()
-        if recipe.controllers * recipe.devices_per_controller > 1:
-            outcome = launch(loaded, directory, resume=resume, stop=stop)
-        else:
-            outcome = Session(loaded, directory).begin(stop, found, resume=resume)
-        if outcome.divergence is not None:
-            raise UserError(settle(directory, outcome.divergence, recipe, command(loaded, out)))
-        if outcome.error:
-            again = f"steps up to {outcome.saved} are saved; mend it, then: {command(loaded, out)} --resume"
-            error = UserError(f"{outcome.error}\n{again}")
-            error.exit_code = outcome.exit_code
-            raise error
-        if outcome.finished:
-            finish(directory, outcome)
-            return out
-        if outcome.save_failed:
-            raise UserError(outcome.save_failed)
-        print(f"stopped after step {outcome.done}; continue with: {command(loaded, out)} --resume", file=sys.stderr)
-    if stop.exit_code:
-        raise SystemExit(stop.exit_code)
-    return out
+        yield OpenRun(loaded, directory, stop, found)
 
 
 def command(loaded: LoadedRecipe, out: Path) -> str:
@@ -62,6 +115,11 @@ def command(loaded: LoadedRecipe, out: Path) -> str:
     overrides = [masked_override(text, loaded.tree.values) for text in loaded.overrides]
     words = ["mmrl", "train", *map(str, loaded.paths), *overrides, "--out", str(out)]
     return shlex.join(words)
+
+
+def resumed(loaded: LoadedRecipe, again: str) -> str:
+    """How to continue the run: by the command ``again``, or from Python where its recipe comes from there."""
+    return "the same call of mmrl.train with resume=True" if loaded.from_python else f"{again} --resume"
 
 
 def finish(directory: RunDir, outcome: Outcome) -> None:

@@ -1,0 +1,13 @@
+from mmrl._load import load as load
+from mmrl.api.run import Run as Run
+from mmrl.api.run import load_run as load_run
+from mmrl.api.scoring import score as score
+from mmrl.api.training import plan as plan
+from mmrl.api.training import start as start
+from mmrl.api.training import train as train
+from mmrl.callbacks import Callback as Callback
+from mmrl.config.schema import Recipe as Recipe
+from mmrl.errors import UserError as UserError
+from mmrl.rewards.contract import reward as reward
+from mmrl.trajectory import Prompt as Prompt
+from mmrl.trajectory import Sample as Sample

@@ -1,0 +1,165 @@
+"""Read a recipe that is given as a name, a path, a mapping or a ``Recipe``, with changes and Python objects in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from mmrl.api.data import AnyData, Data
+from mmrl.config.loader import LoadedRecipe, load_recipe
+from mmrl.config.schema import Recipe
+from mmrl.errors import UserError
+from mmrl.json_types import Json
+from mmrl.planner.gpus import Gpu, planned_for
+from mmrl.python_objects import in_this_process, name_of
+
+AnyRecipe: TypeAlias = "str | os.PathLike[str] | Mapping[str, Json] | Recipe"
+Changes: TypeAlias = "Mapping[str, Json] | Sequence[str]"
+AnyReward: TypeAlias = object
+"""A name, a function, a class, an object with a method ``score``, or a mapping with one of them as ``name``."""
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What a recipe takes from Python in place of names: see ``mmrl.train``."""
+
+    rewards: Sequence[AnyReward] | None = None
+    eval_rewards: Sequence[AnyReward] | None = None
+    data: AnyData | None = None
+    heldout: AnyData | None = None
+    algorithm: object = None
+
+    def changes(self) -> dict[str, Json]:
+        """The keys of a recipe that they set. Raises ``UserError``."""
+        changes: dict[str, Json] = {}
+        taken: dict[str, None] = {}
+        for key, rewards in (("rewards", self.rewards), ("eval.rewards", self.eval_rewards)):
+            if rewards is not None:
+                named = [_reward(reward, f"{key}[{i}]", taken) for i, reward in enumerate(_listed(rewards, key))]
+                changes[key] = named
+        if self.heldout is not None and self.data is None:
+            raise UserError("heldout: give data too, or set data.heldout of the recipe")
+        if self.data is not None:
+            changes["data.name"] = name_of("datasets", Data(self.data, self.heldout).prompts, word="data")
+            changes |= {"data.train": {}, "data.heldout": {}}
+        if self.algorithm is not None:
+            if not isinstance(self.algorithm, type):
+                raise UserError(
+                    f"algorithm: {self.algorithm!r} is no class; give the class, and its settings as changes"
+                )
+            changes["algorithm"] = {"type": name_of("algorithms", self.algorithm)}
+        return changes
+
+
+@contextmanager
+def read(
+    recipe: AnyRecipe, changes: Changes | None = None, objects: Objects | None = None, gpu: Gpu | None = None
+) -> Generator[LoadedRecipe]:
+    """The recipe, whose files exist inside the ``with`` only. Raises ``RecipeError`` and ``UserError``.
+
+    ``gpu``: what ``model.dtype: auto`` is chosen for, in place of this machine's device.
+    """
+    with tempfile.TemporaryDirectory(prefix="mmrl-") as folder:
+        paths, root = _files(recipe, Path(folder))
+        overlays, own = _changes(changes or {}, Path(folder))
+        overrides = [_override(key, value) for key, value in (objects or Objects()).changes().items()]
+        overrides += own  # so that algorithm.clip_range is of the algorithm that was given
+        prepare = None if gpu is None else lambda values: planned_for(gpu, values)
+        loaded = load_recipe([*paths, *overlays], overrides, prepare, root)
+        held = [f"{key} ({name})" for key, name in _names(loaded.recipe) if in_this_process(name)]
+        if held and loaded.recipe.controllers * loaded.recipe.devices_per_controller > 1:
+            raise UserError(
+                f"{', '.join(held)}: this object exists in this process only, and controllers or "
+                "devices_per_controller above 1 train in others; define it at the top of a file other than the script "
+                "and import it from there, or give path/to/file.py:name"
+            )
+        yield replace(loaded, from_python=bool(root or overlays or held))
+
+
+def _files(recipe: object, folder: Path) -> tuple[list[Path | str], Path | None]:
+    """The recipe as a file, and the folder where its relative paths start if not the file's."""
+    if isinstance(recipe, str | os.PathLike):
+        return [os.fspath(recipe)], None
+    if isinstance(recipe, Recipe):
+        recipe = recipe.model_dump(mode="json")
+    if not isinstance(recipe, Mapping):
+        raise UserError(f"recipe: {recipe!r} is neither a name, a path, a mapping nor a mmrl.Recipe")
+    file = folder / "recipe.yaml"
+    file.write_text(_json("the recipe", recipe, 1), encoding="utf-8")
+    return [file], Path.cwd()
+
+
+def _changes(changes: Changes, folder: Path) -> tuple[list[Path], list[str]]:
+    """As files to layer over a recipe, and ``a.b=c``. A mapping inside merges, as a file does."""
+    if isinstance(changes, str):
+        raise UserError(f"changes: {changes!r} is one text; write [{changes!r}], or a mapping")
+    if not isinstance(changes, Mapping):
+        return [Path(text) for text in changes if _is_file(text)], [text for text in changes if not _is_file(text)]
+    merged = {key: value for key, value in changes.items() if isinstance(value, Mapping) and key.isidentifier()}
+    file = folder / "changes.yaml"
+    if merged:
+        file.write_text(_json("changes", merged, 1), encoding="utf-8")
+    return [file] if merged else [], [_override(key, v) for key, v in changes.items() if key not in merged]
+
+
+def _is_file(text: str) -> bool:
+    return "=" not in text or os.path.isfile(text)
+
+
+def _override(key: str, value: Json) -> str:
+    return f"{key}={_json(key, value)}"
+
+
+def _json(key: str, value: object, indent: int | None = None) -> str:
+    """``value`` as JSON, which is YAML too. Raises ``UserError``."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain, indent=indent)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{key}: {error}; a recipe holds texts, numbers, lists and mappings") from None
+
+
+def _plain(value: object) -> Json:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"a {type(value).__name__} cannot stand in a recipe")
+
+
+def _listed(rewards: object, key: str) -> Sequence[AnyReward]:
+    if isinstance(rewards, str | Mapping) or not isinstance(rewards, Sequence):
+        raise UserError(f"{key}: give a list, [{rewards!r}]")
+    return rewards
+
+
+def _reward(reward: AnyReward, key: str, taken: dict[str, None]) -> Json:
+    """A reward as a recipe holds it. Raises ``UserError``."""
+    if isinstance(reward, Mapping):
+        if "name" not in reward:
+            raise UserError(f"{key}: the mapping has no name; write {{'name': my_reward, 'weight': 1.0}}")
+        return {**reward, "name": _named(reward["name"], key, taken)}
+    return {"name": _named(reward, key, taken)}
+
+
+def _named(reward: object, key: str, taken: dict[str, None]) -> str:
+    if isinstance(reward, str):
+        return reward
+    if not callable(reward) and not callable(getattr(reward, "score", None)):
+        raise UserError(
+            f"{key}: a {type(reward).__name__} is no reward; give a name, a function score(samples, *, context), or an "
+            "object with such a method"
+        )
+    name = name_of("rewards", reward, taken)
+    taken[name] = None
+    return name
+
+
+def _names(recipe: Recipe) -> list[tuple[str, str]]:
+    """The keys of a recipe that may hold a Python object, and the names there."""
+    rewards = [(f"rewards[{i}]", reward.name) for i, reward in enumerate(recipe.rewards)]
+    rewards += [(f"eval.rewards[{i}]", reward.name) for i, reward in enumerate(recipe.eval.rewards)]
+    return [("data", recipe.data.name), ("algorithm", recipe.algorithm.type), *rewards]

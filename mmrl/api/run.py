@@ -1,0 +1,231 @@
+"""A run, as a Python user holds it: its figures and samples, and what can be done with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from PIL import Image
+
+from mmrl.api.recipes import AnyRecipe, Changes, Objects, read
+from mmrl.callbacks import AnyCallback
+from mmrl.config.schema import Recipe
+from mmrl.errors import UserError
+from mmrl.export import export
+from mmrl.report.html import write_report
+from mmrl.report.metrics import read as read_rows
+from mmrl.run import evaluate, open_run
+from mmrl.runtime.start import OpenRun, opened
+from mmrl.session import Session
+
+
+@dataclass(frozen=True)
+class RunSample:
+    """A held-out sample of an evaluation: the prompt, what the model made of it, and its scores by reward.
+
+    ``image`` is a PIL picture, ``frames`` are those of a clip, ``text`` is a response.
+    """
+
+    prompt: str
+    scores: dict[str, float | None]
+    image: Image.Image | None = None
+    frames: tuple[Image.Image, ...] = ()
+    text: str | None = None
+
+
+class Run:
+    """A run in a directory, made by ``mmrl.train``, ``mmrl.start`` or ``mmrl.load_run``.
+
+    With ``mmrl.start`` it is open: ``step`` trains, and ``close`` (or the end of a ``with``) saves. Otherwise it is
+    read, while or after another process trains it.
+    """
+
+    def __init__(self, path: Path, recipe: Recipe, training: Stepper | None = None) -> None:
+        self.path, self.recipe, self._training = path, recipe, training
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {self.steps} of {self.recipe.train.steps} steps)"
+
+    @property
+    def steps(self) -> int:
+        """How many training steps are recorded."""
+        rows = read_rows(self.path / "metrics.jsonl")
+        return int(rows[-1]["step"]) if rows else 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether training has come to its end."""
+        return self._training.finished if self._training is not None else self.steps >= self.recipe.train.steps
+
+    @property
+    def metrics(self) -> dict[str, list[float | None]]:
+        """The metrics of training steps by name, one value a step: ``pandas.DataFrame(run.metrics)``.
+
+        None where a step has no such number, or one that is not finite.
+        """
+        return _columns(self.path / "metrics.jsonl")
+
+    @property
+    def heldout(self) -> dict[str, list[float | None]]:
+        """The metrics of evaluations on held-out prompts by name, one value an evaluation."""
+        return _columns(self.path / "heldout.jsonl")
+
+    def samples(self, step: int | None = None) -> list[RunSample]:
+        """The samples of the evaluation after ``step``; None is the last one. Raises ``UserError``."""
+        found = sorted(int(file.stem.removeprefix("step_")) for file in (self.path / "samples").glob("step_*.json"))
+        if not found or (step is not None and step not in found):
+            raise UserError(
+                f"{self.path} has no samples of {'an evaluation' if step is None else f'step {step}'}; "
+                + (f"give one of {', '.join(map(str, found))}" if found else "set eval.every, or wait for one")
+            )
+        folder = self.path / "samples"
+        listing = json.loads((folder / f"step_{found[-1] if step is None else step:06d}.json").read_text("utf-8"))
+        return [_sample(folder, one) for one in listing["samples"]]
+
+    def step(self) -> dict[str, float]:
+        """Train one step, with the evaluation and the checkpoint that are due after it; returns its metrics.
+
+        Raises ``UserError`` where the run is not open or has ended, and where the step fails.
+        """
+        if self._training is None:
+            raise UserError("this run is not open for training; open it with mmrl.start(..., resume=True)")
+        return self._training.step()
+
+    def evaluate(self, samples: int | None = None, checkpoint: str = "latest") -> dict[str, float | None]:
+        """Measure a checkpoint on ``samples`` held-out samples (None: ``eval.samples`` of the recipe).
+
+        ``checkpoint``: ``latest``, ``best``, ``base`` or a step. Loads the model. Raises ``UserError``.
+        """
+        return evaluate(self.path, samples, checkpoint)
+
+    def report(self) -> Path:
+        """Write the report, one HTML file; returns its path."""
+        return write_report(self.path)
+
+    def export(self, out: str | Path, what: str = "merged", checkpoint: str = "latest") -> Path:
+        """Write the weights to the new directory ``out``, in the format of transformers or diffusers; returns it.
+
+        ``what``: ``merged``, the whole model, or ``lora``, the adapter alone. Raises ``UserError``.
+        """
+        return export(self.path, Path(out), what, checkpoint)
+
+    def close(self) -> None:
+        """Save what is not saved, and free the model and the directory. The run can still be read."""
+        if self._training is not None:
+            self._training.close()
+            self._training = None
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+@dataclass
+class Stepper:
+    """Training that goes on one step at a call, of a run that is open."""
+
+    run: OpenRun
+    session: Session
+    _held: ExitStack
+    _steps: Generator[dict[str, float]] = field(init=False)
+    _over: bool = False
+
+    def __post_init__(self) -> None:
+        self._steps = self.session.steps(self.run.stop)
+
+    @property
+    def finished(self) -> bool:
+        return self.session.finished
+
+    def step(self) -> dict[str, float]:
+        if self._over:
+            raise UserError(
+                f"the run has ended after step {self.session.done}; raise train.steps and start it with resume"
+            )
+        try:
+            row = next(self._steps)
+        except StopIteration:
+            self._conclude()
+            raise UserError(f"the run has ended after step {self.session.done}") from None
+        except UserError as error:
+            self._over = True
+            self.run.conclude(self.session.failed(error))
+            raise
+        if self.session.finished:
+            for _ in self._steps:  # nothing but the last checkpoint
+                pass
+            self._conclude()
+        return row
+
+    def close(self) -> None:
+        try:
+            if not self._over:
+                self._steps.close()
+                self._conclude()
+        finally:
+            self._held.close()
+
+    def _conclude(self) -> None:
+        self._over = True
+        self.run.conclude(self.session.outcome())
+
+
+def start(
+    recipe: AnyRecipe,
+    changes: Changes | None,
+    objects: Objects,
+    out: Path | None,
+    callbacks: Sequence[AnyCallback],
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> Run:
+    """Open a run to train it step by step: see ``mmrl.start``."""
+    with ExitStack() as held:
+        loaded = held.enter_context(read(recipe, changes, objects))
+        if loaded.recipe.controllers * loaded.recipe.devices_per_controller > 1:
+            raise UserError(
+                "mmrl.start trains in this process; set controllers and devices_per_controller to 1, or use mmrl.train"
+            )
+        path = out or Path("runs") / loaded.recipe.name
+        run = held.enter_context(opened(loaded, path, resume=resume, overwrite=overwrite))
+        session = run.session(callbacks)
+        if resume:
+            session.restore(run.found)
+        return Run(path, run.recipe, Stepper(run, session, held.pop_all()))
+
+
+def load_run(path: str | Path) -> Run:
+    """The run in the directory ``path``, to read. Raises ``UserError`` where there is none."""
+    recipe, directory = open_run(Path(path))
+    return Run(directory.path, recipe)
+
+
+def _columns(file: Path) -> dict[str, list[float | None]]:
+    rows = [{k: v for k, v in row.items() if k != "nonfinite"} for row in read_rows(file)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _sample(folder: Path, one: dict[str, object]) -> RunSample:
+    scores = one.get("scores")
+    known = scores if isinstance(scores, dict) else {}
+    if "file" not in one:
+        return RunSample(str(one["prompt"]), known, text=str(one.get("text", "")))
+    with Image.open(folder / str(one["file"])) as image:
+        frames = tuple(_frames(image))
+    return RunSample(
+        str(one["prompt"]), known, frames[0] if len(frames) == 1 else None, frames if len(frames) > 1 else ()
+    )
+
+
+def _frames(image: Image.Image) -> Iterator[Image.Image]:
+    for i in range(getattr(image, "n_frames", 1)):
+        image.seek(i)
+        yield image.convert("RGB")
