@@ -125,7 +125,7 @@ def sampling_phase(context: StepContext, weights: str) -> Generator[None]:
     """
     policy = context.policy
     if context.recipe.rollout.engine == "transformers" or not policy.weights.in_shards:
-        with policy.alone(weights):
+        with policy.unsharded(weights):
             yield
     else:
         with policy.using(weights):
