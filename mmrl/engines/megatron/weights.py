@@ -2,9 +2,9 @@
 al. 2019, arXiv 1909.08053), and layers in stages (``mmrl.engines.megatron.stages``).
 
 The Hugging Face model stays in its place and lends its name, its config and its ``generate``. Outside of
-``unsharded`` it has no weights but those of a vision tower (``mmrl.engines.megatron.vision_tower``) or of a critic's head, and a call of
-it is a call of this rank's ``GPTModel``: of all ranks that share a model, together, with the same rows. Optimizer,
-copies and checkpoints work on parts of Hugging Face's own tensors (``mapping.parts``).
+``unsharded`` it has no weights but those of a vision tower (``mmrl.engines.megatron.vision_tower``) or of a critic's
+head, and a call of it is a call of this rank's ``GPTModel``: of all ranks that share a model, together, with the same
+rows. Optimizer, copies and checkpoints work on parts of Hugging Face's own tensors (``mapping.parts``).
 """
 
 # pyright: reportMissingImports=false
