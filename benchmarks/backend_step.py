@@ -96,7 +96,7 @@ class Rank:
                 policy.backward(part)
                 loss += part.item()
         norm = policy.apply()["optim/grad_norm"]
-        with self._phase("gather"), policy.alone("current"):
+        with self._phase("gather"), policy.unsharded("current"):
             pass
         found = {**self.seconds, "loss": loss, "norm": norm, "mib": self._peak()}
         self._forget_peak()

@@ -100,7 +100,7 @@ def made(megabytes: int, peers: Group | None) -> Policy:
 def save(saver: Saver, policy: Policy, step: int, at_once: bool) -> float:
     """Seconds in which the run waits; what is written meanwhile is written before this returns."""
     tensors, numbers = policy.state()
-    spread = {part: {k: policy.spread(part, k, t) for k, t in of.items()} for part, of in tensors.items()}
+    spread = {part: {k: policy.checkpoint_view(part, k, t) for k, t in of.items()} for part, of in tensors.items()}
     start = time.perf_counter()
     saver.begin(Checkpoint(step, spread, {"policy": numbers}))
     if at_once:

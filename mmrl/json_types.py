@@ -7,3 +7,27 @@ JsonScalar: TypeAlias = bool | int | float | str | None
 # The containers are read-only, so that a `dict[str, int]` is JSON data too.
 Json: TypeAlias = "JsonScalar | Sequence[Json] | Mapping[str, Json]"
 JsonObject: TypeAlias = Mapping[str, Json]
+MutableJson: TypeAlias = "JsonScalar | list[MutableJson] | dict[str, MutableJson]"
+"""JSON data that is changed in place, such as the values of a recipe whose layers are merged."""
+
+
+def item(container: MutableJson, key: str | int) -> MutableJson:
+    """``container[key]``. Raises ``KeyError`` or ``IndexError``, and ``TypeError`` where no such key can be in it."""
+    match container, key:
+        case dict(), str():
+            return container[key]
+        case list(), int():
+            return container[key]
+        case _:
+            raise TypeError(f"{type(container).__name__} has no {key!r}")
+
+
+def set_item(container: MutableJson, key: str | int, value: MutableJson) -> None:
+    """``container[key] = value``. Raises as ``item``."""
+    match container, key:
+        case dict(), str():
+            container[key] = value
+        case list(), int():
+            container[key] = value
+        case _:
+            raise TypeError(f"{type(container).__name__} has no {key!r}")

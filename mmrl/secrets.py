@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.json_types import Json, MutableJson, item, set_item
 
 MASK = "<secret>"
 """Plain text in YAML too, in lists and mappings."""
@@ -35,7 +35,7 @@ def is_secret(name: str, value: object) -> bool:
     return bool(_NAME.search(name) or (_MAYBE.search(name) and _RANDOM.fullmatch(str(value))))
 
 
-def masked(value: Any, name: str = "") -> Any:
+def masked(value: Json, name: str = "") -> Json:
     """The same settings with ``<secret>`` for each secret."""
     if isinstance(value, Mapping):
         return {key: masked(inner, str(key)) for key, inner in value.items()}
@@ -46,7 +46,7 @@ def masked(value: Any, name: str = "") -> Any:
     return _USER.sub(MASK, value) if isinstance(value, str) else value
 
 
-def masks(settings: Any) -> list[tuple[Any, ...]]:
+def masks(settings: Json) -> list[tuple[str | int, ...]]:
     """Where settings hold a mask in place of a secret: the keys that lead there."""
     return [path for path, _, value in _leaves(settings) if isinstance(value, str) and _masked(value)]
 
@@ -55,7 +55,7 @@ def _masked(value: str) -> bool:
     return value == MASK or f"://{MASK}@" in value
 
 
-def remember(settings: Any) -> None:
+def remember(settings: Json) -> None:
     """Hide the secrets of ``settings`` from now on in what this process writes and prints."""
     _known.update(str(value) for _, name, value in _leaves(settings) if is_secret(name, value))
 
@@ -68,7 +68,7 @@ def hidden(text: str) -> str:
     return _USER.sub(MASK, text) if "://" in text else text
 
 
-def mask_text(text: str, settings: Any) -> str:
+def mask_text(text: str, settings: Json) -> str:
     """The text of a recipe, or of one ``key=value``, with ``<secret>`` for each secret of its ``settings``."""
     for _, name, value in _leaves(settings):
         if is_secret(name, value):
@@ -77,7 +77,7 @@ def mask_text(text: str, settings: Any) -> str:
     return hidden(text)
 
 
-def given_again(settings: dict[str, Any]) -> dict[str, Any]:
+def given_again(settings: dict[str, MutableJson]) -> dict[str, MutableJson]:
     """The settings of a stored run with its secrets, which the environment gives. Raises ``UserError``."""
     lacks = []
     for path in masks(settings):
@@ -85,10 +85,11 @@ def given_again(settings: dict[str, Any]) -> dict[str, Any]:
         if variable not in os.environ:
             lacks.append(variable)
             continue
-        inner: Any = settings
-        for part in path[:-1]:
-            inner = inner[part]
-        inner[path[-1]] = os.environ[variable]
+        *parents, last = path
+        inner: MutableJson = settings
+        for part in parents:
+            inner = item(inner, part)
+        set_item(inner, last, os.environ[variable])
     if lacks:
         raise UserError(
             "the run directory does not hold the secrets of its recipe: set the environment "
@@ -98,7 +99,9 @@ def given_again(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _leaves(value: Any, path: tuple[str | int, ...] = (), name: str = "") -> Iterator[tuple[tuple[Any, ...], str, Any]]:
+def _leaves(
+    value: Json, path: tuple[str | int, ...] = (), name: str = ""
+) -> Iterator[tuple[tuple[str | int, ...], str, Json]]:
     """Each single value with the keys that lead to it and the last of them that is a name."""
     if isinstance(value, Mapping):
         for key, inner in value.items():

@@ -165,7 +165,7 @@ class Session:
         found = found or reader.newest(self.checkpoints, ANEW)
         if found is not None:
             restore(self.run, found, self._others)
-            self.run.compute.devices.others(self.run, take_up, self.checkpoints, found.step)
+            self.run.compute.devices.run_on_other_trainers(self.run, take_up, self.checkpoints, found.step)
             self.done, self.cpu_seconds = found.step, found.state["cpu_seconds"]
             self.saver.saved, self.updates = self.done, self.run.policy.updates
         print(
@@ -328,7 +328,11 @@ class Session:
 
     def _save(self) -> None:
         together = self.saver.ranks is not None
-        with self.run.compute.devices.beside(self.run, device_tasks.save, self.done) if together else nullcontext():
+        with (
+            self.run.compute.devices.running_on_other_trainers(self.run, device_tasks.save, self.done)
+            if together
+            else nullcontext()
+        ):
             taken = of_run(self.run, self.done, self._others, cpu_seconds=self.cpu_seconds)
             self.saver.begin(taken, proved=self._proved)
         self._name_saved()

@@ -73,7 +73,7 @@ def rows_of(run, first, every):
     slots = [Slot(0, n, 0, run.prompts[n]) for n in range(first, 8, every)]
     ids = [SampleId(0, slot.index, 0, 0) for slot in slots]
     run.pipeline.encode(slots)
-    with run.policy.alone("current"):
+    with run.policy.unsharded("current"):
         return run.pipeline.sample(slots, ids, [], 5)
 
 
@@ -97,7 +97,7 @@ def updates(run, rows):
     if after := replayed(run, rows, frozenset({"log_probs"})):
         found["after"] = after["log_probs"]
     close = 1e-4 if run.recipe.model.dtype == "float32" else 0.15
-    with torch.no_grad(), run.policy.alone("current"):  # what is sampled with and exported
+    with torch.no_grad(), run.policy.unsharded("current"):  # what is sampled with and exported
         inside = run.pipeline.replay(rows, [0], frozenset(), run.policy.using)["log_probs"] * rows.mask
         torch.testing.assert_close(inside, found.get("after", inside), rtol=0, atol=close)
     return found | {f"weights/{k}": of_all(run, k, p.detach()) for k, p in run.policy.trainable.items()}

@@ -49,7 +49,7 @@ def compare(out, rank, size, port, path, *overrides):
             return run.pipeline.replay(rows, [0], frozenset(), run.policy.using)["log_probs"] * rows.mask
 
         with torch.no_grad():
-            with run.policy.alone("current"):
+            with run.policy.unsharded("current"):
                 rows = run.pipeline.sample(slots, [SampleId(0, slot.index, 0, 0) for slot in slots], [], 3)
                 whole = found(rows)
             gaps[" ".join(p.id for p in some)] = (found(rows) - whole).abs().max()

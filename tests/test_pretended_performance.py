@@ -113,7 +113,7 @@ def test_shards_of_eight_ranks_move_too():
         for name, p in plain.trainable.items():
             assert torch.equal(p, moved.trainable[name])
         tensors, numbers = moved.state()
-        spread = {part: {k: moved.spread(part, k, t) for k, t in of.items()} for part, of in tensors.items()}
+        spread = {part: {k: moved.checkpoint_view(part, k, t) for k, t in of.items()} for part, of in tensors.items()}
         assert spread["optimizer"]["exp_avg.0.weight"].shape == (16, 8)
         rooms = moved.rooms(spread)
         for part, of in tensors.items():

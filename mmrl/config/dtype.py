@@ -13,7 +13,9 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+from mmrl.json_types import JsonObject
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -53,19 +55,20 @@ def choose(device: str) -> tuple[Dtype, str]:
     return "float32", "because this device has no instructions for bfloat16"
 
 
-def is_auto(values: Mapping[str, Any]) -> bool:
+def is_auto(values: JsonObject) -> bool:
     """Whether a recipe, as it is written, leaves the choice open."""
     model = values.get("model")
     return isinstance(model, Mapping) and model.get("dtype") == "auto"
 
 
-def with_choice(values: Mapping[str, Any], dtype: Dtype | None = None) -> Mapping[str, Any]:
+def with_choice(values: JsonObject, dtype: Dtype | None = None) -> JsonObject:
     """``values`` of a recipe with ``dtype`` in place of ``auto``; None chooses for the recipe's device."""
-    if not is_auto(values):
+    model = values.get("model")
+    if not isinstance(model, Mapping) or not is_auto(values):
         return values
     device = values.get("device", "auto")
     chosen = dtype or choose(device if isinstance(device, str) else "auto")[0]
-    return {**values, "model": {**values["model"], "dtype": chosen}}
+    return {**values, "model": {**model, "dtype": chosen}}
 
 
 def chosen_by(run: Path) -> Dtype | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
 from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
@@ -22,6 +23,11 @@ from mmrl.config.sampling import TextSampling
 from mmrl.config.sampling import kind_of as sampling_kind
 from mmrl.config.schema import Recipe
 from mmrl.config.section import OWN_CLASS, seconds_of
+from mmrl.json_types import Json, JsonObject
+
+Annotation: TypeAlias = object
+"""What a section writes behind a key: a type, a union, ``Annotated``, ``Literal``. Python has no narrower type for
+these; None stands for an unknown key."""
 
 MOST_EXPLAINED = 50
 """Errors of a recipe: what an unknown key may have meant takes a while to find."""
@@ -63,7 +69,7 @@ def contradictions(text: str, tree: Tree, at: KeyPath = ()) -> Iterator[Finding]
         yield Finding(tree.source(path if known else at), path if known else at, why if known else line)
 
 
-def _message(detail: ErrorDetails, path: KeyPath, values: dict[str, Any]) -> str:
+def _message(detail: ErrorDetails, path: KeyPath, values: JsonObject) -> str:
     found = detail["input"]
     match detail["type"]:
         case "extra_forbidden":
@@ -81,21 +87,20 @@ def _message(detail: ErrorDetails, path: KeyPath, values: dict[str, Any]) -> str
             return _expected(path, values, found)
 
 
-def _expected(path: KeyPath, values: dict[str, Any], found: Any) -> str:
+def _expected(path: KeyPath, values: JsonObject, found: Json) -> str:
     annotation = _annotation(path, values)
-    choices = [str(choice) for choice in _choices(annotation)]
     message = f"expected {_describe(annotation)}, got {kind_of(found)}"
     size, most = len(found) if isinstance(found, list) else found, _most(annotation)
     if isinstance(size, int | float) and most is not None and size > most and f" to {most}" not in message:
         message += f" ({most:,} at most)"
     if isinstance(found, str):
-        message += did_you_mean(found, choices)
+        message += did_you_mean(found, _choices(annotation))
     if found is None and _has_default(path, values):
         message += " (remove the line to take the defaults)"
     return message
 
 
-def _unknown(path: KeyPath, values: dict[str, Any]) -> str:
+def _unknown(path: KeyPath, values: JsonObject) -> str:
     key = str(path[-1])
     section = _section(path[:-1], values)
     assert section is not None, "only a section forbids keys"
@@ -154,7 +159,7 @@ def _all_keys() -> tuple[str, ...]:
 # The schema beside the values: which annotation and which section a key path leads to.
 
 
-def _path(loc: tuple[str | int, ...], values: Any) -> KeyPath:
+def _path(loc: tuple[str | int, ...], values: JsonObject) -> KeyPath:
     """``loc`` without the tags that pydantic puts in behind a section, or a value, of several types."""
     path: KeyPath = ()
     for part in loc:
@@ -168,8 +173,8 @@ def _path(loc: tuple[str | int, ...], values: Any) -> KeyPath:
     return path
 
 
-def _annotation(path: KeyPath, values: Any) -> Any:
-    annotation: Any = Recipe
+def _annotation(path: KeyPath, values: JsonObject) -> Annotation:
+    annotation: Annotation = Recipe
     for depth, part in enumerate(path):
         if isinstance(part, int):
             annotation = _item(annotation, part)
@@ -181,11 +186,11 @@ def _annotation(path: KeyPath, values: Any) -> Any:
     return annotation
 
 
-def _section(path: KeyPath, values: Any) -> type[BaseModel] | None:
+def _section(path: KeyPath, values: JsonObject) -> type[BaseModel] | None:
     return _chosen(_annotation(path, values), _at(values, path))
 
 
-def _chosen(annotation: Any, written: Any) -> type[BaseModel] | None:
+def _chosen(annotation: Annotation, written: Json | BaseModel) -> type[BaseModel] | None:
     kinds = _sections(annotation)
     if len(kinds) > 1:
         tag = written.get("type") if isinstance(written, dict) else None
@@ -197,18 +202,18 @@ def _chosen(annotation: Any, written: Any) -> type[BaseModel] | None:
     return kinds[0] if kinds else None
 
 
-def _algorithm(name: Any) -> type[AlgorithmSettings] | None:
+def _algorithm(name: Json) -> type[AlgorithmSettings] | None:
     try:
         return find_algorithm(name).settings if isinstance(name, str) else None
     except AlgorithmError:
         return None
 
 
-def _variants(path: KeyPath, values: Any) -> list[str]:
+def _variants(path: KeyPath, values: JsonObject) -> list[str]:
     return [_tag(kind) for kind in _sections(_annotation(path, values))]
 
 
-def _has_default(path: KeyPath, values: Any) -> bool:
+def _has_default(path: KeyPath, values: JsonObject) -> bool:
     section = _section(path[:-1], values)
     info = section.model_fields.get(str(path[-1])) if section else None
     return info is not None and not info.is_required()
@@ -221,11 +226,11 @@ def _tag(section: type[BaseModel]) -> str:
     return str(section.model_fields["type"].default)
 
 
-def _of(info: FieldInfo) -> Any:
+def _of(info: FieldInfo) -> Annotation:
     return Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
 
 
-def _parts(annotation: Any) -> tuple[Any, ...]:
+def _parts(annotation: Annotation) -> tuple[Annotation, ...]:
     """The alternatives of a union, without their ``Annotated``; a single type is its own only part."""
     if get_origin(annotation) is Annotated:
         return _parts(get_args(annotation)[0])
@@ -234,13 +239,13 @@ def _parts(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
+def _sections(annotation: Annotation) -> list[type[BaseModel]]:
     """The sections that may stand there; of the algorithm those of all that are shipped."""
     parts = [part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
     return [found.settings for found in shipped_algorithms()] if parts == [AlgorithmSettings] else parts
 
 
-def _item(annotation: Any, index: int) -> Any:
+def _item(annotation: Annotation, index: int) -> Annotation:
     for part in _parts(annotation):
         if get_origin(part) is list:
             return get_args(part)[0]
@@ -249,22 +254,22 @@ def _item(annotation: Any, index: int) -> Any:
     return None
 
 
-def _maps(annotation: Any) -> bool:
+def _maps(annotation: Annotation) -> bool:
     """Whether any key may stand under it."""
     return any(part is Any or part is dict or get_origin(part) is dict for part in _parts(annotation))
 
 
-def _choices(annotation: Any) -> list[Any]:
-    return [choice for part in _parts(annotation) if get_origin(part) is Literal for choice in get_args(part)]
+def _choices(annotation: Annotation) -> list[str]:
+    return [str(choice) for part in _parts(annotation) if get_origin(part) is Literal for choice in get_args(part)]
 
 
-def _at(values: Any, path: KeyPath) -> Any:
+def _at(values: Json | BaseModel, path: KeyPath) -> Json | BaseModel:
     """What stands at ``path`` in plain values or in a recipe; None where there is nothing."""
     for part in path:
         if isinstance(values, BaseModel):
             values = getattr(values, str(part), None)
         elif isinstance(values, dict):
-            values = values.get(part)
+            values = values.get(part) if isinstance(part, str) else None
         elif isinstance(values, list | tuple) and isinstance(part, int) and part < len(values):
             values = values[part]
         else:
@@ -275,28 +280,44 @@ def _at(values: Any, path: KeyPath) -> Any:
 # What an annotation asks for, in words.
 
 
-def _describe(annotation: Any, bounds: dict[str, Any] | None = None) -> str:
+@dataclass(frozen=True)
+class _Bounds:
+    """The constraints of ``Annotated``; None where there is none."""
+
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    min_length: int | None = None
+    max_length: int | None = None
+    pattern: str | None = None
+    duration: bool = False
+
+
+def _describe(annotation: Annotation, bounds: _Bounds = _Bounds()) -> str:
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
-        return _describe(inner, (bounds or {}) | _bounds(metadata))
+        return _describe(inner, _bounds(metadata, bounds))
     if len(sections := _sections(annotation)) > 1:
         return f"a section with a type ({', '.join(map(_tag, sections))})"
     if get_origin(annotation) in (Union, types.UnionType):
         nullable = type(None) in get_args(annotation)
         words = [_describe(arg) for arg in get_args(annotation) if arg is not type(None)]
         return " or ".join([*words, "null"] if nullable else words)
-    return _plain(annotation, bounds or {})
+    return _plain(annotation, bounds)
 
 
-def _plain(annotation: Any, bounds: dict[str, Any]) -> str:
-    if annotation in (int, float):
-        return "a time like 90s, 10m or 1h 30m, or seconds" if "duration" in bounds else _number(annotation, bounds)
+def _plain(annotation: Annotation, bounds: _Bounds) -> str:
+    if annotation is int or annotation is float:
+        if bounds.duration:
+            return "a time like 90s, 10m or 1h 30m, or seconds"
+        return _number("whole number" if annotation is int else "number", bounds)
     if annotation is ByteSize:
-        return f"an amount of memory like 2 GiB, {ByteSize(bounds['ge']).human_readable()} or more"
-    if annotation is str and bounds.get("pattern") == OWN_CLASS:
+        return f"an amount of memory like 2 GiB, {ByteSize(bounds.ge or 0).human_readable()} or more"
+    if annotation is str and bounds.pattern == OWN_CLASS:
         return "a class of your own (path/to/file.py:Class)"
     if annotation is str:
-        return f"text that matches {bounds['pattern']}" if "pattern" in bounds else "text"
+        return f"text that matches {bounds.pattern}" if bounds.pattern is not None else "text"
     if annotation is bool:
         return "true or false"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -305,47 +326,45 @@ def _plain(annotation: Any, bounds: dict[str, Any]) -> str:
     if origin is Literal:
         return f"one of {', '.join(str(choice) for choice in args)}"
     if origin is list:
-        at_least = f"{bounds['min_length']} or more, each " if bounds.get("min_length") else ""
+        at_least = f"{bounds.min_length} or more, each " if bounds.min_length else ""
         return f"a list ({at_least}{_describe(args[0])})"
     if origin is tuple:
         return f"a list of {len(args)} ({_describe(args[0])} each)"
     return "a mapping" if origin is dict else "a value"
 
 
-def _number(kind: type, bounds: dict[str, Any]) -> str:
-    noun = "whole number" if kind is int else "number"
-    low, high = bounds.get("ge"), bounds.get("le")
-    if bounds.get("gt") == 0:
+def _number(noun: str, bounds: _Bounds) -> str:
+    low, high = bounds.ge, bounds.le
+    if bounds.gt == 0:
         return f"a positive {noun}"
     if low is not None and high is not None:
         return f"a {noun} from {low} to {high}"
-    if low is not None and "lt" in bounds:
-        return f"a {noun} from {low} to below {bounds['lt']}"
+    if low is not None and bounds.lt is not None:
+        return f"a {noun} from {low} to below {bounds.lt}"
     return f"a {noun}" if low is None else f"a {noun} of {low} or more"
 
 
-def _most(annotation: Any) -> float | None:
+def _most(annotation: Annotation) -> float | None:
     """The largest number, or the most items of a list, that is allowed; None where that is not said."""
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
         bounds = _bounds(metadata)
-        return bounds.get("le", bounds.get("max_length", _most(inner)))
+        most = bounds.le if bounds.le is not None else bounds.max_length
+        return _most(inner) if most is None else most
     if get_origin(annotation) in (Union, types.UnionType):
         return next((most for part in get_args(annotation) if (most := _most(part)) is not None), None)
     return None
 
 
-def _bounds(metadata: Sequence[Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _bounds(metadata: Sequence[object], outer: _Bounds = _Bounds()) -> _Bounds:
+    """Those of ``metadata``; ``outer`` has those that it does not set."""
+    found = outer
     for item in metadata:
         if isinstance(item, FieldInfo):
-            found |= _bounds(item.metadata)
+            found = _bounds(item.metadata, found)
             continue
-        found |= {
-            name: getattr(item, name)
-            for name in ("gt", "ge", "lt", "le", "min_length", "max_length", "pattern")
-            if getattr(item, name, None) is not None
-        }
+        names = ("gt", "ge", "lt", "le", "min_length", "max_length", "pattern")
+        found = replace(found, **{n: getattr(item, n) for n in names if getattr(item, n, None) is not None})
         if getattr(item, "func", None) is seconds_of:
-            found["duration"] = True
+            found = replace(found, duration=True)
     return found

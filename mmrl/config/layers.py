@@ -12,11 +12,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from mmrl.config.errors import COMMAND_LINE, Finding, KeyPath, Source, format_key
+from mmrl.json_types import JsonScalar, MutableJson, item, set_item
 
 MOST_CHARACTERS = 1 << 16
 """Of all files and overrides of a recipe together. A recipe has about 2,000; PyYAML reads some 100,000 a second."""
@@ -54,7 +54,7 @@ def _number(text: str) -> float:
 
 
 _TAG = "tag:yaml.org,2002:"
-_SCALARS: dict[str, tuple[str, list[str], Callable[[str], Any]]] = {
+_SCALARS: dict[str, tuple[str, list[str], Callable[[str], JsonScalar]]] = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""], lambda _: None),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF"), lambda text: text.lower() == "true"),
     "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789"), _integer),
@@ -72,7 +72,7 @@ for _name, (_pattern, _first, _) in _SCALARS.items():
 class Tree:
     """Plain values (mappings, lists, scalars), the source of each key, and what was wrong with the text."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, MutableJson] = field(default_factory=dict)
     sources: dict[KeyPath, Source] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
@@ -106,7 +106,7 @@ def parse_key(text: str) -> KeyPath | None:
     return tuple(int(part) if part.isascii() and part.isdigit() else part for part in re.findall(r"[^.\[\]]+", text))
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str) -> MutableJson:
     """The value of a bare ``key=value``, read as in a recipe. Raises ``ValueError`` with what is wrong."""
     builder = _Builder(Source(0, 0, COMMAND_LINE))
     value = builder.parse(text, ())
@@ -123,7 +123,7 @@ class _Builder:
         self.sources: dict[KeyPath, Source] = {}
         self.findings: list[Finding] = []
 
-    def parse(self, text: str, path: KeyPath) -> Any:
+    def parse(self, text: str, path: KeyPath) -> MutableJson:
         try:
             self.room.characters -= len(text)
             if self.room.characters < 0:
@@ -151,7 +151,7 @@ class _Builder:
         at_command_line = self.origin.label == COMMAND_LINE
         return Source(self.origin.layer, 0 if at_command_line else line, self.origin.label)
 
-    def _build(self, node: yaml.Node, path: KeyPath) -> Any:
+    def _build(self, node: yaml.Node, path: KeyPath) -> MutableJson:
         self._count(node, path)
         line = node.start_mark.line + 1
         self.sources.setdefault(path, self._at(line))
@@ -186,8 +186,8 @@ class _Builder:
                 "are read, put it into a file of its own and name that"
             )
 
-    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        values: dict[str, Any] = {}
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, MutableJson]:
+        values: dict[str, MutableJson] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
@@ -214,7 +214,7 @@ def _syntax(error: yaml.MarkedYAMLError) -> str:
 def _read_file(file: Path, layer: int, room: Room) -> Tree:
     origin = Source(layer, 0, shown(file))
     builder = _Builder(origin, room)
-    values: Any = None
+    values: MutableJson = None
     try:
         with file.open("rb") as opened:
             read = opened.read(4 * MOST_CHARACTERS + 1)  # bytes of a character in UTF-8, the most
@@ -229,7 +229,7 @@ def _read_file(file: Path, layer: int, room: Room) -> Tree:
     return Tree(values if isinstance(values, dict) else {}, builder.sources, builder.findings)
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """A value in words, short enough for a message."""
     if isinstance(value, dict):
         return "a mapping"
@@ -245,11 +245,11 @@ def _merge(tree: Tree, layer: Tree) -> None:
     """Put ``layer`` on top of ``tree``: mappings merge, everything else replaces."""
     replaced: set[KeyPath] = set()
 
-    def put(base: dict[str, Any], over: dict[str, Any], path: KeyPath) -> None:
+    def put(base: dict[str, MutableJson], over: dict[str, MutableJson], path: KeyPath) -> None:
         for key, value in over.items():
-            here = (*path, key)
-            if isinstance(value, dict) and isinstance(base.get(key), dict):
-                put(base[key], value, here)
+            here, below = (*path, key), base.get(key)
+            if isinstance(value, dict) and isinstance(below, dict):
+                put(below, value, here)
                 continue
             base[key] = value
             replaced.add(here)
@@ -283,30 +283,33 @@ def _override(tree: Tree, text: str, origin: Source, room: Room) -> None:
     if mistake:
         tree.findings.append(Finding(origin, path, mistake))
         return
-    parent[path[-1]] = value
+    set_item(parent, path[-1], value)
     _forget(tree, path)
     for depth in range(1, len(path)):
         tree.sources.setdefault(path[:depth], origin)
     tree.sources |= {path: origin, **builder.sources}
 
 
-def _descend(values: dict[str, Any], path: KeyPath) -> tuple[Any, str]:
+def _descend(values: dict[str, MutableJson], path: KeyPath) -> tuple[MutableJson, str]:
     """The container that holds ``path[-1]``, made where a section is absent or null; or what is in the way."""
-    container: Any = values
+    container: MutableJson = values
     for depth, step in enumerate(path):
         mistake = _cannot_hold(container, step, format_key(path[:depth]))
         if mistake or depth == len(path) - 1:
             return container, mistake
-        if isinstance(container, dict) and container.get(step) is None:
-            if isinstance(path[depth + 1], int):
-                name = format_key(path[: depth + 1])
-                return None, f"there is no {name!r} to index; write {name}=[...] for the whole list"
-            container[step] = {}
-        container = container[step]
+        if isinstance(container, dict) and isinstance(step, str):
+            if container.get(step) is None:
+                if isinstance(path[depth + 1], int):
+                    name = format_key(path[: depth + 1])
+                    return None, f"there is no {name!r} to index; write {name}=[...] for the whole list"
+                container[step] = {}
+            container = container[step]
+        else:
+            container = item(container, step)
     raise AssertionError("a key has at least one part")
 
 
-def _cannot_hold(container: Any, step: str | int, name: str) -> str:
+def _cannot_hold(container: MutableJson, step: str | int, name: str) -> str:
     if isinstance(container, list):
         if isinstance(step, int) and step < len(container):
             return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from mmrl.config.names import (
 )
 from mmrl.config.older_keys import MOVED
 from mmrl.config.schema import Recipe
+from mmrl.json_types import JsonObject
 from mmrl.secrets import masks, remember
 
 __all__ = ["LoadedRecipe", "RecipeError", "find_recipe", "load_recipe", "resolve", "shipped_recipes"]
@@ -98,7 +99,7 @@ class LoadedRecipe:
 def load_recipe(
     paths: Sequence[Path | str],
     overrides: Sequence[str] = (),
-    prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    prepare: Callable[[JsonObject], JsonObject] | None = None,
     root: Path | None = None,
 ) -> LoadedRecipe:
     """Read a recipe: YAML files layered left to right, then ``a.b=c`` overrides.

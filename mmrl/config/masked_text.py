@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import yaml
 
 from mmrl.config.layers import parse_key, parse_value
+from mmrl.json_types import Json, JsonObject
 from mmrl.secrets import mask_text, masked
 
 
-def masked_document(text: str, settings: Mapping[str, Any]) -> str:
+def masked_document(text: str, settings: JsonObject) -> str:
     """A recipe file without the secrets of ``settings``; comments and order stay where the text can be kept."""
     shown = mask_text(text, settings)
     values = masked(_parsed(text))
@@ -21,7 +20,7 @@ def masked_document(text: str, settings: Mapping[str, Any]) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)  # for a tag, an escape, a folded text
 
 
-def masked_override(text: str, settings: Mapping[str, Any]) -> str:
+def masked_override(text: str, settings: JsonObject) -> str:
     """A ``key=value`` without the secrets of ``settings``."""
     shown = mask_text(text, settings)
     key, _, value = shown.partition("=")
@@ -30,7 +29,7 @@ def masked_override(text: str, settings: Mapping[str, Any]) -> str:
     return shown if safe == _parsed(value.strip()) else f"{key}={json.dumps(safe, ensure_ascii=False)}"
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> Json:
     try:
         return parse_value(text)
     except ValueError:  # the recipe could not be read either

@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from mmrl._load import Kind, folders
 from mmrl.config.drop_ins import missing_class, missing_drop_in, split_file
 from mmrl.config.errors import KeyPath, Problem, RecipeError, did_you_mean
 from mmrl.config.layers import Tree, shown
 from mmrl.config.section import MOST_REWARDS
+from mmrl.json_types import Json, JsonObject
 
 _HUB_LIKE = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _MODEL_FILES = ("model_index.json", "config.json")
@@ -75,23 +75,25 @@ def resolve_drop_in(root: Path, text: str) -> str:
     return text if found is None else f"{found}:{attribute}" if attribute else str(found)
 
 
-def resolve_options(root: Path, options: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+def resolve_options(root: Path, options: JsonObject, paths: Sequence[str]) -> JsonObject:
     """``options`` of a reward with those that it declares as ``paths`` (``"model"``, ``"model.path"``) resolved."""
     resolved = dict(options)
     for name in paths:
         key, _, inner = name.partition(".")
         value = resolved.get(key)
-        if inner and isinstance(value, Mapping) and isinstance(value.get(inner), str):
-            resolved[key] = {**value, inner: resolve(root, value[inner])}
+        if inner and isinstance(value, Mapping) and isinstance(path := value.get(inner), str):
+            resolved[key] = {**value, inner: resolve(root, path)}
         elif not inner and isinstance(value, str):
             resolved[key] = resolve(root, value)
     return resolved
 
 
-def with_algorithm_found(root: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+def with_algorithm_found(root: Path, values: JsonObject) -> JsonObject:
     """``values`` of a recipe with the absolute path of an algorithm in a file, which is imported when it is read."""
-    name = _text(values, ("algorithm", "type"))
-    return {**values, **({"algorithm": {**values["algorithm"], "type": resolve_drop_in(root, name)}} if name else {})}
+    name, section = _text(values, ("algorithm", "type")), values.get("algorithm")
+    if not name or not isinstance(section, Mapping):
+        return values
+    return {**values, "algorithm": {**section, "type": resolve_drop_in(root, name)}}
 
 
 def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
@@ -141,7 +143,7 @@ def _shipped_folders() -> tuple[Path, ...]:
     return tuple(dict.fromkeys(path.parent for path in shipped_recipes().values()))
 
 
-def _drop_in_keys(values: dict[str, Any]) -> Iterator[tuple[Kind, KeyPath]]:
+def _drop_in_keys(values: JsonObject) -> Iterator[tuple[Kind, KeyPath]]:
     yield "pipelines", ("pipeline",)
     if split_file(_text(values, ("algorithm", "type")))[0] is not None:  # else reading the recipe says it
         yield "algorithms", ("algorithm", "type")
@@ -153,15 +155,15 @@ def _drop_in_keys(values: dict[str, Any]) -> Iterator[tuple[Kind, KeyPath]]:
             yield "rewards", (*path, i, "name")
 
 
-def _text(values: Any, path: KeyPath) -> str:
+def _text(values: Json, path: KeyPath) -> str:
     found = _value(values, path)
     return found if isinstance(found, str) else ""
 
 
-def _value(values: Any, path: KeyPath) -> Any:
+def _value(values: Json, path: KeyPath) -> Json:
     for part in path:
         if isinstance(values, Mapping):
-            values = values.get(part)
+            values = values.get(part) if isinstance(part, str) else None
         elif isinstance(values, list) and isinstance(part, int):
             values = values[part]
         else:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+
+from mmrl.json_types import JsonObject
 
 MOVED = {"model.compile": "performance.compile"}
 
 
-def renamed(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def renamed(values: JsonObject) -> JsonObject:
     """``values`` of a recipe with every key under its name of today. Raises ``ValueError`` where both names are given
     and say different things."""
     for old, new in MOVED.items():

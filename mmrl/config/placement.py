@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from mmrl.config.section import Count, Few, Section
 
@@ -45,7 +45,7 @@ class Placement(Section):
         return self.judges or left // 2
 
 
-def placement_settings(value: Any) -> Any:
+def placement_settings(value: object) -> object:
     """A section from its ``type`` alone, with the default of ``staleness`` where it applies."""
     settings = {"type": value} if isinstance(value, str) else value
     if isinstance(settings, dict) and settings.get("type") == "disaggregated":  # what is drawn depends on it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import lcm
-from typing import Any
 
 from mmrl.algorithms.settings import CriticSettings, PairSettings
 from mmrl.config.megatron_layouts import untested
@@ -91,7 +90,7 @@ def _beside_devices(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _parallel(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+def _parallel(recipe: Recipe) -> Iterator[tuple[str, int]]:
     """The options that spread an engine over several devices."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tp_size", "pp_size"):
         if (size := recipe.rollout.options.get(name, 1)) != 1:

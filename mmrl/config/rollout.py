@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from mmrl.config.section import Count, Many, NonNegative, OwnClass, Section
+from mmrl.config.section import Count, Many, NonNegative, Options, OwnClass, Section
 
 
 class Partial(Section):
@@ -54,7 +54,7 @@ class Rollout(Section):
 
     engine: Literal["transformers", "vllm", "vllm_server", "sglang"] | OwnClass = "transformers"
     """One of ours, or a class in a file of your own: ``path/to/file.py:Class``."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Options = Field(default_factory=dict)
     """Keyword arguments of the engine."""
     importance: Literal["auto", "token", "sequence", "none"] = "auto"
     """Truncated importance sampling against the gap between engine and trainer; ``auto`` is ``token`` for an engine

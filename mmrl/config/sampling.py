@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
 
-from mmrl.config.section import Count, Fraction, Many, NonNegative, Section
+from mmrl.config.section import Count, Fraction, Many, NonNegative, Options, Section
 
 
 class Sde(Section):
@@ -76,11 +76,11 @@ class TextSampling(Section):
     top_k: Count | None = None
     batch_size: Many | None = None
     """Samples generated at once; None takes train.micro_batch_size."""
-    chat_template: dict[str, Any] = Field(default_factory=dict)
+    chat_template: Options = Field(default_factory=dict)
     """Variables of the model's chat template (``enable_thinking: false``)."""
 
 
-def kind_of(sampling: Any) -> str:
+def kind_of(sampling: object) -> str:
     """Which section ``sampling`` is: ``text`` where it says how many tokens, else ``diffusion``."""
     if isinstance(sampling, Mapping):
         return str(sampling.get("type", "text" if "max_new_tokens" in sampling else "diffusion"))

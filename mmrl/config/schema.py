@@ -7,7 +7,7 @@ The defaults of an algorithm's section are the settings of its paper; what a rec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -39,6 +39,7 @@ from mmrl.config.section import (
     Fraction,
     Many,
     NonNegative,
+    Options,
     Section,
 )
 
@@ -85,8 +86,8 @@ class Data(Section):
     """A data set by name or path/to/file.py:function, and its keyword arguments."""
 
     name: str
-    train: dict[str, Any] = Field(default_factory=dict)
-    heldout: dict[str, Any] = Field(default_factory=dict)
+    train: Options = Field(default_factory=dict)
+    heldout: Options = Field(default_factory=dict)
     max_bad_fraction: Fraction = 0.01
     """Records that cannot be used are left out, counted and named in failures.jsonl; past this share the run stops."""
     overlong: Literal["skip", "cut", "error"] = "skip"
@@ -109,7 +110,7 @@ class Reward(Section):
     retries: Annotated[int, Field(ge=0, le=1000)] = 0
     on_failure: Literal["fail", "drop"] = "fail"
     """Stop the run, or leave the sample out of the update (counted, named in failures.jsonl). Never a silent 0."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Options = Field(default_factory=dict)
 
 
 class Scoring(Section):
@@ -126,11 +127,11 @@ _NO_REWARDS = ()
 """In place of ``rewards``, which every recipe must have, in one whose algorithm trains on pairs."""
 
 
-def _none_asked(value: Any, check: ValidatorFunctionWrapHandler) -> list[Reward]:
+def _none_asked(value: object, check: ValidatorFunctionWrapHandler) -> list[Reward]:
     return [] if value is _NO_REWARDS else check(value)
 
 
-def _number_or_auto(value: Any) -> Any:
+def _number_or_auto(value: object) -> object:
     if value != "auto" and not (isinstance(value, int) and value >= 1):  # said once, not for each part of the union
         raise ValueError(f"train.steps_per_forward: expected a whole number from 1 on or 'auto', got {value!r}")
     return value
@@ -322,7 +323,7 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _pairs_need_no_rewards(cls, values: Any) -> Any:
+    def _pairs_need_no_rewards(cls, values: object) -> object:
         if (
             isinstance(values, Mapping)
             and values.get("rewards") in (None, [])
@@ -333,5 +334,5 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _choose_dtype(cls, values: Any) -> Any:
+    def _choose_dtype(cls, values: object) -> object:
         return with_choice(renamed(values)) if isinstance(values, Mapping) else values

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 _DURATION = re.compile(r"(?:([\d.]+) *h)? *(?:([\d.]+) *m(?:in)?)? *(?:([\d.]+) *s)?")
 
 
-def seconds_of(value: Any) -> Any:
+def seconds_of(value: object) -> object:
     """``90s``, ``10m``, ``1h 30m`` as seconds; anything else as it is."""
     found = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
     if found is None or not any(found.groups()):
@@ -28,6 +28,8 @@ OWN_CLASS = r"^.+\.py:[A-Za-z_]\w*$"
 OwnClass = Annotated[str, Field(pattern=OWN_CLASS)]
 """A class in a file of the user's: ``path/to/file.py:Class``."""
 
+Options = dict[str, Any]
+"""Keyword arguments of a function or class that a recipe names: which types they have is its own matter."""
 MOST_REWARDS = 64
 Count = Annotated[int, Field(gt=0, le=10**9)]
 """How often, how many tokens, pixels: past this it is a slip, and what is computed from it takes for ever."""

@@ -320,16 +320,16 @@ class InContext:
         self._weights, self.width = weights, size * weights.width
         self.mine, self.in_shards, self.lockstep = weights.mine, weights.in_shards, weights.lockstep
         self.gather_gradients, self.norm, self.swap = weights.gather_gradients, weights.norm, weights.swap
-        self.spread, self.whole = weights.spread, weights.whole
+        self.checkpoint_view, self.whole = weights.checkpoint_view, weights.whole
         self.names, self.stepped, self.stages = weights.names, weights.stepped, weights.stages
         self.changed, self.updated = weights.changed, weights.updated
         self._cut = Cut(module, Group(size))
-        self._alone = False
+        self._unsharded = False
         self._check(module)
 
     @outermost
-    def alone(self) -> Generator[None]:
-        with self._weights.alone():
+    def unsharded(self) -> Generator[None]:
+        with self._weights.unsharded():
             self._cut.turn(on=False)
             try:
                 yield

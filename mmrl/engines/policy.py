@@ -126,9 +126,9 @@ class Policy:
         self._visiting.put_away()
 
     @contextmanager
-    def alone(self, name: str) -> Generator[None]:
-        """``using`` for a phase in which this rank computes without the others; all enter and leave it together."""
-        with self.using(name), self.weights.alone():
+    def unsharded(self, name: str) -> Generator[None]:
+        """``using`` and ``Weights.unsharded`` together; all ranks enter and leave it together."""
+        with self.using(name), self.weights.unsharded():
             yield
 
     @property
@@ -138,7 +138,7 @@ class Policy:
 
     def for_evaluation(self) -> AbstractContextManager[None]:
         """The context of evaluation and export."""
-        return self.alone(self.evaluated)
+        return self.unsharded(self.evaluated)
 
     @torch.no_grad()
     def move(self, name: str, decay: float) -> None:
@@ -249,8 +249,7 @@ class Policy:
 
     def state_dict(self) -> PartState:
         tensors, numbers = self.state()
-        of = {f"{self.prefix}{p}": {k: self.spread(p, k, t) for k, t in part.items()} for p, part in tensors.items()}
-        return PartState(numbers, of)
+        return PartState(numbers, self._checkpoint_views(tensors))
 
     def load_state_dict(self, numbers: Mapping[str, Any], saved: Saved) -> None:
         """Restore ``state_dict``, of which each rank reads what it keeps.
@@ -259,7 +258,7 @@ class Policy:
         """
         files = {f: f.removeprefix(self.prefix) for f in saved.shapes if f.startswith(self.prefix)}
         rooms = self.rooms({part: saved.shapes[file] for file, part in files.items() if _is_part(part)})
-        saved.read({f"{self.prefix}{p}": {k: self.spread(p, k, t) for k, t in of.items()} for p, of in rooms.items()})
+        saved.read(self._checkpoint_views(rooms))
         self.load_state(rooms, numbers)
 
     def rooms(self, saved: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
@@ -269,7 +268,7 @@ class Policy:
         """
         theirs = {name: t.shape for name, t in saved.get("weights", {}).items()}
         different = sorted(set(theirs) ^ set(self.weights.names))[:3]
-        if different or any(theirs[k] != self.weights.spread(k, p).shape for k, p in self.trainable.items()):
+        if different or any(theirs[k] != self.weights.checkpoint_view(k, p).shape for k, p in self.trainable.items()):
             different = different or ["shapes differ"]
             raise UserError(
                 f"the checkpoint is of another policy ({', '.join(different)}, ...): resume with its own recipe "
@@ -289,9 +288,16 @@ class Policy:
             for part, of in saved.items()
         }
 
-    def spread(self, part: str, key: str, mine: Tensor) -> Tensor:
-        """A tensor of ``state`` or ``rooms`` as it is saved and read: see ``Weights.spread``."""
-        return mine if _counts(part, key) else self.weights.spread(_parameter(part, key), mine)
+    def checkpoint_view(self, part: str, key: str, mine: Tensor) -> Tensor:
+        """A tensor of ``state`` or ``rooms`` as it is saved and read: see ``Weights.checkpoint_view``."""
+        return mine if _counts(part, key) else self.weights.checkpoint_view(_parameter(part, key), mine)
+
+    def _checkpoint_views(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """``checkpoint_view`` of all of them, by the names of their parts in a checkpoint."""
+        return {
+            f"{self.prefix}{part}": {key: self.checkpoint_view(part, key, t) for key, t in of.items()}
+            for part, of in tensors.items()
+        }
 
     def _room(self, part: str, key: str, saved: Tensor) -> Tensor:
         mine = self.trainable[_parameter(part, key)].detach()

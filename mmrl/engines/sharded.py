@@ -40,7 +40,7 @@ class Sharded:
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
         device = next(module.parameters()).device
         mesh = DeviceMesh.from_group(group, device.type)
-        self._alone = False
+        self._unsharded = False
         self._counted: set[int] = set()
         self._kept = 0  # bytes of all parameters on this rank, about
         for part in (*blocks(module), module):
@@ -69,7 +69,7 @@ class Sharded:
         return total.sqrt()
 
     def swap(self, copy: dict[str, Tensor]) -> None:
-        exchange(self.mine, copy, alone=self._alone)
+        exchange(self.mine, copy, unsharded=self._unsharded)
 
     def changed(self) -> None:
         pass
@@ -78,7 +78,7 @@ class Sharded:
         pass
 
     @outermost
-    def alone(self) -> Generator[None]:
+    def unsharded(self) -> Generator[None]:
         self._sent["weights"] += self._kept
         for part in self._parts:
             part.set_reshard_after_forward(False, recurse=False)
@@ -100,14 +100,14 @@ class Sharded:
         self._kept += kept
 
         def count(*_: Any) -> None:
-            if not self._alone:
+            if not self._unsharded:
                 graph = torch.is_grad_enabled()
                 self._sent["weights"] += kept * (1 + graph)
                 self._sent["gradients"] += given * graph
 
         part.register_forward_pre_hook(count)
 
-    def spread(self, name: str, mine: Tensor) -> Tensor:
+    def checkpoint_view(self, name: str, mine: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor
 
         like: Any = self._whole[name]
@@ -117,8 +117,8 @@ class Sharded:
 
     def whole(self, name: str, mine: Tensor) -> Tensor:
         self._sent["weights"] += mine.nbytes
-        spread: Any = self.spread(name, mine.detach())
-        return spread.full_tensor()
+        view: Any = self.checkpoint_view(name, mine.detach())
+        return view.full_tensor()
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:

@@ -16,23 +16,23 @@ from torch import Tensor, nn
 
 
 def outermost(body: Callable[[Any], Generator[None]]) -> Callable[[Any], AbstractContextManager[None]]:
-    """Make ``alone`` of ``body``: entered within itself it does nothing. ``_alone`` says whether one is inside."""
+    """Make the method ``unsharded`` of ``body``: a nested call does nothing. ``_unsharded``: whether one is active."""
     enter = contextmanager(body)
 
     @wraps(body)
     @contextmanager
-    def alone(self: Any) -> Generator[None]:
-        if self._alone:
+    def unsharded(self: Any) -> Generator[None]:
+        if self._unsharded:
             yield
             return
-        self._alone = True
+        self._unsharded = True
         try:
             with enter(self):
                 yield
         finally:
-            self._alone = False
+            self._unsharded = False
 
-    return alone
+    return unsharded
 
 
 def probe(vocabulary: int, length: int, device: torch.device) -> tuple[dict[str, Any], Tensor]:
@@ -73,7 +73,7 @@ class Weights(Protocol):
     in_shards: bool
     """Whether ranks hold parts, which they gather and save together."""
     lockstep: bool
-    """Whether a forward or backward pass is of all ranks together, outside of ``alone``."""
+    """Whether a forward or backward pass is collective (all ranks must call it together) outside of ``unsharded``."""
     width: int
     """Ranks that go through each slice together; neighbours do."""
 
@@ -112,13 +112,14 @@ class Weights(Protocol):
         """The optimizer has stepped: ranks with the same weights have the same again. All call it together."""
         ...
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Inside, this rank computes without the others. All ranks enter and leave together."""
+    def unsharded(self) -> AbstractContextManager[None]:
+        """A context in which this rank's forward passes need no other rank: sharded weights are gathered for it.
+        All ranks enter and leave it together."""
         ...
 
-    def spread(self, name: str, mine: Tensor) -> Tensor:
-        """What this rank has for the parameter ``name`` (a moment, a copy) as ``torch.distributed.checkpoint`` takes
-        it; the same storage."""
+    def checkpoint_view(self, name: str, mine: Tensor) -> Tensor:
+        """This rank's part of a tensor that belongs to the parameter ``name`` (a moment, a copy), in the form that
+        ``torch.distributed.checkpoint`` takes: a ``DTensor`` where it is sharded. It shares the storage."""
         ...
 
     def whole(self, name: str, mine: Tensor) -> Tensor:
@@ -164,10 +165,10 @@ class Replicated:
     def updated(self) -> None:
         pass
 
-    def alone(self) -> AbstractContextManager[None]:
+    def unsharded(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def spread(self, name: str, mine: Tensor) -> Tensor:
+    def checkpoint_view(self, name: str, mine: Tensor) -> Tensor:
         return mine
 
     def whole(self, name: str, mine: Tensor) -> Tensor:
@@ -180,10 +181,10 @@ def gradients(mine: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def exchange(mine: Mapping[str, Tensor], copy: Mapping[str, Tensor], *, alone: bool) -> None:
-    """The values of ``mine`` and ``copy`` in place, where others read this very storage. Raises ``RuntimeError`` where
-    the rank is ``alone``: what was gathered for the phase would stay as it was."""
-    if alone:
+def exchange(mine: Mapping[str, Tensor], copy: Mapping[str, Tensor], *, unsharded: bool) -> None:
+    """The values of ``mine`` and ``copy`` in place, where others read this very storage. Raises ``RuntimeError`` inside
+    ``Weights.unsharded``: the weights gathered for it would keep their old values."""
+    if unsharded:
         raise RuntimeError("weights that are gathered for a phase cannot be exchanged inside it")
     for k, p in mine.items():
         before = p.clone()

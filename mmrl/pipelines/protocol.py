@@ -118,7 +118,7 @@ class TextPipeline(_Pipeline, Protocol):
 
     def sync(self, policy: Policy) -> None:
         """Have the weights that sample equal the policy's present ones. Where they lie in shards and an engine samples,
-        all ranks ask together (``device_tasks.apart``)."""
+        all ranks ask together (``device_tasks.sampling_phase``)."""
         ...
 
     def updates(self) -> dict[str, float]:

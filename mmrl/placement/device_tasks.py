@@ -111,18 +111,21 @@ def continue_all(context: StepContext, parts: Sequence[Trajectory], most: int, h
     )
 
 
-def enter(context: StepContext, weights: str) -> None:
-    """Begin a phase in which this device computes without the others, under the copy ``weights`` of the policy."""
-    context.compute.local.phase.enter_context(apart(context, weights))
+def enter_sampling(context: StepContext, weights: str) -> None:
+    """Enter ``sampling_phase`` on this device; ``leave_sampling`` ends it."""
+    context.compute.local.phase.enter_context(sampling_phase(context, weights))
 
 
 @contextmanager
-def apart(context: StepContext, weights: str) -> Generator[None]:
-    """Such a phase. Shards are gathered for it; where an engine samples it is given them one by one, and nothing stays
-    gathered. All devices of all controllers enter and leave it together."""
+def sampling_phase(context: StepContext, weights: str) -> Generator[None]:
+    """A phase in which this device samples without collectives, with the copy ``weights`` of the policy.
+
+    Sharded weights are gathered for its duration. If an engine samples, they are sent to it tensor by tensor instead,
+    and none stays gathered. All devices of all controllers enter and leave the phase together.
+    """
     policy = context.policy
     if context.recipe.rollout.engine == "transformers" or not policy.weights.in_shards:
-        with policy.alone(weights):
+        with policy.unsharded(weights):
             yield
     else:
         with policy.using(weights):
@@ -130,8 +133,8 @@ def apart(context: StepContext, weights: str) -> Generator[None]:
             yield
 
 
-def leave(context: StepContext) -> None:
-    """End that phase."""
+def leave_sampling(context: StepContext) -> None:
+    """End the phase that ``enter_sampling`` began."""
     context.compute.local.phase.close()
 
 
@@ -180,8 +183,8 @@ def apply(context: StepContext, spent: float) -> dict[str, float]:
     return metrics
 
 
-def move(context: StepContext, step: int) -> None:
-    """The policy's copies, after the updates of a step."""
+def update_copies(context: StepContext, step: int) -> None:
+    """Move the copies of the policy (ema, old) towards its weights, after the updates of a step."""
     for name, decay in copies_of(context.objective).items():
         if context.rollout.strategy.staleness:
             context.policy.age(name, context.rollout.strategy.staleness)
@@ -256,7 +259,7 @@ def perform(context: StepContext, task: Callable[..., Any], arguments: tuple[Any
 
 _PHASES = {
     "continue_generation": "sample",
-    "enter": "sample",
+    "enter_sampling": "sample",
     "score": "judge",
     "backward": "train",
     "apply": "optimizer",

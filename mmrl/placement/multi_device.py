@@ -85,18 +85,18 @@ class MultiDevice:
             thread.start()
 
     @contextmanager
-    def alone(self, context: StepContext, weights: str) -> Generator[None]:
+    def sampling_phase(self, context: StepContext, weights: str) -> Generator[None]:
         if self.settings.apart:  # who samples has weights of its own
             yield
             return
-        self.everywhere(context, device_tasks.enter, weights)
+        self.run_on_trainers(context, device_tasks.enter_sampling, weights)
         try:
             yield
         except BaseException:
-            self._board.drop("rollout")  # it may be sampled inside alone
+            self._board.drop("rollout")  # a round of this phase may be under way
             raise
         finally:
-            self.everywhere(context, device_tasks.leave)
+            self.run_on_trainers(context, device_tasks.leave_sampling)
 
     def sample(
         self,
@@ -173,10 +173,10 @@ class MultiDevice:
             return found
         return self._version
 
-    def in_step(self, context: StepContext, n: int) -> int:
+    def lockstep_count(self, context: StepContext, n: int) -> int:
         return n  # micro-batches are not the devices' until they are dealt
 
-    def spread(
+    def map_micro_batches(
         self,
         context: StepContext,
         task: Callable[[StepContext, Iterable[MicroBatch], *Ts], R],
@@ -192,15 +192,17 @@ class MultiDevice:
                 answers += [self._board.put(task) for task in tasks]
         return all_of(answers)[width - 1 :: width]  # of those that share a model the last has what it came to
 
-    def everywhere(self, context: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
+    def run_on_trainers(self, context: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
         return all_of(self._put(self._trainers, task, arguments))[0]
 
-    def others(self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> None:
-        with self.beside(context, task, *arguments):
+    def run_on_other_trainers(
+        self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
+    ) -> None:
+        with self.running_on_other_trainers(context, task, *arguments):
             pass
 
     @contextmanager
-    def beside(
+    def running_on_other_trainers(
         self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
     ) -> Generator[None]:
         answers = self._put(self._trainers[1:], task, arguments)
@@ -214,7 +216,7 @@ class MultiDevice:
 
     def end_step(self, context: StepContext, step: int) -> dict[str, float]:
         board = self._board
-        self.others(context, device_tasks.release)
+        self.run_on_other_trainers(context, device_tasks.release)
         for device in range(len(self._trainers), self._count):
             board.put(Task("train", device_tasks.release, (), device=device))
         board.cut()

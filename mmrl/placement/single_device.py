@@ -31,9 +31,9 @@ class SingleDevice:
         """Seconds of this step."""
 
     @contextmanager
-    def alone(self, context: StepContext, weights: str) -> Generator[None]:
+    def sampling_phase(self, context: StepContext, weights: str) -> Generator[None]:
         self._switch_role(context, "rollout")
-        with device_tasks.apart(context, weights):
+        with device_tasks.sampling_phase(context, weights):
             yield
 
     def _switch_role(self, context: StepContext, role: str) -> None:
@@ -89,10 +89,10 @@ class SingleDevice:
     def version(self, context: StepContext, name: str) -> Version:
         return context.policy.version(name)
 
-    def in_step(self, context: StepContext, n: int) -> int:
+    def lockstep_count(self, context: StepContext, n: int) -> int:
         return max(context.controller.gather(n)) if context.policy.weights.lockstep else n
 
-    def spread(
+    def map_micro_batches(
         self,
         context: StepContext,
         task: Callable[[StepContext, Iterable[MicroBatch], *Ts], R],
@@ -102,13 +102,15 @@ class SingleDevice:
         self._switch_role(context, "train")
         return [device_tasks.perform(context, task, (micro_batches, *arguments))]
 
-    def everywhere(self, context: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
+    def run_on_trainers(self, context: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
         return device_tasks.perform(context, task, arguments)
 
-    def others(self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> None:
+    def run_on_other_trainers(
+        self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
+    ) -> None:
         pass
 
-    def beside(
+    def running_on_other_trainers(
         self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
     ) -> AbstractContextManager[None]:
         return nullcontext()

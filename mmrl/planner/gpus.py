@@ -8,12 +8,11 @@ float32 accumulation, ``single`` of float32 without TF32. Where a GPU comes in s
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mmrl.config.dtype import with_choice
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,6 @@ def gpu_of(name: str) -> Gpu:
     raise UserError(f"--gpu {name}: no figures are known of this GPU; {edit} {', '.join(GPUS)}")
 
 
-def planned_for(gpu: Gpu, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def planned_for(gpu: Gpu, values: JsonObject) -> JsonObject:
     """``values`` of a recipe that is planned for ``gpu``: its device, and what ``model.dtype: auto`` is there."""
     return with_choice({**values, "device": "cuda"}, "bfloat16" if gpu.bfloat16 else "float32")

@@ -33,7 +33,7 @@ MOST_REPLACED = 4
 
 def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Batch:
     """Sample a group for every slot, score it, and turn rewards into advantages."""
-    with context.compute.devices.alone(context, sampler(context.objective, step)):
+    with context.compute.devices.sampling_phase(context, sampler(context.objective, step)):
         rounds, groups = context.rollout.strategy.groups(context, slots, step, clock, metrics)
     first = replace(rounds[0].scores, total=rewards_of(context, rounds, groups_of(rounds[0])))
     metrics.set(reward_metrics(first, context.controller.gather))
@@ -270,9 +270,12 @@ def prepare(context: StepContext, batch: Batch, scored: Scored) -> Scored:
     columns = {name: torch.zeros(len(batch.places), width) for name in wanted}
     for update in range(updates if wanted else 0):
         micro_batches = split_micro_batches(
-            context, batch, rows_of_update(batch, update, updates), partial(context.compute.devices.in_step, context)
+            context,
+            batch,
+            rows_of_update(batch, update, updates),
+            partial(context.compute.devices.lockstep_count, context),
         )
-        for made in context.compute.devices.spread(context, device_tasks.prepare, micro_batches, wanted):
+        for made in context.compute.devices.map_micro_batches(context, device_tasks.prepare, micro_batches, wanted):
             for index, entries, new in made:
                 at = torch.tensor(index).unsqueeze(1)
                 for name in new:

@@ -174,8 +174,8 @@ class Given:
 def streamed(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """All weights, whole, by their names in a checkpoint; what is tied to another is left out, as save_pretrained does.
 
-    Where ranks hold parts, all of them go through it together, outside of ``alone``; only one tensor is whole at a time
-    unless the caller keeps it.
+    Where ranks hold parts, all of them call it together, outside of ``Weights.unsharded``; only one tensor is whole at
+    a time unless the caller keeps it.
     """
     module: Any = policy.module
     ties = module.config.get_text_config().tie_word_embeddings

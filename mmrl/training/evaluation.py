@@ -107,7 +107,7 @@ class Evaluator:
         pairs = pairs_of(run.pipeline)
         sums: defaultdict[str, float] = defaultdict(float)
         with (
-            run.compute.devices.alone(run, run.policy.evaluated),
+            run.compute.devices.sampling_phase(run, run.policy.evaluated),
             torch.no_grad(),
             Progress(len(slots), "evaluate", "pairs") as progress,
         ):
@@ -164,12 +164,15 @@ class Evaluator:
                 yield usable, [SampleId(-1, s.index, s.attempt, 0) for s in usable]
 
         made: dict[int, list[Sample]] = {}
-        with run.compute.devices.alone(run, how.weights), Progress(len(slots), "evaluate", "samples") as progress:
+        with (
+            run.compute.devices.sampling_phase(run, how.weights),
+            Progress(len(slots), "evaluate", "samples") as progress,
+        ):
             for n, _, samples in run.compute.devices.sample(run, asked(), how, Clock(run.compute.device)):
                 made[n] = samples
                 run.pipeline.features.release(keys[n])
                 progress.advance(len(samples))
-        run.compute.devices.others(run, device_tasks.release)
+        run.compute.devices.run_on_other_trainers(run, device_tasks.release)
         return [sample for n in sorted(made) for sample in made[n]], bad
 
 

@@ -55,19 +55,21 @@ def train_step(
         total = context.controller.count(objective.loss_denominator(batch.weights[rows], batch.lengths[rows]))
         with clock("train"):
             micro_batches = (
-                split_micro_batches(context, batch, rows, partial(context.compute.devices.in_step, context))
+                split_micro_batches(context, batch, rows, partial(context.compute.devices.lockstep_count, context))
                 if total
                 else ()
             )
-            metrics.merge(context.compute.devices.spread(context, backward, micro_batches, total, step, update == 0))
+            metrics.merge(
+                context.compute.devices.map_micro_batches(context, backward, micro_batches, total, step, update == 0)
+            )
             metrics.check_finite()
             if update == 0:
                 metrics.check_first_ratio(exact=context.recipe.model.dtype == "float32")
             if total:
-                metrics.set(context.compute.devices.everywhere(context, device_tasks.apply, spent))
+                metrics.set(context.compute.devices.run_on_trainers(context, device_tasks.apply, spent))
                 metrics.end_update()
     if copies_of(objective):
-        context.compute.devices.everywhere(context, device_tasks.move, step)
+        context.compute.devices.run_on_trainers(context, device_tasks.update_copies, step)
     context.pipeline.features.release(batch.keys)
     metrics.set(context.compute.devices.end_step(context, step))
     row = metrics.means(context.controller.gather)

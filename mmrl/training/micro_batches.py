@@ -17,19 +17,19 @@ from mmrl.transfer import to_device
 
 
 def split_micro_batches(
-    context: StepContext, batch: Batch, mine: list[int], in_step: Callable[[int], int] = int
+    context: StepContext, batch: Batch, mine: list[int], lockstep_count: Callable[[int], int] = int
 ) -> Iterator[MicroBatch]:
     """The slices of one optimizer step over the rows ``mine``: micro-batches of them, entry by entry or a few at once.
 
-    ``in_step`` says how many micro-batches to go through for so many of these rows, where ranks wait for one another
-    (``Devices.in_step``): the last one is repeated without weight.
+    ``lockstep_count`` maps this rank's number of micro-batches to the number that all ranks run
+    (``Devices.lockstep_count``): the last micro-batch is repeated with weight 0 until there are as many.
     """
     device = batch.micro_batches[0].clean.device
     train = context.recipe.train
     found = [parts(context.pipeline, t) for t in batch.micro_batches]
     sizes = [found[m][i] for m, i in batch.places]
     own = list(packed(mine, sizes, train.micro_batch_size, train.micro_batch_tokens))
-    for n, index in enumerate(own + own[-1:] * (in_step(len(own)) - len(own))):
+    for n, index in enumerate(own + own[-1:] * (lockstep_count(len(own)) - len(own))):
         rows = gather(batch.micro_batches, [batch.places[n] for n in index])
         groups = to_device(groups_of(rows), device)
         for entries in chunks(chosen(context, rows), train.at_once):

@@ -44,14 +44,16 @@ class SamplingSpec:
 
 
 class Devices(Protocol):
-    """What of a step may be computed on several devices. Used by one thread.
+    """The devices of one controller, and the work of a step that they do. Only one thread calls it.
 
-    A task is a function of a module (``mmrl.placement.device_tasks`` has most): another process finds it by its name.
+    A *task* is a module-level function whose first argument is the ``StepContext`` of the device
+    (``mmrl.placement.device_tasks`` has most): another process finds it by its name. The *trainers* are the devices
+    that hold the trained weights; with ``placement.type: disaggregated`` the others only sample and judge.
     """
 
-    def alone(self, context: StepContext, weights: str) -> AbstractContextManager[None]:
-        """Inside, each device computes without the others, under the copy ``weights`` of the policy. All controllers
-        enter and leave together."""
+    def sampling_phase(self, context: StepContext, weights: str) -> AbstractContextManager[None]:
+        """A context in which each device can sample without collectives, with the copy ``weights`` of the policy.
+        Sharded weights are gathered for it. All controllers enter and leave together."""
         ...
 
     def sample(
@@ -62,9 +64,10 @@ class Devices(Protocol):
         clock: Clock,
         version: Version | None = None,
     ) -> Iterator[Drawn]:
-        """Each micro-batch sampled and decoded, with its number: in the order in which they are done.
+        """Sample and decode every micro-batch; yields each with its number, in the order in which they finish.
 
-        ``version``: the weights to sample with, where devices that sample do not train; None is those of now.
+        ``version``: the weights to sample with, where the devices that sample do not train; None takes the present
+        ones.
         """
         ...
 
@@ -76,61 +79,66 @@ class Devices(Protocol):
         how: SamplingSpec,
         version: Version | None = None,
     ) -> list[Trajectory]:
-        """Responses that are under way, each with at most ``most`` further tokens; ``version`` as in ``sample``."""
+        """Continue unfinished responses by at most ``most`` tokens each; ``version`` as in ``sample``."""
         ...
 
     def version(self, context: StepContext, name: str) -> Version:
-        """The policy's copy ``name`` as it is now, to sample with later."""
+        """The present weights of the policy's copy ``name``, to sample with later."""
         ...
 
-    def in_step(self, context: StepContext, n: int) -> int:
-        """How many micro-batches ``slices`` makes for ``spread`` where there are ``n``. All controllers must ask."""
+    def lockstep_count(self, context: StepContext, n: int) -> int:
+        """The number of micro-batches that every rank must run, where this controller has ``n``: the maximum over all
+        controllers if a forward pass is collective, else ``n``. All controllers must call it."""
         ...
 
-    def spread(
+    def map_micro_batches(
         self,
         context: StepContext,
         task: Callable[[StepContext, Iterable[MicroBatch], *Ts], R],
         micro_batches: Iterable[MicroBatch],
         *arguments: *Ts,
     ) -> list[R]:
-        """What ``task(run, its micro-batches, *arguments)`` returns on each device that was dealt some."""
+        """Divide the micro-batches over the trainers, and call ``task(context, micro-batches, *arguments)`` on each
+        trainer that got some. Returns one result per trainer (per group of trainers that share a model)."""
         ...
 
-    def everywhere(self, context: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
-        """Do ``task`` on every device that trains; returns what the first one said."""
+    def run_on_trainers(self, context: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
+        """Call ``task(context, *arguments)`` on every trainer; returns the result of the first."""
         ...
 
-    def others(self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts) -> None:
-        """Do ``task`` on every device that trains but the first."""
+    def run_on_other_trainers(
+        self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
+    ) -> None:
+        """Call ``task`` on every trainer except the first, which is the controller's own process."""
         ...
 
-    def beside(
+    def running_on_other_trainers(
         self, context: StepContext, task: Callable[[StepContext, *Ts], object], *arguments: *Ts
     ) -> AbstractContextManager[None]:
-        """As ``others``, while the caller does what is inside."""
+        """A context during which the trainers except the first run ``task``; leaving it waits for them."""
         ...
 
     def begin_step(self) -> None:
-        """Count time from now."""
+        """Start the step's clock."""
         ...
 
     def end_step(self, context: StepContext, step: int) -> dict[str, float]:
-        """Metrics of the step just done; every controller must call it."""
+        """Metrics of the finished step; every controller must call it."""
         ...
 
     def lines(self) -> list[dict[str, Any]]:
-        """Of placement.jsonl: what each device of every controller did when in the last step, and what was decided."""
+        """Rows for placement.jsonl: what each device of every controller did in the last step and when, and the
+        decision on roles."""
         ...
 
     def cpu_seconds(self, context: StepContext) -> float:
-        """CPU time of the controller's processes so far."""
+        """CPU time of all processes of this controller so far."""
         ...
 
     def state_dict(self) -> PartState: ...
 
     def load_state_dict(self, numbers: Any, saved: Saved, /) -> None:
-        """Go on from what ``state_dict`` gave, where it is of as many devices."""
+        """Restore ``state_dict``; ignored if it is of another number of devices."""
         ...
 
     def close(self) -> None: ...

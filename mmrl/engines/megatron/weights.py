@@ -1,10 +1,10 @@
 """Trained weights over the ranks of Megatron-Core that share a model: parts of layers (tensor parallelism, Shoeybi et
 al. 2019, arXiv 1909.08053), and layers in stages (``mmrl.engines.megatron.stages``).
 
-The Hugging Face model stays in its place and lends its name, its config and its ``generate``. Outside of ``alone`` it
-has no weights but those of a vision tower (``mmrl.engines.megatron.vision_tower``) or of a critic's head, and a call of
-it is a call of this rank's ``GPTModel``: of all ranks that share a model, together, with the same rows. Optimizer,
-copies and checkpoints work on parts of Hugging Face's own tensors (``mapping.parts``).
+The Hugging Face model stays in its place and lends its name, its config and its ``generate``. Outside of
+``unsharded`` it has no weights but those of a vision tower (``mmrl.engines.megatron.vision_tower``) or of a critic's
+head, and a call of it is a call of this rank's ``GPTModel``: of all ranks that share a model, together, with the same
+rows. Optimizer, copies and checkpoints work on parts of Hugging Face's own tensors (``mapping.parts``).
 """
 
 # pyright: reportMissingImports=false
@@ -60,7 +60,7 @@ class ModelParallel:
         if problems := list(refusals(module, settings)):
             raise UserError("\n".join(problems))
         size = self._size = settings.tensor_parallel
-        self.width, self._alone = settings.width, False
+        self.width, self._unsharded = settings.width, False
         self._by_tokens = settings.sequence_parallel
         self._groups = arrange(settings, mixture=bool(sparse(module)))
         self._group = self._groups.layers
@@ -276,7 +276,7 @@ class ModelParallel:
         return (total + of_experts).sqrt()
 
     def swap(self, copy: dict[str, Tensor]) -> None:
-        exchange(self.mine, copy, alone=self._alone)
+        exchange(self.mine, copy, unsharded=self._unsharded)
         self.changed()
 
     @torch.no_grad()
@@ -290,7 +290,7 @@ class ModelParallel:
                 self._ours[place].copy_(exact)
 
     @outermost
-    def alone(self) -> Generator[None]:
+    def unsharded(self) -> Generator[None]:
         for name, p in self._theirs.items():
             p.data = self._from_stage(name)
         self._module.forward, self._module.vocabulary, self._module.cut = self._whole_forward, None, None
@@ -300,7 +300,7 @@ class ModelParallel:
             self._empty()
             self._module.vocabulary = self._vocabulary
 
-    def spread(self, name: str, mine: Tensor) -> Tensor:
+    def checkpoint_view(self, name: str, mine: Tensor) -> Tensor:
         shape = self._shapes[name]
         local = mine if mine.ndim == len(shape) else mine.flatten(0, 1)
         if local.storage_offset():  # torch.distributed.checkpoint copies no DTensor whose part begins inside a storage
@@ -311,9 +311,9 @@ class ModelParallel:
         )
 
     def whole(self, name: str, mine: Tensor) -> Tensor:
-        spread = self.spread(name, mine.detach())
-        assert isinstance(spread, DTensor)
-        return spread.full_tensor().contiguous()
+        view = self.checkpoint_view(name, mine.detach())
+        assert isinstance(view, DTensor)
+        return view.full_tensor().contiguous()
 
     def _from_stage(self, name: str) -> Tensor:
         """The whole tensor on every rank; all ask together."""
