@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from os.path import relpath
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mmrl.datasets.checks import MediaChecks, Verify
 from mmrl.datasets.fields import Columns, digest_of, make_prompt, media_from, parse_json, read_fields, warn_of_unread
 from mmrl.datasets.records import BadRecord, Records, in_split
 from mmrl.errors import UserError
+from mmrl.json_types import Json
 from mmrl.media import KINDS
 from mmrl.trajectory import Prompt
 
@@ -79,8 +80,8 @@ def prompts(
     return Records(len(chosen), chosen.__getitem__, bad, len(found) + len(bad))
 
 
-def _records(root: Path) -> Iterator[tuple[str, Any]]:
-    """Where each record stands, and the record, or the error that reading it brought."""
+def _records(root: Path) -> Iterator[tuple[str, bytes | Path]]:
+    """Where each record stands, and its line of ``metadata.jsonl``, or the picture or clip that it is about."""
     metadata = root / "metadata.jsonl"
     if metadata.exists():
         for number, line in enumerate(metadata.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -100,7 +101,7 @@ def _prompt(where: str, source: bytes | Path, root: Path, columns: Columns, keys
     else:
         record, names = _beside(source), [str(source.relative_to(root))]
     fields = read_fields(record, columns)
-    keys.update(dict.fromkeys(record))
+    keys.update(dict.fromkeys(fields.keys))
     media = []
     for name in names:
         kind = KINDS.get(Path(name).suffix[1:].lower())
@@ -110,7 +111,7 @@ def _prompt(where: str, source: bytes | Path, root: Path, columns: Columns, keys
     return make_prompt(f"{root.name}/{where}", fields, media)
 
 
-def _names(record: Any) -> list[str]:
+def _names(record: Json) -> list[str]:
     """The files of a record. Raises ``ValueError``."""
     said = (record.get("file_names") or [record.get("file_name")]) if isinstance(record, dict) else None
     names = [name for name in said if isinstance(name, str) and name] if isinstance(said, list) else []
@@ -119,7 +120,7 @@ def _names(record: Any) -> list[str]:
     return names
 
 
-def _beside(file: Path) -> Any:
+def _beside(file: Path) -> Json:
     """The record that stands in the text file of the same name. Raises ``ValueError``."""
     for suffix in (".json", ".txt"):
         text = file.with_suffix(suffix)

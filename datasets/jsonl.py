@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from mmrl.datasets.checks import MediaChecks, Verify
 from mmrl.datasets.fields import (
+    Cell,
     Columns,
     Fields,
     digest_of,
@@ -29,6 +30,7 @@ from mmrl.datasets.fields import (
 )
 from mmrl.datasets.records import BadRecord, Records, in_split
 from mmrl.errors import UserError
+from mmrl.json_types import Json
 from mmrl.media import Media
 from mmrl.trajectory import Prompt
 
@@ -123,7 +125,7 @@ class _Lines:
     def key(self, i: int) -> int:
         return self._lines[i][0]
 
-    def row(self, i: int) -> Any:
+    def row(self, i: int) -> Json:
         """Raises ``ValueError``."""
         number, at, size = self._lines[i]
         with self._file.open("rb") as file:
@@ -149,7 +151,7 @@ class _Table:
     def key(self, i: int) -> int:
         return i
 
-    def row(self, i: int) -> Any:
+    def row(self, i: int) -> Cell:
         return self._rows[i].to_pylist()[0]
 
 
@@ -165,7 +167,7 @@ class _Maker:
         """Raises ``ValueError``."""
         record = self._rows.row(i)
         fields = read_fields(record, self._columns)
-        self.keys.update(dict.fromkeys(record))
+        self.keys.update(dict.fromkeys(fields.keys))
         media = [media_from(kind, source, self._root) for kind, source in fields.media]
         make_prompt("", fields, media)
         return fields, media

@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mmrl.errors import UserError
 from mmrl.json_types import Json
@@ -104,7 +104,7 @@ def _line_of_text(line: str, name: str) -> Prompt:
 def _line_of_json(line: str, name: str) -> Prompt:
     """Raises ``ValueError`` saying what is wrong with the line."""
     try:
-        record: Any = json.loads(line)
+        record: Json = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error.msg})") from error
     except RecursionError as error:

@@ -15,13 +15,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, Literal
 
 from PIL import Image, ImageDraw
 
+from mmrl.json_types import Json
 from mmrl.trajectory import Prompt
 
 COLOURS: dict[str, tuple[int, int, int]] = {
@@ -137,7 +138,7 @@ def _compositions() -> Iterator[Prompt]:
 
 
 def _prompt(task: str, text: str, objects: list[tuple[str, str, int]], **position: str) -> Prompt:
-    truth: dict[str, Any] = {
+    truth: dict[str, Json] = {
         "task": task,
         "objects": [{"colour": c, "kind": k, "count": n} for c, k, n in objects],
         "palette": {name: list(rgb) for name, rgb in COLOURS.items()},
@@ -161,7 +162,7 @@ def _apart(shapes: list[Shape]) -> bool:
     )
 
 
-def _stands_as_said(meta: Any, shapes: list[Shape]) -> bool:
+def _stands_as_said(meta: Mapping[str, Any], shapes: list[Shape]) -> bool:
     if "side" in meta:
         (s,) = shapes
         middle, margin = SIZE / 2, 3.0

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import mmrl
 from mmrl.errors import UserError
+from mmrl.json_types import Json, JsonObject
 from mmrl.judge.answers import Words, parse_kind
 from mmrl.judge.asking import Ask, Outcome, Settings
 from mmrl.judge.modes import Job, Mode
@@ -24,13 +25,13 @@ from mmrl.judge.rubric import Rubric
 from mmrl.judge.sampling import seed_of_samples, seeded
 from mmrl.judge.store import TRANSCRIPTS, Cache, lines_of, thumbnail
 from mmrl.judge.usage import note, parse_budget
-from mmrl.rewards.contract import Context, Declaration, Input, Weights
+from mmrl.rewards.contract import Context, Declaration, Input, Parts, Spans, Value, Weights
 from mmrl.trajectory import Sample, SampleId
 
 if TYPE_CHECKING:
     import torch
 
-    from mmrl.judge.local import LocalModel
+    from mmrl.judge.protocol import LocalJudge, RemoteJudge
     from mmrl.judge.server import ServedJudge
 
 _LOCAL = ("path", "batch", "dtype", "template")
@@ -78,11 +79,11 @@ class Judge:
 
     def __init__(
         self,
-        model: str | Mapping[str, Any],
+        model: str | JsonObject,
         rubric: str,
         *,
         mode: str = "pointwise",
-        answer: Mapping[str, Any] | None = None,
+        answer: JsonObject | None = None,
         system: str | None = None,
         meta: Sequence[str] = (),
         votes: int = 1,
@@ -120,15 +121,14 @@ class Judge:
         )
         self._caches: dict[Path | None, Cache] = {}
         self._recorded = recorded_here()
-        self.local: LocalModel | None = None
-        self.remote: Any = None
+        self.local: LocalJudge | None = None
+        self.remote: RemoteJudge | None = None
         self.served: ServedJudge | None = None
-        if _is_local(model):
-            self.local = self.open_local(model)
+        if isinstance(model, str) or _is_local(model):
+            backend = self.local = self.open_local(model)
         else:
-            self.remote = self._connect(model, timeout, retries, concurrency)
+            backend = self.remote = self._connect(model, timeout, retries, concurrency)
             self.score = self._score_by_endpoint  # type: ignore[method-assign]
-        backend = self.local or self.remote
         self.rubric.control = backend.control
         self.identity = [backend.identity, repr(self.kind), self.mode.name, temperature, max_tokens, reasks]
         if {"image", "video"} & {*self.rubric.inputs} and not backend.sees:
@@ -137,18 +137,19 @@ class Judge:
                 f"options.model: {model} reads text only, and the rubric shows pictures; use a model for both"
             )
 
-    def open_local(self, model: str | Mapping[str, Any]) -> LocalModel:
+    def open_local(self, model: str | JsonObject) -> LocalJudge:
         """The model in this process that answers; a subclass may bring one of its own."""
         return _local(model)
 
-    def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[Any]]:
+    def score(self, samples: Sequence[Sample], *, context: Context) -> Parts:
         """``score`` for each sample; in mode steps also ``right``, ``wrong`` and ``spans``."""
         assert self.local is not None
         hearing = self._open(samples, context)
         outcomes = self.local.ask(list(hearing.open.values()), self.kind, self.settings, context.device)
         return self._close(samples, hearing, outcomes, context)
 
-    async def _score_by_endpoint(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[Any]]:
+    async def _score_by_endpoint(self, samples: Sequence[Sample], *, context: Context) -> Parts:
+        assert self.remote is not None
         hearing = self._open(samples, context)
         sent: Counter[str] = Counter()
         try:
@@ -167,7 +168,7 @@ class Judge:
     def wake(self, device: torch.device | str) -> bool:
         """Have it ready; returns whether a model came, or a server was started, for good. Raises ``UserError``."""
         if self.local is not None:
-            return self.local.wake(device)
+            return bool(self.local.wake(device))
         if self.served is not None and self._recorded is not None:
             return False  # it starts where it is asked after all
         return self.served is not None and self.served.wake()
@@ -215,7 +216,7 @@ class Judge:
 
     def _close(
         self, samples: Sequence[Sample], hearing: _Hearing, outcomes: Sequence[Outcome], context: Context
-    ) -> dict[str, list[Any]]:
+    ) -> Parts:
         fresh = dict(zip(hearing.open, outcomes, strict=True))
         if self.cache:
             self._cache(context.folder).put(fresh)
@@ -236,17 +237,20 @@ class Judge:
         samples: Sequence[Sample],
         jobs: Sequence[Job],
         outcomes: Sequence[Outcome],
-        scores: Sequence[Any],
+        scores: Sequence[Value | Spans],
         context: Context,
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         """A row for every question, its critiques together; the lowest and the highest with their pictures."""
         merged: dict[tuple[int, ...], list[int]] = {}
         for i, job in enumerate(jobs):
             merged.setdefault(job.rows, []).append(i)
-        rows = []
+        rows: list[dict[str, Json]] = []
+        firsts: list[tuple[float, int]] = []
         for shown, index in merged.items():
             mine, ask = [outcomes[i] for i in index], jobs[index[0]].ask
-            values = [scores[row] if isinstance(scores[row], float) else None for row in shown]
+            values = [score if isinstance(score, float) else None for score in (scores[row] for row in shown)]
+            if values[0] is not None:
+                firsts.append((values[0], len(rows)))
             rows.append(
                 {
                     "step": context.step,
@@ -264,18 +268,18 @@ class Judge:
                     "cached": all(o.cached for o in mine),
                 }
             )
-        ranked = sorted((i for i in range(len(rows)) if rows[i]["scores"][0] is not None), key=_first_score(rows))
-        for i in {*ranked[:1], *ranked[-1:]}:
+        ranked = sorted(firsts, key=lambda first: first[0])
+        for _, i in {*ranked[:1], *ranked[-1:]}:
             ask = jobs[list(merged.values())[i][0]].ask
             rows[i]["pictures"] = [thumbnail(image) for image in ask.pictures] if ask else []
-        return rows
+        return [*rows]
 
     def _cache(self, folder: Path | None) -> Cache:
         if folder not in self._caches:
             self._caches[folder] = Cache(folder)
         return self._caches[folder]
 
-    def _connect(self, model: Any, timeout: float, retries: int, concurrency: int) -> Any:
+    def _connect(self, model: JsonObject, timeout: float, retries: int, concurrency: int) -> RemoteJudge:
         from mmrl.judge.remote import Endpoint, Requests
 
         vllm = "url" not in model
@@ -305,13 +309,14 @@ class Judge:
 score = Judge
 
 
-def _served(model: Mapping[str, Any]) -> Weights:
+def _served(model: JsonObject) -> Weights:
     from mmrl.judge.server import weights_of
 
-    return weights_of(str(model["vllm"]), _args(model), model.get("python"))
+    python = model.get("python")
+    return weights_of(str(model["vllm"]), _args(model), None if python is None else str(python))
 
 
-def _args(model: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _args(model: JsonObject) -> JsonObject | None:
     """The engine arguments of a server of ours. Raises ``UserError``."""
     args = model.get("args")
     if args is not None and not isinstance(args, Mapping):
@@ -319,7 +324,7 @@ def _args(model: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return args
 
 
-def _is_local(model: Any) -> bool:
+def _is_local(model: Json) -> bool:
     if isinstance(model, Mapping):
         kinds = [key for key in ("path", "url", "vllm") if key in model]
         if len(kinds) != 1:
@@ -330,13 +335,13 @@ def _is_local(model: Any) -> bool:
     return True
 
 
-def _local(model: str | Mapping[str, Any]) -> Any:
+def _local(model: str | JsonObject) -> LocalJudge:
     from mmrl.judge.local import LocalModel
 
     return LocalModel(model) if isinstance(model, str) else LocalModel(**_only(model, _LOCAL))
 
 
-def _check_budget(budget: Any, model: Any) -> None:
+def _check_budget(budget: Json, model: Json) -> None:
     if budget is None:
         return
     parse_budget(budget)
@@ -344,20 +349,16 @@ def _check_budget(budget: Any, model: Any) -> None:
         raise UserError("options.budget: is for a judge behind an endpoint ({url: ...} or {vllm: ...}); remove the key")
 
 
-def _check_least(options: Mapping[str, Any], least: float) -> None:
+def _check_least(options: JsonObject, least: float) -> None:
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
             raise UserError(f"options.{name}: {value!r}; write a number, {least:g} or more")
 
 
-def _only(model: Mapping[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+def _only(model: JsonObject, known: tuple[str, ...]) -> dict[str, Any]:
     unknown = sorted(set(model) - set(known))
     if unknown:
         raise UserError(f"options.model.{unknown[0]}: there is no such key; there are {', '.join(known)}")
     if known is _URL and "name" not in model:
         raise UserError("options.model.name: an endpoint needs the name of its model")
     return dict(model)
-
-
-def _first_score(rows: list[dict[str, Any]]) -> Any:
-    return lambda i: rows[i]["scores"][0]

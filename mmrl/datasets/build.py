@@ -9,11 +9,11 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from mmrl._load import load
 from mmrl.controller.randomness import permutation
 from mmrl.errors import UserError
+from mmrl.json_types import Json, JsonObject
 from mmrl.media import BadMediaError, Media, open_image, read_bytes
 from mmrl.media.decoder import container_of
 from mmrl.media.decoding import needs
@@ -30,7 +30,7 @@ def build(
     samples: Mapping[str, int],
     shards: int,
     seed: int = 0,
-    options: Mapping[str, Any] | None = None,
+    options: JsonObject | None = None,
     *,
     overwrite: bool = False,
 ) -> list[Path]:
@@ -64,7 +64,7 @@ def build(
 
 
 def _sources(
-    names: Sequence[str], split: str, n: int, seed: int, options: Mapping[str, Any]
+    names: Sequence[str], split: str, n: int, seed: int, options: JsonObject
 ) -> list[tuple[Sequence[Prompt], list[int]]]:
     """The prompts of each name, and the order in which they are taken. Raises ``UserError``."""
     found = []
@@ -107,7 +107,7 @@ def _write(path: Path, sources: list[tuple[Sequence[Prompt], list[int]]], places
 
 def _members(prompt: Prompt, picture: str) -> dict[str, bytes]:
     """A sample's members by suffix. Raises ``UserError``."""
-    record: dict[str, Any] = {"id": prompt.id, "prompt": prompt.text, "meta": dict(prompt.meta)}
+    record: dict[str, Json] = {"id": prompt.id, "prompt": prompt.text, "meta": dict(prompt.meta)}
     if prompt.system is not None:
         record["system"] = prompt.system
     members: dict[str, bytes] = {}

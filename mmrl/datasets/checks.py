@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NotRequired, TypedDict
 
 from mmrl.datasets import store
+from mmrl.json_types import Json
 from mmrl.media import BadMediaError, Media, probe_clip, probe_image
 
 Verify = Literal["decode", "headers"]
@@ -15,8 +16,17 @@ one frame of a clip), which finds files that are something else but few that are
 VERSION = 1
 
 
-def look(media: Media, verify: Verify) -> dict[str, Any]:
-    """``width`` and ``height`` in pixels, and for a clip ``frames`` and ``fps``. Raises ``BadMediaError``."""
+class Look(TypedDict):
+    """``width`` and ``height`` in pixels, and of a clip its ``frames`` and ``fps``."""
+
+    width: int
+    height: int
+    frames: NotRequired[int]
+    fps: NotRequired[float]
+
+
+def look(media: Media, verify: Verify) -> Look:
+    """Read the size of a picture or clip, and of a clip how many frames it has. Raises ``BadMediaError``."""
     if media.kind == "image":
         width, height = probe_image(media, decode=verify == "decode")
         return {"width": width, "height": height}
@@ -36,7 +46,7 @@ class MediaChecks:
         self._stamp = {"version": VERSION, "verify": verify}
         found = store.load(home, self._stamp)
         kept = found.get("checked") if found else None
-        self._known: dict[str, Any] = kept if isinstance(kept, dict) else {}
+        self._known: dict[str, Json] = kept if isinstance(kept, dict) else {}
         self._fresh = 0
 
     def fault(self, media: Media, name: str, stamp: list[int] | None = None) -> str | None:

@@ -10,12 +10,15 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
+from mmrl.json_types import Json, JsonScalar
 from mmrl.media import KINDS, LIMITS, Media
 from mmrl.trajectory import Prompt
 
 Kind = Literal["image", "video"]
+Cell: TypeAlias = "JsonScalar | bytes | Sequence[Cell] | Mapping[str, Cell]"
+"""A value of a record: JSON data, or bytes in a table."""
 PLACEHOLDERS: dict[Kind, str] = {"image": "<image>", "video": "<video>"}
 """Where in a prompt's text a medium stands."""
 TEXT = ("prompt", "question", "text", "messages")
@@ -47,13 +50,15 @@ class Fields:
 
     text: str
     system: str | None = None
-    meta: dict[str, Any] = field(default_factory=dict)
-    media: list[tuple[Kind, Any]] = field(default_factory=list)
+    meta: dict[str, Cell] = field(default_factory=dict)
+    media: list[tuple[Kind, Cell]] = field(default_factory=list)
     shown: int = 0
     """Pictures and clips that are parts of its messages, wherever their bytes are."""
+    keys: tuple[str, ...] = ()
+    """The names of all its columns."""
 
 
-def read_fields(record: Any, columns: Columns | None = None) -> Fields:
+def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
     """The parts of a prompt in ``record``. Raises ``ValueError`` saying what is wrong with it."""
     columns = columns or Columns()
     if not isinstance(record, Mapping):
@@ -78,10 +83,10 @@ def read_fields(record: Any, columns: Columns | None = None) -> Fields:
     for name, names, kind in lists:
         sources = _pick(record, name, names)
         if sources is not None:
-            several = isinstance(sources, Sequence) and not isinstance(sources, str | bytes)
-            for source in sources if several else [sources]:
-                found.media.append((kind, source))
+            several = sources if isinstance(sources, Sequence) and not isinstance(sources, str | bytes) else [sources]
+            found.media.extend((kind, source) for source in several)
     found.meta |= _meta(record, columns)
+    found.keys = tuple(record)
     return found
 
 
@@ -134,7 +139,7 @@ def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
         )
 
 
-def media_from(kind: Kind, source: Any, root: str) -> Media:
+def media_from(kind: Kind, source: Cell, root: str) -> Media:
     """One medium of a record: bytes, a data URL, or the path of a file inside the folder ``root``.
 
     Raises ``ValueError`` for everything else: an address on the network, a path that leaves ``root`` (by ``..``, from
@@ -180,7 +185,7 @@ def digest_of(*parts: str | bytes) -> str:
     return found.hexdigest()
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> Json:
     """Raises ``ValueError`` saying why ``text`` is no JSON."""
     try:
         return json.loads(text)
@@ -192,7 +197,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("is not JSON that can be read (nested too deeply)") from None
 
 
-def _meta(record: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+def _meta(record: Mapping[str, Cell], columns: Columns) -> dict[str, Cell]:
     given = record.get("meta")
     if given is not None and not isinstance(given, Mapping):
         raise ValueError('"meta" is not an object')
@@ -208,13 +213,13 @@ def _meta(record: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     return meta
 
 
-def _pick(record: Mapping[str, Any], name: str | None, usual: Sequence[str]) -> Any:
+def _pick(record: Mapping[str, Cell], name: str | None, usual: Sequence[str]) -> Cell:
     """The value under ``name``, or under the first of the usual names that has one. Raises ``ValueError``."""
     if name is None:
         return next((record[key] for key in usual if record.get(key) is not None), None)
     if name in record:
         return record[name]
-    value: Any = record
+    value: Cell = record
     for key in name.split("."):
         if not isinstance(value, Mapping) or key not in value:
             raise ValueError(f"has nothing under {name!r}; it has {', '.join(map(str, record)) or 'nothing'}")
@@ -222,21 +227,20 @@ def _pick(record: Mapping[str, Any], name: str | None, usual: Sequence[str]) -> 
     return value
 
 
-def _read_messages(messages: list[Any]) -> Fields:
+def _read_messages(messages: list[Cell]) -> Fields:
     """An optional system message, one user message, and perhaps its answer. Raises ``ValueError``."""
-    said: dict[str, tuple[str, list[tuple[Kind, Any]]]] = {}
+    said: dict[str, tuple[str, list[tuple[Kind, Cell]], int]] = {}
+    roles: list[str] = []
     for message in messages:
-        if not isinstance(message, Mapping) or message.get("role") not in ("system", "user", "assistant"):
+        if not isinstance(message, Mapping) or (role := message.get("role")) not in ("system", "user", "assistant"):
             raise ValueError("has a message whose role is none of system, user and assistant")
-        said[message["role"]] = _read_content(message.get("content"))
-    roles = [m["role"] for m in messages]
+        said[role] = _read_content(message.get("content"))
+        roles.append(role)
     if [r for r in roles if r != "system"] not in (["user"], ["user", "assistant"]) or "system" in roles[1:]:
         raise ValueError(
             f"has the messages {', '.join(roles)}; what is read is one of the user, after one of the system"
         )
-    text, media = said["user"]
-    parts = next(m["content"] for m in messages if m["role"] == "user")
-    shown = 0 if isinstance(parts, str) else sum(part.get("type") != "text" for part in parts)
+    text, media, shown = said["user"]
     found = Fields(clean_text(text), media=media, shown=shown)
     if "system" in said:
         found.system = clean_text(said["system"][0])
@@ -245,25 +249,29 @@ def _read_messages(messages: list[Any]) -> Fields:
     return found
 
 
-def _read_content(content: Any) -> tuple[str, list[tuple[Kind, Any]]]:
-    """The text of a message, with a placeholder for each medium, and the sources of those that name one."""
+def _read_content(content: Cell) -> tuple[str, list[tuple[Kind, Cell]], int]:
+    """The text of a message with a placeholder for each medium, the media that name a source, and how many media."""
     if isinstance(content, str):
-        return content, []
+        return content, [], 0
     if not isinstance(content, list):
         raise ValueError("has a message whose content is neither text nor a list of parts")
-    text, media = "", []
+    text, shown = "", 0
+    media: list[tuple[Kind, Cell]] = []
     for part in content:
-        kind = str(part.get("type", "")).removesuffix("_url") if isinstance(part, Mapping) else ""
-        if kind == "text" and isinstance(part.get("text"), str):
-            text += part["text"]
-        elif kind in ("image", "video"):
+        keys: Mapping[str, Cell] = part if isinstance(part, Mapping) else {}
+        name, words = keys.get("type"), keys.get("text")
+        kind = name.removesuffix("_url") if isinstance(name, str) else ""
+        if kind == "text" and isinstance(words, str):
+            text += words
+        elif isinstance(name, str) and kind in ("image", "video"):
             text += PLACEHOLDERS[kind]
-            source = part.get(part["type"]) or part.get("url") or part.get("path")
+            shown += 1
+            source = keys.get(name) or keys.get("url") or keys.get("path")
             if source is not None:
                 media.append((kind, source))
         else:
             raise ValueError(f"has a part of a message that is no text, image or video: {str(part)[:60]}")
-    return text, media
+    return text, media, shown
 
 
 def _from_data_url(url: str) -> bytes:

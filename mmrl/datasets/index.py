@@ -8,10 +8,10 @@ and clips are ordered by the rest of their names, numbers as numbers. Other memb
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -20,6 +20,7 @@ from mmrl.datasets.checks import VERSION, Verify, look
 from mmrl.datasets.fields import PLACEHOLDERS, TEXT, digest_of, make_prompt, parse_json, read_fields
 from mmrl.datasets.records import BadRecord
 from mmrl.datasets.tar import Member, read_members
+from mmrl.json_types import Json, JsonObject
 from mmrl.media import KINDS, BadMediaError, Media, describe, read_bytes
 from mmrl.trajectory import Prompt
 
@@ -155,15 +156,16 @@ def _prompt(path: Path, entry: Entry) -> Prompt:
     return make_prompt(f"{path.stem}/{entry.key}", fields, [_medium(path, p, record) for p in entry.media])
 
 
-def _medium(path: Path, part: Part, record: dict[str, Any] | None = None) -> Media:
+def _medium(path: Path, part: Part, record: Json = None) -> Media:
     """Raises ``ValueError``."""
     kind = _kind(part.suffix)
     assert kind is not None
-    listed = (record or {}).get("frames")
-    frames = listed.get(part.suffix) if isinstance(listed, dict) else None
-    if frames is not None and not (isinstance(frames, list) and frames and all(type(i) is int for i in frames)):
+    listed = record.get("frames") if isinstance(record, Mapping) else None
+    given = listed.get(part.suffix) if isinstance(listed, dict) else None
+    frames = [i for i in given if type(i) is int] if isinstance(given, list) else []
+    if given is not None and (not frames or frames != given):
         raise ValueError(f'"frames" of .{part.suffix} is no list of frame numbers')
-    outside = [i for i in frames or () if part.frames is not None and not 0 <= i < part.frames]
+    outside = [i for i in frames if part.frames is not None and not 0 <= i < part.frames]
     if outside:
         raise ValueError(f'"frames" of .{part.suffix} names frame {outside[0]} of {part.frames}')
     shown = 1 if kind == "image" else len(frames) if frames else part.frames
@@ -194,5 +196,5 @@ def _home(path: Path) -> Path:
     return path.with_name(f"{path.name}.index.json")
 
 
-def _stamp(path: Path, verify: str) -> dict[str, Any]:
+def _stamp(path: Path, verify: str) -> JsonObject:
     return {"version": VERSION, "verify": verify, **store.stamp_of(path)}

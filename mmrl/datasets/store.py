@@ -8,10 +8,11 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+
+from mmrl.json_types import JsonObject
 
 
-def load(home: Path, stamp: dict[str, Any]) -> dict[str, Any] | None:
+def load(home: Path, stamp: JsonObject) -> JsonObject | None:
     """What ``save`` wrote for ``home`` with an equal ``stamp``, None where it is missing, stale or broken."""
     for place in _places(home):
         try:
@@ -23,7 +24,7 @@ def load(home: Path, stamp: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def save(home: Path, stamp: dict[str, Any], content: dict[str, Any]) -> Path | None:
+def save(home: Path, stamp: JsonObject, content: JsonObject) -> Path | None:
     """Write ``content`` to ``home``, or to the cache; returns where, None where neither can be written."""
     text = json.dumps({"stamp": stamp, **content}, separators=(",", ":"))
     for place in _places(home):
@@ -45,7 +46,7 @@ def save(home: Path, stamp: dict[str, Any], content: dict[str, Any]) -> Path | N
     return None
 
 
-def stamp_of(path: Path) -> dict[str, Any]:
+def stamp_of(path: Path) -> dict[str, int]:
     """What changes when the file at ``path`` does: its size and time. Raises ``OSError``."""
     status = path.stat()
     return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}

@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import mmrl
 from mmrl.config.schema import Reward
 from mmrl.errors import UserError
+from mmrl.json_types import Json, JsonObject
+from mmrl.judge.json_answer import whole_numbers
 from mmrl.judge.rubric import split_steps
 from mmrl.judge.statistics import Confusions, auc, auc_interval, concordance, spearman, wilson
 from mmrl.media import Media
 from mmrl.media.images import BadImageError, read_rgb
+from mmrl.rewards.contract import Span
 from mmrl.rewards.scoring import RewardSet, Scores
 from mmrl.trajectory import Prompt, Sample, SampleId
 
@@ -59,7 +61,7 @@ class Agreement:
     judged: int
     figures: dict[str, tuple[float, float, float]]
     confusions: Confusions | None = None
-    disagreements: list[dict[str, Any]] = field(default_factory=list)
+    disagreements: list[JsonObject] = field(default_factory=list)
     unjudged: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -180,7 +182,7 @@ def _of_numbers(cases: Sequence[Case], values: Sequence[float]) -> Agreement:
     return Agreement("number", 0, len(cases), figures, None, [_shown(cases[i], values[i]) for i in off[:_NAMED]])
 
 
-def _of_steps(cases: Sequence[Case], spans: Sequence[Sequence[Any]]) -> Agreement:
+def _of_steps(cases: Sequence[Case], spans: Sequence[Sequence[Span]]) -> Agreement:
     judged: list[bool] = []
     truth: list[bool] = []
     exact = 0
@@ -208,20 +210,23 @@ def _of_steps(cases: Sequence[Case], spans: Sequence[Sequence[Any]]) -> Agreemen
     return Agreement("steps", 0, len(cases), figures, said, shown[:_NAMED])
 
 
-def _case(row: Any, index: int, folder: Path) -> Case:
+def _case(row: Json, index: int, folder: Path) -> Case:
     if not isinstance(row, dict):
         raise ValueError("is no JSON object")
     text, response, meta = row.get("prompt", ""), row.get("response"), row.get("meta", {})
     if not isinstance(text, str) or not isinstance(response, str | None) or not isinstance(meta, dict):
         raise ValueError("prompt and response must be texts, meta an object")
+    system, images = row.get("system"), row.get("images", [])
+    if not isinstance(system, str | None) or not isinstance(images, list):
+        raise ValueError("system must be a text, images a list of paths")
     image = None
     if row.get("image") is not None:
         try:
             image, _ = read_rgb(folder / str(row["image"]))
         except BadImageError as error:
             raise ValueError(f"{row['image']}: {error}") from None
-    media = tuple(Media("image", str(folder / str(name))) for name in row.get("images", ()))
-    prompt = Prompt(str(row.get("id", text)), text, meta, media, row.get("system"))
+    media = tuple(Media("image", str(folder / str(name))) for name in images)
+    prompt = Prompt(str(row.get("id", text)), text, meta, media, system)
     return Case(Sample(prompt, SampleId(-1, index, 0, 0), image, text=response), _truth(row.get("truth")))
 
 
@@ -244,9 +249,10 @@ def _cases_of_data_set(name: str, limit: int | None) -> list[Case]:
     return cases
 
 
-def _truth(value: Any) -> bool | float | list[int]:
-    if isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
-        return value
+def _truth(value: Json) -> bool | float | list[int]:
+    steps = whole_numbers(value)
+    if steps is not None:
+        return steps
     if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)):
         return bool(value)
     if isinstance(value, int | float) and math.isfinite(value):
@@ -258,7 +264,7 @@ def _proportion(k: int, n: int) -> tuple[float, float, float]:
     return (k / n if n else math.nan, *wilson(k, n))
 
 
-def _shown(case: Case, said: Any) -> dict[str, Any]:
+def _shown(case: Case, said: float | list[int]) -> JsonObject:
     return {"case": _name(case), "response": case.sample.text, "truth": case.truth, "said": said}
 
 
@@ -266,7 +272,7 @@ def _name(case: Case) -> str:
     return case.sample.prompt.text or case.sample.prompt.id
 
 
-def as_json(agreement: Agreement) -> Mapping[str, Any]:
+def as_json(agreement: Agreement) -> JsonObject:
     """Ready for JSON; NaN becomes null."""
 
     def finite(value: float) -> float | None:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 from mmrl.errors import UserError
+from mmrl.json_types import Json as JsonValue
+from mmrl.json_types import JsonObject
 from mmrl.judge.asking import Outcome
-from mmrl.judge.json_answer import check_schema, json_in, mismatch, without_thoughts
+from mmrl.judge.json_answer import check_schema, json_in, mismatch, whole_numbers, without_thoughts
 
 _NUMBER = r"[-+]?\d+(?:\.\d+)?"
 _LINE = re.compile(rf"(?:[a-z][a-z ]{{0,30}}[:=]\s*)?({_NUMBER})(?:\s*/\s*({_NUMBER}))?\.?")
 _PREFERENCE = {"a": 1.0, "b": 0.0, "tie": 0.5}
+Key = TypeVar("Key")
 
 
 class UnreadableError(ValueError):
@@ -34,7 +37,7 @@ class Words:
     yes: str = "yes"
     no: str = "no"
 
-    def tokens(self, texts: Iterable[tuple[Any, str]]) -> tuple[list[Any], list[Any]]:
+    def tokens(self, texts: Iterable[tuple[Key, str]]) -> tuple[list[Key], list[Key]]:
         """Of the tokens ``(key, text)`` those that stand for yes and those for no.
 
         A token stands for a word it equals. Where no token equals either word (a vocabulary of characters), those that
@@ -85,7 +88,7 @@ class Json:
     mode the field may say ``A``, ``B`` or ``tie``.
     """
 
-    schema: Mapping[str, Any]
+    schema: JsonObject
     score: str = "score"
 
     def read(self, text: str, items: int = 0) -> float:
@@ -98,8 +101,9 @@ class Json:
             if preference is None:
                 raise UnreadableError(f"prefers {value!r}, which is not A, B or tie")
             return preference
-        bounds = self.schema["properties"][self.score]
-        return scaled(float(value), bounds["minimum"], bounds["maximum"])
+        if not isinstance(value, int | float):
+            raise UnreadableError(f"does not follow the schema ({self.score} is no number)")
+        return scaled(float(value), *_bounds(_field(self.schema, self.score), f"the schema's {self.score}"))
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class WrongSteps:
 Kind: TypeAlias = Words | Number | Json | Ranking | WrongSteps
 
 
-def parse_kind(mode: str, answer: Mapping[str, Any] | None) -> Kind:
+def parse_kind(mode: str, answer: JsonObject | None) -> Kind:
     """The kind of answer a recipe's ``options.answer`` asks for. Raises ``UserError``."""
     if mode in ("ranking", "steps"):
         if answer is not None:
@@ -145,7 +149,10 @@ def parse_kind(mode: str, answer: Mapping[str, Any] | None) -> Kind:
         raise UserError(f"options.answer.{sorted(extra)[0]}: {kind} has no such key; it has {', '.join(known)}")
     if kind == "yes_no":
         words = ("A", "B") if mode == "pairwise" else ("yes", "no")
-        return _words(given.get("yes", words[0]), given.get("no", words[1]))
+        yes, no = (_word(given.get(name, word), name) for name, word in zip(("yes", "no"), words, strict=True))
+        if yes.casefold() == no.casefold():
+            raise UserError(f"options.answer: yes and no are both {yes!r}; choose two words")
+        return Words(yes, no)
     if kind == "number":
         low, high = (_bound(given.get(name), f"options.answer.{name}") for name in ("min", "max"))
         if not low < high:
@@ -154,7 +161,7 @@ def parse_kind(mode: str, answer: Mapping[str, Any] | None) -> Kind:
     return _json(mode, given)
 
 
-def checked(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+def checked(text: str, schema: JsonObject) -> JsonObject:
     """The JSON object in an answer, checked against ``schema``. Raises ``UnreadableError``."""
     try:
         value = json_in(_said(text))
@@ -193,44 +200,53 @@ def _said(text: str) -> str:
         raise UnreadableError(str(error)) from None
 
 
-def _words(yes: Any, no: Any) -> Words:
-    for name, word in (("yes", yes), ("no", no)):
-        if not isinstance(word, str) or not word.strip() or word.strip() != word:
-            raise UserError(f"options.answer.{name}: {word!r} is no word; quote it and leave out spaces")
-    if yes.casefold() == no.casefold():
-        raise UserError(f"options.answer: yes and no are both {yes!r}; choose two words")
-    return Words(yes, no)
+def _word(word: JsonValue, name: str) -> str:
+    if not isinstance(word, str) or not word.strip() or word.strip() != word:
+        raise UserError(f"options.answer.{name}: {word!r} is no word; quote it and leave out spaces")
+    return word
 
 
-def _json(mode: str, given: dict[str, Any]) -> Json:
+def _json(mode: str, given: dict[str, JsonValue]) -> Json:
     where = "options.answer.schema"
-    schema, score = given.get("schema"), given.get("score", "score")
-    check_schema(schema, where)
-    assert schema is not None
-    bounds = schema.get("properties", {}).get(score)
-    if bounds is None or score not in schema.get("required", []):
+    schema, score = check_schema(given.get("schema"), where), str(given.get("score", "score"))
+    field, required = _field(schema, score), schema.get("required")
+    if not field or not isinstance(required, Sequence) or score not in required:
         raise UserError(f"{where}: the field {score!r} (options.answer.score) must stand in properties and in required")
-    kind = bounds.get("type")
+    kind = field.get("type")
     if (mode == "pairwise" and kind == "string") or kind == "boolean":
         return Json(schema, score)
-    if kind not in ("number", "integer") or not {"minimum", "maximum"} <= set(bounds):
+    if kind not in ("number", "integer") or not {"minimum", "maximum"} <= set(field):
         allowed = "a number with minimum and maximum, or a boolean" + (", or a string" if mode == "pairwise" else "")
         raise UserError(f"{where}.properties.{score}: must be {allowed}, so that it becomes a score from 0 to 1")
-    if not bounds["minimum"] < bounds["maximum"]:
+    low, high = _bounds(field, f"{where}.properties.{score}")
+    if not low < high:
         raise UserError(f"{where}.properties.{score}: maximum must be greater than minimum")
     return Json(schema, score)
 
 
-def _bound(value: Any, where: str) -> float:
+def _field(schema: JsonObject, name: str) -> JsonObject:
+    """The schema of the field ``name``; empty where there is none."""
+    properties = schema.get("properties")
+    found = properties.get(name) if isinstance(properties, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _bounds(field: JsonObject, where: str) -> tuple[float, float]:
+    low, high = (_bound(field.get(name), f"{where}.{name}") for name in ("minimum", "maximum"))
+    return low, high
+
+
+def _bound(value: JsonValue, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise UserError(f"{where}: {value!r}; write a number")
     return float(value)
 
 
-def _numbers(value: Any, name: str) -> list[int]:
-    if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
+def _numbers(value: JsonValue, name: str) -> list[int]:
+    numbers = whole_numbers(value)
+    if numbers is None:
         raise UnreadableError(f"does not follow the schema ({name} is no list of numbers)")
-    return list(value)
+    return numbers
 
 
 def _log_sum(values: Iterable[float]) -> float:

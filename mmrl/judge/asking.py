@@ -6,9 +6,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from PIL.Image import Image
+
+from mmrl.json_types import Json
 
 Verdict: TypeAlias = float | list[int]
 """A number in [0, 1], a ranking (numbers of the candidates, best first) or the numbers of the wrong steps."""
@@ -38,8 +40,8 @@ class Ask:
         """What a person reads in a transcript: each picture is its size and the start of its digest."""
         return "".join(part if isinstance(part, str) else f"[picture {named(part)}]" for part in self.parts)
 
-    def digest(self, *more: Any) -> str:
-        """Of its content and of ``more`` (JSON values), without the seed: what a cache knows it by."""
+    def digest(self, *more: Json) -> str:
+        """A hash of its content and of ``more``, without the seed: the key of its verdict in the cache."""
         parts = [part if isinstance(part, str) else ["picture", picture_digest(part)] for part in self.parts]
         content = json.dumps([parts, self.system, self.items, *more], sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

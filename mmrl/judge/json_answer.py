@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmrl.errors import UserError
+from mmrl.json_types import Json, JsonObject
 
 if TYPE_CHECKING:
     from jsonschema import ValidationError
@@ -30,15 +31,15 @@ _LONGEST = 200
 """Characters of a reason: it may quote the answer, which may be long."""
 
 
-def check_schema(schema: Any, where: str) -> None:
-    """Raise ``UserError`` naming ``where`` for what is no schema, or has a keyword that is not supported.
+def check_schema(given: Json, where: str) -> JsonObject:
+    """The schema ``given``. Raises ``UserError`` naming ``where`` for what is none, and for an unsupported keyword.
 
     A keyword that the validator does not know would be ignored, a misspelt one too; ``$ref`` may lead to the network,
     and the time for ``pattern`` or ``uniqueItems`` is in the hands of who writes the answer.
     """
     from jsonschema import Draft202012Validator, SchemaError
 
-    _check_keywords(schema, where)
+    schema = _check_keywords(given, where)
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
@@ -46,9 +47,10 @@ def check_schema(schema: Any, where: str) -> None:
         if error.path and error.path[-1] == "type":
             said = f"{error.instance!r} is no JSON type; there are {', '.join(_TYPES)}"
         raise UserError(f"{where}{error.json_path.removeprefix('$')}: {said}") from None
+    return schema
 
 
-def mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
+def mismatch(value: Json, schema: JsonObject) -> str | None:
     """Where ``value`` departs from ``schema`` first; None where it does not."""
     from jsonschema import Draft202012Validator
     from referencing import Registry
@@ -60,10 +62,10 @@ def mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
     return None if error is None else _in_words(error)[:_LONGEST]
 
 
-def json_in(text: str) -> Any:
+def json_in(text: str) -> JsonObject:
     """The JSON object that ``text`` is, or the last one in it (after reasoning, or fenced). Raises ``ValueError``."""
     decoder = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_unique)
-    found: list[Any] = []
+    found: list[JsonObject] = []
     at, tries = text.find("{"), 0
     while at >= 0 and tries < _TRIES:
         tries += 1
@@ -94,7 +96,7 @@ def ends_in_a_thought(text: str) -> bool:
     return _THOUGHT_IS_OPEN.search(text.rstrip()) is not None
 
 
-def _check_keywords(schema: Any, where: str) -> None:
+def _check_keywords(schema: Json, where: str) -> JsonObject:
     if not isinstance(schema, Mapping):
         raise UserError(f"{where}: expected a JSON schema (a mapping), got {type(schema).__name__}")
     supported = _KEYWORDS | _BOUNDS | _SIZES
@@ -110,6 +112,15 @@ def _check_keywords(schema: Any, where: str) -> None:
         _check_keywords(inner, f"{where}.properties.{name}")
     if "items" in schema:
         _check_keywords(schema["items"], f"{where}.items")
+    return schema
+
+
+def whole_numbers(value: Json) -> list[int] | None:
+    """``value`` where it is a list of whole numbers, else None."""
+    if not isinstance(value, list):
+        return None
+    numbers = [v for v in value if isinstance(v, int) and not isinstance(v, bool)]
+    return numbers if len(numbers) == len(value) else None
 
 
 def _in_words(error: ValidationError) -> str:
@@ -134,7 +145,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     if len({name for name, _ in pairs}) != len(pairs):
         raise ValueError("a key stands twice")
     return dict(pairs)

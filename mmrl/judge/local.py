@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.errors import UserError
+from mmrl.json_types import Json, JsonObject
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, unread
 from mmrl.judge.json_answer import ends_in_a_thought
@@ -25,6 +26,7 @@ from mmrl.text.token_sampling import Draw
 
 if TYPE_CHECKING:
     import torch
+    from transformers import BatchEncoding, BatchFeature
 
 _NOT_FINITE = "the judge's logits are not finite: set options.model.dtype to float32, or take another judge"
 _WHOLE = 64 << 20
@@ -38,7 +40,7 @@ class LocalModel(Sleeping):
     chat template, such as ``{enable_thinking: false}``.
     """
 
-    def __init__(self, path: str, batch: int = 16, dtype: str = "auto", template: Mapping[str, Any] | None = None):
+    def __init__(self, path: str, batch: int = 16, dtype: str = "auto", template: JsonObject | None = None):
         self.path, self.batch, self.dtype, self.template = path, batch, dtype, dict(template or {})
         model, self.processor, self.tokenizer = _load(path, dtype)
         self.model = self.frozen(model, lambda: _load_model(path, dtype)[0])
@@ -96,7 +98,7 @@ class LocalModel(Sleeping):
         seconds = (time.perf_counter() - began) / len(asks)
         return [replace(outcome, seconds=seconds) for outcome in outcomes]
 
-    def _fits(self, asks: list[Ask], inputs: Any, room: int) -> None:
+    def _fits(self, asks: list[Ask], inputs: BatchEncoding | BatchFeature, room: int) -> None:
         """Raise ``ValueError`` where a question cannot be asked as a whole."""
         if any(ask.pictures for ask in asks) and not self.sees:
             raise ValueError("it reads text only and the question has pictures; write prompt_text for prompt")
@@ -155,7 +157,7 @@ class LocalModel(Sleeping):
         of = self.processor or self.tokenizer
         return [of.apply_chat_template(_messages(ask, plain=self.processor is None), **template) for ask in asks]
 
-    def _encode(self, texts: list[str], asks: Sequence[Ask]) -> Any:
+    def _encode(self, texts: list[str], asks: Sequence[Ask]) -> BatchEncoding | BatchFeature:
         if self.processor is None:
             return self.tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         pictures = {"images": [ask.pictures for ask in asks]} if asks[0].pictures else {}
@@ -179,13 +181,13 @@ def fingerprint(path: str) -> str:
     return digest.hexdigest()
 
 
-def _messages(ask: Ask, plain: bool) -> list[dict[str, Any]]:
-    content: Any = "".join(part for part in ask.parts if isinstance(part, str))
-    system: Any = ask.system
+def _messages(ask: Ask, plain: bool) -> list[JsonObject]:
+    content: Json = "".join(part for part in ask.parts if isinstance(part, str))
+    system: Json = ask.system
     if not plain:
         content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in ask.parts]
         system = [{"type": "text", "text": ask.system}]
-    head = [{"role": "system", "content": system}] if ask.system else []
+    head: list[JsonObject] = [{"role": "system", "content": system}] if ask.system else []
     return [*head, {"role": "user", "content": content}]
 
 

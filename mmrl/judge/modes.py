@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 from mmrl.errors import UserError
 from mmrl.json_types import Json
@@ -21,7 +21,7 @@ from mmrl.judge.asking import Ask, Outcome
 from mmrl.judge.rubric import Rubric, RubricError, split_steps
 from mmrl.judge.sampling import seeded
 from mmrl.judge.voting import NumberVote, StepVote, ranking_scores, vote_number, vote_steps
-from mmrl.rewards.contract import Failed, Spans, Value
+from mmrl.rewards.contract import Failed, Parts, Spans, Value
 from mmrl.trajectory import Sample
 
 ModeName = Literal["pointwise", "pairwise", "ranking", "steps"]
@@ -78,7 +78,7 @@ class Mode:
                 jobs.append(Job(rows, vote, found.ask, found.reason))
         return jobs
 
-    def fold(self, samples: Sequence[Sample], jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    def fold(self, samples: Sequence[Sample], jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> Parts:
         """What the reward returns: ``score`` and, in mode steps, ``right``, ``wrong`` (how many) and ``spans``."""
         if self.name == "steps":
             return self._fold_steps(samples, jobs, outcomes)
@@ -131,9 +131,7 @@ class Mode:
             return _failed(missed, len(found) + len(missed))
         return vote_number(found, cast("NumberVote", "mean" if self.grouped else self.vote))
 
-    def _fold_steps(
-        self, samples: Sequence[Sample], jobs: Sequence[Job], outcomes: Sequence[Outcome]
-    ) -> dict[str, Any]:
+    def _fold_steps(self, samples: Sequence[Sample], jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> Parts:
         scores: list[Value] = []
         rights: list[float | None] = []
         wrongs: list[float | None] = []

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -26,7 +26,7 @@ from PIL.Image import Image
 
 from mmrl.engines.server_process import png_url
 from mmrl.errors import UserError
-from mmrl.json_types import JsonObject
+from mmrl.json_types import Json, JsonObject
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
 from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, first_words, unread
 from mmrl.judge.replay import recorded_here
@@ -44,6 +44,7 @@ _AGAIN = frozenset({408, 409, 425, 429})
 _TOP = 20
 """How many of the likeliest tokens are asked for: the most that endpoints give."""
 _HEALTH_S = 10.0
+T = TypeVar("T")
 
 
 class EndpointError(Exception):
@@ -56,6 +57,14 @@ class _PassingError(EndpointError):
     def __init__(self, reason: str, after: float = 0.0) -> None:
         super().__init__(reason)
         self.after = after
+
+
+class _ClientOptions(TypedDict):
+    """Of the clients of httpx, with and without ``async``."""
+
+    headers: dict[str, str]
+    trust_env: bool
+    limits: httpx.Limits
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class Endpoint:
         self.extra = dict(requests.extra)
         self.identity = f"{identity or f'{self.url} {name}'} {sorted(self.extra.items())}"
         secret = secret or _secret(token)
-        self._options: dict[str, Any] = {
+        self._options: _ClientOptions = {
             "headers": {"Authorization": f"Bearer {secret}"} if secret else {},
             "trust_env": not is_loopback(host),  # a proxy cannot reach our loopback
             "limits": httpx.Limits(max_connections=self.concurrency),
@@ -123,8 +132,8 @@ class Endpoint:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # a client and a semaphore belong to the loop they were made in
             self._loop = loop
-            there = self._there(httpx.AsyncHTTPTransport)
-            self._client = httpx.AsyncClient(timeout=self.timeout, **self._options, **there)
+            transport = self._transport(httpx.AsyncHTTPTransport)
+            self._client = httpx.AsyncClient(timeout=self.timeout, transport=transport, **self._options)
             self._turns = asyncio.Semaphore(self.concurrency)
         return list(await asyncio.gather(*(self._one(ask, kind, settings, sent) for ask in asks)))
 
@@ -146,9 +155,9 @@ class Endpoint:
                 why += f", cut at max_tokens {settings.max_tokens}"
         return Outcome(raw=raw, reason=unread(why, raw), seconds=time.perf_counter() - began)
 
-    def _body(self, ask: Ask, kind: Kind, settings: Settings, attempt: int) -> dict[str, Any]:
+    def _body(self, ask: Ask, kind: Kind, settings: Settings, attempt: int) -> dict[str, Json]:
         temperature = max(settings.temperature, REASK_TEMPERATURE) if attempt else settings.temperature
-        body: dict[str, Any] = {
+        body: dict[str, Json] = {
             "model": self.name,
             "messages": _messages(ask),
             "temperature": temperature,
@@ -159,7 +168,7 @@ class Endpoint:
             body |= {"temperature": 1.0, "max_tokens": 1, "logprobs": True, "top_logprobs": _TOP}
         return {key: value for key, value in (body | self.extra).items() if value is not None}
 
-    async def _complete(self, body: dict[str, Any], seed: int, sent: Counter[str]) -> dict[str, Any]:
+    async def _complete(self, body: JsonObject, seed: int, sent: Counter[str]) -> JsonObject:
         """The first choice of a reply. Raises ``EndpointError`` once retrying is of no use."""
         content, media = json.dumps(body).encode(), _media_bytes(body)
         words = bool(body.get("logprobs"))
@@ -169,7 +178,9 @@ class Endpoint:
                 async with self._turns:
                     sent.update(media=media, questions=len(content) - media, calls=1)
                     status, kind, reply = await asyncio.wait_for(self._post(content), self.timeout)
-                return _choice(_completion(status, kind, reply), sent, words)
+                choices, usage = _completion(status, kind, reply)
+                sent.update(used(usage))
+                return _choice(choices, words)
             except TimeoutError:
                 failure = _PassingError(f"no answer within {self.timeout:g} s; raise options.timeout")
             except httpx.HTTPError as error:
@@ -194,17 +205,18 @@ class Endpoint:
                     raise EndpointError(f"a reply of more than {MAX_BYTES:,} bytes")
             return reply.status_code, reply.headers, bytes(body)
 
-    def _there(self, transport: Any) -> dict[str, Any]:
-        """How the client gets there, where it is not by ``url`` alone."""
+    def _transport(self, kind: Callable[..., T]) -> T | None:
+        """A transport over the Unix socket; None where the client connects to ``url``."""
         if self._socket_path is None:
-            return {}
-        return {"transport": transport(uds=str(self._socket_path), limits=self._options["limits"])}
+            return None
+        return kind(uds=str(self._socket_path), limits=self._options["limits"])
 
     def _check_health(self) -> None:
         """Ask for the list of models once, so that a wrong address or token is known before training."""
         where = f"options.model.url: {self.url}"
         try:
-            with httpx.Client(timeout=_HEALTH_S, **self._options, **self._there(httpx.HTTPTransport)) as client:
+            transport = self._transport(httpx.HTTPTransport)
+            with httpx.Client(timeout=_HEALTH_S, transport=transport, **self._options) as client:
                 reply = client.get(f"{self.url}/models")
         except httpx.HTTPError as error:
             raise UserError(
@@ -227,8 +239,8 @@ class Endpoint:
             raise UserError(f"options.model.name: {self.url} has no {self.name!r}; it has {', '.join(listed[:8])}")
 
 
-def _completion(status: int, headers: httpx.Headers, reply: bytes) -> dict[str, Any]:
-    """The JSON object of a reply."""
+def _completion(status: int, headers: httpx.Headers, reply: bytes) -> tuple[list[JsonObject], Json]:
+    """The choices of a reply, and what it says of its tokens."""
     said = first_words(reply.decode("utf-8", "replace"))
     if status in _AGAIN or status >= 500:
         raise _PassingError(f"answered {status}: {said!r}", _retry_after(headers.get("retry-after")))
@@ -237,22 +249,23 @@ def _completion(status: int, headers: httpx.Headers, reply: bytes) -> dict[str, 
     if not reply.strip():
         raise _PassingError("answered 200 with an empty body")
     try:
-        completion = json.loads(reply)
-        if not isinstance(completion["choices"], list) or not all(isinstance(c, dict) for c in completion["choices"]):
+        completion: JsonObject = json.loads(reply)
+        listed = completion["choices"]
+        choices: list[JsonObject] = [c for c in listed if isinstance(c, dict)] if isinstance(listed, list) else []
+        if choices != listed:
             raise TypeError
+        return choices, completion.get("usage")
     except (ValueError, KeyError, TypeError, RecursionError):
         raise EndpointError(
             f"answered {_media_type(headers)} that is no chat completion: {said!r}; check options.model.url"
         ) from None
-    return completion
 
 
-def _choice(completion: dict[str, Any], sent: Counter[str], words: bool) -> dict[str, Any]:
-    """The first choice, not an empty one; ``words``: its log-probs are read, not its text."""
-    sent.update(used(completion.get("usage")))
-    if not completion["choices"]:
+def _choice(choices: list[JsonObject], words: bool) -> JsonObject:
+    """The first choice, which is not empty; ``words``: its log-probs are read, not its text."""
+    if not choices:
         raise _PassingError("answered 200 with no choice")
-    choice = completion["choices"][0]
+    choice = choices[0]
     message, end = choice.get("message"), choice.get("finish_reason")
     if words or not isinstance(message, dict) or message.get("refusal") or message.get("tool_calls"):
         return choice
@@ -262,7 +275,7 @@ def _choice(completion: dict[str, Any], sent: Counter[str], words: bool) -> dict
     return choice
 
 
-def _text(choice: dict[str, Any]) -> str:
+def _text(choice: JsonObject) -> str:
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None
     if text is None and isinstance(message, dict) and choice.get("finish_reason") == "length":
@@ -272,16 +285,14 @@ def _text(choice: dict[str, Any]) -> str:
     return text
 
 
-def _weigh(choice: dict[str, Any], words: Words) -> Outcome:
+def _weigh(choice: JsonObject, words: Words) -> Outcome:
     """The verdict from the log-probs of the first token."""
-    try:
-        top = choice["logprobs"]["content"][0]["top_logprobs"]
-        found = [(float(entry["logprob"]), str(entry["token"])) for entry in top]
-    except (KeyError, IndexError, TypeError, ValueError):
+    found = _first_log_probs(choice)
+    if found is None:
         raise EndpointError(
             "gives no log-probs (logprobs.content[0].top_logprobs), which answer type yes_no needs; "
             "use options.answer of type number or json, or another endpoint"
-        ) from None
+        )
     yes, no = words.tokens((log_prob, token) for log_prob, token in found if math.isfinite(log_prob))
     raw = [", ".join(f"{token!r} {log_prob:.4f}" for log_prob, token in found[:6])]
     try:
@@ -290,21 +301,45 @@ def _weigh(choice: dict[str, Any], words: Words) -> Outcome:
         return Outcome(raw=raw, reason=str(error))
 
 
-def _messages(ask: Ask) -> list[dict[str, Any]]:
-    content: Any = "".join(part for part in ask.parts if isinstance(part, str))
+def _first_log_probs(choice: JsonObject) -> list[tuple[float, str]] | None:
+    """The log-probs of the first token with the tokens' texts; None where the endpoint gives none."""
+    match choice:
+        case {"logprobs": {"content": [{"top_logprobs": [*top]}, *_]}}:
+            found: list[tuple[float, str]] = []
+            for entry in top:
+                match entry:
+                    case {"logprob": int() | float() as log_prob, "token": token}:
+                        found.append((float(log_prob), str(token)))
+                    case _:
+                        return None
+            return found
+        case _:
+            return None
+
+
+def _messages(ask: Ask) -> list[JsonObject]:
+    content: Json = "".join(part for part in ask.parts if isinstance(part, str))
     if ask.pictures:
         content = [{"type": "text", "text": p} if isinstance(p, str) else _picture(p) for p in ask.parts]
-    head = [{"role": "system", "content": ask.system}] if ask.system else []
+    head: list[JsonObject] = [{"role": "system", "content": ask.system}] if ask.system else []
     return [*head, {"role": "user", "content": content}]
 
 
-def _picture(image: Image) -> dict[str, Any]:
+def _picture(image: Image) -> JsonObject:
     return {"type": "image_url", "image_url": {"url": png_url(image)}}
 
 
-def _media_bytes(body: dict[str, Any]) -> int:
-    parts = [part for message in body["messages"] for part in message["content"] if isinstance(part, dict)]
-    return sum(len(part["image_url"]["url"]) for part in parts if part["type"] == "image_url")
+def _media_bytes(value: Json) -> int:
+    """The bytes of the pictures in a request."""
+    match value:
+        case {"type": "image_url", "image_url": {"url": str(url)}}:
+            return len(url)
+        case {"messages": inner} | {"content": inner}:
+            return _media_bytes(inner)
+        case [*parts]:
+            return sum(_media_bytes(part) for part in parts)
+        case _:
+            return 0
 
 
 def _retry_after(value: str | None) -> float:

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
+from mmrl.json_types import Json
 from mmrl.judge.asking import Outcome
-from mmrl.judge.store import TRANSCRIPTS, rows_of
+from mmrl.judge.store import TRANSCRIPTS, rows_of, texts_of, verdict_of
 from mmrl.trajectory import SampleId
 
-_Key = tuple[int, str, tuple[tuple[int, ...], ...], str]
+_Key = tuple[int, str, tuple[tuple[Json, ...], ...], str]
 
 
 class Recorded:
@@ -34,30 +34,29 @@ class Recorded:
         self.taken: Counter[str] = Counter()
         self.missing: Counter[str] = Counter()
         self._counting = Lock()  # rewards are called by several threads
-        self._rows: dict[_Key, dict[str, Any]] = {}
-        for row in (
-            row for folder in folders for row in rows_of(folder / TRANSCRIPTS)
-        ):  # asked again: the later counts
-            if row.get("step") in steps and isinstance(row.get("request"), str):
-                samples = tuple(tuple(sample) for sample in row.get("samples") or ())
-                self._rows[row["step"], str(row.get("judge")), samples, row["request"]] = row
+        self._rows: dict[_Key, dict[str, Json]] = {}
+        for row in (row for folder in folders for row in rows_of(folder / TRANSCRIPTS)):
+            step, samples, request = row.get("step"), row.get("samples"), row.get("request")
+            if isinstance(step, int) and step in steps and isinstance(request, str):
+                about = tuple(tuple(s) for s in samples if isinstance(s, list)) if isinstance(samples, list) else ()
+                self._rows[step, str(row.get("judge")), about, request] = row  # asked again: the later counts
 
     def outcome(
         self, step: int, label: str, samples: Sequence[SampleId], request: str, nth: int, *, outside: bool
     ) -> Outcome | None:
         """What came of the ``nth`` time that ``request`` was asked about ``samples``; None where it is to be asked."""
         row = self._rows.get((step, label, tuple((i.slot, i.attempt, i.sample) for i in samples), request))
-        verdicts = (row or {}).get("verdicts") or ()
+        listed = (row or {}).get("verdicts")
+        verdicts = listed if isinstance(listed, list) else []
         there = row is not None and nth < len(verdicts) and bool(outside or row.get("cached"))
         with self._counting:
             self.taken[label] += there
             self.missing[label] += outside and not there
         if row is None or not there:
             return None
-        verdict = verdicts[nth]
+        verdict = verdict_of(verdicts[nth])
         reason = None if verdict is not None else str(row.get("reason") or "no verdict")
-        answers = [str(text) for text in row.get("answers") or ()]
-        return Outcome(verdict, answers if nth == 0 else [], reason, cached=True)
+        return Outcome(verdict, texts_of(row.get("answers")) if nth == 0 else [], reason, cached=True)
 
 
 _recorded: ContextVar[Recorded | None] = ContextVar("recorded", default=None)

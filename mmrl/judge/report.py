@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from mmrl.judge.store import TRANSCRIPTS
+from mmrl.json_types import Json, JsonObject
+from mmrl.judge.store import TRANSCRIPTS, rows_of
 
 
 @dataclass
 class Extremes:
     """Transcripts of one judge: ``lowest`` and ``highest`` rows (see ``mmrl.judge.store``), and counts of questions."""
 
-    lowest: list[dict[str, Any]] = field(default_factory=list)
-    highest: list[dict[str, Any]] = field(default_factory=list)
+    lowest: list[JsonObject] = field(default_factory=list)
+    highest: list[JsonObject] = field(default_factory=list)
     questions: int = 0
     failed: int = 0
     cached: int = 0
@@ -33,11 +32,11 @@ def extremes(folder: Path | str, n: int = 4) -> dict[str, Extremes]:
     """
     path = Path(folder) / TRANSCRIPTS
     last: dict[str, int] = {}
-    for number, row in _rows(path):
+    for number, row in enumerate(rows_of(path)):
         last[_key(row)] = number
     wanted = set(last.values())
     found: dict[str, Extremes] = {}
-    for number, row in _rows(path):
+    for number, row in enumerate(rows_of(path)):
         if number not in wanted:
             continue
         of = found.setdefault(str(row.get("judge", "")), Extremes())
@@ -55,32 +54,18 @@ def extremes(folder: Path | str, n: int = 4) -> dict[str, Extremes]:
     return found
 
 
-def _rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file):
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(row, dict):
-                    yield number, row
-    except FileNotFoundError:
-        return
-
-
-def _key(row: dict[str, Any]) -> str:
+def _key(row: JsonObject) -> str:
     return json.dumps([row.get("judge"), row.get("step"), row.get("samples")])
 
 
-def _score(row: dict[str, Any]) -> float | None:
+def _score(row: JsonObject) -> float | None:
     scores = row.get("scores")
     return _number(scores[0]) if isinstance(scores, list) and scores else None
 
 
-def _step(row: dict[str, Any]) -> float:
+def _step(row: JsonObject) -> float:
     return _number(row.get("step")) or 0.0
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Json) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, nodes
 from jinja2.meta import find_undeclared_variables
@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from PIL.Image import Image
 
 from mmrl.errors import UserError
+from mmrl.json_types import Json
 from mmrl.judge.escaping import Frame, fence_of, quoted_step, without_control
 from mmrl.media import BadMediaError, Media, evenly, open_clip, open_image
 from mmrl.rewards.contract import Input
@@ -101,6 +102,10 @@ class Candidate:
     clip: str | None
 
 
+_Shown: TypeAlias = "Json | Candidate | list[Candidate]"
+"""A variable of a template."""
+
+
 class Rubric:
     """A template and what of a sample it reads.
 
@@ -143,11 +148,11 @@ class Rubric:
         """As ``clean``, and with nothing in it that the template frames a response with."""
         return self._frame.kept_out_of(self.clean(text))
 
-    def _variables(self, samples: list[Sample], page: _Page) -> dict[str, Any]:
+    def _variables(self, samples: list[Sample], page: _Page) -> dict[str, _Shown]:
         prompt = samples[0].prompt
         fence = fence_of(self.seed, [prompt.text, *(sample.text for sample in samples)])
         plain = _PLACEHOLDER.sub("", prompt.text) if prompt.media else prompt.text
-        found: dict[str, Any] = {"prompt_text": self.clean(plain.strip()), "fence": fence}
+        found: dict[str, _Shown] = {"prompt_text": self.clean(plain.strip()), "fence": fence}
         if "meta" in self.names:
             found["meta"] = {key: self._clean_value(prompt.meta[key]) for key in self.meta if key in prompt.meta}
         if self.names & {"prompt", "media"}:
@@ -200,11 +205,11 @@ class Rubric:
             return [open_image(media)]
         return list(open_clip(media, count=None if media.frames else self.frames).frames)
 
-    def _clean_value(self, value: Any) -> Any:
+    def _clean_value(self, value: Json) -> Json:
         if isinstance(value, str):
             return self.clean(value)
         if isinstance(value, Mapping):
-            return {self._clean_value(k): self._clean_value(v) for k, v in value.items()}
+            return {self.clean(str(k)): self._clean_value(v) for k, v in value.items()}
         return [self._clean_value(v) for v in value] if isinstance(value, list | tuple) else value
 
     def _inputs(self, tree: nodes.Template) -> tuple[Input, ...]:

@@ -12,15 +12,15 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any
 
 from mmrl.engines.lazy_engine import RESTARTS
 from mmrl.engines.server_process import Client, Process, flags, new_key, private_folder
 from mmrl.engines.vllm import environment, require_vllm
 from mmrl.errors import LostServerError
+from mmrl.json_types import JsonObject
 from mmrl.judge.answers import Kind
 from mmrl.judge.asking import Ask, Outcome, Settings
 from mmrl.judge.local import fingerprint
@@ -52,7 +52,7 @@ class VllmServer:
     def __init__(
         self,
         path: str,
-        args: Mapping[str, Any] | None = None,
+        args: JsonObject | None = None,
         python: str | None = None,
         start_s: float = START_S,
         *,
@@ -119,7 +119,7 @@ class ServedJudge:
     def __init__(
         self,
         path: str,
-        args: Mapping[str, Any] | None = None,
+        args: JsonObject | None = None,
         python: str | None = None,
         start_s: float = START_S,
         requests: Requests | None = None,
@@ -226,13 +226,18 @@ class ServedJudge:
         self._asleep = False
 
 
-def weights_of(path: str, args: Mapping[str, Any] | None, python: str | None) -> Weights:
+def weights_of(path: str, args: JsonObject | None, python: str | None) -> Weights:
     """What a server takes of a device, for ``mmrl plan``."""
     given = args or {}
-    cache = given.get("kv_cache_memory_bytes", CACHE if python is None else 0)
-    share = float(given.get("gpu_memory_utilization", SHARE))
-    devices = prod(int(given.get(name) or 1) for name in PARALLEL)
+    cache = _number(given, "kv_cache_memory_bytes", CACHE if python is None else 0)
+    share = _number(given, "gpu_memory_utilization", SHARE)
+    devices = prod(int(_number(given, name, 1)) or 1 for name in PARALLEL)
     return Weights(path, str(given.get("dtype", "auto")), share, int(cache), devices)
+
+
+def _number(args: JsonObject, name: str, default: float) -> float:
+    value = args.get(name, default)
+    return float(value) if isinstance(value, int | float | str) else default
 
 
 def _on_gpu() -> bool:

@@ -17,12 +17,13 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from PIL.Image import Image
 
 from mmrl.errors import UserError
-from mmrl.judge.asking import Outcome
+from mmrl.json_types import Json, JsonObject
+from mmrl.judge.asking import Outcome, Verdict
+from mmrl.judge.json_answer import whole_numbers
 
 CACHE = "judge-cache.jsonl"
 TRANSCRIPTS = "judge-transcripts.jsonl"
@@ -40,7 +41,7 @@ class Lines:
         self._lock = threading.Lock()
         _drop_torn_line(path)
 
-    def append(self, *rows: Mapping[str, Any]) -> None:
+    def append(self, *rows: JsonObject) -> None:
         """Write rows so that each is whole or absent. Raises ``UserError`` where the disk is full."""
         if not rows:
             return
@@ -68,9 +69,9 @@ class Cache:
         self._lines = None if folder is None else lines_of(folder / CACHE)
         self._known: dict[str, Outcome] = {}
         for row in rows_of(folder / CACHE) if folder is not None else ():
-            if isinstance(row.get("key"), str) and _is_verdict(row.get("verdict")):
-                raw = [str(text) for text in row.get("raw") or ()]
-                self._known[row["key"]] = Outcome(row["verdict"], raw, cached=True)
+            key, verdict = row.get("key"), verdict_of(row.get("verdict"))
+            if isinstance(key, str) and verdict is not None:
+                self._known[key] = Outcome(verdict, texts_of(row.get("raw")), cached=True)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -95,7 +96,7 @@ def lines_of(path: Path) -> Lines:
         return _OPEN[path]
 
 
-def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+def rows_of(path: Path) -> Iterator[dict[str, Json]]:
     """The rows of a JSONL file that are JSON objects; none where there is no file."""
     try:
         with path.open("rb") as file:
@@ -119,10 +120,16 @@ def thumbnail(image: Image) -> str:
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def _is_verdict(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(isinstance(v, int) and not isinstance(v, bool) for v in value)
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def verdict_of(value: Json) -> Verdict | None:
+    """The verdict that a row holds, None where it holds none."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    return whole_numbers(value)
+
+
+def texts_of(value: Json) -> list[str]:
+    """The texts of a list that a row holds; empty where it holds none."""
+    return [str(text) for text in value] if isinstance(value, list) else []
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mmrl.config.checks import label_of
 from mmrl.config.schema import Reward
 from mmrl.errors import UserError
+from mmrl.json_types import Json, JsonObject
 from mmrl.judge.store import lines_of, rows_of
 from mmrl.rewards.contract import Context
 
@@ -25,7 +25,7 @@ PREFIX = "judge/"
 """Of the keys in ``Context.sent`` and in the metrics: ``judge/<label>/calls``."""
 
 
-def used(usage: Any) -> dict[str, int]:
+def used(usage: Json) -> dict[str, int]:
     """The counts of one answer, from the field ``usage`` of a chat completion."""
     given = usage if isinstance(usage, Mapping) else {}
     prompt, completion, both = (_count(given.get(f"{name}_tokens")) for name in ("prompt", "completion", "total"))
@@ -57,14 +57,16 @@ def usage_in(folder: Path) -> Counter[str]:
     return +total
 
 
-def parse_budget(given: Any) -> dict[str, int]:
+def parse_budget(given: Json) -> dict[str, int]:
     """``{calls: n, tokens: n}``, either or both. Raises ``UserError``."""
     if not isinstance(given, Mapping) or not given or set(given) - {"calls", "tokens"}:
         raise UserError(f"options.budget: {given!r}; write {{calls: 10000}}, {{tokens: 5000000}} or both")
+    budget: dict[str, int] = {}
     for name, value in given.items():
-        if not _count(value):
+        budget[name] = _count(value) or 0
+        if not budget[name]:
             raise UserError(f"options.budget.{name}: {value!r}; write a whole number, 1 or more")
-    return dict(given)
+    return budget
 
 
 class Spending:
@@ -125,14 +127,18 @@ class Spending:
         return None
 
 
-def without_budgets(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved recipe without the budgets of its rewards, which a run that goes on may change."""
-    rewards = [
-        {**reward, "options": {k: v for k, v in (reward.get("options") or {}).items() if k != "budget"}}
-        for reward in recipe.get("rewards", [])
-    ]
-    return {**recipe, "rewards": rewards}
+def without_budgets(recipe: JsonObject) -> dict[str, Json]:
+    """A resolved recipe without the budgets of its rewards, which a run that is resumed may change."""
+    rewards = recipe.get("rewards")
+    kept = [_without_budget(one) for one in rewards if isinstance(one, Mapping)] if isinstance(rewards, list) else []
+    return {**recipe, "rewards": kept}
 
 
-def _count(value: Any) -> int | None:
+def _without_budget(reward: JsonObject) -> JsonObject:
+    options = reward.get("options")
+    kept = {k: v for k, v in options.items() if k != "budget"} if isinstance(options, Mapping) else {}
+    return {**reward, "options": kept}
+
+
+def _count(value: Json) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -77,7 +77,8 @@ class Weights:
 
 
 Value: TypeAlias = float | Failed | None
-Returned: TypeAlias = "Sequence[Value] | Mapping[str, Sequence[Value] | Sequence[Spans | None]] | torch.Tensor"
+Parts: TypeAlias = Mapping[str, Sequence[Value] | Sequence[Spans | None]]
+Returned: TypeAlias = "Sequence[Value] | Parts | torch.Tensor"
 
 
 @dataclass(frozen=True)
