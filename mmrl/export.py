@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast, get_args
 
@@ -28,17 +30,24 @@ def export(run: Path, out: Path, what: str = "merged", checkpoint: str = "latest
     recipe, _ = open_run(run)
     _check(recipe, out, what)
     restored_run, directory, step = restored(run, checkpoint)
+    with new_directory(out, "the export") as aside:
+        _write(restored_run, directory, step, aside, out.name, cast(What, what))
+    return out
+
+
+@contextmanager
+def new_directory(out: Path, what: str) -> Generator[Path]:
+    """A folder for ``what``, which becomes ``out`` once all is there. Raises ``UserError`` for a full disk."""
     aside = out.parent / f".{out.name}.{os.getpid()}.tmp"
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        _write(restored_run, directory, step, aside, out.name, cast(What, what))
+        yield aside
         os.replace(aside, out)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
-        raise UserError(_not_written(out, error)) from error
+        raise UserError(_not_written(out, what, error)) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return out
 
 
 def _check(recipe: Recipe, out: Path, what: str) -> None:
@@ -50,10 +59,15 @@ def _check(recipe: Recipe, out: Path, what: str) -> None:
             "--what lora: this run trained all weights (its recipe has no model.lora), so there is no adapter to "
             "write; use --what merged"
         )
+    refuse_taken(out)
+
+
+def refuse_taken(out: Path) -> None:
+    """Raise ``UserError`` where ``out`` is no directory that can be made anew."""
     if out.name in ("", ".."):
         raise UserError(f"--out {out}: name a new directory, as in {out / 'my-model'}")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise UserError(f"{out} is {'a link' if out.is_symlink() else 'a file'}, and an export needs a new directory")
+        raise UserError(f"{out} is {'a link' if out.is_symlink() else 'a file'}, and a new directory is needed")
     if out.is_dir() and any(out.iterdir()):
         raise UserError(f"{out} is not empty, and nothing in it is overwritten; name another directory with --out")
 
@@ -66,11 +80,11 @@ def _write(context: StepContext, directory: RunDir, step: int, folder: Path, nam
         print(f"note: {directory.path} has no held-out evaluation up to step {step} for the card", file=sys.stderr)
 
 
-def _not_written(out: Path, error: Exception) -> str:
+def _not_written(out: Path, what: str, error: Exception) -> str:
     reason = getattr(error, "strerror", None) or error
     existing = next(p for p in (out.parent, *out.resolve().parents) if p.exists())
     free = shutil.disk_usage(existing).free / 2**20
     return (
-        f"the export could not be written to {out}: {reason}. Nothing is left there. {free:,.0f} MiB are free on that "
+        f"{what} could not be written to {out}: {reason}. Nothing is left there. {free:,.0f} MiB are free on that "
         "disk; free more, or name another place with --out"
     )

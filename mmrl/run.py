@@ -14,6 +14,7 @@ import mmrl
 from mmrl.algorithms.objective import Objective, copies_of, prepared_by
 from mmrl.algorithms.settings import CriticSettings, TokenSettings
 from mmrl.checkpoint import reader
+from mmrl.checkpoint.reader import Saved
 from mmrl.checkpoint.resume import as_it_worked
 from mmrl.config.checks import possible
 from mmrl.config.names import resolve, resolve_drop_in
@@ -45,11 +46,17 @@ from mmrl.training.step_context import Compute, Devices, Rollout, RolloutStrateg
 
 @in_phase("load")
 def build(
-    recipe: Recipe, root: Path, controller: Controller | None = None, devices: Devices | None = None
+    recipe: Recipe,
+    root: Path,
+    controller: Controller | None = None,
+    devices: Devices | None = None,
+    *,
+    scored: bool = True,
 ) -> StepContext:
     """Load everything a step needs; what fails cheaply fails first. ``root``: where relative paths are looked up.
 
     ``controller``: which of several this is; None is the only one. ``devices``: what computes; None is this process.
+    ``scored``: False leaves out rewards and training prompts, for who only samples.
     """
     controller = controller or Controller(recipe.seed)
     device = choose_device(recipe.device)
@@ -60,15 +67,16 @@ def build(
         torch.set_num_threads(recipe.threads)
     if recipe.features.folder and not Path(recipe.features.folder).is_dir():
         raise UserError(f"features.folder: {recipe.features.folder} is no folder here; make it, or name a local one")
-    prompts = load_prompts(recipe, root, "train")
+    prompts = load_prompts(recipe, root, "train") if scored else []
     later = recipe.placement.sleep or recipe.devices_per_controller > 1  # judges wake when a device first judges
     patience = Patience(recipe.scoring, controller.gather)
-    rewards = RewardSet(recipe.rewards, root, device, controller.total, awake=not later, patience=patience)
+    listed = recipe.rewards if scored else []
+    rewards = RewardSet(listed, root, device, controller.total, awake=not later, patience=patience)
     rewards.can_read(recipe.makes)
     if recipe.placement.sleep:
         rewards.sleep()
     objective = load_objective(recipe)
-    if objective.kind == "pathwise" and not rewards.differentiable:
+    if scored and objective.kind == "pathwise" and not rewards.differentiable:
         raise UserError(
             f"algorithm.type: {recipe.algorithm.type} follows the reward's gradient, and not every reward declares "
             "@mmrl.reward(differentiable=True); use a differentiable one (colour:target), or algorithm.type=flow_grpo"
@@ -183,31 +191,45 @@ def open_run(path: Path) -> tuple[Recipe, RunDir]:
         ) from error
 
 
+def opened(path: Path, *, scored: bool = True) -> tuple[StepContext, RunDir]:
+    """The run at ``path`` as it began, on what this machine has; ``scored`` as in ``build``. Raises ``UserError``."""
+    recipe, directory = open_run(path)
+    if recipe.device != "cpu":
+        recipe = recipe.model_copy(update={"device": "auto"})  # a GPU's run may be looked at without one
+    return build(recipe, path, scored=scored), directory
+
+
+def find_checkpoint(directory: RunDir, which: str) -> Saved | None:
+    """The checkpoint ``latest``, ``best`` (of early stopping) or of a step; None for ``base``.
+
+    Raises ``UserError`` where there is none such, or it is damaged.
+    """
+    if which == "base":
+        return None
+    if which == "latest":
+        found = reader.newest(directory.checkpoints, reader.ELSEWHERE)
+    elif which == "best":
+        found = reader.load_best(directory.checkpoints)
+    elif which.isascii() and which.isdigit():
+        found = reader.load(directory.checkpoints, int(which))
+    else:
+        raise UserError(f"--checkpoint {which}: give latest, best, base or a step")
+    if found is None:
+        raise UserError(f"{directory.path} has no whole checkpoint yet; use --checkpoint base, or train first")
+    return found
+
+
 def restored(path: Path, which: str) -> tuple[StepContext, RunDir, int]:
     """The run at ``path`` with the weights of a checkpoint: ``latest``, ``best`` (of early stopping), a step, or
     ``base`` (as it began).
 
     The weights are those that evaluation and export use (the moving average where the recipe keeps one).
     """
-    recipe, directory = open_run(path)
-    if recipe.device != "cpu":
-        recipe = recipe.model_copy(update={"device": "auto"})  # a GPU's run may be looked at without one
-    run = build(recipe, path)
-    step = 0
-    if which != "base":
-        if which == "latest":
-            found = reader.newest(directory.checkpoints, reader.ELSEWHERE)
-        elif which == "best":
-            found = reader.load_best(directory.checkpoints)
-        elif which.isascii() and which.isdigit():
-            found = reader.load(directory.checkpoints, int(which))
-        else:
-            raise UserError(f"--checkpoint {which}: give latest, best, base or a step")
-        if found is None:
-            raise UserError(f"{path} has no whole checkpoint yet; use --checkpoint base, or train first")
+    run, directory = opened(path)
+    found = find_checkpoint(directory, which)
+    if found is not None:
         run.policy.load_state_dict(found.state["policy"], found)
-        step = found.step
-    return run, directory, step
+    return run, directory, 0 if found is None else found.step
 
 
 def evaluate(path: Path, samples: int | None = None, which: str = "latest") -> dict[str, float | None]:

@@ -71,7 +71,8 @@ class Judge:
     ``model``: a path or hub name (transformers, in process), ``{path, batch, dtype, template}``, ``{url, name, token,
     extra, insecure}``, or ``{vllm: path, args, python, extra}`` (a server of our own). ``rubric``: a template or its
     file. ``answer``: ``{type: yes_no}``, ``{type: number, min, max}`` or ``{type: json, schema, score}``. ``mode``:
-    pointwise, pairwise, ranking or steps. ``votes`` critiques become one by ``vote``. ``meta``: the fields of a
+    pointwise, pairwise, ranking or steps. ``votes`` critiques become one by ``vote``. ``order``: of the candidates
+    where they are compared: average, fixed or random (``mmrl.judge.modes``). ``meta``: the fields of a
     prompt's meta that the judge may know. ``timeout``, ``retries``, ``concurrency``: of requests to an endpoint.
     ``budget``: ``{calls, tokens}`` of an endpoint, after which training stops (``mmrl.judge.usage``).
     Raises ``UserError`` for what cannot work, an endpoint that is down included.
@@ -92,6 +93,7 @@ class Judge:
         max_tokens: int = 256,
         reasks: int = 2,
         opponents: int | None = None,
+        order: str | None = None,
         frames: int = 8,
         timeout: float = 60.0,
         retries: int = 3,
@@ -100,7 +102,7 @@ class Judge:
         seed: int = 0,
         budget: Mapping[str, int] | None = None,
     ) -> None:
-        self.mode = Mode.of(mode, votes, vote, opponents, seed)
+        self.mode = Mode.of(mode, votes, vote, opponents, seed, order)
         self.kind = parse_kind(mode, answer)
         self.rubric = Rubric(rubric, mode, meta, frames, seed)
         self.settings = Settings(temperature, max_tokens, reasks)
@@ -302,7 +304,8 @@ class Judge:
                 "options.votes: answer type yes_no reads log-probs, which are the same every time; set votes: 1, or "
                 "options.answer of type number or json"
             )
-        if self.settings.temperature == 0 and self.mode.name != "ranking":
+        same = self.mode.order == "fixed" or (self.mode.name == "pairwise" and self.mode.order == "average")
+        if self.settings.temperature == 0 and same:
             raise UserError("options.votes: at temperature 0 all critiques are the same; set options.temperature: 1.0")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmrl.cli.arguments import OptionsOption, console, read_recipe, reward_options
+from mmrl.cli.json_output import JsonOption, json_alone
 from mmrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def judge(
         float | None, typer.Option(metavar="X", help="Exit 1 where accuracy (or order of pairs) is below X.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep verdicts and transcripts there.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
     options: OptionsOption = None,
 ) -> None:
     """Measure a judge's agreement with held-out truth."""
@@ -45,12 +45,16 @@ def judge(
     from mmrl.judge.agreement import measure
     from mmrl.run import choose_device
 
-    found = measure(
-        chosen, truth, root, limit=limit, threshold=threshold, device=str(choose_device(device)), folder=out
-    )
+    def measured() -> Agreement:
+        where = str(choose_device(device))
+        return measure(chosen, truth, root, limit=limit, threshold=threshold, device=where, folder=out)
+
     if as_json:
-        print(json.dumps(plain(found), indent=2))
+        with json_alone() as write:
+            found = measured()
+            write(plain(found))
     else:
+        found = measured()
         _show(found)
     headline = found.figures["accuracy" if "accuracy" in found.figures else "order of pairs"][0]
     if at_least is not None and not headline >= at_least:

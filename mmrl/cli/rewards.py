@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from mmrl.cli.arguments import OptionsOption, console, reward_options
+from mmrl.cli.json_output import JsonOption, json_alone
 from mmrl.errors import UserError
 
 RewardArgument = Annotated[
@@ -23,6 +24,8 @@ def score(
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="What each picture should show.")] = None,
     device: DeviceOption = "cpu",
     options: OptionsOption = None,
+    *,
+    as_json: JsonOption = False,
 ) -> None:
     """Try a reward alone: a row per picture, latency and memory.
 
@@ -31,9 +34,15 @@ def score(
     arguments = reward_options(options)
     _check_reward(reward)
     _check_device(device)
-    from mmrl.rewards.bench import score_folder
+    from mmrl.rewards.bench import measure_folder, score_folder
 
-    unscored = score_folder(reward, images, prompts, arguments, console(), device=device)
+    if as_json:
+        with json_alone() as write:
+            measured = measure_folder(reward, images, prompts, arguments, device=device)
+            write(measured.as_json())
+        unscored = measured.unscored
+    else:
+        unscored = score_folder(reward, images, prompts, arguments, console(), device=device)
     raise typer.Exit(1 if unscored else 0)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,8 +18,15 @@ from mmrl.cli.arguments import (
     read_recipe,
     use_threads_of,
 )
+from mmrl.cli.json_output import JsonOption, json_alone
 from mmrl.errors import UserError
 from mmrl.garbage import rarely_collected
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mmrl.planner.gpus import Gpu
+    from mmrl.planner.plan_data import Plan
 
 
 class Exported(StrEnum):
@@ -73,6 +79,7 @@ def plan(
         typer.Option(metavar="NAME", help="Plan for this GPU, which need not be here (h100-80g, rtx4090-24g, ...)."),
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="How many of it there are.", show_default="enough")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what a recipe would hold and do; exit 1 if it cannot fit.
 
@@ -83,15 +90,27 @@ def plan(
     if gpus is not None and gpu is None:
         raise UserError("--gpus says how many there are of --gpu; add --gpu h100-80g, say")
     meant = gpu_of(gpu) if gpu else None
-    with rarely_collected():
-        loaded = read_recipe(recipe, changes or (), gpu=meant)
-        from mmrl.planner.plan import plan as make
+    if as_json:
+        with json_alone() as write:
+            planned = _planned(recipe, changes or (), meant, gpus)
+            from mmrl.planner.plan_json import as_json as plain
+
+            write(plain(planned))
+    else:
+        planned = _planned(recipe, changes or (), meant, gpus)
         from mmrl.planner.render import render
 
-        planned = make(loaded, gpu=meant, gpus=gpus)
-    render(planned, console())
+        render(planned, console())
     if planned.problems:
         raise typer.Exit(1)
+
+
+def _planned(recipe: str, changes: Sequence[str], gpu: Gpu | None, gpus: int | None) -> Plan:
+    with rarely_collected():
+        loaded = read_recipe(recipe, changes, gpu=gpu)
+        from mmrl.planner.plan import plan as make
+
+        return make(loaded, gpu=gpu, gpus=gpus)
 
 
 def evaluate(
@@ -100,12 +119,14 @@ def evaluate(
         int | None, typer.Option(min=1, help="How many held-out samples.", show_default="eval.samples of the recipe")
     ] = None,
     checkpoint: CheckpointOption = "latest",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as without it: for scripts.")] = False,
 ) -> None:
-    """Measure a run on held-out prompts; prints JSON."""
+    """Measure a run on held-out prompts; prints JSON (docs/json.md), and nothing else on stdout."""
     use_threads_of(run)
-    from mmrl.run import evaluate as measure
+    with json_alone() as write:
+        from mmrl.run import evaluate as measure
 
-    print(json.dumps(measure(run, samples, checkpoint), indent=2))
+        write(measure(run, samples, checkpoint))
 
 
 def report(run: RunArgument) -> None:

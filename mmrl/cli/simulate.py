@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmrl.cli.arguments import ChangesArgument, RecipeArgument, console, read_recipe
+from mmrl.cli.json_output import json_alone
 from mmrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -69,9 +70,8 @@ def simulate(
     work = work if price is None else replace(work, price=price)
     found = compare(work, cluster, staleness)
     if as_json:
-        import json
-
-        print(json.dumps(_json(loaded.recipe.name, work, cluster, found), indent=2))
+        with json_alone() as write:
+            write(_json(loaded.recipe.name, work, cluster, found))
     else:
         _show(loaded.recipe, work, cluster, found)
 

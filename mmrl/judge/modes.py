@@ -1,17 +1,21 @@
 """Turn samples into questions and verdicts into scores, in a judge's four modes. All scores are in [0, 1].
 
 pointwise  one question per sample
-pairwise   a sample's mean preference over its opponents in the group, each pair asked in both orders (judges favour a
-           place); with ``opponents`` n each meets the n that follow it in the group's ring, else all meet all
-ranking    the group is ranked; every vote sees it in another order; scores are Borda's
+pairwise   a sample's mean preference over its opponents in the group; with ``opponents`` n each meets the n that follow
+           it in the group's ring, else all meet all
+ranking    the group is ranked; scores are Borda's
 steps      the judge names the wrong steps of a response (CAPO, arXiv 2508.02298): spans of minus the share of critiques
            by the vote. What it says lies in them, so that its ``score`` is 0; ``right`` is the share of steps that
            stand
+
+Judges favour a place, so the modes that compare have an ``order``: ``average`` asks each pair, and each vote of a
+ranking, in one order and in its reverse, which costs twice the questions and takes out a preference for a place;
+``random`` asks once, in an order drawn from seed, prompt and vote; ``fixed`` once, in the group's own order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
@@ -26,6 +30,9 @@ from mmrl.trajectory import Sample
 
 ModeName = Literal["pointwise", "pairwise", "ranking", "steps"]
 MODES: tuple[str, ...] = get_args(ModeName)
+Order = Literal["average", "fixed", "random"]
+ORDERS: dict[str, Order] = {"pairwise": "average", "ranking": "random"}
+"""The modes that compare, and in which order of the candidates they ask unless the options say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +54,10 @@ class Mode:
     vote: str
     opponents: int | None = None
     seed: int = 0
+    order: Order = "average"
 
     @classmethod
-    def of(cls, name: str, votes: Json, vote: Json, opponents: Json, seed: int) -> Mode:
+    def of(cls, name: str, votes: Json, vote: Json, opponents: Json, seed: int, order: Json = None) -> Mode:
         if name not in MODES:
             raise UserError(f"options.mode: {name!r}; write {', '.join(MODES)}")
         if isinstance(votes, bool) or not isinstance(votes, int) or votes < 1:
@@ -60,7 +68,12 @@ class Mode:
             raise UserError(f"options.vote: {vote!r}; mode {name} has {', '.join(known)}")
         if opponents is not None and (name != "pairwise" or not isinstance(opponents, int) or opponents < 1):
             raise UserError("options.opponents: is for mode pairwise, and is 1 or more")
-        return cls(name, votes, how, opponents, seed)
+        if order is not None and name not in ORDERS:
+            raise UserError(f"options.order: is for modes {' and '.join(ORDERS)}; remove it")
+        if order is not None and order not in get_args(Order):
+            raise UserError(f"options.order: {order!r}; write {', '.join(get_args(Order))}")
+        chosen = cast("Order", order or ORDERS.get(name, "fixed"))
+        return cls(name, votes, how, opponents, seed, chosen)
 
     @property
     def grouped(self) -> bool:
@@ -101,11 +114,22 @@ class Mode:
         if n == 1:
             return []
         if self.name == "ranking":
-            prompt = samples[0].prompt
-            return [tuple(sorted(range(n), key=lambda i: seeded(self.seed, prompt.id, prompt.text, vote, "order", i)))]
+            shown = list(range(n)) if self.order == "fixed" else sorted(range(n), key=self._drawn(samples, vote))
+            return [tuple(shown), *([tuple(reversed(shown))] if self.order == "average" else [])]
         reach = n - 1 if self.opponents is None else min(self.opponents, n - 1)
         met = {(i, (i + d) % n) for i in range(n) for d in range(1, reach + 1)}
-        return sorted(met | {(j, i) for i, j in met})
+        if self.order == "average":
+            return sorted(met | {(j, i) for i, j in met})
+        pairs = sorted({(min(pair), max(pair)) for pair in met})
+        if self.order == "fixed":
+            return pairs
+        drawn = self._drawn(samples, vote)
+        return [(j, i) if drawn(i * n + j) % 2 else (i, j) for i, j in pairs]
+
+    def _drawn(self, samples: Sequence[Sample], vote: int) -> Callable[[int], int]:
+        """Numbers drawn for the places of a group, the same for an equal question."""
+        prompt = samples[0].prompt
+        return lambda place: seeded(self.seed, prompt.id, prompt.text, vote, "order", place)
 
     def _job(self, samples: Sequence[Sample], rows: tuple[int, ...], rubric: Rubric, system: str | None) -> Job:
         chosen = [samples[row] for row in rows]

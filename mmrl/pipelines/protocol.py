@@ -46,6 +46,11 @@ class _Pipeline(Protocol):
         """What recomputes given pairs; None where the recipe trains on samples."""
         ...
 
+    @property
+    def reads_media(self) -> bool:
+        """Whether a prompt may carry pictures."""
+        ...
+
     def encode(self, slots: Sequence[Slot]) -> list[str]:
         """Have each prompt's features in the store, encoded once, and held; returns the keys to release."""
         ...

@@ -24,6 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
 from mmrl.media import KINDS, BadMediaError, Media, open_clip
 from mmrl.media.images import BadImageError, read_rgb, to_tensor
 from mmrl.rewards.calling import Caller
@@ -50,6 +51,49 @@ class Row:
     seconds: float | None = None
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A folder's rows, and what scoring took. ``memory_mib``: growth of this process at its peak; ``device_mib``: the
+    peak on an accelerator, None without one."""
+
+    reward: str
+    device: str
+    rows: list[Row]
+    memory_mib: float
+    device_mib: float | None
+
+    @property
+    def scores(self) -> list[float]:
+        return [row.score for row in self.rows if row.score is not None]
+
+    @property
+    def unscored(self) -> int:
+        return len(self.rows) - len(self.scores)
+
+    def named(self, what: str) -> list[str]:
+        """The files that were ``skipped``, or whose score ``failed``."""
+        return [row.file for row in self.rows if row.note.startswith(what)]
+
+    def as_json(self) -> JsonObject:
+        """For ``--json`` (docs/json.md)."""
+        scores, times = self.scores, [row.seconds for row in self.rows if row.seconds is not None]
+        return {
+            "reward": self.reward,
+            "device": self.device,
+            "scored": len(scores),
+            "mean": statistics.fmean(scores) if scores else None,
+            "min": min(scores, default=None),
+            "max": max(scores, default=None),
+            "seconds_per_picture": statistics.median(times) if times else None,
+            "seconds_of_the_first": times[0] if times else None,
+            "memory_mib": self.memory_mib,
+            "device_memory_mib": self.device_mib,
+            "skipped": self.named("skipped"),
+            "failed": self.named("failed"),
+            "rows": [vars(row) for row in self.rows],
+        }
+
+
 def score_folder(
     name: str,
     images: Path,
@@ -61,19 +105,37 @@ def score_folder(
 ) -> int:
     """Score the pictures in ``images`` and print the table. Returns how many have no score.
 
+    The arguments and errors are those of ``measure_folder``.
+    """
+    console = console or Console()
+    measured = measure_folder(name, images, prompts, options, device=device, bar=_bar(console))
+    _print(console, measured.rows)
+    _summary(console, measured)
+    return measured.unscored
+
+
+def measure_folder(
+    name: str,
+    images: Path,
+    prompts: Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    device: str = "cpu",
+    bar: Console | None = None,
+) -> Measured:
+    """Score the pictures in ``images``; ``bar`` is where the progress goes, None shows none.
+
     ``prompts``: a text file (a line per picture, in the order of their names), or JSON or JSONL records
     ``{"file", "prompt", "meta"}``. Raises ``UserError`` when the reward, the folder or the prompts cannot be used.
     """
-    console = console or Console()
     files = _files(images)
     told = _prompts(prompts, files)
     with _PeakMemory() as memory:
         caller = Caller(build(find(name), dict(options or {})).awake(device), _TIMEOUT_S)
-        rows = list(track(_rows(caller, files, told, device), "scoring", len(files), console=_bar(console)))
+        shown = bar or Console(stderr=True, quiet=True)
+        rows = list(track(_rows(caller, files, told, device), "scoring", len(files), console=shown))
         caller.close()
-    _print(console, rows)
-    _summary(console, rows, memory, device)
-    return sum(row.score is None for row in rows)
+    return Measured(name, device, rows, memory.growth_mib, _device_mib(device))
 
 
 def _rows(caller: Caller, files: list[Path], told: dict[str, Prompt], device: str) -> Iterator[Row]:
@@ -208,33 +270,33 @@ def _print(console: Console, rows: list[Row]) -> None:
     console.print(table)
 
 
-def _summary(console: Console, rows: list[Row], memory: _PeakMemory, device: str) -> None:
-    scores = [row.score for row in rows if row.score is not None]
+def _summary(console: Console, measured: Measured) -> None:
+    scores = measured.scores
     if scores:
         console.out(
             f"{len(scores)} scored: mean {_text(statistics.fmean(scores))}, "
             f"min {_text(min(scores))}, max {_text(max(scores))}",
             highlight=False,
         )
-    times = [row.seconds for row in rows if row.seconds is not None]
+    times = [row.seconds for row in measured.rows if row.seconds is not None]
     if times:
+        of_device = "" if measured.device_mib is None else f", {measured.device_mib:.0f} MiB on {measured.device}"
         console.out(
             f"{1000 * statistics.median(times):.3g} ms per picture (median; the first {1000 * times[0]:.3g} ms), "
-            f"memory up by {memory.growth_mib:.0f} MiB at its peak{_device_memory(device)}",
+            f"memory up by {measured.memory_mib:.0f} MiB at its peak{of_device}",
             highlight=False,
         )
     for what in ("skipped", "failed"):
-        named = [row.file for row in rows if row.note.startswith(what)]
-        if named:
+        if named := measured.named(what):
             console.out(f"{len(named)} {what}: {', '.join(named)}", highlight=False)
 
 
-def _device_memory(device: str) -> str:
+def _device_mib(device: str) -> float | None:
     if not device.startswith("cuda"):
-        return ""
+        return None
     import torch
 
-    return f", {torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB on {device}"
+    return torch.cuda.max_memory_allocated(device) / 2**20
 
 
 def _text(value: float | None) -> str:

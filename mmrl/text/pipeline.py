@@ -71,6 +71,10 @@ class LanguagePipeline:
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 
+    @property
+    def reads_media(self) -> bool:
+        return bool(self.conditioner.forbidden)  # such a model has tokens that stand for pictures
+
     def encode(self, slots: Sequence[Slot]) -> list[str]:
         with self._encoding:  # steps that are drawn ahead encode replacements while another step is trained
             return self._encode(slots)

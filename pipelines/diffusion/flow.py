@@ -72,6 +72,10 @@ class FlowPipeline:
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 
+    @property
+    def reads_media(self) -> bool:
+        return self.adapter.edits
+
     def encode(self, slots: Sequence[Slot]) -> list[str]:
         # One prompt at a time: text encoders are not bit-equal across batch shapes, and after a resume the missing
         # prompts are not the ones that were missing before.

@@ -1,0 +1,59 @@
+"""A plan as JSON data, for scripts (``mmrl plan --json``; docs/json.md has the keys)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from mmrl.planner.device_roles import rows
+
+if TYPE_CHECKING:
+    from mmrl.json_types import JsonObject
+    from mmrl.planner.plan_data import PhaseMemory, Plan
+
+
+def as_json(plan: Plan) -> JsonObject:
+    """What ``mmrl plan`` prints, as data: sizes in bytes, times in seconds, and null for what is not known."""
+    recipe, c, peak, time = plan.recipe, plan.counts, plan.peak, plan.time
+    algorithm = recipe.algorithm.model_dump(mode="json")
+    return {
+        "recipe": recipe.name,
+        "possible": not plan.problems,
+        "device": plan.device,
+        "device_bytes": plan.device_memory,
+        "gpu": plan.gpu.name if plan.gpu else None,
+        "gpus": plan.gpus,
+        "controllers": recipe.controllers,
+        "devices_per_controller": recipe.devices_per_controller,
+        "dtype": recipe.model.dtype,
+        "sizes_from": plan.source or None,
+        "algorithm": algorithm,
+        "steps": recipe.train.steps,
+        "step": None if c is None else asdict(c),
+        "roles": [asdict(role) for role in plan.roles],
+        "phases": [_phase(phase) for phase in plan.phases],
+        "loading": _phase(plan.load) if plan.load else None,
+        "peak": None if peak is None else {**_phase(peak), "share": _share(peak, plan.device_memory)},
+        "host_bytes": plan.host,
+        "rewards_on_devices": [asdict(one) for one in plan.asked],
+        "placement": {"type": recipe.placement.type, "devices": _devices(plan)},
+        "between_devices_bytes": plan.inside,
+        "seconds": None
+        if time is None
+        else {"step": time.step, "run": recipe.train.steps * time.step, "phases": time.seconds},
+        "notes": plan.notes,
+        "problems": plan.problems,
+    }
+
+
+def _devices(plan: Plan) -> list[JsonObject]:
+    named = ("device", "generate", "train")
+    return [dict(zip(named, row, strict=True)) for row in rows(plan)]
+
+
+def _phase(phase: PhaseMemory) -> JsonObject:
+    return {"name": phase.name, "bytes": phase.total, "parts": phase.parts}
+
+
+def _share(phase: PhaseMemory, memory: int | None) -> float | None:
+    return phase.total / memory if memory else None
