@@ -16,6 +16,7 @@ from mmrl.config.layers import Tree, shown
 from mmrl.config.section import MOST_REWARDS
 
 _HUB_LIKE = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_DATA = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MODEL_FILES = ("model_index.json", "config.json")
 
 
@@ -75,6 +76,11 @@ def resolve_drop_in(root: Path, text: str) -> str:
     return text if found is None else f"{found}:{attribute}" if attribute else str(found)
 
 
+def is_hub_data(name: str) -> bool:
+    """Whether ``data.name`` is a data set on the hub (``org/name``), or a folder that is named like one."""
+    return split_file(name)[0] is None and _HUB_DATA.fullmatch(name) is not None
+
+
 def resolve_options(root: Path, options: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
     """``options`` of a reward with those that it declares as ``paths`` (``"model"``, ``"model.path"``) resolved."""
     resolved = dict(options)
@@ -108,6 +114,8 @@ def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
         yield ("rollout", "engine"), wrong
     for kind, key in _drop_in_keys(tree.values):
         name = _text(tree.values, key)
+        if kind == "datasets" and is_hub_data(name):  # reading it says what is wrong
+            continue
         if name and (wrong := missing_drop_in(kind, resolve_drop_in(root, name), _looked(root))):
             yield key, wrong
 
