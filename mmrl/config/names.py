@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl._load import Kind, folders
+from mmrl.config.data import MOST_SOURCES
 from mmrl.config.drop_ins import missing_class, missing_drop_in, split_file
 from mmrl.config.errors import KeyPath, Problem, RecipeError, did_you_mean
 from mmrl.config.layers import Tree, shown
@@ -154,6 +155,9 @@ def _drop_in_keys(values: dict[str, Any]) -> Iterator[tuple[Kind, KeyPath]]:
     if split_file(_text(values, ("algorithm", "type")))[0] is not None:  # else reading the recipe says it
         yield "algorithms", ("algorithm", "type")
     yield "datasets", ("data", "name")
+    mixture = _value(values, ("data", "mixture"))
+    for i in range(min(len(mixture), MOST_SOURCES) if isinstance(mixture, list) else 0):
+        yield "datasets", ("data", "mixture", i, "name")
     rewards: tuple[KeyPath, ...] = (("rewards",), ("eval", "rewards"))
     for path in rewards:
         listed = _value(values, path)

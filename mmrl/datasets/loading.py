@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import mmrl
+from mmrl.config.data import Data, source_label
 from mmrl.config.names import is_hub_data, resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
+from mmrl.datasets.mixture import Interleaved, Mixture, Part
 from mmrl.datasets.records import checked
 from mmrl.errors import UserError
 from mmrl.trajectory import Prompt
@@ -24,10 +26,30 @@ def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
     Raises ``UserError`` for an empty or unusable data set, and past ``data.max_bad_fraction`` of bad records.
     """
     data = recipe.data
+    if data.mixture:
+        return _mixed(data, root, split)
     both = {"train": data.train, "heldout": data.heldout}
     prompts = _made(data.name, root, split, both, f"data.{split}")
     checked(prompts, data.max_bad_fraction)
     return prompts
+
+
+def _mixed(data: Data, root: Path, split: str) -> Mixture:
+    """The prompts of ``split`` of all sources that have it."""
+    parts = []
+    for i, source in enumerate(data.mixture):
+        both = {"train": source.train, "heldout": source.heldout}
+        if both[split] is None:
+            continue
+        label, where = source_label(source), f"data.mixture[{i}].{split}"
+        try:
+            made = _made(source.name, root, split, {k: v or {} for k, v in both.items()}, where)
+            checked(made, data.max_bad_fraction)
+        except UserError as error:
+            said = str(error)
+            raise UserError(said if said.startswith(where) else f"{where}: {label}: {said}") from error
+        parts.append(Part(label, source.weight, made))
+    return Mixture(parts) if split == "train" else Interleaved(parts)
 
 
 def _made(name: str, root: Path, split: str, both: Mapping[str, Mapping[str, Any]], where: str) -> Sequence[Prompt]:
