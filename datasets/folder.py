@@ -2,6 +2,7 @@
 
 - ``metadata.jsonl``, as Hugging Face's imagefolder has it: a JSON object a line, whose ``file_name`` (or
   ``file_names``, a list) is relative to it, with ``prompt``, ``question`` or ``text``, ``answer`` and ``meta``.
+  ``metadata.csv`` has the same as columns.
 - without it, every picture or clip with a text of the same name: ``cat.png`` with ``cat.txt`` (the prompt) or
   ``cat.json`` (``prompt``, ``answer``, ``meta``). Folders inside are read too.
 
@@ -10,14 +11,25 @@ Where the folder has folders called ``train`` and ``heldout``, they are the spli
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from os.path import relpath
 from pathlib import Path
 from typing import Literal
 
 from mmrl.datasets.checks import MediaChecks, Verify
-from mmrl.datasets.fields import Columns, digest_of, make_prompt, media_from, parse_json, read_fields, warn_of_unread
+from mmrl.datasets.fields import (
+    Cell,
+    Columns,
+    digest_of,
+    make_prompt,
+    media_from,
+    parse_json,
+    read_fields,
+    warn_of_unread,
+)
 from mmrl.datasets.records import BadRecord, Records, in_split
+from mmrl.datasets.sources import Csv, Lines
 from mmrl.errors import UserError
 from mmrl.json_types import Json
 from mmrl.media import KINDS
@@ -80,23 +92,24 @@ def prompts(
     return Records(len(chosen), chosen.__getitem__, bad, len(found) + len(bad))
 
 
-def _records(root: Path) -> Iterator[tuple[str, bytes | Path]]:
-    """Where each record stands, and its line of ``metadata.jsonl``, or the picture or clip that it is about."""
-    metadata = root / "metadata.jsonl"
-    if metadata.exists():
-        for number, line in enumerate(metadata.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-            if line.strip():
-                yield f"{metadata.name}:{number}", line
-        return
+def _records(root: Path) -> Iterator[tuple[str, Callable[[], Cell] | Path]]:
+    """Where each record stands, and what reads it, or the picture or clip that it is of."""
+    for metadata, kind in ((root / "metadata.jsonl", Lines), (root / "metadata.csv", Csv)):
+        if metadata.exists():
+            rows = kind(metadata)
+            yield from ((rows.where(i), partial(rows.row, i)) for i in range(len(rows)))
+            return
     for file in sorted(root.rglob("*")):
         if file.suffix[1:].lower() in KINDS and not file.name.startswith("."):
             yield str(file.relative_to(root)), file
 
 
-def _prompt(where: str, source: bytes | Path, root: Path, columns: Columns, keys: dict[str, None]) -> Prompt:
+def _prompt(
+    where: str, source: Callable[[], Cell] | Path, root: Path, columns: Columns, keys: dict[str, None]
+) -> Prompt:
     """Notes the record's ``keys``. Raises ``ValueError``."""
-    if isinstance(source, bytes):
-        record = parse_json(source)
+    if not isinstance(source, Path):
+        record = source()
         names = _names(record)
     else:
         record, names = _beside(source), [str(source.relative_to(root))]

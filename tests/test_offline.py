@@ -263,7 +263,7 @@ def test_a_bad_pair_is_replaced_in_training_and_left_out_of_evaluation(folder, t
 
 def test_prompts_without_pairs_stop_the_run_by_name(folder):
     run = make(folder, "data={name: shapes}")
-    with pytest.raises(UserError, match=r"no meta\['chosen'\].*data\.train\.meta"):
+    with pytest.raises(UserError, match=r"no meta\['chosen'\].*data\.train\.columns"):
         loop.train_step(run, 0, Clock(torch.device("cpu")))
     with pytest.raises(UserError, match=r"data\.heldout: none of its pairs can be used"):
         Evaluator(run, run.prompts, folder).score(4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from mmrl.config.data import of_data
 from mmrl.config.performance import NEEDS_HALF, PICTURE_ATTENTION, TEXT_ATTENTION
 from mmrl.config.picture_checks import of_pictures
 from mmrl.config.placement_checks import of_placement
@@ -20,6 +21,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
     if recipe.sampling.type == "text":
         return [
             *_device(recipe),
+            *of_data(recipe.data),
             *_groups(recipe),
             *recipe.algorithm.conflicts(recipe.sampling),
             *_batches(recipe),
@@ -35,6 +37,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         ]
     return [
         *_device(recipe),
+        *of_data(recipe.data),
         *_groups(recipe),
         *recipe.algorithm.conflicts(recipe.sampling),
         *_diffusion(recipe),

@@ -64,13 +64,15 @@ class LoadedRecipe:
         """All settings, defaults too, ready for JSON; local names are absolute, so that it loads from any folder."""
         settings = self.recipe.model_dump(mode="json")
         rewards = [*settings["rewards"], *settings["eval"]["rewards"]]
-        for section, key in [(settings["data"], "name"), (settings, "pipeline"), *((r, "name") for r in rewards)]:
-            section[key] = self.resolve_drop_in(section[key])
+        sources = [settings["data"], *settings["data"]["mixture"]]
+        for section in (*sources, *rewards):
+            section["name"] = self.resolve_drop_in(section["name"])
+        settings["pipeline"] = self.resolve_drop_in(settings["pipeline"])
         for reward in rewards:
             reward["options"] = resolve_options(self.root, reward["options"], declared_paths(reward["name"]))
         places = [(settings["model"], "path")]
         places += [(settings, "architecture")] if settings["architecture"] else []
-        splits = (settings["data"]["train"], settings["data"]["heldout"])
+        splits = [source[split] or {} for source in sources for split in ("train", "heldout")]
         places += [(options, "path") for options in splits if isinstance(options.get("path"), str)]
         for section, key in places:
             section[key] = self.resolve(section[key])

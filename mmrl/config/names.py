@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from mmrl._load import Kind, folders
+from mmrl.config.data import MOST_SOURCES
 from mmrl.config.drop_ins import missing_class, missing_drop_in, split_file
 from mmrl.config.errors import KeyPath, Problem, RecipeError, did_you_mean
 from mmrl.config.layers import Tree, shown
@@ -16,6 +17,7 @@ from mmrl.config.section import MOST_REWARDS
 from mmrl.json_types import Json, JsonObject
 
 _HUB_LIKE = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_DATA = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MODEL_FILES = ("model_index.json", "config.json")
 
 
@@ -75,6 +77,11 @@ def resolve_drop_in(root: Path, text: str) -> str:
     return text if found is None else f"{found}:{attribute}" if attribute else str(found)
 
 
+def is_hub_data(name: str) -> bool:
+    """Whether ``data.name`` is a data set on the hub (``org/name``), or a folder that is named like one."""
+    return split_file(name)[0] is None and _HUB_DATA.fullmatch(name) is not None
+
+
 def resolve_options(root: Path, options: JsonObject, paths: Sequence[str]) -> JsonObject:
     """``options`` of a reward with those that it declares as ``paths`` (``"model"``, ``"model.path"``) resolved."""
     resolved = dict(options)
@@ -110,6 +117,8 @@ def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
         yield ("rollout", "engine"), wrong
     for kind, key in _drop_in_keys(tree.values):
         name = _text(tree.values, key)
+        if kind == "datasets" and is_hub_data(name):  # reading it says what is wrong
+            continue
         if name and (wrong := missing_drop_in(kind, resolve_drop_in(root, name), _looked(root))):
             yield key, wrong
 
@@ -148,6 +157,9 @@ def _drop_in_keys(values: JsonObject) -> Iterator[tuple[Kind, KeyPath]]:
     if split_file(_text(values, ("algorithm", "type")))[0] is not None:  # else reading the recipe says it
         yield "algorithms", ("algorithm", "type")
     yield "datasets", ("data", "name")
+    mixture = _value(values, ("data", "mixture"))
+    for i in range(min(len(mixture), MOST_SOURCES) if isinstance(mixture, list) else 0):
+        yield "datasets", ("data", "mixture", i, "name")
     rewards: tuple[KeyPath, ...] = (("rewards",), ("eval", "rewards"))
     for path in rewards:
         listed = _value(values, path)

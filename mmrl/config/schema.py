@@ -23,6 +23,7 @@ from pydantic import (
 
 from mmrl.algorithms.settings import AlgorithmSettings
 from mmrl.config.algorithms import as_settings, trains_on_pairs
+from mmrl.config.data import Data, without_name
 from mmrl.config.dtype import Dtype, with_choice
 from mmrl.config.older_keys import renamed
 from mmrl.config.performance import Performance
@@ -80,20 +81,6 @@ class Model(Section):
     """Names of modules (``visual``) whose weights do not train; with LoRA only adapters train anyway."""
     offload: bool = True
     """Move text encoders and VAE off the accelerator while they are idle (no effect on a CPU)."""
-
-
-class Data(Section):
-    """A data set by name or path/to/file.py:function, and its keyword arguments."""
-
-    name: str
-    train: Options = Field(default_factory=dict)
-    heldout: Options = Field(default_factory=dict)
-    max_bad_fraction: Fraction = 0.01
-    """Records that cannot be used are left out, counted and named in failures.jsonl; past this share the run stops."""
-    overlong: Literal["skip", "cut", "error"] = "skip"
-    """Text: prompts with more tokens, those of pictures among them, than sampling.max_prompt_tokens, or than the
-    context leaves beside max_new_tokens. ``skip``: left out and named, another takes its place; ``cut``: the user's
-    text loses its beginning and keeps its end; ``error``: the run does not begin, and the prompts are named."""
 
 
 class Reward(Section):
@@ -335,4 +322,4 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _choose_dtype(cls, values: object) -> object:
-        return with_choice(renamed(values)) if isinstance(values, Mapping) else values
+        return with_choice(renamed(without_name(values))) if isinstance(values, Mapping) else values

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from mmrl.controller.peers import Alone, Peers
 from mmrl.controller.randomness import permutation, seed_of
@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+
+
+@runtime_checkable
+class Ordered(Protocol):
+    """Prompts that know in which order training takes them, in place of one permutation of all for every epoch. Both
+    methods are functions of their arguments alone."""
+
+    def place(self, seed: int, number: int) -> int:
+        """The index of the prompt at place ``number``, counted from the first step on."""
+        ...
+
+    def draw(self, number: int) -> int:
+        """The index of a prompt by a random ``number``, for the place of one that cannot be used."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -61,10 +75,10 @@ class Controller:
     ) -> list[Slot]:
         """This controller's share of the ``per_step`` slots of ``step``, by index.
 
-        Position ``step * per_step + i`` in an endless sequence of epochs, each its own permutation of ``prompts``.
-        Who runs a slot changes nothing in it. Every ``size``-th is this controller's; where ``cost`` predicts how much
-        work a prompt is, as many that are as much work as the others'. Each controller then reads its own every
-        ``size``-th prompt and what it is given, and only numbers cross.
+        Position ``step * per_step + i`` in an endless sequence of epochs, each its own permutation of ``prompts``, or
+        in the order that these have (``Ordered``). Who runs a slot changes nothing in it. Every ``size``-th is this
+        controller's; where ``cost`` predicts how much work a prompt is, as many that are as much work as the others'.
+        Each controller then reads its own every ``size``-th prompt and what it is given, and only numbers cross.
         """
         own = range(self.rank, per_step, self.size)
         found = dict(zip(own, self.slots_at(own, step, prompts, per_step), strict=True))
@@ -82,6 +96,10 @@ class Controller:
         orders: dict[int, list[int]] = {}
         found = []
         for index in indices:
+            if isinstance(prompts, Ordered):
+                n = prompts.place(self.seed, step * per_step + index)
+                found.append(Slot(step, index, 0, self._read(prompts, n)))
+                continue
             epoch, place = divmod(step * per_step + index, len(prompts))
             order = orders.get(epoch) or orders.setdefault(epoch, permutation(self.seed, epoch, len(prompts)))
             found.append(Slot(step, index, 0, self._read(prompts, order[place])))
@@ -89,8 +107,9 @@ class Controller:
 
     def replacement(self, slot: Slot, attempt: int, prompts: Sequence[Prompt]) -> Slot:
         """The ``attempt``-th prompt tried in the place of ``slot``: the same whoever runs it."""
-        drawn = seed_of(self.seed, slot.step, slot.index, attempt, "replacement") % len(prompts)
-        return Slot(slot.step, slot.index, attempt, self._read(prompts, drawn))
+        drawn = seed_of(self.seed, slot.step, slot.index, attempt, "replacement")
+        n = prompts.draw(drawn) if isinstance(prompts, Ordered) else drawn % len(prompts)
+        return Slot(slot.step, slot.index, attempt, self._read(prompts, n))
 
     def _read(self, prompts: Sequence[Prompt], n: int) -> Prompt:
         with self._reading:  # steps drawn ahead read replacements in a thread of their own, and data sets are lazy

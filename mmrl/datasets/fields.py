@@ -9,11 +9,13 @@ import json
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonScalar
 from mmrl.media import KINDS, LIMITS, Media
+from mmrl.media.decoder import container_of
 from mmrl.trajectory import Prompt
 
 Kind = Literal["image", "video"]
@@ -23,11 +25,17 @@ PLACEHOLDERS: dict[Kind, str] = {"image": "<image>", "video": "<video>"}
 """Where in a prompt's text a medium stands."""
 TEXT = ("prompt", "question", "text", "messages")
 ANSWER = ("answer", "solution")
+PAIR = ("chosen", "rejected")
+"""A better and a worse response, by the columns of TRL's preference data."""
+_TRUTH = "reward_model.ground_truth"
+"""Where verl's records have the answer."""
 IMAGES = ("images", "image")
 VIDEOS = ("videos", "video")
 _OTHERS = ("system", "meta", "id", "file_name", "file_names")
 """Further keys that are read, or say nothing of the prompt."""
 _NAMED = 8
+_PICTURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+"""How the formats of pictures begin; WEBP has its name at byte 8."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,39 @@ class Columns:
     system: str | None = None
     meta: Sequence[str] = ()
     """Further keys that a reward may know, by their own names."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """And by other names: what a reward knows it as, and its key."""
+
+
+_PARTS = {"image": "images", "video": "videos", "solution": "answer", "question": "prompt"}
+"""Other names of the parts of a prompt, in ``columns`` of a recipe."""
+
+
+def read_columns(
+    columns: Columns, given: Mapping[str, str | Sequence[str]] | None, pair: tuple[str, str] | None = None
+) -> Columns:
+    """``columns`` with those that the option ``columns`` gives; ``pair``: the pictures of pairs in a known form.
+
+    Raises ``UserError`` for what is given twice.
+    """
+    parts: dict[str, str | Sequence[str]] = {}
+    renamed: dict[str, str] = {}
+    for said, column in (given or {}).items():
+        name = _PARTS.get(said, said)
+        if name in ("prompt", "answer", "images", "videos", "system"):
+            if name in parts or getattr(columns, name) is not None:
+                raise UserError(f"columns: {said} is given twice; take one of them out")
+            parts[name] = column
+        if not isinstance(column, str) and name != "images":
+            raise UserError(f"columns: {said} is {column!r}; give the name of one column")
+        if name not in parts and isinstance(column, str):
+            renamed[said] = column
+    if pair is not None:
+        wrong = next((n for n in ("prompt", "images") if n in parts or getattr(columns, n) is not None), None)
+        if wrong is not None:
+            raise UserError(f"pairs: its form says which columns are {wrong}; remove {wrong}")
+        parts |= {"prompt": "prompt", "images": pair}
+    return replace(columns, **parts, renamed=renamed)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass
@@ -64,6 +105,8 @@ def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
     if not isinstance(record, Mapping):
         raise ValueError(f"is a JSON {type(record).__name__}, not an object")
     said = _pick(record, columns.prompt, TEXT)
+    if said is None and columns.prompt is None and isinstance(record.get(PAIR[0]), list):
+        said = record[PAIR[0]]  # TRL's implicit prompt: the messages before the answer
     if isinstance(said, str):
         found = Fields(clean_text(said))
     elif isinstance(said, list):
@@ -126,7 +169,8 @@ def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
     """Name the keys of records that neither a prompt is made of nor a reward may know, once."""
     images = [columns.images] if isinstance(columns.images, str) else columns.images or ()
     named = (columns.prompt, columns.answer, columns.videos, columns.system, *images, *columns.meta)
-    read = {*TEXT, *ANSWER, *IMAGES, *VIDEOS, *_OTHERS, *(str(name) for name in named if name)}
+    read = {*TEXT, *ANSWER, *IMAGES, *VIDEOS, *PAIR, "margin", *_OTHERS, *(str(name) for name in named if name)}
+    read |= {_TRUTH, *columns.renamed.values()}
     read |= {name.partition(".")[0] for name in read}
     unread = [key for key in keys if key not in read]
     if unread:
@@ -140,7 +184,7 @@ def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
 
 
 def media_from(kind: Kind, source: Cell, root: str) -> Media:
-    """One medium of a record: bytes, a data URL, or the path of a file inside the folder ``root``.
+    """One medium of a record: bytes, a data URL, base64, or the path of a file inside the folder ``root``.
 
     Raises ``ValueError`` for everything else: an address on the network, a path that leaves ``root`` (by ``..``, from
     ``/`` or through a link), and what is neither.
@@ -153,6 +197,8 @@ def media_from(kind: Kind, source: Cell, root: str) -> Media:
         raise ValueError(f"its {kind} is a {type(source).__name__}, neither bytes nor a path")
     if source.startswith("data:"):
         return Media(kind, data=_from_data_url(source))
+    if (data := _from_base64(source)) is not None:
+        return Media(kind, data=data)
     if "://" in source:
         raise ValueError(f"its {kind} is an address ({source[:80]}); download it and give the file")
     path = os.path.realpath(os.path.join(root, source))
@@ -203,14 +249,31 @@ def _meta(record: Mapping[str, Cell], columns: Columns) -> dict[str, Cell]:
         raise ValueError('"meta" is not an object')
     meta = dict(given or {})
     answer = _pick(record, columns.answer, ANSWER)
+    if answer is None and columns.answer is None and isinstance(truth := record.get("reward_model"), Mapping):
+        answer = truth.get("ground_truth")
     if answer is not None:
         meta["answer"] = answer
+    meta |= _pair(record, columns)
     meta |= {name: _pick(record, name, ()) for name in columns.meta}
+    meta |= {name: _pick(record, column, ()) for name, column in columns.renamed.items()}
     try:
         json.dumps(meta, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"what a reward may know is no JSON ({error})") from None
     return meta
+
+
+def _pair(record: Mapping[str, Cell], columns: Columns) -> dict[str, Cell]:
+    """Both texts of a pair and perhaps their margin, where the record has them and no option says what they are."""
+    shown = [columns.images] if isinstance(columns.images, str) else columns.images or ()
+    if {*PAIR} & {*shown} or not all(_is_response(record.get(name)) for name in PAIR):
+        return {}
+    margin = record.get("margin")
+    return {name: record[name] for name in PAIR} | ({} if margin is None else {"margin": margin})
+
+
+def _is_response(said: Cell) -> bool:
+    return isinstance(said, str) or (isinstance(said, list) and all(isinstance(m, Mapping) for m in said))
 
 
 def _pick(record: Mapping[str, Cell], name: str | None, usual: Sequence[str]) -> Cell:
@@ -284,6 +347,28 @@ def _from_data_url(url: str) -> bytes:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"its data URL is not base64 ({error})") from None
+
+
+def _from_base64(text: str) -> bytes | None:
+    """The bytes of a picture or clip whose base64 is ``text``; None where it is something else, such as a path.
+
+    Only text that begins as a format that is read does is taken for base64. Raises ``ValueError`` where it is too long.
+    """
+    head = text[:64]
+    if len(text) <= len(head) or not head.isascii():
+        return None
+    try:
+        begin = base64.b64decode(head, validate=True)
+    except ValueError:
+        return None
+    if not begin.startswith(_PICTURES) and begin[8:12] != b"WEBP" and container_of(begin) is None:
+        return None
+    if len(text) > LIMITS.bytes * 4 // 3 + 4:
+        raise ValueError(f"its base64 has {len(text):,} characters, too many")
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError as error:
+        raise ValueError(f"its base64 cannot be decoded ({error})") from None
 
 
 def _inside(root: str, path: str) -> bool:

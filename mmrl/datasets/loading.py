@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import mmrl
-from mmrl.config.names import resolve, resolve_drop_in
+from mmrl.config.data import Data, source_label
+from mmrl.config.names import is_hub_data, resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
+from mmrl.datasets.mixture import Interleaved, Mixture, Part
 from mmrl.datasets.records import checked
 from mmrl.errors import UserError
 from mmrl.trajectory import Prompt
+
+_TABLE = "jsonl"
+"""What reads a data set on the hub."""
 
 
 def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
@@ -18,18 +25,52 @@ def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
 
     Raises ``UserError`` for an empty or unusable data set, and past ``data.max_bad_fraction`` of bad records.
     """
-    name = recipe.data.name if ":" in recipe.data.name else f"{recipe.data.name}:prompts"
-    options = dict(getattr(recipe.data, split))
+    data = recipe.data
+    if data.mixture:
+        return _mixed(data, root, split)
+    both = {"train": data.train, "heldout": data.heldout}
+    prompts = _made(data.name, root, split, both, f"data.{split}")
+    checked(prompts, data.max_bad_fraction)
+    return prompts
+
+
+def _mixed(data: Data, root: Path, split: str) -> Mixture:
+    """The prompts of ``split`` of all sources that have it."""
+    parts = []
+    for i, source in enumerate(data.mixture):
+        both = {"train": source.train, "heldout": source.heldout}
+        if both[split] is None:
+            continue
+        label, where = source_label(source), f"data.mixture[{i}].{split}"
+        try:
+            made = _made(source.name, root, split, {k: v or {} for k, v in both.items()}, where)
+            checked(made, data.max_bad_fraction)
+        except UserError as error:
+            said = str(error)
+            raise UserError(said if said.startswith(where) else f"{where}: {label}: {said}") from error
+        parts.append(Part(label, source.weight, made))
+    return Mixture(parts) if split == "train" else Interleaved(parts)
+
+
+def _made(name: str, root: Path, split: str, both: Mapping[str, Mapping[str, Any]], where: str) -> Sequence[Prompt]:
+    """The prompts of ``split`` of the data set ``name`` with its options in ``both``; ``where`` they are written."""
+    options = dict(both[split])
     if isinstance(options.get("path"), str):
         options["path"] = resolve(root, options["path"])
+    if is_hub_data(name):
+        options = {"path": resolve(root, name), **options}
+        name = _TABLE
+    name = name if ":" in name else f"{name}:prompts"
+    call = mmrl.load("datasets", resolve_drop_in(root, name))
+    if "split" in options and "source_split" in inspect.signature(call).parameters:
+        given = [of.get("split", "train") for of in both.values()]
+        options = ({} if len({*given}) == 1 else {"heldout": 0}) | options  # parts of the source are the splits
+        options["source_split"] = options.pop("split")
     try:
-        made = mmrl.load("datasets", resolve_drop_in(root, name))(split, **options)
+        made = call(split, **options)
         prompts = made if isinstance(made, Sequence) else list(made)
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"data.{split}: {name} cannot be called with {options}: {error}; change data.{split}"
-        ) from error
+        raise UserError(f"{where}: {name} cannot be called with {options}: {error}; change {where}") from error
     if not prompts:
-        raise UserError(f"data.{split}: {name} gave no prompts for {options or 'its defaults'}; change data.{split}")
-    checked(prompts, recipe.data.max_bad_fraction)
+        raise UserError(f"{where}: {name} gave no prompts for {options or 'its defaults'}; change {where}")
     return prompts

@@ -79,7 +79,7 @@ def _front_matter(name: str, recipe: Recipe, rows: list[dict[str, Any]], what: W
     from huggingface_hub import EvalResult, ModelCardData
 
     learning = [] if recipe.algorithm.kind == "offline" else ["reinforcement-learning"]
-    data, last = public(recipe.data.name), rows[-1] if rows else {}
+    data, last = " + ".join(map(public, recipe.data.names)), rows[-1] if rows else {}
     figures = {key.removeprefix("reward/"): last[key] for key in _figures(last) if last[key] is not None}
     head = ModelCardData(
         base_model=public(recipe.model.path),

@@ -29,6 +29,9 @@ METRICS: dict[str, str] = {
     "reward/dropped": "Samples left out because a reward could not score them.",
     "reward/<label>": "One reward as its author returned it (before weight and normalisation), mean.",
     "reward/<label>/<part>": "A named part of that reward, mean.",
+    "source/<label>/samples": "data.mixture: samples of the step whose prompts come from this source.",
+    "source/<label>/reward/<name>": "data.mixture: as reward/<name>, mean over the samples of this source.",
+    "source/<label>/reward/<name>/<part>": "data.mixture: a named part of that reward, mean.",
     "advantage/zero_std_groups": "Fraction of groups whose samples all got the same reward and so give no gradient.",
     "policy/first_ratio_max_dev": "Largest |ratio - 1| before the step's first update; above 1e-5 a float32 run stops.",
     "policy/ratio_max_dev": "Largest |ratio - 1| over all updates of the step.",
@@ -132,6 +135,12 @@ made from this table (a test compares them)."""
 def of_pairs(keys: Iterable[str]) -> list[str]:
     """Those that say how a model judges given pairs (``dpo/accuracy``), which stand where others have rewards."""
     return [key for key in keys if key.startswith(("dpo/", "orpo/", "reward_model/"))]
+
+
+def of_source(key: str) -> list[str]:
+    """The parts of a metric of one source of a mixture (``source/math/reward/answer``); nothing of others."""
+    parts = key.split("/")
+    return parts if parts[0] == "source" else []
 
 
 def describe(key: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +14,7 @@ from mmrl.algorithms.multi_reward import aggregated
 from mmrl.algorithms.objective import Scored, advantages_of, prepared_by, sampler
 from mmrl.algorithms.settings import AdvantageAggregation
 from mmrl.config.checks import label_of
+from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
 from mmrl.engines.policy import Version
 from mmrl.errors import BadPromptError
 from mmrl.out_of_memory import in_phase
@@ -36,7 +37,7 @@ def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clo
     with context.compute.devices.sampling_phase(context, sampler(context.objective, step)):
         rounds, groups = context.rollout.strategy.groups(context, slots, step, clock, metrics)
     first = replace(rounds[0].scores, total=rewards_of(context, rounds, groups_of(rounds[0])))
-    metrics.set(reward_metrics(first, context.controller.gather))
+    metrics.set(reward_metrics(first, context.controller.gather, rows_by_source(context, rounds[0].slots)))
     batch, scored = assemble(context, rounds, groups)
     if batch.micro_batches[0].mask is not None or context.another_drew:
         with clock("prepare"):
@@ -313,21 +314,37 @@ def prompts_alone(context: StepContext, slots: list[Slot], keys: list[str], fail
     return Batch([trajectory], places, torch.zeros(len(rows)), ones, ones, keys, failures=list(failures))
 
 
+def rows_by_source(context: StepContext, slots: Sequence[Slot]) -> Mapping[str, list[int]]:
+    """The rows of the groups of ``slots`` by the source of their prompts, where the data are a mixture."""
+    size = context.recipe.train.group_size
+    found = by_source([s.prompt for s in slots], context.recipe.data.labels)
+    return {label: [i * size + k for i in of for k in range(size)] for label, of in found.items()}
+
+
 def reward_metrics(
-    scores: Scores, gather: Callable[[dict[str, list[float]]], list[dict[str, list[float]]]]
+    scores: Scores,
+    gather: Callable[[dict[str, list[float]]], list[dict[str, list[float]]]],
+    sources: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, float]:
-    """Mean and spread of the total, the mean of every part, and how many samples were left out, of all controllers."""
+    """Mean and spread of the total, the mean of every part, and how many samples were left out, of all controllers.
+
+    ``sources``: the rows of each source of a mixture, whose figures stand beside those of all.
+    """
     mine = {name: values.tolist() for name, values in {**scores.parts, "mean": scores.total}.items()}
-    everyone = gather(mine)
+    apart = values_of_sources(mine, sources or {})
+    everyone = gather(mine | apart)
     out: dict[str, float] = {}
     for name in dict.fromkeys(name for one in everyone for name in one):
         values = torch.tensor([value for one in everyone for value in one.get(name, ())], dtype=torch.float64)
         valid = values[values.isfinite()]
+        if name.startswith(SOURCE):
+            out[name] = valid.mean().item()
+            continue
         out[f"reward/{name}"] = valid.mean().item()
         if name == "mean":
             out["reward/std"] = (valid - valid.mean()).square().mean().sqrt().item()
             out["reward/dropped"] = float(len(values) - len(valid))
-    return out
+    return out | counts_of_sources(everyone)
 
 
 def text_metrics(batch: Batch, mask: Tensor) -> dict[str, float]:

@@ -147,8 +147,8 @@ def pair_of(prompt: Prompt) -> Pair:
         if name not in prompt.meta:
             raise BadPromptError(
                 prompt.id,
-                f"it has no meta[{name!r}], and pairs are what is trained on; of a jsonl file name the columns with "
-                "data.train.meta=[chosen, rejected]",
+                f"it has no meta[{name!r}], and pairs are what is trained on; a record of a file has the columns "
+                "chosen and rejected, or others that data.train.columns names",
             )
         try:
             texts.append(_text_of(prompt.meta[name], prompt))

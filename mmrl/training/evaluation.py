@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmrl.controller.randomness import seed_of
+from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
 from mmrl.errors import BadPromptError, UserError
 from mmrl.pipelines.protocol import pairs_of
 from mmrl.placement import device_tasks
@@ -86,10 +87,12 @@ class Evaluator:
         parts = {name: values for s in scores for name, values in s.parts.items()}
         failures = [f for s in scores for f in s.failures]
         rows = [{k: v[i].item() for k, v in parts.items() if math.isfinite(v[i])} for i in range(len(slots))]
-        everyone = gather({name: values.tolist() for name, values in parts.items()})
+        mine = {name: values.tolist() for name, values in parts.items()}
+        sources = by_source([sample.prompt for sample in made], self.run.recipe.data.labels)
+        everyone = gather(mine | values_of_sources(mine, sources))
         names = dict.fromkeys(name for one in everyone for name in one)  # of a reward that failed parts are not known
         row = {
-            f"reward/{name}": finite_mean(
+            name if name.startswith(SOURCE) else f"reward/{name}": finite_mean(
                 torch.tensor([v for one in everyone for v in one.get(name, ())], dtype=torch.float64)
             )
             for name in names
@@ -97,6 +100,7 @@ class Evaluator:
         failed = Counter(f.reward for f in failures)
         counts = gather((len(slots), len({f.sample.slot for f in failures}), dict(failed)))
         row |= {"samples": sum(n for n, _, _ in counts), "dropped": sum(n for _, n, _ in counts)}
+        row |= counts_of_sources(everyone)
         row |= {f"{FAILED}{label}": n for label, n in sum((Counter(of) for _, _, of in counts), Counter()).items()}
         return row, Made(made, rows), [*bad, *failures]
 
@@ -111,7 +115,7 @@ class Evaluator:
             torch.no_grad(),
             Progress(len(slots), "evaluate", "pairs") as progress,
         ):
-            for chunk in chunks(slots, run.recipe.train.micro_batch_size):
+            for source, chunk in self._by_source(slots):
                 usable, keys, unusable = self._encode(chunk)
                 good, bad = good + usable, bad + unusable
                 batch = prompts_alone(run, usable, keys)
@@ -119,6 +123,10 @@ class Evaluator:
                     new = pairs.compare(micro_batch.rows, run.objective.needs, run.policy.using)
                     for name, value in run.objective.loss(new, micro_batch.old, 1.0).sums.items():
                         sums[name] += value.item()
+                        if source:
+                            sums[f"{SOURCE}{source}/{name}"] += value.item()
+                if source:
+                    sums[f"{SOURCE}{source}/samples"] += len(usable)
                 run.pipeline.features.release(keys)
                 progress.advance(len(chunk))
         everyone = run.controller.gather((len(good), dict(sums)))
@@ -127,7 +135,16 @@ class Evaluator:
             named = f"; of {bad[0].prompt!r}: {bad[0].reason}" if bad else ""
             raise UserError(f"data.heldout: none of its pairs can be used{named}")
         names = dict.fromkeys(name for _, sums in everyone for name in sums)
-        return good, {name: sum(sums.get(name, 0.0) for _, sums in everyone) / count for name in names}, bad
+        whole = {name: sum(sums.get(name, 0.0) for _, sums in everyone) for name in names}
+        return good, means_of_pairs(whole, count), bad
+
+    def _by_source(self, slots: list[Slot]) -> Iterator[tuple[str, list[Slot]]]:
+        """The slots in micro-batches, each with its source; those of a single data set have none."""
+        size = self.run.recipe.train.micro_batch_size
+        sources = by_source([slot.prompt for slot in slots], self.run.recipe.data.labels)
+        for source, of in sources.items() or [("", range(len(slots)))]:
+            for chunk in chunks([slots[i] for i in of], size):
+                yield source, chunk
 
     def _encode(self, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Failure]]:
         """Encode what can be; nothing takes the place of the rest, so that every evaluation is of the same pairs."""
@@ -176,6 +193,17 @@ class Evaluator:
         return [sample for n in sorted(made) for sample in made[n]], bad
 
 
+def means_of_pairs(sums: Mapping[str, float], count: float) -> dict[str, float]:
+    """``sums`` over ``count`` pairs as means; those of a source of a mixture over its own pairs."""
+    found = {}
+    for name, value in sums.items():
+        own = sums.get(f"{'/'.join(name.split('/')[:2])}/samples", 0.0) if name.startswith(SOURCE) else count
+        found[name] = (
+            value if name.startswith(SOURCE) and name.endswith("/samples") else value / own if own else math.nan
+        )
+    return found
+
+
 def finite_mean(values: Tensor) -> float:
     return values[values.isfinite()].mean().item()
 
@@ -184,7 +212,7 @@ def told(row: Mapping[str, float], failures: Sequence[Failure]) -> str:
     """A row of heldout.jsonl for the terminal; what has no value says why. ``failures``: of this controller."""
     said = []
     for key, value in row.items():
-        if key in ("samples", "dropped") or key.startswith(FAILED):
+        if key in ("samples", "dropped") or key.startswith((FAILED, SOURCE)):
             continue
         name = key.removeprefix("reward/")
         said.append(f"{name} {value:.3f}" if math.isfinite(value) else f"{name} -")

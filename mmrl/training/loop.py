@@ -19,6 +19,7 @@ from mmrl import finite
 from mmrl.algorithms.mismatch import Correction, mismatch
 from mmrl.algorithms.objective import Pathwise, copies_of
 from mmrl.controller.randomness import generator
+from mmrl.datasets.mixture import SOURCE, by_source
 from mmrl.engines.policy import snapshot_name
 from mmrl.pipelines.protocol import of_pictures, pairs_of
 from mmrl.placement import device_tasks
@@ -176,6 +177,9 @@ def pathwise_rollout(
         finite.checked_pictures(images, latents, rows.ids)
         raise
     total = context.rewards.weighted(parts)
+    sources = by_source([sample.prompt for sample in shown], context.recipe.data.labels)
     for name, values in {**parts, "mean": total}.items():
         metrics.extend(f"reward/{name}", values.detach())
+        for label, of in sources.items():
+            metrics.extend(f"{SOURCE}{label}/reward/{name}", values.detach()[of])
     return made | {"rewards": total.view(-1, len(rows))}

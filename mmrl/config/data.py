@@ -1,0 +1,96 @@
+"""The section ``data``: a data set, or a mixture of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat
+
+from mmrl.config.section import Fraction, Options, Section
+from mmrl.json_types import JsonObject
+
+MOST_SOURCES = 64
+
+
+class Source(Section):
+    """One of the data sets of a mixture."""
+
+    name: str
+    """As ``data.name``."""
+    label: str | None = None
+    """What metrics call it and the ids of its prompts begin with; None takes the last part of ``name``."""
+    weight: PositiveFloat = 1.0
+    """Its share of the prompts in training is this over the sum of all weights."""
+    train: Options | None = Field(default_factory=dict)
+    """Its options; null takes nothing of it for training."""
+    heldout: Options | None = Field(default_factory=dict)
+    """Its options; null takes nothing of it for evaluation."""
+
+
+class Data(Section):
+    """A data set by name or path/to/file.py:function, and its keyword arguments."""
+
+    name: str
+    """``shapes``, ``org/name`` of the hub, ``path/to/file.py:prompts``; nothing beside ``mixture``."""
+    train: Options = Field(default_factory=dict)
+    heldout: Options = Field(default_factory=dict)
+    mixture: Annotated[list[Source], Field(max_length=MOST_SOURCES)] = Field(default_factory=list)
+    """Several data sets in place of one, with weights."""
+    max_bad_fraction: Fraction = 0.01
+    """Records that cannot be used are left out, counted and named in failures.jsonl; past this share the run stops."""
+    overlong: Literal["skip", "cut", "error"] = "skip"
+    """Text: prompts with more tokens, those of pictures among them, than sampling.max_prompt_tokens, or than the
+    context leaves beside max_new_tokens. ``skip``: left out and named, another takes its place; ``cut``: the user's
+    text loses its beginning and keeps its end; ``error``: the run does not begin, and the prompts are named."""
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each data set."""
+        return [source.name for source in self.mixture] or [self.name]
+
+    @property
+    def labels(self) -> list[str]:
+        """What metrics call the sources of a mixture; nothing of a single data set."""
+        return [source_label(source) for source in self.mixture]
+
+
+def without_name(values: JsonObject) -> JsonObject:
+    """``values`` of a recipe, whose ``data`` needs no name where it has a mixture."""
+    data = values.get("data")
+    if not isinstance(data, Mapping) or not data.get("mixture") or "name" in data:
+        return values
+    return {**values, "data": {**data, "name": ""}}
+
+
+def of_data(data: Data) -> Iterator[str]:
+    """What in the section cannot be, as ``key: why; the edit``."""
+    if not data.mixture:
+        if not data.name:
+            yield "data.name: it is empty; name a data set (mmrl ls datasets), or several in data.mixture"
+        return
+    for key in ("name", "train", "heldout"):
+        if getattr(data, key):
+            yield f"data.{key}: data.mixture names the data sets and their options; remove data.{key}"
+    for i, label in enumerate(data.labels):
+        if label in data.labels[:i]:
+            yield f"data.mixture[{i}].label: two sources are called {label!r}; give one another label"
+        elif not label or "/" in label or label.strip() != label:
+            yield f"data.mixture[{i}].label: {label!r} cannot be part of a metric's name; take another without '/'"
+    for split in ("train", "heldout"):
+        if all(getattr(source, split) is None for source in data.mixture):
+            yield f"data.mixture: every source has {split}: null, which leaves no prompts; give one of them options"
+    total = sum(source.weight for source in data.mixture if source.train is not None)
+    for i, source in enumerate(data.mixture):
+        if source.train is not None and source.weight / total < 1e-3:
+            yield (
+                f"data.mixture[{i}].weight: {source.weight:g} of {total:g} is less than a prompt in 1000; raise it, or "
+                "take the source out"
+            )
+
+
+def source_label(source: Source) -> str:
+    """What metrics call it: its label, else the attribute, the file or the last part of its name."""
+    if source.label is not None:
+        return source.label
+    return source.name.removesuffix(":prompts").rpartition(":")[2].rpartition("/")[2].removesuffix(".py")
