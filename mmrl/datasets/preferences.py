@@ -87,7 +87,7 @@ def _listed(values: Cell, name: str) -> Sequence[Cell]:
 
 def _number(value: Cell, name: str) -> float:
     try:
-        if value is None or isinstance(value, Mapping | Sequence) and not isinstance(value, str):
+        if value is None or (isinstance(value, Mapping | Sequence) and not isinstance(value, str)):
             raise TypeError
         found = float(value)
     except (TypeError, ValueError):
