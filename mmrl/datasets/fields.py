@@ -241,7 +241,7 @@ def _read_messages(messages: list[Any]) -> Fields:
     if "system" in said:
         found.system = clean_text(said["system"][0])
     if "assistant" in said:
-        found.meta["answer"] = said["assistant"][0]
+        found.meta |= {"answer": said["assistant"][0], "completion": said["assistant"][0]}
     return found
 
 
