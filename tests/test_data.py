@@ -75,7 +75,7 @@ def test_records_become_prompts_with_answers_and_media(tmp_path):
     assert (a.id, a.text, a.meta, a.media) == ("q:1", "2 + 2?", {"level": 1, "answer": 4}, ())
     assert (b.meta, b.system, open_image(b.media[0]).getpixel((2, 2))) == ({"answer": "a"}, "Be brief.", RED)
     assert [open_image(m).getpixel((2, 2)) for m in c.media] == [BLUE, RED]
-    assert (d.text, d.system, d.meta) == ("<image>?", "Be kind.", {"answer": "blue"})
+    assert (d.text, d.system, d.meta) == ("<image>?", "Be kind.", {"answer": "blue", "completion": "blue"})
     assert open_image(d.media[0]).getpixel((2, 2)) == BLUE
 
 

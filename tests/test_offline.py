@@ -21,7 +21,8 @@ from mmrl.rewards.contract import Context, Failed
 from mmrl.run import build, evaluate, restored
 from mmrl.runtime.start import train
 from mmrl.session import Session
-from mmrl.text.pairs import Pair, ending, pair_of
+from mmrl.text.given import ending
+from mmrl.text.pairs import Pair, pair_of
 from mmrl.training import loop
 from mmrl.training.evaluation import Evaluator
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
@@ -265,7 +266,7 @@ def test_prompts_without_pairs_stop_the_run_by_name(folder):
     run = make(folder, "data={name: shapes}")
     with pytest.raises(UserError, match=r"no meta\['chosen'\].*data\.train\.columns"):
         loop.train_step(run, 0, Clock(torch.device("cpu")))
-    with pytest.raises(UserError, match=r"data\.heldout: none of its pairs can be used"):
+    with pytest.raises(UserError, match=r"data\.heldout: none of its records can be used"):
         Evaluator(run, run.prompts, folder).score(4)
 
 

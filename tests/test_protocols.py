@@ -36,6 +36,7 @@ from mmrl.algorithms import (
     rloo,
     rwr,
     sapo,
+    sft,
     srpo,
 )
 from mmrl.algorithms.objective import ForwardProcess, Offline, Pathwise, PolicyGradient
@@ -91,6 +92,7 @@ OFFLINE: list[type[Offline]] = [
     orpo.ORPO,
     picture_dpo.PictureDPO,
     reward_model.RewardModel,
+    sft.SFT,
 ]
 TEXT: list[type[TextPipeline]] = [LanguagePipeline]
 DENOISING: list[type[DenoisingPipeline]] = [FlowPipeline]

@@ -156,7 +156,7 @@ class Pathwise(_Objective, Protocol):
 
 
 class Offline(_Objective, Protocol):
-    """On given pairs: nothing is sampled."""
+    """On given pairs or responses: nothing is sampled."""
 
     kind: Literal["offline"]
 

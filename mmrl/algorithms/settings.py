@@ -5,7 +5,7 @@ An algorithm's own settings stand beside its objective; the defaults are those o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -16,8 +16,8 @@ from mmrl.errors import UserError
 
 Kind = Literal["policy_gradient", "forward_process", "pathwise", "offline"]
 """What an update is made of: recorded actions, clean results noised afresh, a differentiable reward, or
-given pairs."""
-TrainsOn = Literal["denoising", "tokens", "pairs", "picture_pairs"]
+given pairs or responses."""
+TrainsOn = Literal["denoising", "tokens", "pairs", "responses", "picture_pairs"]
 Spread = Literal["group", "batch", "none"]
 """What centred rewards are divided by: the standard deviation of their group, of the batch, or nothing."""
 AdvantageAggregation = Literal["sum", "each", "gdpo"]
@@ -33,8 +33,8 @@ class AlgorithmSettings(Section):
     """The section ``algorithm`` of a recipe, and what its algorithm says of itself (abstract)."""
 
     trains_on: ClassVar[TrainsOn] = "denoising"
-    """What a step is made of: denoised pictures and clips, sampled text, or pairs of a better and a worse text or
-    picture."""
+    """What a step is made of: denoised pictures and clips, sampled text, given responses, or pairs of a better and a
+    worse text or picture."""
     kind: ClassVar[Kind] = "policy_gradient"
     uses_token_rewards: ClassVar[bool] = False
     """Rewards of single tokens count; elsewhere they would be lost."""
@@ -60,6 +60,11 @@ class AlgorithmSettings(Section):
     def compares_group(self) -> bool:
         """Whether a sample is judged against the others of its prompt, so that a group of one teaches nothing."""
         return True
+
+    @property
+    def given_texts(self) -> Mapping[str, str]:
+        """Of given texts: what each text of a row is called, and the column of the data that has it."""
+        return {}
 
     def loss_guidance(self, sampling: float) -> float:
         """The guidance scale of the predictions that train; ``sampling`` is sampling.guidance_scale."""
@@ -134,10 +139,9 @@ class CriticSettings(TokenSettings):
     """Peak learning rate of the critic's weights; its optimizer is otherwise as optim says."""
 
 
-class PairSettings(AlgorithmSettings):
-    """Given pairs of texts (abstract)."""
+class GivenSettings(AlgorithmSettings):
+    """Given texts (abstract)."""
 
-    trains_on: ClassVar[TrainsOn] = "pairs"
     kind: ClassVar[Kind] = "offline"
 
     @property
@@ -148,6 +152,28 @@ class PairSettings(AlgorithmSettings):
     def needs_reference(self) -> bool:
         """Whether the policy as the run began is compared with."""
         return False
+
+
+class PairSettings(GivenSettings):
+    """Given pairs of texts (abstract)."""
+
+    trains_on: ClassVar[TrainsOn] = "pairs"
+
+    @property
+    def given_texts(self) -> Mapping[str, str]:
+        return {"chosen": "chosen", "rejected": "rejected"}
+
+
+class ResponseSettings(GivenSettings):
+    """Given responses, one a prompt (abstract)."""
+
+    trains_on: ClassVar[TrainsOn] = "responses"
+    completion: str = "completion"
+    """The column of the data that has the response. ``chosen`` takes the better text of pairs."""
+
+    @property
+    def given_texts(self) -> Mapping[str, str]:
+        return {"completion": self.completion}
 
 
 class PictureSettings(AlgorithmSettings):

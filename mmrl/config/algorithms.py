@@ -90,7 +90,7 @@ def as_settings(section: object) -> object:
     return find_algorithm(name).settings.model_validate(section)
 
 
-def trains_on_pairs(section: object) -> bool:
+def samples_nothing(section: object) -> bool:
     """Whether the section ``algorithm``, as it is written, is of an algorithm that samples nothing."""
     if isinstance(section, AlgorithmSettings):
         return section.kind == "offline"

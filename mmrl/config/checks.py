@@ -112,14 +112,15 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
     algorithm = recipe.algorithm
     if algorithm.kind != "offline":
         return
+    one = "response" if algorithm.trains_on == "responses" else "pair"
     if recipe.train.group_size != 1:
         yield (
-            f"train.group_size: {algorithm.type} trains on one given pair per prompt and samples no group; "
+            f"train.group_size: {algorithm.type} trains on one given {one} per prompt and samples no group; "
             "set train.group_size to 1"
         )
     if recipe.rewards:
         yield (
-            f"rewards: {algorithm.type} trains on given pairs and samples nothing that could be rewarded; remove "
+            f"rewards: {algorithm.type} trains on given {one}s and samples nothing that could be rewarded; remove "
             "rewards (eval.rewards measures held-out samples)"
         )
     if algorithm.trains_scores and recipe.eval.rewards:
@@ -140,7 +141,7 @@ def _partial(recipe: Recipe) -> Iterator[str]:
             "rollout.partial: only an engine with weights of its own can stop in the middle of a response and go on; "
             "set rollout.engine to vllm, vllm_server or sglang, or remove rollout.partial"
         )
-    if algorithm.trains_on == "pairs":
+    if algorithm.kind == "offline":
         yield f"rollout.partial: {algorithm.type} samples nothing in training; remove rollout.partial"
     if getattr(algorithm, "dynamic_sampling", False):
         yield (
@@ -167,10 +168,10 @@ def _partial(recipe: Recipe) -> Iterator[str]:
 
 
 def _diffusion(recipe: Recipe) -> Iterator[str]:
-    if recipe.algorithm.trains_on == "pairs":
+    if recipe.algorithm.trains_on in ("pairs", "responses"):
         yield (
-            f"algorithm.type: {recipe.algorithm.type} trains on given pairs, which are of texts; use picture_dpo, "
-            "whose pairs are of pictures, or diffusion_dpo, which makes pairs of its own samples"
+            f"algorithm.type: {recipe.algorithm.type} trains on given {recipe.algorithm.trains_on} of texts; use "
+            "picture_dpo, whose pairs are of pictures, or diffusion_dpo, which makes pairs of its own samples"
         )
     elif recipe.algorithm.trains_on == "tokens":
         yield (
@@ -267,10 +268,16 @@ def _evaluation(recipe: Recipe) -> Iterator[str]:
     if evaluation.every is None:
         yield "eval.early_stopping: nothing is evaluated, so nothing would stop; set eval.every, or remove it"
     labels = [label_of(r.name, r.label) for r in [*recipe.rewards, *evaluation.rewards]]
+    if stopping.metric == "policy/loss":
+        yield (
+            "eval.early_stopping.metric: policy/loss falls as the model gets better, and a metric that rises is waited "
+            "for; set it to reward/ and a reward's label, or to a figure of the data, such as sft/log_prob"
+        )
+        return
     kind, _, rest = stopping.metric.partition("/")
     known = rest.partition("/")[0] in labels if kind == "reward" else recipe.algorithm.kind == "offline"
     if not known:
-        named = " or ".join(f"reward/{label}" for label in labels) or "a figure of the pairs, such as dpo/accuracy"
+        named = " or ".join(f"reward/{label}" for label in labels) or "a figure of the data, such as dpo/accuracy"
         yield (
             f"eval.early_stopping.metric: {stopping.metric!r} is no reward of this recipe; set it to {named}, or a "
             "part of one (reward/label/part)"

@@ -74,6 +74,9 @@ TRL: Mapping[str, Here] = {
     "mask_truncated_completions": _here("algorithm.mask_truncated"),
     "sapo_temperature_pos": _here("algorithm.tau_pos"),
     "sapo_temperature_neg": _here("algorithm.tau_neg"),
+    "completion_only_loss": _here(note="sft trains on the response's tokens alone; remove it"),
+    "assistant_only_loss": _here(note="sft trains on the response's tokens alone; remove it"),
+    "packing": _here("train.micro_batch_tokens", note="records of similar length share a micro-batch, with padding"),
     "reward_funcs": _here("rewards[0].name", note="a list of rewards"),
     "reward_weights": _here("rewards[0].weight"),
     "use_vllm": _here("rollout.engine", note="vllm, or vllm_server for a server of its own"),
@@ -98,7 +101,7 @@ TRL: Mapping[str, Here] = {
     "repetition_penalty": _here(note="mmrl has no such setting; remove it"),
     "min_p": _here(note="mmrl has no such setting; use sampling.top_p or sampling.top_k"),
 }
-"""Of TRL's GRPOConfig, DPOConfig and ModelConfig, and of the transformers arguments below them."""
+"""Of TRL's GRPOConfig, DPOConfig, SFTConfig and ModelConfig, and of the transformers arguments below them."""
 
 DIFFUSERS: Mapping[str, Here] = {
     "pretrained_model_name_or_path": _here("model.path"),
@@ -189,6 +192,7 @@ VERL: Mapping[str, Here] = {
     "data.val_files": _here("data.heldout"),
     "data.prompt_key": _here("data.train", note="{columns: {prompt: ...}}"),
     "data.image_key": _here("data.train", note="{columns: {image: ...}}"),
+    "data.messages_key": _here("data.train", note="{prompt: ...}; of messages the last one is the response"),
     "data.train_batch_size": _here("train.prompts_per_step"),
     "data.max_prompt_length": _here("sampling.max_prompt_tokens"),
     "data.max_response_length": _here("sampling.max_new_tokens"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
-from mmrl.algorithms.settings import CriticSettings, PairSettings
+from mmrl.algorithms.settings import CriticSettings, GivenSettings
 from mmrl.config.megatron_layouts import untested
 from mmrl.config.schema import Recipe
 
@@ -172,10 +172,10 @@ def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
             f"placement.sleep: {recipe.rollout.engine_name} would wake without weights, which {what} give to the "
             "engines of all devices together; remove it, or set train.backend to replicated"
         )
-    compared = isinstance(algorithm, PairSettings) and algorithm.needs_reference and recipe.model.lora is None
+    compared = isinstance(algorithm, GivenSettings) and algorithm.needs_reference and recipe.model.lora is None
     if compared and recipe.eval.every is not None:
         yield (
-            f"train.backend: held-out pairs are compared under the weights and the reference in turn, which {what} "
+            f"train.backend: held-out records are compared under the weights and the reference in turn, which {what} "
             "cannot do; set eval.every to null, model.lora={rank: 32}, or train.backend to replicated"
         )
 
@@ -204,8 +204,8 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
         yield "train.pipeline_chunks: stages in turns take whole rows; remove it, or train.context_parallel"
     if train.sequence_parallel and train.tensor_parallel == 1:
         yield "train.sequence_parallel: it divides what train.tensor_parallel devices keep; set that, or remove it"
-    if train.pipeline_parallel > 1 and algorithm.trains_on == "pairs" and not algorithm.trains_scores:
-        yield f"train.pipeline_parallel: pairs are compared with a reference in one pass; set it to 1, or {fsdp}"
+    if train.pipeline_parallel > 1 and algorithm.kind == "offline" and not algorithm.trains_scores:
+        yield f"train.pipeline_parallel: given texts are not trained on in stages; set it to 1, or {fsdp}"
     if train.pipeline_parallel > 1 and isinstance(algorithm, CriticSettings):
         yield f"train.pipeline_parallel: log-probs and values are computed in one pass; set it to 1, or {fsdp}"
     elif isinstance(algorithm, CriticSettings) and train.context_parallel == 1:

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from mmrl.algorithms.settings import AlgorithmSettings
-from mmrl.config.algorithms import as_settings, trains_on_pairs
+from mmrl.config.algorithms import as_settings, samples_nothing
 from mmrl.config.data import Data, without_name
 from mmrl.config.dtype import Dtype, with_choice
 from mmrl.config.older_keys import renamed
@@ -111,7 +111,7 @@ class Scoring(Section):
 
 
 _NO_REWARDS = ()
-"""In place of ``rewards``, which every recipe must have, in one whose algorithm trains on pairs."""
+"""In place of ``rewards``, which every recipe must have, in one whose algorithm samples nothing."""
 
 
 def _none_asked(value: object, check: ValidatorFunctionWrapHandler) -> list[Reward]:
@@ -310,11 +310,11 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _pairs_need_no_rewards(cls, values: object) -> object:
+    def _given_texts_need_no_rewards(cls, values: object) -> object:
         if (
             isinstance(values, Mapping)
             and values.get("rewards") in (None, [])
-            and trains_on_pairs(values.get("algorithm"))
+            and samples_nothing(values.get("algorithm"))
         ):
             return {**values, "rewards": _NO_REWARDS}
         return values

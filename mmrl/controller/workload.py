@@ -13,7 +13,6 @@ from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.schema import Recipe
 from mmrl.controller.workload_balance import TERMS, Lengths, Size, Workload, residual, unevenness
 from mmrl.media import Media
-from mmrl.text.pairs import TEXTS
 from mmrl.training.step_context import FinishedStep, StepContext, StepPart
 from mmrl.trajectory import Prompt, Trajectory
 
@@ -46,7 +45,7 @@ class Balance(StepPart):
         """What was measured: costs of ``train.balance: measured``, and seconds of the metrics."""
         self._costs = self.workload if recipe.train.balance == "measured" else Workload()
         self._rows = recipe.train.group_size
-        self._pairs = recipe.algorithm.trains_on == "pairs"
+        self._given = [*recipe.algorithm.given_texts.values()]
 
     def cost(self, prompt: Prompt) -> float:
         """Of the group of ``prompt``, in a unit of its own; ``train.balance: measured``: in seconds, once known.
@@ -67,7 +66,7 @@ class Balance(StepPart):
             "cost": sum(self.cost(slot.prompt) for slot in done.slots),
             "predicted": sum(self.seconds(slot.prompt) for slot in done.slots),
             "terms": self._terms(done.batch.micro_batches),
-            "groups": [] if self._pairs else self._groups(done.batch.micro_batches),
+            "groups": [] if self._given else self._groups(done.batch.micro_batches),
             "coefficients": self.workload.fitted() if controller.leads and controller.size > 1 else None,
         }
         everyone = controller.gather(mine)
@@ -91,15 +90,15 @@ class Balance(StepPart):
 
     def _expected(self, prompt: Prompt) -> Size:
         size = self._size(prompt)
-        return size if self._pairs else self._size(prompt, self.lengths.expect(prompt.id, size.prompt))
+        return size if self._given else self._size(prompt, self.lengths.expect(prompt.id, size.prompt))
 
     def _size(self, prompt: Prompt, response: float = 0.0) -> Size:
         text = (len(prompt.text) + len(prompt.system or "")) / CHARACTERS
         image = sum(pixels(m) / PIXELS for m in prompt.media if m.kind == "image")
         frames = sum(pixels(m) / PIXELS / 2 for m in prompt.media if m.kind == "video")
-        if self._pairs:  # a row is both texts, each behind the prompt
-            both = sum(len(str(prompt.meta.get(name, ""))) for name in TEXTS) / CHARACTERS
-            return Size(2 * text + both, 2 * image, 2 * frames)
+        if times := len(self._given):  # a row is all its texts, each behind the prompt
+            texts = sum(len(str(prompt.meta.get(name, ""))) for name in self._given) / CHARACTERS
+            return Size(times * text + texts, times * image, times * frames)
         return Size(text, image, frames, response)
 
     def _terms(self, micro_batches: Sequence[Trajectory]) -> list[float]:

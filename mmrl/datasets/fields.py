@@ -26,6 +26,8 @@ PLACEHOLDERS: dict[Kind, str] = {"image": "<image>", "video": "<video>"}
 TEXT = ("prompt", "question", "text", "messages")
 ANSWER = ("answer", "solution")
 PAIR = ("chosen", "rejected")
+COMPLETION = "completion"
+"""A given response, as TRL calls it."""
 """A better and a worse response, by the columns of TRL's preference data."""
 _TRUTH = "reward_model.ground_truth"
 """Where verl's records have the answer."""
@@ -169,7 +171,7 @@ def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
     """Name the keys of records that neither a prompt is made of nor a reward may know, once."""
     images = [columns.images] if isinstance(columns.images, str) else columns.images or ()
     named = (columns.prompt, columns.answer, columns.videos, columns.system, *images, *columns.meta)
-    read = {*TEXT, *ANSWER, *IMAGES, *VIDEOS, *PAIR, "margin", *_OTHERS, *(str(name) for name in named if name)}
+    read = {*TEXT, *ANSWER, *IMAGES, *VIDEOS, *PAIR, COMPLETION, "margin", *_OTHERS, *(str(name) for name in named if name)}
     read |= {_TRUTH, *columns.renamed.values()}
     read |= {name.partition(".")[0] for name in read}
     unread = [key for key in keys if key not in read]
@@ -254,6 +256,8 @@ def _meta(record: Mapping[str, Cell], columns: Columns) -> dict[str, Cell]:
     if answer is not None:
         meta["answer"] = answer
     meta |= _pair(record, columns)
+    if _is_response(record.get(COMPLETION)):
+        meta[COMPLETION] = record[COMPLETION]
     meta |= {name: _pick(record, name, ()) for name in columns.meta}
     meta |= {name: _pick(record, column, ()) for name, column in columns.renamed.items()}
     try:
@@ -308,7 +312,7 @@ def _read_messages(messages: list[Cell]) -> Fields:
     if "system" in said:
         found.system = clean_text(said["system"][0])
     if "assistant" in said:
-        found.meta["answer"] = said["assistant"][0]
+        found.meta |= {"answer": said["assistant"][0], "completion": said["assistant"][0]}
     return found
 
 

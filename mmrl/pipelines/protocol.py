@@ -29,8 +29,13 @@ class PairUpdates(Protocol):
 
     def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         """Both sides of each row's given pair with a graph, as needed, ``[B]`` each. Of texts: chosen_log_probs and
-        rejected_log_probs, or chosen_scores and rejected_scores; of pictures: chosen_error and rejected_error. The
-        same with ``reference_`` before it is without a graph."""
+        rejected_log_probs, or chosen_scores and rejected_scores; of pictures: chosen_error and rejected_error. Of a
+        given response: completion_log_probs. The same with ``reference_`` before it is without a graph."""
+        ...
+
+    def sizes(self, trajectory: Trajectory) -> Sequence[int]:
+        """What each row counts in an update's denominator, where the objective counts by length: the tokens of a given
+        response, 1 of a pair."""
         ...
 
 
@@ -43,7 +48,7 @@ class _Pipeline(Protocol):
 
     @property
     def pairs(self) -> PairUpdates | None:
-        """What recomputes given pairs; None where the recipe trains on samples."""
+        """What recomputes given pairs or responses; None where the recipe trains on samples."""
         ...
 
     @property
@@ -83,7 +88,7 @@ class _Pipeline(Protocol):
     def recorded(self, trajectory: Trajectory, entries: Sequence[int]) -> dict[str, Tensor]:
         """What an objective may compare the slice of these ``K`` entries with. Pictures: log_probs ``[B, K]``, std, dt
         and c_v (how far the mean moves with the velocity) ``[K]``; text, whatever ``entries``:
-        mask and rollout_log_probs ``[B, T]``; pairs: margins ``[B]``."""
+        mask and rollout_log_probs ``[B, T]``; given texts: what the data says of them (margins ``[B]``)."""
         ...
 
     def replay(

@@ -17,7 +17,7 @@ KINDS = {
     "policy_gradient": "Policy gradients: actions with log-probs, denoising steps or tokens.",
     "forward_process": "Forward process: clean samples noised afresh; any solver samples.",
     "pathwise": "Pathwise: a differentiable reward, sampled and decoded inside the update.",
-    "offline": "Offline: given pairs, nothing is sampled.",
+    "offline": "Offline: given pairs or responses, nothing is sampled.",
 }
 HEAD = """# Algorithms
 
@@ -60,6 +60,7 @@ is an error when the recipe is read, and `mmrl plan` shows all of them. The clas
 | `forward_process` | clean pictures or clips | `forward_process.ForwardObjective` | `ForwardSettings` |
 | `pathwise` | the reward's gradient | `pathwise.PathwiseObjective` | `PathwiseSettings` |
 | `offline` | pairs of texts | `pairs.PairObjective` | `PairSettings` |
+| `offline` | responses | none; `sft.SFT` shows one | `ResponseSettings` |
 
 The file is imported when a recipe that names it is read. Other processes of a run import it from the same path. A
 file of this form in `mmrl/algorithms/` is an algorithm of mmrl, called by the file's name: no other file lists it, and

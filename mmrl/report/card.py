@@ -103,9 +103,10 @@ def _summary(recipe: Recipe, directory: RunDir, step: int, what: What) -> str:
     seconds = f", {spent[-1]:,.0f} CPU-seconds of training" if spent else ""
     average = " The weights are the moving average over the updates." if recipe.optim.ema_decay is not None else ""
     paired = recipe.algorithm.kind == "offline"
-    kind = "training on given pairs" if paired else "reinforcement learning"
+    given = "responses" if recipe.algorithm.trains_on == "responses" else "pairs"
+    kind = f"training on given {given}" if paired else "reinforcement learning"
     work = (
-        f"{train.prompts_per_step} pairs"
+        f"{train.prompts_per_step} {given}"
         if paired
         else f"{train.prompts_per_step} prompts x {train.group_size} samples"
     )

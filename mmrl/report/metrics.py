@@ -82,6 +82,7 @@ METRICS: dict[str, str] = {
     "dpo/margin": "dpo: implicit reward of the better text minus that of the worse one, mean.",
     "dpo/chosen_reward": "dpo: implicit reward of the better text, mean.",
     "dpo/rejected_reward": "dpo: implicit reward of the worse text, mean.",
+    "sft/log_prob": "sft: log-prob of a token of the given responses, nats, mean.",
     "orpo/accuracy": "orpo: fraction of pairs whose better text has the larger odds.",
     "orpo/log_odds_ratio": "orpo: log odds of the better text minus those of the worse one, mean.",
     "orpo/odds_loss": "orpo: -log sigmoid of that, mean.",
@@ -133,8 +134,8 @@ made from this table (a test compares them)."""
 
 
 def of_pairs(keys: Iterable[str]) -> list[str]:
-    """Those that say how a model judges given pairs (``dpo/accuracy``), which stand where others have rewards."""
-    return [key for key in keys if key.startswith(("dpo/", "orpo/", "reward_model/"))]
+    """Those that say how a model judges given texts (``dpo/accuracy``), which stand where others have rewards."""
+    return [key for key in keys if key.startswith(("dpo/", "orpo/", "reward_model/", "sft/"))]
 
 
 def of_source(key: str) -> list[str]:

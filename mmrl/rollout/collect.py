@@ -298,7 +298,8 @@ def mask_of(batch: Batch) -> Tensor | None:
 
 
 def unsampled_batch(context: StepContext, slots: list[Slot], clock: Clock) -> Batch:
-    """The rows of a step that has nothing to sample: a pathwise one samples in its update, an offline one has pairs."""
+    """The rows of a step that has nothing to sample: a pathwise one samples in its update, an offline one has given
+    pairs or responses."""
     with clock("encode"):
         slots, keys, bad = encode(context, slots)
     return prompts_alone(context, slots, keys, bad)
@@ -310,8 +311,10 @@ def prompts_alone(context: StepContext, slots: list[Slot], keys: list[str], fail
     empty = torch.empty(len(rows), 0, device=next(iter(context.policy.trainable.values())).device)
     trajectory = Trajectory([s for s, _ in rows], [i for _, i in rows], empty, [s.prompt.text for s, _ in rows])
     ones = torch.ones(len(rows))
+    given = context.pipeline.pairs
+    lengths = ones if given is None else torch.tensor([float(n) for n in given.sizes(trajectory)])
     places = [(0, i) for i in range(len(rows))]
-    return Batch([trajectory], places, torch.zeros(len(rows)), ones, ones, keys, failures=list(failures))
+    return Batch([trajectory], places, torch.zeros(len(rows)), ones, lengths, keys, failures=list(failures))
 
 
 def rows_by_source(context: StepContext, slots: Sequence[Slot]) -> Mapping[str, list[int]]:

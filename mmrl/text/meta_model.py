@@ -7,7 +7,7 @@ token behind a full cache, with the same drawing after each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, get_args
 
@@ -24,7 +24,6 @@ from mmrl.text.critic import Critic
 from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import why, without_wishes
 from mmrl.text.overlong import OverlongError
-from mmrl.text.pairs import TEXTS
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.recorded_config import Files
 from mmrl.text.scoring import open_scorer, score_class
@@ -142,17 +141,18 @@ def _named(overlong: Sequence[OverlongError], of: int) -> str:
 def _by_length(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> list[Prompt]:
     """Those that probably have most tokens first: tokens of their texts, and about as many as their pictures have."""
     most = len(prompts) if pipeline.recipe.data.overlong == "error" else MOST_COUNTED
+    columns = pipeline.recipe.algorithm.given_texts.values()
     if len(prompts) > most:
-        prompts = sorted(prompts, key=lambda p: sum(map(len, _texts(p))), reverse=True)
-    counted = pipeline.conditioner.count(["\n".join(_texts(p)) for p in prompts[:most]])
+        prompts = sorted(prompts, key=lambda p: sum(map(len, _texts(p, columns))), reverse=True)
+    counted = pipeline.conditioner.count(["\n".join(_texts(p, columns)) for p in prompts[:most]])
     counted += [0] * (len(prompts) - len(counted))
     pixels = [sum(medium.pixels or 0 for medium in p.media) for p in prompts]
     ranked = sorted(range(len(prompts)), key=lambda n: counted[n] + pixels[n] / PIXELS, reverse=True)
     return [prompts[n] for n in ranked]
 
 
-def _texts(prompt: Prompt) -> list[str]:
-    return [prompt.text, prompt.system or "", *(str(prompt.meta.get(name, "")) for name in TEXTS)]
+def _texts(prompt: Prompt, columns: Iterable[str]) -> list[str]:
+    return [prompt.text, prompt.system or "", *(str(prompt.meta.get(name, "")) for name in columns)]
 
 
 def _tokens(pipeline: LanguagePipeline, prompt: Prompt) -> int:
@@ -162,8 +162,8 @@ def _tokens(pipeline: LanguagePipeline, prompt: Prompt) -> int:
     length = len(features["input_ids"])
     if pipeline.pairs is None:
         return length + pipeline.settings.max_new_tokens
-    pair = pipeline.pairs.encoded(prompt, length)
-    return 2 * (length + max(len(pair[name]) for name in TEXTS))
+    texts = pipeline.pairs.encoded(prompt, length).values()
+    return len(texts) * (length + max(map(len, texts)))
 
 
 def _take_the_limit(pipeline: LanguagePipeline) -> None:

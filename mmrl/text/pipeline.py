@@ -28,9 +28,11 @@ from mmrl.text import engine_sampling, export, scoring
 from mmrl.text.conditioner import Conditioner
 from mmrl.text.critic import Critic
 from mmrl.text.features import joined, key_of
+from mmrl.text.given import GivenTexts
 from mmrl.text.likelihood import Vocabulary, entropy, token_log_probs
 from mmrl.text.overlong import Fitter, Limit, limit_of
-from mmrl.text.pairs import Pairs, key_of_pair
+from mmrl.text.pairs import Pairs
+from mmrl.text.responses import Responses
 from mmrl.text.shared_pictures import Shared
 from mmrl.text.token_sampling import Draw, uniforms, without
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
@@ -67,7 +69,9 @@ class LanguagePipeline:
         self.engine_context: int | None = engine_sampling.engine_context(recipe, self.context)
         self.fitter = Fitter(conditioner, recipe.data.overlong)
         self.shared = Shared(policy)
-        self.pairs = Pairs(self) if recipe.algorithm.trains_on == "pairs" else None
+        self.pairs: GivenTexts | None = None
+        if recipe.algorithm.trains_on in ("pairs", "responses"):
+            self.pairs = Pairs(self) if recipe.algorithm.trains_on == "pairs" else Responses(self)
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 
@@ -81,7 +85,7 @@ class LanguagePipeline:
 
     def _encode(self, slots: Sequence[Slot]) -> list[str]:
         prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
-        paired = {} if self.pairs is None else {key_of_pair(slot.prompt): slot.prompt for slot in slots}
+        paired = {} if self.pairs is None else {self.pairs.key(slot.prompt): slot.prompt for slot in slots}
         keys = [*prompts, *paired]
         self.features.hold(keys)  # first of all: others put and read meanwhile, and what nobody holds may be dropped
         try:
@@ -283,7 +287,7 @@ class LanguagePipeline:
 
     def recorded(self, trajectory: Trajectory, entries: Sequence[int]) -> dict[str, Tensor]:
         if self.pairs is not None:
-            return {"margins": self.pairs.margins(trajectory)}
+            return self.pairs.recorded(trajectory)
         assert trajectory.mask is not None
         assert trajectory.log_probs is not None
         return {"mask": trajectory.mask, "rollout_log_probs": trajectory.log_probs}
@@ -305,9 +309,11 @@ class LanguagePipeline:
                 out["reference_log_probs"] = self.response_log_probs(trajectory, temperature)
         return out
 
-    def response_log_probs(self, trajectory: Trajectory, temperature: float) -> Tensor:
-        """Log-probs ``[B, T]`` of the rows' tokens under the policy's present weights."""
-        return self.token_log_probs(self._logits(trajectory), trajectory.clean, temperature)
+    def response_log_probs(self, trajectory: Trajectory, temperature: float, *, every_token: bool = False) -> Tensor:
+        """Log-probs ``[B, T]`` of the rows' tokens under the policy's present weights. ``every_token``: among all of
+        the vocabulary, those that sampling never draws too."""
+        logits = self._logits(trajectory, every_token=every_token)
+        return self.token_log_probs(logits, trajectory.clean, temperature)
 
     def response_scores(self, trajectory: Trajectory) -> Tensor:
         """``[B]`` float32, what a policy that scores texts says of each row."""
@@ -343,7 +349,7 @@ class LanguagePipeline:
         with self._autocast():
             return self.critic(**inputs)[:, -trajectory.clean.shape[1] - 1 : -1]
 
-    def _logits(self, trajectory: Trajectory) -> Tensor:
+    def _logits(self, trajectory: Trajectory, *, every_token: bool = False) -> Tensor:
         """Logits ``[B, T, V]`` that each response token was, or would have been, drawn from; this rank's where ranks
         share rows or the vocabulary."""
         inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
@@ -351,7 +357,7 @@ class LanguagePipeline:
             end = inputs["input_ids"].shape[1] - 1  # the last token has nothing behind it
             kept = torch.arange(end - trajectory.clean.shape[1], end, device=self.device)
             logits = self.policy(**inputs, logits_to_keep=kept, use_cache=False).logits
-        return without(logits, self.conditioner.forbidden, self._vocabulary)
+        return logits if every_token else without(logits, self.conditioner.forbidden, self._vocabulary)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)

@@ -22,8 +22,8 @@ from mmrl.rewards.contract import Failed
 from mmrl.text.conditioner import Conditioner
 from mmrl.text.export import plain
 from mmrl.text.features import joined
+from mmrl.text.given import ending, response_tokens, stacked
 from mmrl.text.loading import open_weights
-from mmrl.text.pairs import ending, response_tokens, stacked
 from mmrl.trajectory import Prompt
 
 SETTINGS = "mmrl_reward_model.json"

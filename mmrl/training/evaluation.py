@@ -46,7 +46,7 @@ class Made:
 
 
 class Evaluator:
-    """The held-out prompts of a run with the rewards measured on them; of an offline run the pairs."""
+    """The held-out prompts of a run with the rewards measured on them; of an offline run the given texts."""
 
     def __init__(self, context: StepContext, prompts: Sequence[Prompt], root: Path) -> None:
         self.run, self.prompts = context, prompts
@@ -58,7 +58,7 @@ class Evaluator:
 
         Sample ``i`` is of prompt ``i mod n``, always from the same noise; where that prompt cannot be used it is named,
         and another, always the same, takes its place. An offline run is measured on its first
-        ``samples`` pairs by the objective's own figures, and samples only where the recipe has ``eval.rewards``.
+        ``samples`` records by the objective's own figures, and samples only where the recipe has ``eval.rewards``.
         """
         if self.run.objective.kind != "offline":
             return self._score(self._slots(samples))
@@ -105,20 +105,22 @@ class Evaluator:
         return row, Made(made, rows), [*bad, *failures]
 
     def _compare(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, float], list[Failure]]:
-        """The objective's figures, mean over the pairs of ``slots`` under the evaluation's weights; the slots whose
-        pairs can be used, and why the others cannot."""
+        """The objective's figures, mean over the records of ``slots`` (or their tokens) under the evaluation's weights;
+        the slots whose records can be used, and why the others cannot."""
         run, good, bad = self.run, list[Slot](), list[Failure]()
         pairs = pairs_of(run.pipeline)
         sums: defaultdict[str, float] = defaultdict(float)
+        total = 0.0
         with (
             run.compute.devices.sampling_phase(run, run.policy.evaluated),
             torch.no_grad(),
-            Progress(len(slots), "evaluate", "pairs") as progress,
+            Progress(len(slots), "evaluate", "records") as progress,
         ):
             for source, chunk in self._by_source(slots):
                 usable, keys, unusable = self._encode(chunk)
                 good, bad = good + usable, bad + unusable
                 batch = prompts_alone(run, usable, keys)
+                total += run.objective.loss_denominator(batch.weights, batch.lengths)
                 for micro_batch in split_micro_batches(run, batch, list(range(len(usable)))):
                     new = pairs.compare(micro_batch.rows, run.objective.needs, run.policy.using)
                     for name, value in run.objective.loss(new, micro_batch.old, 1.0).sums.items():
@@ -129,11 +131,11 @@ class Evaluator:
                     sums[f"{SOURCE}{source}/samples"] += len(usable)
                 run.pipeline.features.release(keys)
                 progress.advance(len(chunk))
-        everyone = run.controller.gather((len(good), dict(sums)))
+        everyone = run.controller.gather((total, dict(sums)))
         count = sum(n for n, _ in everyone)
         if not count:
             named = f"; of {bad[0].prompt!r}: {bad[0].reason}" if bad else ""
-            raise UserError(f"data.heldout: none of its pairs can be used{named}")
+            raise UserError(f"data.heldout: none of its records can be used{named}")
         names = dict.fromkeys(name for _, sums in everyone for name in sums)
         whole = {name: sum(sums.get(name, 0.0) for _, sums in everyone) for name in names}
         return good, means_of_pairs(whole, count), bad
@@ -147,7 +149,8 @@ class Evaluator:
                 yield source, chunk
 
     def _encode(self, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Failure]]:
-        """Encode what can be; nothing takes the place of the rest, so that every evaluation is of the same pairs."""
+        """Encode what can be; nothing takes the place of the rest, so that every evaluation is of the same
+        records."""
         good, bad = list(slots), list[Failure]()
         while True:
             try:

@@ -87,6 +87,9 @@ class PicturePairs:
             out |= {f"reference_{name}": error for name, error in _halves(errors).items()}
         return out
 
+    def sizes(self, trajectory: Trajectory) -> list[int]:
+        return [1] * len(trajectory)
+
     def _latents(self, slots: Sequence[Slot]) -> Tensor:
         """``[2 B, C, H, W]``: the better pictures, then the worse ones."""
         pairs = [self.pipeline.features.get(key_of_pair(slot.prompt)) for slot in slots]

@@ -1,0 +1,47 @@
+"""SFT: the likelihood of given responses, token by token.
+
+    L = - sum over responses and their tokens of log policy(token | prompt, earlier tokens) / number of tokens
+
+The tokens are those of the whole update, on all controllers, so that no way to cut it into micro-batches changes the
+gradient. Prompts are not trained on. It is what transformers' causal models compute where the labels of the prompt are
+-100, and TRL's SFTTrainer on prompt-completion data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from mmrl.algorithms.objective import Loss
+from mmrl.algorithms.settings import ResponseSettings
+
+
+class SFTSettings(ResponseSettings):
+    """Supervised fine-tuning on given responses."""
+
+
+class SFT:
+    """Final class; see ``mmrl.algorithms.objective.Offline``. ``B`` is a number of responses."""
+
+    kind: Literal["offline"] = "offline"
+    needs = frozenset({"completion_log_probs"})
+    entries: int | None = None
+
+    def __init__(self, settings: SFTSettings) -> None:
+        self.settings = settings
+
+    def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
+        """The tokens of the responses that count, their ends among them."""
+        return float((weights.double() * lengths.double()).sum())
+
+    def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
+        """``new``: completion_log_probs ``[B]``, summed over the response's tokens; ``old``: weights ``[B]`` (0 leaves
+        a response out). ``sft/log_prob`` is the mean log-prob of a token, which rises as the loss falls."""
+        log_probs = (new["completion_log_probs"] * old["weights"]).sum()
+        return Loss(
+            value=-log_probs / total,
+            sums={"policy/loss": -log_probs.detach(), "sft/log_prob": log_probs.detach()},
+            maxima={},
+        )

@@ -1,0 +1,218 @@
+"""Texts that the data gives as responses to a prompt: their tokens, log-probs and scores, all of a row in one forward.
+
+A prompt carries its texts in ``meta``, by the columns of TRL's data (``mmrl.text.pairs``, ``mmrl.text.responses``). A
+response follows the rendered prompt exactly as a sampled one would, so that a prompt is encoded once for all its texts
+and nothing here depends on how a template shows finished answers. TRL renders the whole conversation; the tokens are
+the same wherever that begins with the rendered prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.schema import Recipe
+from mmrl.controller.features import FeatureStore
+from mmrl.errors import BadPromptError
+from mmrl.pipelines.protocol import Weights
+from mmrl.text.conditioner import Conditioner
+from mmrl.text.features import key_of
+from mmrl.trajectory import Prompt, Slot, Trajectory
+
+_MARK = "ANSWER"
+
+
+class WritingModel(Protocol):
+    """What the given texts of a run ask of its pipeline."""
+
+    recipe: Recipe
+    policy: nn.Module
+    conditioner: Conditioner
+    features: FeatureStore
+    device: torch.device
+    context: int | None
+    """The most tokens of a prompt and its response; None where the model says none."""
+
+    def response_log_probs(self, trajectory: Trajectory, temperature: float, *, every_token: bool = False) -> Tensor:
+        """``[B, T]`` of the rows' tokens. ``every_token``: among all of the vocabulary, those that sampling never draws
+        too."""
+        ...
+
+    def response_scores(self, trajectory: Trajectory) -> Tensor:
+        """``[B]`` float32."""
+        ...
+
+
+class GivenTexts(ABC):
+    """Abstract. The given texts of a run of ``pipeline``, which calls it; every prompt has the same ``names``."""
+
+    scores = False
+    """Whether the model scores a text, in place of writing it."""
+    every_token = False
+    """Whether log-probs are among all tokens, those that stand for pictures too, which sampling never draws."""
+
+    def __init__(self, pipeline: WritingModel) -> None:
+        self.pipeline = pipeline
+        self.columns: Mapping[str, str] = pipeline.recipe.algorithm.given_texts
+        self.ending = self.end(pipeline.conditioner)
+
+    def end(self, conditioner: Conditioner) -> list[int]:
+        """The tokens behind a text: the one that ends an answer."""
+        return [next(token for token in ending(conditioner) if token in conditioner.stop_tokens)]
+
+    @abstractmethod
+    def texts(self, prompt: Prompt) -> Mapping[str, str]:
+        """The texts of ``prompt`` by name. Raises ``BadPromptError`` where they are not there or cannot be trained
+        on."""
+
+    @abstractmethod
+    def recorded(self, trajectory: Trajectory) -> dict[str, Tensor]:
+        """What the data says of each row beside its texts, ``[B]``."""
+
+    @abstractmethod
+    def sizes(self, trajectory: Trajectory) -> list[int]:
+        """What each row counts in the update's denominator, where the objective counts by length."""
+
+    @abstractmethod
+    def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
+        """See ``mmrl.pipelines.protocol.PairUpdates``."""
+
+    def key(self, prompt: Prompt) -> str:
+        """Names the tokens of a prompt's texts in the feature store: equal for equal texts behind an equal prompt."""
+        said = repr(tuple(prompt.meta.get(column) for column in self.columns.values()))
+        return f"{key_of(prompt)}/given/{hashlib.blake2b(said.encode(), digest_size=12).hexdigest()}"
+
+    def encoded(self, prompt: Prompt, length: int) -> dict[str, Tensor]:
+        """The tokens of its texts by name, on the CPU; ``length``: tokens of the prompt.
+
+        Raises ``BadPromptError`` where a text is missing, or cannot be trained on.
+        """
+        out: dict[str, Tensor] = {}
+        for name, text in self.texts(prompt).items():
+            column = self.columns[name]
+            try:
+                tokens = response_tokens(self.pipeline.conditioner, text)
+            except ValueError as error:
+                raise BadPromptError(prompt.id, f"meta[{column!r}] {error}; mend it or take the record out") from None
+            out[name] = torch.tensor([*tokens, *self.ending])
+            most, n = self.pipeline.context, length + len(out[name])
+            if most is not None and n > most:
+                raise BadPromptError(
+                    prompt.id,
+                    f"with meta[{column!r}] it has {n} tokens, and the model's context {most}; shorten it or take it "
+                    "out",
+                )
+        return out
+
+    def lengths(self, trajectory: Trajectory) -> list[int]:
+        """Tokens of each row: prompt and longest text, once for each text, as they lie in a forward."""
+        features, times = self.pipeline.features, len(self.columns)
+        prompts = [features.ref(key_of(s.prompt)).shapes["input_ids"][0] for s in trajectory.slots]
+        texts = [features.ref(self.key(s.prompt)).shapes for s in trajectory.slots]
+        return [times * (n + max(of[name][0] for name in self.columns)) for n, of in zip(prompts, texts, strict=True)]
+
+    def rows(self, slots: Sequence[Slot]) -> Trajectory:
+        """A row for each text: all of the first name, then those of the next."""
+        found = [self.pipeline.features.get(self.key(slot.prompt)) for slot in slots]
+        return self.trajectory([*slots] * len(self.columns), [of[name] for name in self.columns for of in found])
+
+    def trajectory(self, slots: list[Slot], texts: Sequence[Tensor]) -> Trajectory:
+        """Rows of ``texts`` ``[T_i]``, each behind the prompt of its slot."""
+        tokens, mask = stacked(texts, self.pipeline.conditioner.pad_token, self.pipeline.device)
+        return Trajectory(slots, [], tokens, [key_of(slot.prompt) for slot in slots], mask=mask)
+
+    def log_probs(self, rows: Trajectory) -> Tensor:
+        """Summed over each row's tokens, ``[B]``, of the model at temperature 1, whatever samples are drawn at."""
+        per_token = self.pipeline.response_log_probs(rows, 1.0, every_token=self.every_token)
+        assert rows.mask is not None
+        return (per_token * rows.mask).sum(1)
+
+    def by_name(self, what: str, values: Tensor) -> dict[str, Tensor]:
+        """``values`` of ``rows``, as ``<name>_<what>`` ``[B]`` each."""
+        return {
+            f"{name}_{what}": part for name, part in zip(self.columns, values.chunk(len(self.columns)), strict=True)
+        }
+
+
+def given_text(prompt: Prompt, column: str, columns: Sequence[str]) -> str:
+    """The response in ``prompt.meta[column]``, a text or messages. Raises ``BadPromptError`` where there is none;
+    ``columns``: all that a record must have."""
+    if column not in prompt.meta:
+        raise BadPromptError(
+            prompt.id,
+            f"it has no meta[{column!r}], which is trained on; a record of a file has the columns "
+            f"{' and '.join(columns)}, or others that data.train.columns names",
+        )
+    try:
+        return _text_of(prompt.meta[column], prompt)
+    except ValueError as error:
+        raise BadPromptError(prompt.id, f"meta[{column!r}] {error}; give the response's text") from None
+
+
+def response_tokens(conditioner: Conditioner, text: str) -> list[int]:
+    """The tokens of ``text`` as a response. Raises ``ValueError`` where it has tokens that no response can have."""
+    tokenizer = getattr(conditioner.saved, "tokenizer", conditioner.saved)
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    wrong = sorted({*tokens} & {*conditioner.stop_tokens, *conditioner.forbidden})
+    if wrong:
+        raise ValueError(f"contains the control token {tokenizer.decode(wrong[:1])!r}")
+    return tokens
+
+
+def ending(conditioner: Conditioner) -> list[int]:
+    """The tokens that the chat template writes behind an answer; a token that ends text is among them."""
+    saved = conditioner.saved
+    tokenizer = getattr(saved, "tokenizer", saved)
+
+    def content(text: str) -> Any:
+        return [{"type": "text", "text": text}] if tokenizer is not saved else text
+
+    messages = [{"role": "user", "content": content("Hi")}, {"role": "assistant", "content": content(_MARK)}]
+    variables = getattr(conditioner, "variables", {})
+    behind = saved.apply_chat_template(messages, tokenize=False, **variables).rpartition(_MARK)[2]
+    tokens = tokenizer(behind, add_special_tokens=False).input_ids
+    if not {*tokens} & {*conditioner.stop_tokens}:
+        tokens = [tokenizer.eos_token_id if tokenizer.eos_token_id is not None else conditioner.stop_tokens[0], *tokens]
+    return tokens
+
+
+def stacked(texts: Sequence[Tensor], pad_token: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Tokens and mask ``[B, T]`` of texts ``[T_i]``, padded on the right."""
+    tokens = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True, padding_value=pad_token)
+    lengths = torch.tensor([len(text) for text in texts])
+    mask = (torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)).float()
+    return tokens.to(device), mask.to(device)
+
+
+def _text_of(said: Any, prompt: Prompt) -> str:
+    """A response: its text, or messages of which it is the last. Raises ``ValueError``."""
+    if isinstance(said, str):
+        return said
+    if not isinstance(said, Sequence) or not said or not all(isinstance(m, Mapping) for m in said):
+        raise ValueError(f"is a {type(said).__name__}, neither text nor messages")
+    if said[-1].get("role") != "assistant":
+        raise ValueError("ends with no message of the assistant")
+    others = [m for m in said[:-1] if m.get("role") != "system"]
+    if [m.get("role") for m in others] not in ([], ["user"]):
+        raise ValueError("has a conversation of several turns, which is not read")
+    asked = others[0].get("content") if others else None
+    if isinstance(asked, str) and asked.replace("\r\n", "\n").strip() != prompt.text:
+        raise ValueError("answers another message of the user than the prompt's")
+    return _content(said[-1])
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise ValueError("has a message without content")
+    texts = [p["text"] for p in content if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
+    if len(texts) < len(content):
+        raise ValueError("has a message whose content is not text")
+    return "".join(texts)
