@@ -171,7 +171,17 @@ def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
     """Name the keys of records that neither a prompt is made of nor a reward may know, once."""
     images = [columns.images] if isinstance(columns.images, str) else columns.images or ()
     named = (columns.prompt, columns.answer, columns.videos, columns.system, *images, *columns.meta)
-    read = {*TEXT, *ANSWER, *IMAGES, *VIDEOS, *PAIR, COMPLETION, "margin", *_OTHERS, *(str(name) for name in named if name)}
+    read = {
+        *TEXT,
+        *ANSWER,
+        *IMAGES,
+        *VIDEOS,
+        *PAIR,
+        COMPLETION,
+        "margin",
+        *_OTHERS,
+        *(str(name) for name in named if name),
+    }
     read |= {_TRUTH, *columns.renamed.values()}
     read |= {name.partition(".")[0] for name in read}
     unread = [key for key in keys if key not in read]
