@@ -205,7 +205,7 @@ def restored(path: Path, which: str) -> tuple[StepContext, RunDir, int]:
             raise UserError(f"--checkpoint {which}: give latest, best, base or a step")
         if found is None:
             raise UserError(f"{path} has no whole checkpoint yet; use --checkpoint base, or train first")
-        run.policy.load_state_dict(found.state["policy"], found)
+        run.policy.load_state_dict(found.numbers("policy"), found)
         step = found.step
     return run, directory, step
 

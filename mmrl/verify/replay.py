@@ -148,7 +148,7 @@ def _spent(n: int, span: Span, rows: Rows, limit: float | None) -> float:
     if limit is None or n == 1:
         return 0.0
     if span.found is not None and span.found.step == n - 1:
-        return span.found.state["cpu_seconds"] / limit
+        return span.found.cpu_seconds / limit
     return rows[n - 1]["perf/cpu_seconds"] / limit
 
 
