@@ -11,16 +11,16 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 """The operators that ``torchvision/_meta_registrations.py`` registers a fake for without asking whether they exist."""
-_kept: list[Any] = []
+_kept: list[object] = []
 """A ``torch.library.Library`` forgets its schemas when it is collected."""
 
 
@@ -41,7 +41,7 @@ def allow_cpu_only() -> None:
 class _Hook(importlib.abc.MetaPathFinder):
     """Final. Sees the first import of torchvision, leaves, and lets the other finders find it."""
 
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         if name != "torchvision":
             return
         sys.meta_path.remove(self)

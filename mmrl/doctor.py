@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mmrl.report.environment import environment
 
@@ -83,7 +82,7 @@ def _machine(found: Examination) -> None:
     try:
         import torch
 
-        known: dict[str, Any] = environment()
+        known = environment()
     except Exception as error:  # a broken native library can raise anything; saying so is what this command is for
         found.problems.append(f"torch cannot be used: {type(error).__name__}: {error}")
         return

@@ -11,6 +11,41 @@ MutableJson: TypeAlias = "JsonScalar | list[MutableJson] | dict[str, MutableJson
 """JSON data that is changed in place, such as the values of a recipe whose layers are merged."""
 
 
+def as_integer(value: Json) -> int:
+    """``value``, which must be a whole number. Raises ``TypeError``."""
+    if not isinstance(value, int):
+        raise TypeError(f"expected a whole number, got {value!r}")
+    return value
+
+
+def as_number(value: Json) -> float:
+    """``value``, which must be a number. Raises ``TypeError``."""
+    if not isinstance(value, int | float):
+        raise TypeError(f"expected a number, got {value!r}")
+    return value
+
+
+def as_text(value: Json) -> str:
+    """``value``, which must be text. Raises ``TypeError``."""
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {value!r}")
+    return value
+
+
+def as_list(value: Json) -> Sequence[Json]:
+    """``value``, which must be a list. Raises ``TypeError``."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"expected a list, got {value!r}")
+    return value
+
+
+def as_object(value: Json) -> JsonObject:
+    """``value``, which must be a mapping. Raises ``TypeError``."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected a mapping, got {value!r}")
+    return value
+
+
 def item(container: MutableJson, key: str | int) -> MutableJson:
     """``container[key]``. Raises ``KeyError`` or ``IndexError``, and ``TypeError`` where no such key can be in it."""
     match container, key:

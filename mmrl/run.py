@@ -228,7 +228,7 @@ def restored(path: Path, which: str) -> tuple[StepContext, RunDir, int]:
     run, directory = opened(path)
     found = find_checkpoint(directory, which)
     if found is not None:
-        run.policy.load_state_dict(found.state["policy"], found)
+        run.policy.load_state_dict(found.numbers("policy"), found)
     return run, directory, 0 if found is None else found.step
 
 

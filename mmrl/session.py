@@ -166,7 +166,7 @@ class Session:
         if found is not None:
             restore(self.run, found, self._others)
             self.run.compute.devices.run_on_other_trainers(self.run, take_up, self.checkpoints, found.step)
-            self.done, self.cpu_seconds = found.step, found.state["cpu_seconds"]
+            self.done, self.cpu_seconds = found.step, found.cpu_seconds
             self.saver.saved, self.updates = self.done, self.run.policy.updates
         print(
             f"resuming after step {self.done}" if found else "no checkpoint yet: starting from step 0", file=sys.stderr

@@ -17,13 +17,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from mmrl.checkpoint.manifest import MANIFEST, STATE, Entry, directory_of, entries, fault_of
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject, as_integer, as_number, as_object
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 ELSEWHERE = "put the files back from a copy, or give --checkpoint base"
 """The edit where a run is looked at and has no whole checkpoint."""
@@ -41,7 +45,7 @@ class Checkpoint:
 
     step: int
     tensors: dict[str, dict[str, Tensor]]
-    state: dict[str, Any]
+    state: JsonObject
     own: frozenset[str] = frozenset()
 
     @property
@@ -54,15 +58,27 @@ class Saved:
     """A checkpoint that was found whole in ``directory``."""
 
     step: int
-    state: dict[str, Any]
+    state: JsonObject
     directory: Path
+
+    def numbers(self, part: str) -> JsonObject:
+        """What the part of the run called ``part`` gave as ``PartState.numbers``."""
+        return as_object(self.state[part])
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU seconds that training steps had taken."""
+        return as_number(self.state["cpu_seconds"])
 
     @cached_property
     def shapes(self) -> dict[str, dict[str, Tensor]]:
         """Its tensors without their data, by part and name."""
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
         out: dict[str, dict[str, Tensor]] = {}
         for key, found in self._reader().read_metadata().state_dict_metadata.items():
             part, _, name = key.partition("/")
+            assert isinstance(found, TensorStorageMetadata)
             out.setdefault(part, {})[name] = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
         return out
 
@@ -90,7 +106,7 @@ class Saved:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each reads for itself
             dcp.load(flat, storage_reader=self._reader(), no_dist=True)
 
-    def _reader(self) -> Any:
+    def _reader(self) -> HuggingFaceStorageReader:
         from torch.distributed.checkpoint import HuggingFaceStorageReader
 
         return HuggingFaceStorageReader(str(self.directory))
@@ -100,7 +116,7 @@ class Saved:
 class PartState:
     """What a part of a run keeps in a checkpoint: ``numbers``, which are JSON, and ``tensors`` by file and name."""
 
-    numbers: Any
+    numbers: JsonObject
     tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
@@ -109,7 +125,7 @@ class Stateful(Protocol):
 
     def state_dict(self) -> PartState: ...
 
-    def load_state_dict(self, numbers: Any, saved: Saved, /) -> None:
+    def load_state_dict(self, numbers: JsonObject, saved: Saved, /) -> None:
         """Restore what ``state_dict`` gave: its ``numbers``, and its tensors, which it reads from ``saved``.
 
         Raises ``UserError`` where the checkpoint is of another run.
@@ -171,14 +187,21 @@ def load_best(folder: Path) -> Saved | None:
     Raises ``UserError`` where the run has none such, where the base itself was best, and where none is whole.
     """
     last = newest(folder, ELSEWHERE)
-    if last is None or last.state.get(BEST, {}).get("step") == last.step:
+    best = None if last is None else best_step(last.state)
+    if last is None or best == last.step:
         return last
-    best = last.state.get(BEST, {}).get("step")
     if best is None:
         raise UserError("--checkpoint best: the recipe has no eval.early_stopping, so none was kept; give latest")
     if best == 0:
         raise UserError("--checkpoint best: no checkpoint was better than the base model; give base")
     return load(folder, best)
+
+
+def best_step(state: JsonObject) -> int | None:
+    """After which step early stopping found the best weights, by the ``state`` of a checkpoint; 0 is the base model,
+    None a run without early stopping."""
+    found = as_object(state.get(BEST, {})).get("step")
+    return None if found is None else as_integer(found)
 
 
 def _newest_first(folder: Path) -> list[Entry]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.older_keys import renamed
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.json_types import Json, JsonObject, as_object
 from mmrl.judge.usage import without_budgets
 from mmrl.report.rundir import RunDir
 from mmrl.secrets import masked
@@ -59,19 +59,19 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
         print(f"the run began before there was {', '.join(told)}: it goes on so", file=sys.stderr)
 
 
-def as_it_worked(stored: dict[str, Any]) -> dict[str, Any]:
+def as_it_worked(stored: JsonObject) -> JsonObject:
     """A resolved recipe of a run with what its version of mmrl did for the keys that it did not have, where that is not
     today's default."""
     known, given = (flatten(tree) for tree in (Recipe.model_validate(stored).model_dump(mode="json"), stored))
-    filled = {name: dict(section) if isinstance(section, dict) else section for name, section in stored.items()}
+    filled = dict(stored)
     for key, value in _BEFORE.items():
         section, _, name = key.partition(".")
         if key in known and key not in given:
-            filled[section][name] = value
+            filled[section] = {**as_object(filled[section]), name: value}
     return filled
 
 
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Json, prefix: str = "") -> dict[str, Json]:
     """``{"a": {"b": 1}}`` as ``{"a.b": 1}``; lists stay whole."""
     if not isinstance(tree, dict):
         return {prefix: tree}

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from mmrl.checkpoint import reader
 from mmrl.checkpoint.reader import Checkpoint, Saved, Stateful
 from mmrl.checkpoint.writer import Saver
+from mmrl.json_types import Json
 from mmrl.training.step_context import StepContext
 
 
-def of_run(context: StepContext, step: int, others: Mapping[str, Stateful] | None = None, **state: Any) -> Checkpoint:
+def of_run(context: StepContext, step: int, others: Mapping[str, Stateful] | None = None, **state: Json) -> Checkpoint:
     """All that going on after ``step`` finished steps needs: what is trained, the parts of the step, ``others``, and
     ``state``."""
     tensors: dict[str, dict[str, Tensor]] = {}
+    numbers: dict[str, Json] = dict(state)
     own: set[str] = set()
     for name, part in {**context.trained, **context.rollout.parts, **(others or {})}.items():
         kept = part.state_dict()
-        state[name] = kept.numbers
+        numbers[name] = kept.numbers
         tensors |= {file: dict(of) for file, of in kept.tensors.items()}
         if name in context.rollout.parts and context.rollout.parts[name].own:
             own |= kept.tensors.keys()
-    return Checkpoint(step, tensors, state, frozenset(own))
+    return Checkpoint(step, tensors, numbers, frozenset(own))
 
 
 def restore(context: StepContext, saved: Saved, others: Mapping[str, Stateful] | None = None) -> None:
@@ -37,16 +38,16 @@ def restore(context: StepContext, saved: Saved, others: Mapping[str, Stateful] |
     restore_trained(context, saved)
     for name, part in context.rollout.parts.items():
         if name in saved.state:
-            part.load_state_dict(saved.state[name], saved, context)
+            part.load_state_dict(saved.numbers(name), saved, context)
     for name, other in (others or {}).items():
         if name in saved.state:
-            other.load_state_dict(saved.state[name], saved)
+            other.load_state_dict(saved.numbers(name), saved)
 
 
 def restore_trained(context: StepContext, saved: Saved) -> None:
     """As ``restore``, of what every device that trains has."""
     for name, policy in context.trained.items():
-        policy.load_state_dict(saved.state[name], saved)
+        policy.load_state_dict(saved.numbers(name), saved)
 
 
 def take_up(context: StepContext, checkpoints: Path, step: int) -> None:

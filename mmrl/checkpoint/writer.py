@@ -7,9 +7,10 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,31 @@ from torch import Tensor
 from mmrl import finite
 from mmrl.checkpoint import reader
 from mmrl.checkpoint.manifest import MANIFEST, STATE, directory_of, entries, sha256
-from mmrl.checkpoint.reader import BEST, Checkpoint
+from mmrl.checkpoint.reader import Checkpoint, best_step
 from mmrl.errors import NotFiniteError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import AsyncStager
 
-Manifest = Mapping[str, Mapping[str, Any]]
-Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
+T = TypeVar("T")
+
+
+class FileEntry(TypedDict):
+    """What a manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+class HandedIn(TypedDict):
+    """The parts that a controller wrote for the leader, and why it could not."""
+
+    parts: list[str]
+    error: str | None
+
+
+Manifest = Mapping[str, FileEntry]
+Gather = Callable[[HandedIn], list[HandedIn]]
 
 
 class Saver:
@@ -219,13 +237,14 @@ def begin_shards(
     aside = folder / f".tmp-step_{taken.step:06d}"
     _all_well(ranks, lambda: _aside(folder, taken.step) if rank == 0 else None)
     writer = dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True)
-    writing: Any = dcp.async_save(taken.flat, storage_writer=writer, process_group=ranks, async_stager=stager)
+    writing = dcp.async_save(taken.flat, storage_writer=writer, process_group=ranks, async_stager=stager)
+    assert isinstance(writing, Future)
 
     def finish() -> None:
         try:
             _all_well(ranks, writing.result)
             mine = sorted(aside.glob(f"shard-{rank + 1:05d}-*"))
-            found = _all_well(ranks, lambda: {path.name: _described(path) for path in mine})
+            found = _on_every_rank(ranks, lambda: {path.name: _described(path) for path in mine})
             files = {name: described for of in found for name, described in of.items()}
             _all_well(ranks, lambda: _in_place(folder, aside, taken, files, keep) if rank == 0 else None)
         except BaseException:
@@ -236,22 +255,33 @@ def begin_shards(
     return finish
 
 
-def _all_well(ranks: dist.ProcessGroup, work: Callable[[], Any]) -> list[Any]:
-    """What ``work`` came to on every rank. Raises ``OSError`` on all of them where it failed on one."""
+def _all_well(ranks: dist.ProcessGroup, work: Callable[[], object]) -> None:
+    """Do ``work`` on every rank. Raises ``OSError`` on all of them where it failed on one."""
+
+    def done() -> None:
+        work()
+
+    _on_every_rank(ranks, done)
+
+
+def _on_every_rank(ranks: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
+    """What ``work`` returned on every rank, without None. Raises ``OSError`` on all of them where it failed on one."""
     from torch.distributed.checkpoint import CheckpointException
 
+    mine: T | None = None
+    error: str | None = None
     try:
-        mine, error = work(), None
+        mine = work()
     except CheckpointException as failed:  # no Exception; it holds every rank's
-        mine, error = None, _why(next(iter(failed.failures.values()))[0])
+        error = _why(next(iter(failed.failures.values()))[0])
     except Exception as failed:
-        mine, error = None, _why(failed)
-    found: list[Any] = [None] * dist.get_world_size(ranks)
-    dist.all_gather_object(found, (mine if isinstance(mine, dict) else None, error), group=ranks)
+        error = _why(failed)
+    found: list[tuple[T | None, str | None]] = [(None, None)] * dist.get_world_size(ranks)
+    dist.all_gather_object(found, (mine, error), group=ranks)
     errors = [why for _, why in found if why is not None]
     if errors:
         raise OSError(errors[0])
-    return [done for done, _ in found]
+    return [done for done, _ in found if done is not None]
 
 
 def _why(failed: BaseException) -> str:
@@ -287,7 +317,7 @@ def _rotate(folder: Path, taken: Checkpoint, keep: int) -> None:
 
     Those of later steps are of an attempt that this run repeats: they take no place, and are replaced in their turn.
     """
-    best = taken.state.get(BEST, {}).get("step")
+    best = best_step(taken.state)
     before = [entry for entry in entries(folder) if entry.step <= taken.step]
     kept = sorted({entry.step for entry in before if entry.usable})[-keep:]
     for entry in before if len(kept) == keep else ():
@@ -295,7 +325,7 @@ def _rotate(folder: Path, taken: Checkpoint, keep: int) -> None:
             shutil.rmtree(entry.directory, ignore_errors=True)
 
 
-def _described(path: Path) -> dict[str, Any]:
+def _described(path: Path) -> FileEntry:
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject, MutableJson
 from mmrl.secrets import remember
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def read_recipe(
         if not os.path.isfile(text):
             raise UserError(f"{text!r} is neither a file to layer over the recipe nor a setting; write key=value")
 
-    def prepare(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    def prepare(values: JsonObject) -> JsonObject:
         threads = values.get("threads", Recipe.model_fields["threads"].default)
         use_threads(threads if isinstance(threads, int) else None)  # before a choice imports torch
         if gpu is not None:
@@ -89,11 +90,11 @@ def use_threads_of(run: Path) -> None:
     use_threads(threads if isinstance(threads, int) else None)
 
 
-def reward_options(texts: Sequence[str] | None) -> dict[str, Any]:
+def reward_options(texts: Sequence[str] | None) -> dict[str, MutableJson]:
     """``["k=v", ...]`` as keyword arguments, values read as in a recipe. Raises ``UserError``."""
     from mmrl.config.layers import parse_value
 
-    options: dict[str, Any] = {}
+    options: dict[str, MutableJson] = {}
     for text in texts or ():
         key, equals, value = text.partition("=")
         if not equals or not key.isidentifier():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mmrl.cli.arguments import reward_options
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
 
 if TYPE_CHECKING:
     from mmrl.contracts.running import Check
@@ -65,7 +66,7 @@ def check(
     raise typer.Exit(show(results(checks, split_file(name)[0]), f"{name}: {found}"))
 
 
-def _checks(kind: str, name: str, options: Mapping[str, Any], model: str | None, data: str | None) -> Iterator[Check]:
+def _checks(kind: str, name: str, options: JsonObject, model: str | None, data: str | None) -> Iterator[Check]:
     """What there is to check, opened. Raises ``UserError`` where it cannot be."""
     if kind == "algorithm":
         from mmrl.contracts import algorithms

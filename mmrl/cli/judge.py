@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -111,5 +111,5 @@ def _show(found: Agreement) -> None:
             print(f"  {kind}: {len(lines) - _NAMED} more")
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mmrl.cli.arguments import ChangesArgument, RecipeArgument, console, read_recipe
 from mmrl.cli.json_output import json_alone
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
 
 if TYPE_CHECKING:
     from mmrl.config.schema import Recipe
@@ -167,8 +168,8 @@ def _show(recipe: Recipe, trace: Trace, cluster: Cluster, found: Comparison) -> 
         say(f"note: a controller's {cluster.devices} devices are of one host; more controllers make them fewer")
 
 
-def _json(name: str, trace: Trace, cluster: Cluster, found: Comparison) -> dict[str, Any]:
-    def row(outcome: Outcome) -> dict[str, Any]:
+def _json(name: str, trace: Trace, cluster: Cluster, found: Comparison) -> JsonObject:
+    def row(outcome: Outcome) -> JsonObject:
         return {
             "placement": outcome.name,
             "step": outcome.seconds / len(trace.steps),

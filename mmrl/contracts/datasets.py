@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import mmrl
 from mmrl.contracts.running import CannotRun, Check, expect, refused
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
 from mmrl.media import BadMediaError, open_clip, open_image
 from mmrl.trajectory import Prompt
 from mmrl.user_code import describe
@@ -25,7 +25,7 @@ class Case:
     """A data set by the name a recipe calls it, with the options of both splits."""
 
     name: str
-    options: Mapping[str, Any]
+    options: JsonObject
 
     def made(self, split: str) -> Sequence[Prompt]:
         """The prompts of a split, made anew."""
@@ -51,14 +51,14 @@ def _some(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [prompts[i * len(prompts) // n] for i in range(n)]
 
 
-def opened(name: str, options: Mapping[str, Any]) -> Case:
+def opened(name: str, options: JsonObject) -> Case:
     """Raises ``UserError`` where it cannot be found, or made with ``options``."""
     case = Case(name, options)
     _ = case.splits
     return case
 
 
-def prompts_of(name: str, split: str, options: Mapping[str, Any]) -> Sequence[Prompt]:
+def prompts_of(name: str, split: str, options: JsonObject) -> Sequence[Prompt]:
     """The prompts of ``split``. Raises ``UserError``."""
     try:
         made = mmrl.load("datasets", name if ":" in name else f"{name}:prompts")(split, **options)

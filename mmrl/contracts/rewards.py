@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from PIL import Image
 
 from mmrl.contracts.datasets import prompts_of
 from mmrl.contracts.running import CannotRun, Check, expect
+from mmrl.json_types import JsonObject
 from mmrl.media.images import to_tensor
 from mmrl.rewards.calling import Answer, Caller
 from mmrl.rewards.contract import Context
@@ -31,7 +31,7 @@ class Case:
     """A reward, its samples (three of each of two prompts), and what calls it."""
 
     found: Found
-    options: Mapping[str, Any]
+    options: JsonObject
     loaded: Loaded
     caller: Caller
     samples: Sequence[Sample]
@@ -44,7 +44,7 @@ class Case:
         return answer
 
 
-def opened(name: str, options: Mapping[str, Any], data: str | None = None) -> Case:
+def opened(name: str, options: JsonObject, data: str | None = None) -> Case:
     """The reward ``name`` with ``options``; ``data``: the data set whose prompts it is asked about, with no options.
 
     Raises ``UserError`` where it cannot be built.
@@ -65,13 +65,14 @@ def sample_of(prompt: Prompt, number: int, inputs: Sequence[str]) -> Sample:
         noise = torch.randint(-30, 30, (64, 64, 3), generator=draw)
         frames.append(Image.fromarray((shade + noise).clamp(0, 255).to(torch.uint8).numpy()))
     tensors = torch.stack([to_tensor(frame) for frame in frames])
-    made: dict[str, Any] = {
-        "image": frames[0],
-        "video": tuple(frames),
-        "tensor": tensors if "video" in inputs else tensors[0],
-        "text": TEXTS[number % len(TEXTS)],
-    }
-    return Sample(prompt, SampleId(0, number // 3, 0, number % 3), **{key: made[key] for key in inputs})
+    return Sample(
+        prompt,
+        SampleId(0, number // 3, 0, number % 3),
+        image=frames[0] if "image" in inputs else None,
+        video=tuple(frames) if "video" in inputs else None,
+        tensor=None if "tensor" not in inputs else tensors if "video" in inputs else tensors[0],
+        text=TEXTS[number % len(TEXTS)] if "text" in inputs else None,
+    )
 
 
 def every_sample_is_scored(case: Case) -> str:
@@ -113,11 +114,14 @@ def a_strange_sample_costs_only_itself(case: Case) -> str:
         raise CannotRun("it compares the samples of a group, so that one may change the others")
     strange = case.samples[1]
     black = Image.new("RGB", (64, 64))
-    made: dict[str, Any] = {"image": black, "video": (black,) * 5, "text": "", "tensor": None}
-    if strange.tensor is not None:
-        made["tensor"] = torch.zeros_like(strange.tensor)
-    given = {key: value for key, value in made.items() if getattr(strange, key) is not None}
-    strange = replace(strange, truncated=strange.text is not None, **given)
+    strange = replace(
+        strange,
+        image=None if strange.image is None else black,
+        video=None if strange.video is None else (black,) * 5,
+        tensor=None if strange.tensor is None else torch.zeros_like(strange.tensor),
+        text=None if strange.text is None else "",
+        truncated=strange.text is not None,
+    )
     before = case.ask(case.samples).total
     samples = [*case.samples]
     samples[1] = strange

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -78,6 +77,5 @@ def digest_of(key: str, tensors: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256(key.encode())
     for name in sorted(tensors):
         found.update(f"\0{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\0".encode())
-        bits: Any = tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        found.update(bits)
+        found.update(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()

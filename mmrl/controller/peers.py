@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import psutil
 import torch
@@ -95,9 +95,9 @@ class Group:
         if name := interface_to(host):  # by themselves they would take the one that the host's name stands for
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-        handle: dict[str, Any] = {} if listening is None else {"master_listen_fd": listening.detach()}
+        handle = None if listening is None else listening.detach()
         wait = timedelta(minutes=3)
-        store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=wait, **handle)
+        store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=wait, master_listen_fd=handle)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
         self._controllers = None if devices == 1 else dist.new_group(range(0, size, devices), timeout=_PATIENCE)
         self.ranks: dist.ProcessGroup | None = dist.group.WORLD
@@ -111,7 +111,7 @@ class Group:
         return values
 
     def gather(self, values: T) -> list[T]:
-        found: list[Any] = [None] * self._size
+        found = [values] * self._size
         with self._wait():
             dist.all_gather_object(found, values, group=self._controllers)
         self.sent["numbers"] += (self._size - 1) * max(len(pickle.dumps(one)) for one in found)  # padded to the longest

@@ -7,11 +7,12 @@ Every controller holds the same state, for all learn the same numbers in the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.schema import Recipe
 from mmrl.controller.workload_balance import TERMS, Lengths, Size, Workload, residual, unevenness
+from mmrl.json_types import JsonObject, as_object
 from mmrl.media import Media
 from mmrl.training.step_context import FinishedStep, StepContext, StepPart
 from mmrl.trajectory import Prompt, Trajectory
@@ -84,9 +85,9 @@ class Balance(StepPart):
     def state_dict(self) -> PartState:
         return PartState({"lengths": self.lengths.state(), "workload": self.workload.state()})
 
-    def load_state_dict(self, numbers: dict[str, Any], saved: Saved, context: StepContext) -> None:
-        self.lengths.load_state(numbers["lengths"])
-        self.workload.load_state(numbers["workload"])
+    def load_state_dict(self, numbers: JsonObject, saved: Saved, context: StepContext) -> None:
+        self.lengths.load_state(as_object(numbers["lengths"]))
+        self.workload.load_state(as_object(numbers["workload"]))
 
     def _expected(self, prompt: Prompt) -> Size:
         size = self._size(prompt)

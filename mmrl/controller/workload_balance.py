@@ -10,9 +10,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+
+from mmrl.json_types import JsonObject, as_list, as_number, as_object
 
 TERMS = ("attention", "text", "image", "frames", "response", "steps", "row")
 """What a row's time is a sum of: the square of its length, tokens of each sort, denoising steps, and being a row."""
@@ -82,12 +83,13 @@ class Lengths:
         new = (1.0, length, response, length * length, length * response)
         self._sums = [self.forget * old + value for old, value in zip(self._sums, new, strict=True)]
 
-    def state(self) -> dict[str, Any]:
-        """Anything JSON has; ``load_state`` takes it up to the last bit."""
+    def state(self) -> JsonObject:
+        """What a checkpoint keeps; ``load_state`` restores it to the last bit."""
         return {"average": dict(self._average), "sums": list(self._sums)}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self._average, self._sums = dict(state["average"]), list(state["sums"])
+    def load_state(self, state: JsonObject) -> None:
+        self._average = {prompt: as_number(length) for prompt, length in as_object(state["average"]).items()}
+        self._sums = [as_number(value) for value in as_list(state["sums"])]
 
 
 class Workload:
@@ -122,17 +124,19 @@ class Workload:
         if coefficients is not None:
             self.coefficients, self.calibrated = list(coefficients), True
 
-    def state(self) -> dict[str, Any]:
-        """Anything JSON has; ``load_state`` takes it up."""
+    def state(self) -> JsonObject:
+        """What a checkpoint keeps; ``load_state`` restores it."""
         return {
             "coefficients": list(self.coefficients),
             "calibrated": self.calibrated,
             "measured": [[*one] for one in self._measured],
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.coefficients, self.calibrated = list(state["coefficients"]), state["calibrated"]
-        self._measured = [(terms, seconds) for terms, seconds in state["measured"]][-self.window :]
+    def load_state(self, state: JsonObject) -> None:
+        self.coefficients = [as_number(value) for value in as_list(state["coefficients"])]
+        self.calibrated = bool(state["calibrated"])
+        rows = [as_list(row) for row in as_list(state["measured"])][-self.window :]
+        self._measured = [([as_number(t) for t in as_list(terms)], as_number(seconds)) for terms, seconds in rows]
 
 
 def fit(

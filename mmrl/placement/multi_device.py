@@ -20,6 +20,7 @@ from mmrl.algorithms.objective import copies_of
 from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.placement import Placement
 from mmrl.engines.policy import Version
+from mmrl.json_types import JsonObject
 from mmrl.placement import adaptive, device_tasks
 from mmrl.placement.device_shares import all_of, features_of, needs, split_among
 from mmrl.placement.task_queue import Moves, Task, TaskQueue, as_rows
@@ -67,7 +68,7 @@ class MultiDevice:
         self._board = TaskQueue(self._count)
         self._threads: list[Thread] = []
         self.state = adaptive.starting(settings, self._count)
-        self._lines: list[dict[str, Any]] = []
+        self._lines: list[JsonObject] = []
         self._cpu = self._step_began = 0.0
         self._cpu_of = [0.0] * self._count
         self._version: Version | None = None
@@ -257,7 +258,7 @@ class MultiDevice:
             **({"placement/gpu": numbers["gpu"] / numbers["gpus"]} if numbers["gpus"] else {}),
         }
 
-    def lines(self) -> list[dict[str, Any]]:
+    def lines(self) -> Sequence[JsonObject]:
         return self._lines
 
     def cpu_seconds(self, context: StepContext) -> float:
@@ -277,7 +278,7 @@ class MultiDevice:
     def state_dict(self) -> PartState:
         return PartState(asdict(self.state) if self.settings.type == "adaptive" else {})
 
-    def load_state_dict(self, numbers: Any, saved: Saved) -> None:
+    def load_state_dict(self, numbers: JsonObject, saved: Saved) -> None:
         if self.settings.type == "adaptive" and numbers.get("devices") == self._count:
             self.state = adaptive.State.read(numbers, self.settings)
 

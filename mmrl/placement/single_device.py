@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.engines.policy import Version
+from mmrl.json_types import JsonObject
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.report.notices import starting
@@ -123,7 +123,7 @@ class SingleDevice:
             {"placement/wake": sum(context.controller.gather(self._turning))} if context.recipe.placement.sleep else {}
         )
 
-    def lines(self) -> list[dict[str, Any]]:
+    def lines(self) -> Sequence[JsonObject]:
         return []
 
     def cpu_seconds(self, context: StepContext) -> float:
@@ -132,7 +132,7 @@ class SingleDevice:
     def state_dict(self) -> PartState:
         return PartState({})
 
-    def load_state_dict(self, numbers: Any, saved: Saved) -> None:
+    def load_state_dict(self, numbers: JsonObject, saved: Saved) -> None:
         pass
 
     def close(self) -> None:

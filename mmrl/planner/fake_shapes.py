@@ -9,14 +9,16 @@ one up takes longer than most operations on real numbers; a plan is mostly that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+Operator: TypeAlias = torch._ops.OpOverload
+"""An operation of torch, for one set of argument types."""
 DEVICE = torch.ops.prim.device.default
 _UNLIKE = (torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 """Tags of operations that change the shape of an input, or whose result depends on more than shapes."""
@@ -47,10 +49,17 @@ class Shapes(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False  # torch's own memory
-        self._known: dict[Any, _Known | None] = {}
+        self._known: dict[tuple[Hashable, ...] | None, _Known | None] = {}
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(
+        self,
+        func: Operator,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func is DEVICE:
+            assert isinstance(args[0], FakeTensor)
             return torch.device("meta") if self.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
         inputs = list(leaves(args, kwargs))
@@ -64,18 +73,20 @@ class Shapes(FakeTensorMode):
             self._known[key] = _learned(out, inputs)
         return out
 
-    def _again(self, made: _Made | None, inputs: list[Any]) -> Any:
+    def _again(self, made: _Made | None, inputs: list[object]) -> object:
         if made is None:
             return None
         if made.size is None:
             return inputs[made.of or 0]
         tensor = torch.empty_strided(made.size, made.stride, dtype=made.dtype, device="meta")
         if made.of is not None:
-            tensor.set_(inputs[made.of].untyped_storage(), made.offset, made.size, made.stride)
+            viewed = inputs[made.of]
+            assert isinstance(viewed, Tensor)
+            tensor.set_(viewed.untyped_storage(), made.offset, made.size, made.stride)
         return FakeTensor(self, tensor, made.device)
 
 
-def leaves(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Iterator[Any]:
+def leaves(args: Sequence[object], kwargs: Mapping[str, object] | None) -> Iterator[object]:
     """The arguments of an operation, with those in lists."""
     for given in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(given, list | tuple):
@@ -84,11 +95,11 @@ def leaves(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Iterator[An
             yield given
 
 
-def _key(func: Any, args: Any, kwargs: Any) -> Any:
+def _key(func: Operator, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Hashable, ...] | None:
     """All that the operation's result depends on; None where that is not known."""
     if torch.is_inference_mode_enabled() or not _by_shapes(func):
         return None
-    parts: list[Any] = [func, torch.get_default_dtype(), *kwargs]
+    parts: list[Hashable] = [func, torch.get_default_dtype(), *kwargs]
     for given in (*args, *kwargs.values()):
         if isinstance(given, list | tuple):
             parts.append(len(given))
@@ -105,13 +116,14 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @cache
-def _by_shapes(func: Any) -> bool:
+def _by_shapes(func: Callable[..., object]) -> bool:
     """Whether what it returns depends on nothing but the shapes of its inputs."""
-    ours = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
-    return ours and not any(tag in _UNLIKE for tag in func.tags)
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+        return False
+    return not any(tag in _UNLIKE for tag in func.tags)
 
 
-def _told(given: Any) -> Any:
+def _told(given: object) -> tuple[Hashable, ...] | None:
     """An argument as far as shapes go; None for one that cannot be told so."""
     if isinstance(given, FakeTensor):
         if given.constant is not None or given.layout != torch.strided or given.dtype.is_complex or given.is_quantized:
@@ -121,12 +133,12 @@ def _told(given: Any) -> Any:
     return (kind, given) if kind in _PLAIN else None
 
 
-def _learned(out: Any, inputs: list[Any]) -> _Known | None:
+def _learned(out: object, inputs: list[object]) -> _Known | None:
     """How to make ``out`` again of other inputs of the same shapes; None where that cannot be done."""
     kind = (list if isinstance(out, list) else tuple) if isinstance(out, list | tuple) else None  # or a named tuple
     storages = {x.untyped_storage()._cdata: i for i, x in reversed([*enumerate(inputs)]) if isinstance(x, Tensor)}
     outputs: list[_Made | None] = []
-    for one in [out] if kind is None else out:
+    for one in out if isinstance(out, list | tuple) else [out]:
         if one is None:
             outputs.append(None)
             continue

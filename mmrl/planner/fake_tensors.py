@@ -7,8 +7,7 @@ operations."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mmrl.planner.fake_shapes import DEVICE, Shapes, leaves
-from mmrl.planner.operations import operations_of, times_expert
+from mmrl.planner.fake_shapes import DEVICE, Operator, Shapes, leaves
+from mmrl.planner.operations import operations_of, tensors_of, times_expert
 
 
 class LiveBytes(TorchDispatchMode):
@@ -28,14 +27,20 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = self.operations = 0
-        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing is compiled here, so that no operation pays for keeping the compiler out of this class."""
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         out = _run(func, types, args, kwargs or {})
         if func is DEVICE:  # asked more often than anything is computed
             return out
@@ -58,7 +63,7 @@ class LiveBytes(TorchDispatchMode):
     def _count(self, key: int, storage: torch.UntypedStorage) -> None:
         size = storage.nbytes()
 
-        def freed(_: Any) -> None:
+        def freed(_: object) -> None:
             del self._alive[key]
             self.now -= size
 
@@ -72,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
         self.operations += operations
 
 
-def _run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _run(func: Operator, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """The operation's result. The mode of the fake tensors is asked at once, where torch would dispatch twice more."""
     mode = next((x.fake_mode for x in leaves(args, kwargs) if isinstance(x, FakeTensor)), None)
     return func(*args, **kwargs) if mode is None else mode.dispatch(func, types, args, kwargs)
@@ -91,13 +96,22 @@ class KnownMasks(TorchDispatchMode):
         super().__init__()
         self._live = live
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func in _INDEXED:
-            args = (args[0], [i for given in args[1] for i in _counted(given)], *args[2:])
+            indices = args[1]
+            assert isinstance(indices, list | tuple)
+            args = (args[0], [i for given in indices for i in _counted(given)], *args[2:])
         if func is _GROUPED and isinstance(args[0], FakeTensor):
+            a, b, *ends = tensors_of(args[:3])
             if self._live is not None:
-                self._live.operations += times_expert(args[0], args[1])
-            return _product(*args[:3])
+                self._live.operations += times_expert(a, b)
+            return _product(a, b, *ends)
         return func(*args, **(kwargs or {}))
 
 
@@ -114,10 +128,13 @@ _INDEXED = frozenset(
 _GROUPED = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 
 
-def _product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def _product(a: Tensor, b: Tensor, ends: Tensor | None = None) -> Tensor:
     """``[N, J]`` of the rows ``[N, I]`` of several groups, each times its own of ``[G, I, J]``; or ``[G, I, J]`` of
     ``[I, N]`` times ``[N, J]``, group by group."""
-    return a.new_empty((len(a), b.shape[-1]) if b.ndim == 3 else (len(ends), len(a), b.shape[-1]))
+    if b.ndim == 3:
+        return a.new_empty((len(a), b.shape[-1]))
+    assert ends is not None
+    return a.new_empty((len(ends), len(a), b.shape[-1]))
 
 
 def _counted(index: Tensor | None) -> Iterable[Tensor | None]:

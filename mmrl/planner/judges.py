@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmrl.config.checks import label_of
 from mmrl.config.names import resolve_options
 from mmrl.errors import UserError
+from mmrl.json_types import Json
 from mmrl.report.sizes import size
 from mmrl.rewards.checkpoints import read_tensors
 from mmrl.rewards.contract import Weights
@@ -176,7 +177,7 @@ def _files(path: str) -> list[str]:
         if whole is None:
             raise OSError("no model.safetensors" if Path(path).exists() else "it is not in the hub's cache")
         return [whole]
-    listed: Any = json.loads(Path(index).read_text(encoding="utf-8"))
+    listed: Json = json.loads(Path(index).read_text(encoding="utf-8"))
     shards = listed.get("weight_map") if isinstance(listed, Mapping) else None
     if not isinstance(shards, Mapping):
         raise ValueError(f"{Path(index).name} lists no files")

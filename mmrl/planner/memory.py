@@ -14,14 +14,14 @@ kernel does it, on every device: no [B, heads, S, S] matrix.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import PyTree, tree_leaves, tree_map
 
 from mmrl.algorithms.objective import Objective, copies_of, prepared_by, sampler
 from mmrl.config.schema import Recipe
@@ -36,7 +36,7 @@ from mmrl.planner.operations import Operations
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
 
-def known_masks(pipeline: Pipeline, live: LiveBytes) -> AbstractContextManager[Any]:
+def known_masks(pipeline: Pipeline, live: LiveBytes) -> AbstractContextManager[object]:
     """``KnownMasks`` where a model may see; it costs time, and diffusion needs none."""
     return KnownMasks(live) if pipeline.makes == "text" else nullcontext()
 
@@ -277,11 +277,11 @@ def counted(module: nn.Module, live: LiveBytes) -> Generator[tuple[dict[bool, in
     operations of each, as ``live`` counts them."""
     calls, spent, begun = {False: 0, True: 0}, list[int](), list[int]()
 
-    def count(*_: Any) -> None:
+    def count(*_: object) -> None:
         calls[torch.is_grad_enabled()] += 1
         begun.append(live.operations)
 
-    def ended(*_: Any) -> None:
+    def ended(*_: object) -> None:
         spent.append(live.operations - begun.pop())
 
     handles = module.register_forward_pre_hook(count), module.register_forward_hook(ended)
@@ -303,10 +303,10 @@ def once(pipeline: Pipeline, live: LiveBytes) -> Generator[None]:
         yield
         return
     module = pipeline.policy
-    original: Callable[..., Any] = module.forward
-    seen: dict[Any, tuple[Any, int, int]] = {}
+    original = module.forward
+    seen: dict[tuple[Hashable, ...], tuple[PyTree, int, int]] = {}
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         if torch.is_grad_enabled():
             return original(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))

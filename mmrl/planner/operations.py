@@ -7,15 +7,16 @@ counted whole, causal or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
+
+from mmrl.planner.fake_shapes import Operator
 
 
 @dataclass(frozen=True)
@@ -48,24 +49,29 @@ def times_expert(a: Tensor, b: Tensor) -> int:
     return 2 * a.numel() * b.shape[-1]
 
 
-_Formula = Callable[[tuple[Any, ...], Any], int]
+_Formula = Callable[[Sequence[object], object], int]
 
 
-def operations_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
+def operations_of(func: Operator, args: Sequence[object], out: object) -> int:
     """Of one call of an operator."""
     formula = _formula(func)
     return 0 if formula is None else formula(args, out)
 
 
+def tensors_of(args: Sequence[object]) -> list[Tensor]:
+    """The tensors among the arguments of an operation."""
+    return [given for given in args if isinstance(given, Tensor)]
+
+
 @cache
-def _formula(func: Any) -> _Formula | None:
+def _formula(func: Operator) -> _Formula | None:
     packet = getattr(func, "overloadpacket", None)
     aten = torch.ops.aten
     if packet is getattr(aten, "_scaled_dot_product_flash_attention_for_cpu", ...):
-        return lambda args, _: attention(*args[:3])
+        return lambda args, _: attention(*tensors_of(args[:3]))
     if packet is getattr(aten, "_scaled_dot_product_flash_attention_for_cpu_backward", ...):
-        return lambda args, _: attention_backward(*args[1:4])
+        return lambda args, _: attention_backward(*tensors_of(args[1:4]))
     if packet is getattr(aten, "_grouped_mm", ...):
-        return lambda args, _: times_expert(*args[:2])
+        return lambda args, _: times_expert(*tensors_of(args[:2]))
     known = flop_registry.get(packet)
     return None if known is None else lambda args, out: known(*args, out_val=out)

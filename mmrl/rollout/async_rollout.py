@@ -28,13 +28,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Thread
-from typing import Any
 
 import torch
 
 from mmrl.algorithms.objective import sampler
 from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.engines.policy import Version
+from mmrl.json_types import JsonObject, as_integer, as_number, as_object
 from mmrl.report.clock import Clock
 from mmrl.rollout.collect import Sampling, groups_of, sample_and_score
 from mmrl.rollout.dynamic_sampling import DynamicSampling, resample
@@ -116,18 +116,19 @@ class AsyncRollout(StepPart):
         known = {str(n): {"updates": v.updates, "valid": self._valid[n]} for n, v in self._versions.items()}
         return PartState(known, {_FILE: tensors})
 
-    def load_state_dict(self, numbers: dict[str, dict[str, Any]], saved: Saved, context: StepContext) -> None:
+    def load_state_dict(self, numbers: JsonObject, saved: Saved, context: StepContext) -> None:
         """Restore ``state_dict``; the next ``groups`` draws again what was under way."""
         tensors = saved.parts(_FILE).get(_FILE, {})
         self._begun.clear()
-        self._valid = {int(n): of["valid"] for n, of in numbers.items()}
+        versions = {int(n): as_object(of) for n, of in numbers.items()}
+        self._valid = {n: as_number(of["valid"]) for n, of in versions.items()}
         self._versions = {
-            int(n): Version(
-                of["updates"],
-                sampler(context.objective, int(n)),
+            n: Version(
+                as_integer(of["updates"]),
+                sampler(context.objective, n),
                 {name: tensors[f"{n}.{name}"] for name in context.policy.trainable},
             )
-            for n, of in numbers.items()
+            for n, of in versions.items()
         }
 
     def _of(self, step: int) -> int:

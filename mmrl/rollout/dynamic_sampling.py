@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from mmrl.algorithms.advantages import flat_groups
 from mmrl.checkpoint.reader import PartState, Saved
+from mmrl.json_types import JsonObject, as_number
 from mmrl.report.clock import Clock
 from mmrl.rollout.collect import sample_and_score
 from mmrl.training.batch import Groups, Round
@@ -76,8 +76,8 @@ class DynamicSampling(StepPart):
     def state_dict(self) -> PartState:
         return PartState({"valid": self.valid})
 
-    def load_state_dict(self, numbers: Any, saved: Saved, context: StepContext) -> None:
-        self.valid = numbers["valid"]
+    def load_state_dict(self, numbers: JsonObject, saved: Saved, context: StepContext) -> None:
+        self.valid = as_number(numbers["valid"])
 
 
 @dataclass(frozen=True)

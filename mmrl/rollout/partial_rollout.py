@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.schema import Partial
 from mmrl.engines.policy import Version
 from mmrl.errors import UserError
+from mmrl.json_types import Json, JsonObject, as_integer, as_list, as_text
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scoring
 from mmrl.rollout.collect import encode, groups_of
@@ -45,6 +46,12 @@ from mmrl.trajectory import Slot, Trajectory
 _FILE = "flight"
 """How the names of its files in a checkpoint begin; the pool follows."""
 _SAVED = ("clean", "log_probs", "mask", "truncated", "under_way", "drawn_at")
+
+
+def _read_place(row: Json) -> tuple[int, int, int, str]:
+    """A slot that a checkpoint names: step, index, attempt, and the id of the prompt that it held."""
+    step, index, attempt, prompt = as_list(row)
+    return as_integer(step), as_integer(index), as_integer(attempt), as_text(prompt)
 
 
 class _Left(TypedDict):
@@ -93,7 +100,7 @@ class PartialRollout(StepPart):
         self.in_flight: list[Group] = []
         self._taken: dict[int, int] = {}
         self._landed: tuple[list[Group], dict[int, int]] = ([], {})
-        self._settled: tuple[list[Group], dict[str, Any]] = ([], {"taken": [0] * settings.pools, "slots": []})
+        self._settled: tuple[list[Group], JsonObject] = ([], {"taken": [0] * settings.pools, "slots": []})
 
     def groups(
         self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
@@ -173,18 +180,18 @@ class PartialRollout(StepPart):
         of = {f"{_FILE}-{pool}": {name: _column(getattr(r, name)) for name in _SAVED} for pool, r in rows.items()}
         return PartState(state, of)
 
-    def load_state_dict(self, numbers: dict[str, Any], saved: Saved, context: StepContext) -> None:
+    def load_state_dict(self, numbers: JsonObject, saved: Saved, context: StepContext) -> None:
         """Restore this controller's part, features of the prompts too.
 
         Raises ``UserError`` where the data set has changed.
         """
         self._load(context, {int(part.partition("-")[2]): rows for part, rows in saved.parts(_FILE).items()}, numbers)
 
-    def _load(self, context: StepContext, tensors: Mapping[int, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
+    def _load(self, context: StepContext, tensors: Mapping[int, Mapping[str, Tensor]], state: JsonObject) -> None:
         pools = range(context.controller.rank, self.settings.pools, context.controller.size)
         self.in_flight = []
         rows = dict.fromkeys(pools, 0)
-        for step, index, attempt, prompt in state["slots"]:
+        for step, index, attempt, prompt in map(_read_place, as_list(state["slots"])):
             pool = index % self.settings.pools
             if pool not in rows:
                 continue  # another controller's
@@ -203,7 +210,8 @@ class PartialRollout(StepPart):
             without_padding = replace(group.rows, **saved).rows(list(range(size)))
             self.in_flight.append(replace(group, rows=without_padding))
             rows[pool] += size
-        self._taken = {pool: state["taken"][pool] for pool in pools}
+        taken = as_list(state["taken"])
+        self._taken = {pool: as_integer(taken[pool]) for pool in pools}
         self._landed = (self.in_flight, dict(self._taken))
         self._settled = (self.in_flight, state)
 

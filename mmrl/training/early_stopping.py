@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.schema import EarlyStopping
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject, as_integer, as_number
 
 
 class EarlyStop:
@@ -57,5 +57,7 @@ class EarlyStop:
     def state_dict(self) -> PartState:
         return PartState({"best": self.best, "step": self.step, "since": self.since})
 
-    def load_state_dict(self, numbers: Mapping[str, Any], saved: Saved) -> None:
-        self.best, self.step, self.since = numbers["best"], numbers["step"], numbers["since"]
+    def load_state_dict(self, numbers: JsonObject, saved: Saved) -> None:
+        best = numbers["best"]
+        self.best = None if best is None else as_number(best)
+        self.step, self.since = as_integer(numbers["step"]), as_integer(numbers["since"])

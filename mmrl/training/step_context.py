@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, TypeVarTuple
+from typing import Protocol, TypeVar, TypeVarTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.engines.policy import Policy, Version
+from mmrl.json_types import JsonObject
 from mmrl.pipelines.protocol import Pipeline
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import RewardSet
@@ -126,7 +127,7 @@ class Devices(Protocol):
         """Metrics of the finished step; every controller must call it."""
         ...
 
-    def lines(self) -> list[dict[str, Any]]:
+    def lines(self) -> Sequence[JsonObject]:
         """Rows for placement.jsonl: what each device of every controller did in the last step and when, and the
         decision on roles."""
         ...
@@ -137,7 +138,7 @@ class Devices(Protocol):
 
     def state_dict(self) -> PartState: ...
 
-    def load_state_dict(self, numbers: Any, saved: Saved, /) -> None:
+    def load_state_dict(self, numbers: JsonObject, saved: Saved, /) -> None:
         """Restore ``state_dict``; ignored if it is of another number of devices."""
         ...
 
@@ -193,7 +194,7 @@ class StepPart:
     def state_dict(self) -> PartState:
         return PartState({})
 
-    def load_state_dict(self, numbers: Any, saved: Saved, context: StepContext) -> None:
+    def load_state_dict(self, numbers: JsonObject, saved: Saved, context: StepContext) -> None:
         """As ``Stateful``'s, in ``context``."""
 
 

@@ -6,7 +6,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict, TypeVar
 
 from torch import Tensor
 
@@ -28,8 +28,20 @@ _FIRST = {
 """What it means that this is the first metric that is not finite."""
 Number = float | Tensor
 """A tensor has one number, which is read when it is asked for."""
-Sums = dict[str, Any]
-"""What one device, or one controller, adds to the metrics: plain numbers by name."""
+T = TypeVar("T")
+
+
+class Sums(TypedDict):
+    """What one device, or one controller, adds to the metrics: plain numbers by name."""
+
+    updates: int
+    means: dict[str, float]
+    """Sums over slices, already divided by the entries of their update."""
+    pairs: dict[str, tuple[float, float]]
+    """A sum and its weight."""
+    maxima: dict[str, float]
+    counts: dict[str, float]
+    """Numbers of things, which are added over controllers."""
 
 
 class StepMetrics:
@@ -100,12 +112,12 @@ class StepMetrics:
 
     def check_finite(self) -> None:
         """Raise ``NotFiniteError`` where a number that the slices of an update gave is not finite."""
-        for kind in ("maxima", "means"):  # log-probs, which ratios are of, come before the loss
-            for one in self._merged:
-                bad = [name for name, value in one[kind].items() if not math.isfinite(value)]
-                if bad:
-                    what = _FIRST.get(bad[0], "what the update computed")
-                    raise NotFiniteError(f"{what} is not finite: {bad[0]} is {one[kind][bad[0]]}")
+        maxima, means = [one["maxima"] for one in self._merged], [one["means"] for one in self._merged]
+        for found in (*maxima, *means):  # the maxima are of log-probs, which come before the loss
+            bad = [name for name, value in found.items() if not math.isfinite(value)]
+            if bad:
+                what = _FIRST.get(bad[0], "what the update computed")
+                raise NotFiniteError(f"{what} is not finite: {bad[0]} is {found[bad[0]]}")
 
     def means(self, gather: Callable[[Sums], list[Sums]] = lambda sums: [sums]) -> dict[str, float]:
         """The step's metrics; ``gather`` brings those of all controllers together."""
@@ -132,7 +144,7 @@ class StepMetrics:
         first = {"policy/first_ratio_max_dev": _largest(map(number, self._first))} if self._first else {}
         pairs = {k: (sum(number(v) for v, _ in of), sum(number(n) for _, n in of)) for k, of in self._pairs.items()}
         values = {k: (sum(number(v) * w for v, w in of), sum(w for _, w in of)) for k, of in self._values.items()}
-        own = {
+        own: Sums = {
             "updates": self._updates,
             "means": {name: sum(map(number, of)) for name, of in self._means.items()},
             "pairs": pairs | values,
@@ -144,22 +156,21 @@ class StepMetrics:
 
 def _added(found: Sequence[Sums]) -> Sums:
     """The sums of several: of pairs both, of maxima the largest."""
+    means, counts = _by_name([one["means"] for one in found]), _by_name([one["counts"] for one in found])
+    pairs, maxima = _by_name([one["pairs"] for one in found]), _by_name([one["maxima"] for one in found])
     return {
         "updates": max(one["updates"] for one in found),
-        "means": {name: sum(values) for name, values in _together(found, "means").items()},
-        "counts": {name: sum(values) for name, values in _together(found, "counts").items()},
-        "pairs": {n: (sum(t for t, _ in of), sum(c for _, c in of)) for n, of in _together(found, "pairs").items()},
-        "maxima": {
-            name: functools.reduce(_larger, others, largest)
-            for name, (largest, *others) in _together(found, "maxima").items()
-        },
+        "means": {name: sum(values) for name, values in means.items()},
+        "counts": {name: sum(values) for name, values in counts.items()},
+        "pairs": {n: (sum(t for t, _ in of), sum(c for _, c in of)) for n, of in pairs.items()},
+        "maxima": {name: functools.reduce(_larger, others, largest) for name, (largest, *others) in maxima.items()},
     }
 
 
-def _together(found: Sequence[Sums], kind: str) -> dict[str, list[Any]]:
-    """What the controllers have under each name."""
-    names = dict.fromkeys(name for one in found for name in one[kind])
-    return {name: [one[kind][name] for one in found if name in one[kind]] for name in names}
+def _by_name(found: Sequence[Mapping[str, T]]) -> dict[str, list[T]]:
+    """All values under each name, in the order of ``found``."""
+    names = dict.fromkeys(name for one in found for name in one)
+    return {name: [one[name] for one in found if name in one] for name in names}
 
 
 def _known(given: Iterable[Number]) -> Callable[[Number], float]:

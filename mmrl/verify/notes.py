@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,6 +11,7 @@ from mmrl.checkpoint.manifest import entries
 from mmrl.checkpoint.resume import flatten
 from mmrl.config.checks import label_of
 from mmrl.config.schema import Recipe
+from mmrl.json_types import Json, JsonObject, as_object
 from mmrl.judge.replay import Recorded
 from mmrl.report.environment import environment
 from mmrl.report.rundir import RunDir
@@ -59,13 +58,13 @@ def of_environment(directory: RunDir) -> list[str]:
     return [f"Not as in the run, which may change numbers: {'; '.join(changed)}."]
 
 
-def _that_counts(env: Mapping[str, Any]) -> dict[str, Any]:
+def _that_counts(env: JsonObject) -> JsonObject:
     """Of env.json what may change the last bits of a number."""
     kept = {key: env.get(key) for key in ("python", "devices", "versions", "threads", "git")}
-    return kept | {"cpu": {"name": (env.get("cpu") or {}).get("name")}}
+    return kept | {"cpu": {"name": as_object(env.get("cpu") or {}).get("name")}}
 
 
-def _word(value: Any) -> str:
+def _word(value: Json) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 

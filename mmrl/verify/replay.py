@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from mmrl.checkpoint.run_state import of_run, restore
 from mmrl.config.schema import Recipe
 from mmrl.datasets.loading import load_prompts
 from mmrl.errors import NotFiniteError, UnscoredError, UserError
+from mmrl.json_types import JsonObject, as_number
 from mmrl.report.clock import Clock
 from mmrl.report.metrics import MetricsLog, read
 from mmrl.report.progress import Progress
@@ -79,7 +79,7 @@ class Replay:
         self.run.pipeline.close()
         self.run.compute.devices.close()
 
-    def _step(self, n: int, spent: float) -> dict[str, Any]:
+    def _step(self, n: int, spent: float) -> JsonObject:
         """The row of step ``n``, as it would be recorded."""
         try:
             row, _ = train_step(self.run, n - 1, Clock(self.run.compute.device), spent)
@@ -89,14 +89,14 @@ class Replay:
             log.write(n, row)
         return read(self.scratch.metrics)[-1]
 
-    def _compared(self, recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[Compared]:
+    def _compared(self, recorded: JsonObject, replayed: JsonObject) -> list[Compared]:
         why = {name: why_not_compared(name, NOT_COMPARED) for name in metrics_of(recorded)}
         self._skipped |= {name: reason for name, reason in why.items() if reason is not None}
         new = [n for n in metrics_of(replayed) if n not in recorded and why_not_compared(n, NOT_COMPARED) is None]
         self._new |= dict.fromkeys(new)
         return compared(recorded, replayed, [name for name, reason in why.items() if reason is None])
 
-    def _evaluation(self, step: int, recorded: Mapping[str, Any]) -> Iterator[Part]:
+    def _evaluation(self, step: int, recorded: JsonObject) -> Iterator[Part]:
         root = self.directory.path
         self._heldout = Evaluator(self.run, load_prompts(self.recipe, root, "heldout"), root)
         for rewards in self._heldout.rewards:
@@ -148,8 +148,8 @@ def _spent(n: int, span: Span, rows: Rows, limit: float | None) -> float:
     if limit is None or n == 1:
         return 0.0
     if span.found is not None and span.found.step == n - 1:
-        return span.found.state["cpu_seconds"] / limit
-    return rows[n - 1]["perf/cpu_seconds"] / limit
+        return span.found.cpu_seconds / limit
+    return as_number(rows[n - 1]["perf/cpu_seconds"]) / limit
 
 
 def _same_file(one: RunDir, other: RunDir, name: str) -> bool:

@@ -6,15 +6,15 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mmrl.checkpoint.manifest import STATE, Entry, entries, fault_of
 from mmrl.checkpoint.reader import Saved
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 
-Rows = Mapping[int, dict[str, Any]]
+Rows = Mapping[int, JsonObject]
 """Rows of a JSONL file by step."""
 
 
