@@ -12,10 +12,9 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, ImageSequence
 from rich.console import Console
@@ -24,6 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
 from mmrl.media import KINDS, BadMediaError, Media, open_clip
 from mmrl.media.images import BadImageError, read_rgb, to_tensor
 from mmrl.rewards.calling import Caller
@@ -54,7 +54,7 @@ def score_folder(
     name: str,
     images: Path,
     prompts: Path | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: JsonObject | None = None,
     console: Console | None = None,
     *,
     device: str = "cpu",
