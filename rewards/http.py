@@ -21,7 +21,7 @@ import httpx
 import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards import wire
-from mmrl.rewards.contract import Context, Declaration, Input
+from mmrl.rewards.contract import Context, Declaration, Input, Parts
 from mmrl.trajectory import Sample
 
 _PAUSES_S = (0.1, 0.5)
@@ -77,7 +77,7 @@ class Http:
         )
         self._max_bytes: int | None = None
 
-    def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, list[Any]]:
+    def score(self, samples: Sequence[Sample], *, context: Context) -> Parts:
         """Named parts, ``score`` and perhaps ``spans`` among them.
 
         A sample the server could not score is ``Failed`` with its reason.
@@ -93,7 +93,7 @@ class Http:
                     "lower this reward's batch_size"
                 )
             count = partial(context.sent.update, media=media, questions=len(body) - media)
-            answer = self._ask("POST", "/score", count, content=body, headers={"Content-Type": "application/json"})
+            answer = self._ask("POST", "/score", body, count)
             return wire.decode_reply(answer, len(samples), spans=self.__mmrl_reward__.spans)
         except wire.WireError as error:
             raise UserError(f"{self.url}: {error}") from error
@@ -124,11 +124,11 @@ class Http:
             raise UserError(f"{self.url} serves {name!r}, which reads {sorted(reads)}; set options.inputs to that")
         return limit
 
-    def _ask(self, method: str, path: str, count: Callable[[], None] = _nothing, **content: Any) -> bytes:
+    def _ask(self, method: str, path: str, body: bytes | None = None, count: Callable[[], None] = _nothing) -> bytes:
         """``count`` is called before each attempt."""
         address = self.url + path
         try:
-            reply = self._send(method, address, count, **content)
+            reply = self._send(method, address, body, count)
         except httpx.TimeoutException as error:
             raise UserError(
                 f"{address} did not answer in time ({type(error).__name__}); raise options.timeout or lower batch_size"
@@ -147,18 +147,19 @@ class Http:
             raise UserError(f"{address} answered {reply.status_code}: {_refusal(reply)}")
         return reply.content
 
-    def _send(self, method: str, address: str, count: Callable[[], None], **content: Any) -> httpx.Response:
+    def _send(self, method: str, address: str, body: bytes | None, count: Callable[[], None]) -> httpx.Response:
         """Ask again when the connection broke: scoring twice is harmless, and a run should outlive a lost packet."""
+        headers = None if body is None else {"Content-Type": "application/json"}
         for pause in _PAUSES_S:
             try:
                 count()
-                return self._client.request(method, address, **content)
+                return self._client.request(method, address, content=body, headers=headers)
             except httpx.TimeoutException:
                 raise
             except httpx.TransportError:
                 time.sleep(pause)
         count()
-        return self._client.request(method, address, **content)
+        return self._client.request(method, address, content=body, headers=headers)
 
 
 score = Http

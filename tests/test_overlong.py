@@ -187,7 +187,7 @@ def test_another_prompt_takes_the_place_of_an_unusable_held_out_one_always_the_s
     assert [s.prompt.text for s in heldout.score(6)[1].samples] == shown, "whatever the run's seed"
 
 
-# -- words that look like placeholders, and columns nobody reads -----------------------------------------------------
+# -- words that look like placeholders, and columns that are not used -------------------------------------------------
 
 
 def write(file, *records):
@@ -225,7 +225,7 @@ def test_columns_that_nobody_reads_are_named_once_in_plan_and_in_training(folder
             begin()
         named = [str(w.message) for w in seen if issubclass(w.category, UnreadColumns)]
         assert named == [
-            f"{file}: nobody reads the columns tools, lang; a reward may know them with meta: [tools, lang] "
+            f"{file}: the columns tools, lang are not used; to give them to rewards, set meta: [tools, lang] "
             "in data.train and data.heldout"
         ]
 
@@ -233,5 +233,5 @@ def test_columns_that_nobody_reads_are_named_once_in_plan_and_in_training(folder
 def test_columns_of_a_folder_are_named_too(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     write(tmp_path / "metadata.jsonl", {"file_name": "a.png", "prompt": "a", "artist": "b", "answer": "c"})
-    with pytest.warns(UnreadColumns, match="nobody reads the columns artist;"):
+    with pytest.warns(UnreadColumns, match="the columns artist are not used;"):
         mmrl.load("datasets", "folder:prompts")("train", path=str(tmp_path), heldout=0)

@@ -3,6 +3,7 @@ missing."""
 
 import ast
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,13 +50,57 @@ from mmrl.engines.sharded import Sharded
 from mmrl.engines.vllm import VllmEngine
 from mmrl.engines.vllm_server import VllmServer
 from mmrl.engines.weights import Replicated, Weights
+from mmrl.judge.local import LocalModel
+from mmrl.judge.protocol import LocalJudge, RemoteJudge
+from mmrl.judge.remote import Endpoint
+from mmrl.judge.server import ServedJudge
 from mmrl.pipelines.protocol import DenoisingPipeline, TextPipeline
+from mmrl.rewards.contract import RewardClass, RewardFunction, Sleeper
 from mmrl.text.pipeline import LanguagePipeline
 
 if TYPE_CHECKING:  # the drop-in folders join the package at run time
     from mmrl.engines.megatron.weights import ModelParallel
     from pipelines.diffusion.flow import FlowPipeline
+    from rewards import (
+        aesthetic,
+        answer,
+        clip,
+        colour,
+        frames,
+        geneval,
+        hpsv2,
+        http,
+        imagereward,
+        jpeg,
+        judge,
+        motion,
+        ocr,
+        pickscore,
+        shapes,
+        vbench,
+    )
+    from rewards import reward_model as model_reward
 else:
+    from mmrl.rewards import (
+        aesthetic,
+        answer,
+        clip,
+        colour,
+        frames,
+        geneval,
+        hpsv2,
+        http,
+        imagereward,
+        jpeg,
+        judge,
+        motion,
+        ocr,
+        pickscore,
+        shapes,
+        vbench,
+    )
+    from mmrl.rewards import reward_model as model_reward
+
     FlowPipeline = mmrl.load("pipelines", "diffusion/flow").FlowPipeline
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,6 +145,63 @@ ENGINES: list[type[RolloutEngine]] = [LazyEngine, SglangServer, VllmEngine, Vllm
 WEIGHTS: list[type[Weights]] = [InContext, Replicated, Sharded]
 if TYPE_CHECKING:  # needs Megatron-Core
     WEIGHTS.append(ModelParallel)
+FUNCTIONS: list[RewardFunction] = [
+    colour.brightness,
+    colour.saturation,
+    partial(colour.share, rgb=(255, 0, 0)),
+    partial(colour.target, rgb=(255, 0, 0)),
+    jpeg.compressibility,
+    jpeg.incompressibility,
+    motion.looks,
+    motion.score,
+    shapes.score,
+    vbench.flicker,
+]
+SLEEPERS: list[type[Sleeper]] = [
+    aesthetic.Aesthetic,
+    aesthetic.PathwiseAesthetic,
+    clip.ClipScore,
+    clip.PathwiseClip,
+    frames.Frames,
+    geneval.GenEval,
+    hpsv2.HPSv2,
+    hpsv2.PathwiseHPSv2,
+    imagereward.ImageReward,
+    imagereward.PathwiseImageReward,
+    judge.Judge,
+    ocr.OCR,
+    pickscore.PathwisePickScore,
+    pickscore.PickScore,
+    model_reward.RewardModel,
+    vbench.Background,
+    vbench.Subject,
+]
+CLASSES: list[type[RewardClass]] = [
+    aesthetic.Aesthetic,
+    aesthetic.PathwiseAesthetic,
+    answer.Boxed,
+    answer.Exact,
+    answer.Math,
+    answer.Number,
+    clip.ClipScore,
+    clip.PathwiseClip,
+    frames.Frames,
+    geneval.GenEval,
+    hpsv2.HPSv2,
+    hpsv2.PathwiseHPSv2,
+    http.Http,
+    imagereward.ImageReward,
+    imagereward.PathwiseImageReward,
+    judge.Judge,
+    ocr.OCR,
+    pickscore.PathwisePickScore,
+    pickscore.PickScore,
+    model_reward.RewardModel,
+    vbench.Background,
+    vbench.Subject,
+]
+LOCAL_JUDGES: list[type[LocalJudge]] = [LocalModel]
+REMOTE_JUDGES: list[type[RemoteJudge]] = [Endpoint, ServedJudge]
 LAYOUTS = ["ModelParallel", *(cls.__name__ for cls in WEIGHTS)]
 
 
@@ -136,3 +238,36 @@ def test_no_engine_and_no_layout_of_weights_is_missing(method: str, others: set[
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     having = {c.name for c in classes if any(isinstance(f, ast.FunctionDef) and f.name == method for f in c.body)}
     assert having == {*others, *listed}
+
+
+def _names(listed: list[RewardFunction]) -> set[str]:
+    plain = [one.func if isinstance(one, partial) else one for one in listed]
+    return {f"{inspect.getmodule(one).__name__}.{one.__name__}" for one in plain}  # type: ignore[union-attr]
+
+
+def test_every_reward_is_a_function_or_a_class_and_none_is_missing():
+    functions, classes, sleepers = set(), set(), set()
+    for file in (ROOT / "rewards").glob("*.py"):
+        module = mmrl.load("rewards", file.stem)
+        public = [v for k, v in vars(module).items() if not k.startswith("_") and inspect.getmodule(v) is module]
+        for made in public:
+            title = f"{module.__name__}.{getattr(made, '__name__', '')}"
+            if inspect.isclass(made):
+                classes |= {title} if hasattr(made, "score") else set()
+                sleepers |= {title} if hasattr(made, "score") and hasattr(made, "sleep") else set()
+            elif inspect.isfunction(made):
+                parameters = inspect.signature(made).parameters.values()
+                functions |= {title for p in parameters if p.name == "context" and p.kind is p.KEYWORD_ONLY}
+    assert functions == _names(FUNCTIONS)
+    assert classes == {f"{cls.__module__}.{cls.__name__}" for cls in CLASSES}
+    assert sleepers == {f"{cls.__module__}.{cls.__name__}" for cls in SLEEPERS}
+
+
+def test_no_judge_is_missing():
+    trees = [ast.parse(path.read_bytes()) for path in (ROOT / "mmrl" / "judge").rglob("*.py")]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    asked = {c.name: [f for f in c.body if getattr(f, "name", "") == "ask"] for c in classes}
+    there = {name for name, found in asked.items() if found}
+    local = {name for name, found in asked.items() if found and isinstance(found[0], ast.FunctionDef)}
+    assert local == {"LocalJudge", *(cls.__name__ for cls in LOCAL_JUDGES)}
+    assert there - local == {"RemoteJudge", *(cls.__name__ for cls in REMOTE_JUDGES)}

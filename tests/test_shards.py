@@ -214,10 +214,10 @@ def test_broken_samples_are_left_out_and_named(tmp_path):
         "latin": (b'{"prompt": "caf\xe9"}', None, "not UTF-8"),
         "empty": ({"prompt": " "}, None, "the prompt is empty"),
         "none": ({"answer": 1}, None, "has no text"),
-        "nan": (b'{"prompt": "x", "answer": NaN}', None, "is no JSON"),
+        "nan": (b'{"prompt": "x", "answer": NaN}', None, "is not JSON"),
         "meta": ({"prompt": "x", "meta": 3}, None, '"meta" is not an object'),
         "marks": ({"prompt": "<image> and <image>"}, None, "the prompt has 2 <image> and the record 1"),
-        "paths": ({"prompt": "x", "image": "/etc/passwd"}, None, "names media of its own"),
+        "paths": ({"prompt": "x", "image": "/etc/passwd"}, None, "names media in its JSON"),
         "frames": ({"prompt": "x", "frames": {"png": ["a"]}}, None, "no list of frame numbers"),
         "text": (None, {"png": b"I am text"}, ".png: not a readable picture"),
         "cut": (None, {"png": cut[: len(cut) // 2]}, ".png: not a readable picture"),
@@ -258,11 +258,11 @@ def test_what_is_left_of_a_shard_that_is_cut_or_damaged_is_read_and_the_rest_is_
         (whole[: third + 512], "012", "is cut off: '3.json'"),
         (whole[: third + 100], "01", "is damaged"),
         (whole[:third], "01", "without an end mark"),
-        (whole[:third] + os.urandom(512) + whole[third + 512 :], "0145", "is damaged: what stands at byte"),
+        (whole[:third] + os.urandom(512) + whole[third + 512 :], "0145", "is damaged: the bytes at"),
         (whole[:third] + os.urandom(fourth - third) + whole[fourth:], "015", f"read on from byte {fourth:,}"),
-        (whole[:third] + bytes(1024) + whole[third:], "0145", "is damaged: what stands at byte"),
+        (whole[:third] + bytes(1024) + whole[third:], "0145", "is damaged: the bytes at"),
         (os.urandom(512) + whole[512:], "12345", "is no tar file"),
-        (whole + whole.replace(b"5.", b"6."), "6", "is damaged: what stands at byte"),  # all others are there twice
+        (whole + whole.replace(b"5.", b"6."), "6", "is damaged: the bytes at"),  # all others are there twice
         (b"I am no archive" * 100, "", "is no tar file"),
         (b"", "", "is no tar file"),
     ]
@@ -294,7 +294,7 @@ def test_an_archive_of_nothing_but_faults_is_given_up(tmp_path):
     members, bad = read_members(path)
     assert time.perf_counter() - start < 5
     assert len(members) == len(bad) - 1 == 1000
-    assert all("beside damage" in (m.why or "") for m in members)
+    assert all("next to damage" in (m.why or "") for m in members)
     assert "the rest of it was not read" in bad[-1].why
 
 

@@ -1,4 +1,4 @@
-"""Check media once: broken files are found before training, and the result is kept for the next start."""
+"""Check media once: broken files are found before training, and the results are stored for the next start."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def look(media: Media, verify: Verify) -> Look:
 
 
 class MediaChecks:
-    """Results of ``look`` for media in files of their own, kept in the JSON file ``home``.
+    """Results of ``look`` for media files, stored in the JSON file ``home``.
 
-    A result is used again while the file's size and time are the same. ``save`` writes what is new.
+    A result is used again while the file's size and time are the same. ``save`` writes the new results.
     """
 
     def __init__(self, home: Path, verify: Verify) -> None:
@@ -50,7 +50,7 @@ class MediaChecks:
         self._fresh = 0
 
     def fault(self, media: Media, name: str, stamp: list[int] | None = None) -> str | None:
-        """Why ``media`` cannot be used, None where it can. ``name`` and ``stamp`` say when an old result still holds.
+        """Why ``media`` cannot be used; None where it can. A stored result of the same ``name`` and ``stamp`` is valid.
 
         ``stamp`` is the size and time of the file unless given.
         """
@@ -73,7 +73,7 @@ class MediaChecks:
         return why
 
     def save(self) -> None:
-        """Keep what was found since the last time."""
+        """Store the results since the last call."""
         if self._fresh:
             store.save(self._home, self._stamp, {"checked": self._known})
             self._fresh = 0

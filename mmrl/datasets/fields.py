@@ -22,19 +22,19 @@ Kind = Literal["image", "video"]
 Cell: TypeAlias = "JsonScalar | bytes | Sequence[Cell] | Mapping[str, Cell]"
 """A value of a record: JSON data, or bytes in a table."""
 PLACEHOLDERS: dict[Kind, str] = {"image": "<image>", "video": "<video>"}
-"""Where in a prompt's text a medium stands."""
+"""The placeholder of a picture or clip in a prompt's text."""
 TEXT = ("prompt", "question", "text", "messages")
 ANSWER = ("answer", "solution")
 PAIR = ("chosen", "rejected")
+"""A better and a worse response, by the columns of TRL's preference data."""
 COMPLETION = "completion"
 """A given response, as TRL calls it."""
-"""A better and a worse response, by the columns of TRL's preference data."""
 _TRUTH = "reward_model.ground_truth"
 """Where verl's records have the answer."""
 IMAGES = ("images", "image")
 VIDEOS = ("videos", "video")
 _OTHERS = ("system", "meta", "id", "file_name", "file_names")
-"""Further keys that are read, or say nothing of the prompt."""
+"""Further keys that are read, or that say nothing about the prompt: no warning names them."""
 _NAMED = 8
 _PICTURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 """How the formats of pictures begin; WEBP has its name at byte 8."""
@@ -42,16 +42,16 @@ _PICTURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"
 
 @dataclass(frozen=True)
 class Columns:
-    """Which keys of a record hold what; ``a.b`` is the key ``b`` inside ``a``. None: the first usual name there is."""
+    """The keys of a record by their use; ``a.b`` is the key ``b`` inside ``a``. None: the first usual name it has."""
 
     prompt: str | None = None
     answer: str | None = None
     images: str | Sequence[str] | None = None
-    """Several columns: one after the other, each of which must be there."""
+    """Several columns: their media in this order; a record must have all of them."""
     videos: str | None = None
     system: str | None = None
     meta: Sequence[str] = ()
-    """Further keys that a reward may know, by their own names."""
+    """Further keys that go into the prompt's ``meta``, where a reward finds them, under their own names."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """And by other names: what a reward knows it as, and its key."""
 
@@ -89,20 +89,20 @@ def read_columns(
 
 @dataclass
 class Fields:
-    """What a record says. ``media`` are sources as the record has them: paths, bytes, data URLs."""
+    """The content of a record. ``media`` are sources as they are in the record: paths, bytes, data URLs."""
 
     text: str
     system: str | None = None
     meta: dict[str, Cell] = field(default_factory=dict)
     media: list[tuple[Kind, Cell]] = field(default_factory=list)
     shown: int = 0
-    """Pictures and clips that are parts of its messages, wherever their bytes are."""
+    """The number of pictures and clips in its messages, with or without a source there."""
     keys: tuple[str, ...] = ()
     """The names of all its columns."""
 
 
 def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
-    """The parts of a prompt in ``record``. Raises ``ValueError`` saying what is wrong with it."""
+    """The parts of a prompt in ``record``. Raises ``ValueError``, which says what is wrong with the record."""
     columns = columns or Columns()
     if not isinstance(record, Mapping):
         raise ValueError(f"is a JSON {type(record).__name__}, not an object")
@@ -138,8 +138,8 @@ def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
 def make_prompt(name: str, fields: Fields, media: Sequence[Media]) -> Prompt:
     """The prompt ``name``, with ``media`` in the order of its placeholders.
 
-    Raises ``ValueError`` where there are media, and the text has placeholders that are not as many as those of their
-    kind; and where the messages show some that the record does not have.
+    Raises ``ValueError`` where the text has placeholders and their numbers, by kind, differ from those of the media;
+    and where the messages show media and the record has none.
     """
     if fields.shown and not media:
         raise ValueError(f"its messages show {fields.shown} pictures or clips, and the record has none of them")
@@ -147,9 +147,9 @@ def make_prompt(name: str, fields: Fields, media: Sequence[Media]) -> Prompt:
 
 
 def arranged(text: str, media: Sequence[Media]) -> list[Media]:
-    """``media`` in the order of the placeholders in ``text``; as they are where it has none. Raises ``ValueError``.
+    """``media`` in the order of the placeholders in ``text``; in their own order where it has none.
 
-    Without media ``<image>`` is a word like others.
+    Without media ``<image>`` is an ordinary word. Raises ``ValueError`` as ``make_prompt``.
     """
     wanted: dict[Kind, int] = {kind: text.count(mark) for kind, mark in PLACEHOLDERS.items()}
     if not any(wanted.values()) or not media:
@@ -164,11 +164,11 @@ def arranged(text: str, media: Sequence[Media]) -> list[Media]:
 
 
 class UnreadColumns(UserWarning):
-    """Records have columns that nobody reads; the message names them."""
+    """Records have columns that are not used; the message names them."""
 
 
 def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
-    """Name the keys of records that neither a prompt is made of nor a reward may know, once."""
+    """Warn once of the keys of records that go neither into a prompt nor into its ``meta``."""
     images = [columns.images] if isinstance(columns.images, str) else columns.images or ()
     named = (columns.prompt, columns.answer, columns.videos, columns.system, *images, *columns.meta)
     read = {
@@ -188,7 +188,7 @@ def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
     if unread:
         listed = ", ".join(unread[:_NAMED]) + (", ..." if len(unread) > _NAMED else "")
         warnings.warn(
-            f"{path}: nobody reads the columns {listed}; a reward may know them with meta: [{listed}] in data.train "
+            f"{path}: the columns {listed} are not used; to give them to rewards, set meta: [{listed}] in data.train "
             "and data.heldout",
             UnreadColumns,
             stacklevel=3,
@@ -198,8 +198,8 @@ def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
 def media_from(kind: Kind, source: Cell, root: str) -> Media:
     """One medium of a record: bytes, a data URL, base64, or the path of a file inside the folder ``root``.
 
-    Raises ``ValueError`` for everything else: an address on the network, a path that leaves ``root`` (by ``..``, from
-    ``/`` or through a link), and what is neither.
+    Raises ``ValueError`` for everything else: an address on the network, and a path outside ``root`` (by ``..``, from
+    ``/`` or through a link).
     """
     if isinstance(source, Mapping):  # as Hugging Face tables hold media that are not decoded
         source = source.get("bytes") or source.get("path") or source.get("url")
@@ -244,7 +244,7 @@ def digest_of(*parts: str | bytes) -> str:
 
 
 def parse_json(text: str | bytes) -> Json:
-    """Raises ``ValueError`` saying why ``text`` is no JSON."""
+    """The value of a JSON text. Raises ``ValueError``, which says why ``text`` is not JSON."""
     try:
         return json.loads(text)
     except UnicodeDecodeError:
@@ -273,7 +273,7 @@ def _meta(record: Mapping[str, Cell], columns: Columns) -> dict[str, Cell]:
     try:
         json.dumps(meta, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"what a reward may know is no JSON ({error})") from None
+        raise ValueError(f"its answer or meta is not JSON ({error})") from None
     return meta
 
 
@@ -315,7 +315,7 @@ def _read_messages(messages: list[Cell]) -> Fields:
         roles.append(role)
     if [r for r in roles if r != "system"] not in (["user"], ["user", "assistant"]) or "system" in roles[1:]:
         raise ValueError(
-            f"has the messages {', '.join(roles)}; what is read is one of the user, after one of the system"
+            f"has the messages {', '.join(roles)}; it must have one of the user, which one of the system may precede"
         )
     text, media, shown = said["user"]
     found = Fields(clean_text(text), media=media, shown=shown)

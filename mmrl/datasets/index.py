@@ -54,7 +54,7 @@ class Entry:
 
 @dataclass
 class ShardIndex:
-    """What is known of the shard at ``path``. ``ignored`` counts the members of no use by suffix."""
+    """The index of the shard at ``path``. ``ignored`` counts, by suffix, the members that no sample uses."""
 
     path: Path
     entries: list[Entry] = field(default_factory=list)
@@ -62,7 +62,7 @@ class ShardIndex:
     ignored: dict[str, int] = field(default_factory=dict)
 
     def prompt(self, i: int) -> Prompt:
-        """Sample ``i``, read from the shard. Raises ``ValueError`` where the shard is no longer what was indexed."""
+        """Sample ``i``, read from the shard. Raises ``ValueError`` where the shard was changed after it was indexed."""
         return _prompt(self.path, self.entries[i])
 
 
@@ -70,7 +70,7 @@ _PARTS = TypeAdapter(tuple[list[Entry], list[BadRecord], dict[str, int]])
 
 
 def load_index(path: Path, verify: Verify) -> ShardIndex | None:
-    """The index of the shard at ``path``, None where it has to be built (none yet, stale, broken, less verified)."""
+    """The stored index of the shard at ``path``; None where it is missing, stale, broken or was verified less."""
     for level in ("decode", verify):
         found = store.load(_home(path), _stamp(path, level))
         if found is None:
@@ -86,7 +86,7 @@ def load_index(path: Path, verify: Verify) -> ShardIndex | None:
 
 
 def build_index(path: Path, verify: Verify, advance: Callable[[int], None] = lambda n: None) -> ShardIndex:
-    """Index the shard at ``path`` and keep the result. ``advance`` is told of bytes done. Raises ``OSError``."""
+    """Index the shard at ``path`` and store the index. ``advance(n)``: ``n`` bytes more. Raises ``OSError``."""
     stamp = _stamp(path, verify)
     members, bad = read_members(path)
     index = ShardIndex(path, bad=[BadRecord(b.where, b.why) for b in bad])
@@ -114,7 +114,7 @@ def _samples(members: Sequence[Member]) -> dict[str, list[Member]]:
 
 
 def _entry(path: Path, key: str, members: list[Member], verify: Verify, ignored: Counter[str]) -> Entry:
-    """Raises ``ValueError`` saying why the members are no sample."""
+    """The sample that ``members`` are. Raises ``ValueError``, which says why they are none."""
     parts: dict[str, Part] = {}
     for m in members:
         suffix = m.name[len(key) + 1 :].lower()
@@ -150,7 +150,7 @@ def _prompt(path: Path, entry: Entry) -> Prompt:
             raise ValueError(".txt: is not UTF-8") from None
     fields = read_fields(record)
     if fields.media:
-        raise ValueError("names media of its own; in a shard they are members beside it")
+        raise ValueError("names media in its JSON; in a shard, media are members with the same key")
     if not entry.media and any(mark in fields.text for mark in PLACEHOLDERS.values()):
         raise ValueError("the prompt has <image> or <video>, and the sample no picture or clip")
     return make_prompt(f"{path.stem}/{entry.key}", fields, [_medium(path, p, record) for p in entry.media])

@@ -20,7 +20,7 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that was left out: ``where`` it stands (file, line, member) and ``why`` it cannot be used."""
+    """A record that was left out: ``where`` it is (file, line, member) and ``why`` it cannot be used."""
 
     where: str
     why: str
@@ -61,7 +61,7 @@ class Records(Sequence[Prompt]):
 def checked(prompts: Sequence[Prompt], max_bad_fraction: float) -> list[BadRecord]:
     """The records that were left out of ``prompts``, for the run directory.
 
-    Raises ``UserError`` where they are more than ``max_bad_fraction`` of their source: it is not what it seems then.
+    Raises ``UserError`` where they are more than ``max_bad_fraction`` of their source: it may be the wrong source.
     """
     bad: list[BadRecord] = list(getattr(prompts, "bad", ()))
     seen = getattr(prompts, "seen", len(prompts) + len(bad))

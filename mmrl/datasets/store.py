@@ -1,4 +1,4 @@
-"""Small JSON files about data (indexes, results of checks): beside it, or in the cache if that is read-only."""
+"""Small JSON files about data (indexes, results of checks): in its folder, or in the cache if that is read-only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmrl.json_types import JsonObject
 
 
 def load(home: Path, stamp: JsonObject) -> JsonObject | None:
-    """What ``save`` wrote for ``home`` with an equal ``stamp``, None where it is missing, stale or broken."""
+    """The content that ``save`` wrote with an equal ``stamp``; None where it is missing, stale or broken."""
     for place in _places(home):
         try:
             found = json.loads(place.read_bytes())
@@ -25,7 +25,7 @@ def load(home: Path, stamp: JsonObject) -> JsonObject | None:
 
 
 def save(home: Path, stamp: JsonObject, content: JsonObject) -> Path | None:
-    """Write ``content`` to ``home``, or to the cache; returns where, None where neither can be written."""
+    """Write ``content`` to ``home``, or to the cache. Returns the path; None where neither can be written."""
     text = json.dumps({"stamp": stamp, **content}, separators=(",", ":"))
     for place in _places(home):
         try:
@@ -47,7 +47,7 @@ def save(home: Path, stamp: JsonObject, content: JsonObject) -> Path | None:
 
 
 def stamp_of(path: Path) -> dict[str, int]:
-    """What changes when the file at ``path`` does: its size and time. Raises ``OSError``."""
+    """The size and time of the file at ``path``, which change when the file changes. Raises ``OSError``."""
     status = path.stat()
     return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
 

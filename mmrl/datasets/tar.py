@@ -40,7 +40,7 @@ class Member:
 def read_members(path: Path) -> tuple[list[Member], list[BadRecord]]:
     """The members of the tar file at ``path`` in order (folders left out), and what is wrong with the file as a whole.
 
-    Where the file stops making sense, reading goes on at the next header. Raises ``OSError``.
+    Where the file is damaged, reading continues at the next header. Raises ``OSError``.
     """
     found: list[Member] = []
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -67,14 +67,14 @@ def _walk(file: IO[bytes], size: int, found: list[Member]) -> list[str]:
             faults.append("has no end of faults; the rest of it was not read")
             break
     for i in {i for place in beside for i in (place - 1, place) if 0 <= i < len(found) and found[i].why is None}:
-        found[i] = replace(found[i], why="stands beside damage of the shard: others of its sample may be lost")
+        found[i] = replace(found[i], why="is next to damage in the shard: other members of its sample may be lost")
     return faults
 
 
 def _stretch(file: IO[bytes], start: int, size: int, found: list[Member]) -> tuple[int, str | None]:
-    """Append the members from byte ``start`` on, as far as they make sense.
+    """Append the members from byte ``start`` to the first one that is damaged.
 
-    Returns where they cease to, and why; no reason where that is the end of the archive.
+    Returns its byte, and what is wrong there; None where that is the end of the archive.
     """
     at, before = start, len(found)
     file.seek(start)
@@ -85,8 +85,8 @@ def _stretch(file: IO[bytes], start: int, size: int, found: list[Member]) -> tup
                     return at, f"is damaged at byte {at:,}: a header points backwards"
                 at, end = info.offset, info.offset_data + info.size
                 if end > size:
-                    found.append(Member(info.name, info.offset_data, info.size, "goes on past the end of the shard"))
-                    return at, f"is cut off: {info.name!r} goes on to byte {end:,} of {size:,}"
+                    found.append(Member(info.name, info.offset_data, info.size, "ends after the end of the shard"))
+                    return at, f"is cut off: {info.name!r} ends at byte {end:,} of {size:,}"
                 if not info.isdir():
                     found.append(Member(info.name, info.offset_data, info.size, _fault(info)))
                 archive.members = []  # type: ignore[assignment]  # else it keeps every header
@@ -109,7 +109,7 @@ def _end(file: IO[bytes], at: int, size: int) -> tuple[int, str | None]:
         if zeros := len(block) - len(block.lstrip(b"\0")):
             at += zeros
         if zeros < len(block):
-            return at - at % 512 - 512, f"is damaged: what stands at byte {at:,} of {size:,} is no header"
+            return at - at % 512 - 512, f"is damaged: the bytes at {at:,} of {size:,} are not a header"
     return at, None
 
 

@@ -12,10 +12,9 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, ImageSequence
 from rich.console import Console
@@ -98,7 +97,7 @@ def score_folder(
     name: str,
     images: Path,
     prompts: Path | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: JsonObject | None = None,
     console: Console | None = None,
     *,
     device: str = "cpu",

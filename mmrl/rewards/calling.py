@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, SupportsFloat, SupportsIndex, TypeAlias, runtime_checkable
 
 from mmrl.errors import UserError, plain
 from mmrl.rewards.contract import Context, Failed, Span, Spans
@@ -68,7 +68,7 @@ class Answer:
     sent: Counter[str] = field(default_factory=Counter)
 
 
-def read_answer(returned: Any, n: int, place: str, *, spans: bool = False) -> Answer:
+def read_answer(returned: object, n: int, place: str, *, spans: bool = False) -> Answer:
     """Check what a reward returned for ``n`` samples; ``spans``: it declared that it returns some.
 
     Raises ``BatchError`` when it is not one value per sample.
@@ -166,13 +166,13 @@ class Caller:
             thread.join(max(until - time.monotonic(), 0.0))
         self.reward.close()
 
-    def _attempt(self, samples: list[Sample], context: Context) -> Any:
+    def _attempt(self, samples: list[Sample], context: Context) -> object:
         if self.reward.is_async:
             return self._within_deadline(samples, context)
         with self._turn:
             return self._within_deadline(samples, context)
 
-    def _within_deadline(self, samples: list[Sample], context: Context) -> Any:
+    def _within_deadline(self, samples: list[Sample], context: Context) -> object:
         with self._swap:
             if self._lane is None:
                 self._lane = _LoopLane() if self.reward.is_async else _ThreadLane()
@@ -259,7 +259,7 @@ def _work(calls: _Line, free: threading.Semaphore) -> None:
 
 
 class _Lane(Protocol):
-    def start(self, reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Future[Any]: ...
+    def start(self, reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Future[object]: ...
 
     def stop(self) -> threading.Thread:
         """Let the thread end, and return it."""
@@ -270,15 +270,20 @@ class _DeadlineError(Exception):
     pass
 
 
+_Call: TypeAlias = tuple[Future[object], Loaded, list[Sample], Context]
+
+
 class _ThreadLane:
     """One daemon thread that calls sync rewards. Fed by ``start``, ends at ``stop`` once its call has returned."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Loaded, list[Sample], Context] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[object], Loaded, list[Sample], Context] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = _started(self._run, "mmrl-reward")
 
-    def start(self, reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Future[Any]:
-        future: Future[Any] = Future()
+    def start(self, reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Future[object]:
+        future: Future[object] = Future()
         self._calls.put((future, reward, samples, context))
         return future
 
@@ -313,7 +318,7 @@ class _LoopLane:
             self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self._loop.close()
 
-    def start(self, reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Future[Any]:
+    def start(self, reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Future[object]:
         return asyncio.run_coroutine_threadsafe(self._call(reward, samples, context, timeout), self._loop)
 
     def stop(self) -> threading.Thread:
@@ -321,7 +326,7 @@ class _LoopLane:
         return self._thread
 
     @staticmethod
-    async def _call(reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> Any:
+    async def _call(reward: Loaded, samples: list[Sample], context: Context, timeout: float) -> object:
         _without_gradients()
         task = asyncio.ensure_future(reward.call(samples, context=context))
         done, _ = await asyncio.wait([task], timeout=None if math.isinf(timeout) else timeout)
@@ -338,12 +343,29 @@ def _without_gradients() -> None:
         torch.set_grad_enabled(False)
 
 
-def _numbers(values: Any, n: int, what: str, place: str) -> tuple[list[float], list[str | None]]:
+@runtime_checkable
+class _Tensor(Protocol):
+    def detach(self) -> _Tensor: ...
+
+    def cpu(self) -> _Tensor: ...
+
+
+@runtime_checkable
+class _Array(Protocol):
+    def tolist(self) -> object: ...
+
+
+@runtime_checkable
+class _Scalar(Protocol):
+    def item(self) -> object: ...
+
+
+def _numbers(values: object, n: int, what: str, place: str) -> tuple[list[float], list[str | None]]:
     mend = f"return one number per sample from {place}"
     kind = type(values).__name__
-    if hasattr(values, "detach"):
+    if isinstance(values, _Tensor):
         values = values.detach().cpu()
-    if hasattr(values, "tolist"):
+    if isinstance(values, _Array):
         values = values.tolist()
     if isinstance(values, str | bytes) or not isinstance(values, Sequence):
         raise BatchError(f"returned a {kind}{what} in place of {n} numbers", mend)
@@ -353,7 +375,7 @@ def _numbers(values: Any, n: int, what: str, place: str) -> tuple[list[float], l
     return [number for number, _ in pairs], [reason for _, reason in pairs]
 
 
-def _pieces(values: Any, n: int, place: str, declared: bool) -> list[list[Span] | None]:
+def _pieces(values: object, n: int, place: str, declared: bool) -> list[list[Span] | None]:
     if not declared:
         raise BatchError("returned spans, which it did not declare", f"add @mmrl.reward(spans=True) at {place}")
     if isinstance(values, str | bytes) or not isinstance(values, Sequence) or len(values) != n:
@@ -366,15 +388,16 @@ def _pieces(values: Any, n: int, place: str, declared: bool) -> list[list[Span] 
     return [None if v is None else [Span(*span) for span in v.spans] for v in values]
 
 
-def _number(value: Any, index: int, what: str, mend: str) -> tuple[float, str | None]:
+def _number(value: object, index: int, what: str, mend: str) -> tuple[float, str | None]:
     if value is None:
         return NAN, "returned None"
     if isinstance(value, Failed):
         return NAN, plain(str(value.reason))
     try:
-        if isinstance(value, str | bytes):
+        plain_value = value.item() if isinstance(value, _Scalar) else value
+        if not isinstance(plain_value, SupportsFloat | SupportsIndex):
             raise TypeError
-        number = float(value.item() if hasattr(value, "item") else value)
+        number = float(plain_value)
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError, RuntimeError):

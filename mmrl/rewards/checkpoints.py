@@ -10,7 +10,7 @@ import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mmrl.errors import UserError
 
@@ -129,6 +129,6 @@ def _refusal(path: str, said: str) -> str:
     return f"{path} cannot be read as a checkpoint: it is torn, or no file that torch.save wrote; fetch it again"
 
 
-def _some(names: Sequence[Any]) -> str:
+def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(map(str, names[:_NAMED])) + more

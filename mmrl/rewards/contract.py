@@ -16,13 +16,17 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
+
+from mmrl.json_types import JsonObject
 
 if TYPE_CHECKING:
     import torch
+
+    from mmrl.trajectory import Sample
 
 Input = Literal["image", "video", "tensor", "text"]
 """Fields of a sample. ``sample.prompt`` with its text, meta and media is always there."""
@@ -104,8 +108,8 @@ class Declaration:
     own_deadline: bool = False
     device: bool = False
     paths: tuple[str, ...] = ()
-    models: Callable[[Mapping[str, Any]], Sequence[Weights]] | None = None
-    reads: Callable[[Mapping[str, Any]], Sequence[Input]] | None = None
+    models: Callable[[JsonObject], Sequence[Weights]] | None = None
+    reads: Callable[[JsonObject], Sequence[Input]] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.inputs, str):
@@ -143,6 +147,22 @@ class Context:
     round: int = 0
 
 
+class RewardFunction(Protocol):
+    """A reward that is a function. What its recipe's ``options`` name are further keyword arguments."""
+
+    def __call__(self, samples: Sequence[Sample], /, *, context: Context) -> Returned | Awaitable[Returned]:
+        """A value for each sample, in order; see ``Returned``."""
+        ...
+
+
+class RewardClass(Protocol):
+    """A reward that is a class, which is built with its recipe's ``options``."""
+
+    def score(self, samples: Sequence[Sample], /, *, context: Context) -> Returned | Awaitable[Returned]:
+        """A value for each sample, in order; see ``Returned``."""
+        ...
+
+
 class Sleeper(Protocol):
     """A reward, or what is behind one, whose models leave their device while that does other work.
 
@@ -162,7 +182,7 @@ class Sleeper(Protocol):
         ...
 
 
-R = TypeVar("R", bound=Callable[..., Any])
+R = TypeVar("R", bound=Callable[..., object])
 
 
 def reward(
@@ -174,8 +194,8 @@ def reward(
     own_deadline: bool = False,
     device: bool = False,
     paths: tuple[str, ...] = (),
-    models: Callable[[Mapping[str, Any]], Sequence[Weights]] | None = None,
-    reads: Callable[[Mapping[str, Any]], Sequence[Input]] | None = None,
+    models: Callable[[JsonObject], Sequence[Weights]] | None = None,
+    reads: Callable[[JsonObject], Sequence[Input]] | None = None,
 ) -> Callable[[R], R]:
     """Declare a function or class as a reward that differs from the defaults (see ``Declaration``).
 
@@ -192,7 +212,7 @@ def reward(
     return mark
 
 
-def declaration_of(target: Any) -> Declaration:
+def declaration_of(target: object) -> Declaration:
     """The declaration of a reward, the defaults where it made none.
 
     An instance may hold its own as ``self.__mmrl_reward__``, where its options decide.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl import _load
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
 from mmrl.python_objects import in_this_process
 from mmrl.report.notices import tell
 from mmrl.rewards.contract import Declaration, Input, Sleeper, declaration_of
@@ -44,7 +45,7 @@ class Found:
         """What it declares of itself, before its options are known."""
         return declaration_of(self.target)
 
-    def reads(self, options: Mapping[str, Any]) -> tuple[Input, ...]:
+    def reads(self, options: JsonObject) -> tuple[Input, ...]:
         """The fields of a sample that it reads with these ``options``. Raises ``UserError``."""
         declared = self.declaration
         if declared.reads is None:
@@ -150,7 +151,7 @@ def _file_of(target: object) -> str | None:
         return None
 
 
-def problems(found: Found, options: Mapping[str, Any]) -> list[str]:
+def problems(found: Found, options: JsonObject) -> list[str]:
     """What is wrong with the reward's signature or with its ``options``; empty when it can be called."""
     target = found.target
     if _is_built(target):
@@ -169,7 +170,7 @@ def problems(found: Found, options: Mapping[str, Any]) -> list[str]:
     return wrong + _sleep_problems(found)
 
 
-def build(found: Found, options: Mapping[str, Any]) -> Loaded:
+def build(found: Found, options: JsonObject) -> Loaded:
     """Bind a function's options, or build a class with them. Raises ``UserError`` when either cannot work."""
     wrong = problems(found, options)
     if wrong:
@@ -233,7 +234,7 @@ def _module(name: str, root: Path | None) -> ModuleType:
         raise UserError(f"importing the reward {name} raised {describe(error)} at {place}; mend that line") from error
 
 
-def _call_problems(found: Found, function: Callable[..., Any], options: Mapping[str, Any]) -> list[str]:
+def _call_problems(found: Found, function: Callable[..., object], options: JsonObject) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -249,7 +250,7 @@ def _call_problems(found: Found, function: Callable[..., Any], options: Mapping[
     return option_problems(found.name, function, options, {first, "context"})
 
 
-def can_sleep(target: Any) -> bool:
+def can_sleep(target: object) -> bool:
     """Whether a reward, or its class, has the methods of a ``Sleeper``."""
     return hasattr(target, "sleep") and hasattr(target, "wake")
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
 MEMORY = 4 << 30
@@ -50,7 +52,7 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY if most < 0 else min(MEMORY, most), most))
 
 
-def _comparison() -> Any:
+def _comparison() -> Callable[[str, str], bool | None]:
     """A function of two texts: whether they are equal, None where either is not understood."""
     import logging
 
@@ -80,7 +82,7 @@ def _comparison() -> Any:
     return same
 
 
-def _exact(value: Any, sympy: Any) -> Any:
+def _exact(value: Any, sympy: ModuleType) -> Any:
     """Decimals as fractions, since 0.333333 is not 1/3; ``i`` is the imaginary unit."""
     if not hasattr(value, "xreplace"):
         return value
@@ -89,11 +91,11 @@ def _exact(value: Any, sympy: Any) -> Any:
     return value.xreplace({**floats, **units})
 
 
-def _says_nothing(value: Any, sympy: Any) -> bool:
+def _says_nothing(value: Any, sympy: ModuleType) -> bool:
     return hasattr(value, "has") and bool(value.has(sympy.nan, sympy.zoo))
 
 
-def _without_solutions(wanted: Any, found: Any, sympy: Any) -> bool:
+def _without_solutions(wanted: Any, found: Any, sympy: ModuleType) -> bool:
     """Whether two different equations were called equal because neither has a solution: x^2 = -1 and x^2 = -4."""
     if not (isinstance(wanted, sympy.Eq) and isinstance(found, sympy.Eq)):
         return False

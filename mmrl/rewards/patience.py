@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from mmrl.config.schema import Scoring as Settings
 from mmrl.errors import UnscoredError
@@ -98,7 +98,7 @@ def summary(failed: Sequence[tuple[str, str]], bad: int, n: int) -> str:
     return f"{bad} of {n} samples failed (reward {label!r}: {one_line(why)}{others})"
 
 
-def one_line(text: Any, most: int = SHOWN) -> str:
+def one_line(text: object, most: int = SHOWN) -> str:
     """The start of a text from outside, for the terminal: on one line, nothing in it that a terminal acts on."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[: 4 * most]).split())
     return line if len(line) <= most else f"{line[: most - 3]}..."

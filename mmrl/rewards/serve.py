@@ -18,11 +18,11 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
 from mmrl.media.images import MAX_PIXELS
 from mmrl.rewards import wire
 from mmrl.rewards.calling import NAN, Answer, Caller
@@ -53,7 +53,7 @@ class RewardServer(ThreadingHTTPServer):
         host: str = "127.0.0.1",
         port: int = 8765,
         token: str | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: JsonObject | None = None,
         *,
         device: str = "cpu",
         timeout_s: float = 600.0,
@@ -84,7 +84,7 @@ class RewardServer(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
         """A client that went away is no error of ours."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
@@ -95,7 +95,7 @@ class RewardServer(ThreadingHTTPServer):
         host = f"[{self.server_name}]" if ":" in self.server_name else self.server_name
         return f"http://{host}:{self.server_port}"
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> JsonObject:
         """What ``GET /health`` says."""
         declared = self.reward.declaration
         return {
@@ -274,7 +274,7 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             pass
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Quiet: the client reports what went wrong with its own request."""
 
 
@@ -283,7 +283,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8765,
     token: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: JsonObject | None = None,
     *,
     device: str = "cpu",
     ready: Callable[[str], None] | None = None,

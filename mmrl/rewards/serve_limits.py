@@ -12,7 +12,10 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 MAX_CONNECTIONS = 512
 MAX_HELD_BYTES = 2**30
@@ -65,7 +68,7 @@ class Connection(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
         """Raises ``TimeoutError`` where the client takes too long, or its head has no end."""
         left = self._until - time.monotonic()
         if left <= 0 or self._received >= self._most:

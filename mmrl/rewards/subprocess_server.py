@@ -16,14 +16,14 @@ import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import mmrl
 import mmrl.rewards
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
 
 TOKEN = "MMRL_SERVE_TOKEN"
 READY = "mmrl-serving "
@@ -35,7 +35,7 @@ def serve_elsewhere(
     host: str = "127.0.0.1",
     port: int = 8765,
     token: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: JsonObject | None = None,
     python: Path | None = None,
     requirements: Path | None = None,
     *,
@@ -60,7 +60,7 @@ def started_elsewhere(
     host: str = "127.0.0.1",
     port: int = 8765,
     token: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: JsonObject | None = None,
     python: Path | None = None,
     requirements: Path | None = None,
     *,

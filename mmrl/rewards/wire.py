@@ -23,14 +23,16 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from mmrl.json_types import Json, JsonObject
 from mmrl.media import BadMediaError, Media, read_bytes
 from mmrl.media.images import MAX_PIXELS, BadImageError, read_rgb, to_tensor
-from mmrl.rewards.contract import Failed, Span, Spans, Value
+from mmrl.rewards.contract import Failed, Parts, Span, Spans, Value
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
 
 VERSION = 1
@@ -42,6 +44,9 @@ MAX_VALUES = 2**22
 MAX_WIDE_BYTES = 32 * 2**20
 """Of a message with characters beyond ASCII, base64 apart: one of them can make a whole text four times as large."""
 _BASE64 = re.compile(rb'"[A-Za-z0-9+/=]{1024,}"')
+_Source: TypeAlias = tuple[str | None, int | None, int | None, bytes | None]
+"""Of a medium: path, offset, size and data."""
+T = TypeVar("T")
 
 
 class WireError(ValueError):
@@ -81,31 +86,33 @@ def encode_and_weigh(samples: Sequence[Sample], groups: Sequence[Sequence[int]],
 
     Raises ``WireError`` where a prompt's meta is not JSON or its media cannot be read.
     """
-    items = []
-    files: dict[tuple[Any, ...], str] = {}
+    items: list[JsonObject] = []
+    files: dict[_Source, str] = {}
+    pictures = 0
     for sample in samples:
         prompt, place = sample.prompt, sample.id
-        item: dict[str, Any] = {"id": prompt.id, "prompt": prompt.text, "meta": dict(prompt.meta)}
+        item: dict[str, Json] = {"id": prompt.id, "prompt": prompt.text, "meta": dict(prompt.meta)}
         item["place"] = [place.step, place.slot, place.attempt, place.sample]
         if prompt.system is not None:
             item["system"] = prompt.system
         if prompt.media:
             item["media"] = [_sent(media, files) for media in prompt.media]
         if sample.image is not None:
-            item["image"] = _png(sample.image)
+            item["image"] = png = _png(sample.image)
+            pictures += len(png)
         if sample.video is not None:
-            item["video"] = [_png(frame) for frame in sample.video]
+            item["video"] = pngs = [_png(frame) for frame in sample.video]
+            pictures += sum(map(len, pngs))
         if sample.text is not None:
             item["text"] = sample.text
         if sample.truncated:
             item["truncated"] = True
         items.append(item)
-    message = {"version": VERSION, "step": step, "groups": [list(g) for g in groups], "samples": items}
+    message: dict[str, Json] = {"version": VERSION, "step": step, "groups": [list(g) for g in groups], "samples": items}
+    if files:
+        message["files"] = list(files.values())
     try:
-        media = sum(map(len, files.values())) + sum(
-            len(item.get("image", "")) + sum(map(len, item.get("video", ()))) for item in items
-        )
-        return _dump(message | ({"files": list(files.values())} if files else {})), media
+        return _dump(message), pictures + sum(map(len, files.values()))
     except (TypeError, ValueError) as error:
         raise WireError(f"a prompt's meta cannot be written as JSON: {error}; keep JSON values in it") from None
 
@@ -150,11 +157,11 @@ def encode_reply(reply: Reply) -> bytes:
     """The answer to ``POST /score``; numbers that are not finite become null."""
     parts = {name: [_finite(v) for v in values] for name, values in reply.parts.items()}
     scores = [_finite(v) for v in reply.scores]
-    message = {"version": VERSION, "scores": scores, "parts": parts, "errors": reply.errors}
-    return _dump(message | ({} if reply.spans is None else {"spans": reply.spans}))
+    message: dict[str, Json] = {"version": VERSION, "scores": scores, "parts": parts, "errors": reply.errors}
+    return _dump(message if reply.spans is None else {**message, "spans": reply.spans})
 
 
-def decode_reply(body: bytes, n: int, *, spans: bool = False) -> dict[str, list[Any]]:
+def decode_reply(body: bytes, n: int, *, spans: bool = False) -> Parts:
     """The named parts of a reward's answer for ``n`` samples, ``score`` and, where wanted, ``spans`` among them.
 
     Raises ``WireError``.
@@ -164,15 +171,15 @@ def decode_reply(body: bytes, n: int, *, spans: bool = False) -> dict[str, list[
     if len(errors) != n:
         raise WireError(f"errors: {len(errors)} for {n} samples")
     found = {**_typed(message.get("parts", {}), dict, "parts"), "score": message.get("scores")}
-    answer: dict[str, list[Any]] = {str(name): _values(values, n, str(name)) for name, values in found.items()}
-    answer["score"] = [
+    parts = {str(name): _values(values, n, str(name)) for name, values in found.items()}
+    parts["score"] = [
         Failed(str(errors[i] or "the server gave no score")) if value is None else value
-        for i, value in enumerate(answer["score"])
+        for i, value in enumerate(parts["score"])
     ]
-    return answer | ({"spans": _spans(message.get("spans"), n)} if spans else {})
+    return {**parts, "spans": _spans(message.get("spans"), n)} if spans else parts
 
 
-def _dump(message: Any) -> bytes:
+def _dump(message: JsonObject) -> bytes:
     return json.dumps(message, allow_nan=False, separators=(",", ":")).encode("utf-8")
 
 
@@ -188,13 +195,13 @@ def _check_size(body: bytes | bytearray) -> None:
             raise WireError(f"more than {MAX_WIDE_BYTES:,} bytes of text beyond ASCII; lower batch_size")
 
 
-def _versioned(body: bytes | bytearray) -> dict[str, Any]:
+def _versioned(body: bytes | bytearray) -> dict[str, Json]:
     _check_size(body)
     try:
-        message = json.loads(body, parse_constant=_no_constant)
+        parsed: Json = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise WireError(f"not JSON: {error}") from None
-    message = _typed(message, dict, "the message")
+    message: dict[str, Json] = _typed(parsed, dict, "the message")
     if message.get("version") != VERSION:
         raise WireError(f"version: {message.get('version')!r}; this side speaks version {VERSION}")
     return message
@@ -204,19 +211,20 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _typed(value: Any, kind: type, where: str) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
+def _typed(value: Json, kind: type[T], where: str) -> T:
+    if isinstance(value, bool) or not isinstance(value, kind):
         raise WireError(f"{where}: expected {kind.__name__}, got {type(value).__name__}")
     return value
 
 
-def _index(value: Any, n: int) -> int:
-    if not 0 <= _typed(value, int, "groups[][]") < n:
-        raise WireError(f"groups: {value} is no index of {n} samples")
-    return value
+def _index(value: Json, n: int) -> int:
+    index = _typed(value, int, "groups[][]")
+    if not 0 <= index < n:
+        raise WireError(f"groups: {index} is no index of {n} samples")
+    return index
 
 
-def _sent(media: Media, files: dict[tuple[Any, ...], str]) -> dict[str, Any]:
+def _sent(media: Media, files: dict[_Source, str]) -> JsonObject:
     """A medium by its place in ``files``, where its bytes are entered if they are not there yet."""
     source = (media.path, media.offset, media.size, media.data)
     if source not in files:
@@ -228,23 +236,24 @@ def _sent(media: Media, files: dict[tuple[Any, ...], str]) -> dict[str, Any]:
     return {"kind": media.kind, "file": list(files).index(source), "frames": frames}
 
 
-def _file(encoded: Any, index: int) -> bytes:
+def _file(encoded: Json, index: int) -> bytes:
     try:
         return base64.b64decode(_typed(encoded, str, f"files[{index}]"), validate=True)
     except (binascii.Error, ValueError) as error:
         raise error if isinstance(error, WireError) else WireError(f"files[{index}]: not base64: {error}") from None
 
 
-def _media(items: Any, files: list[bytes], where: str) -> tuple[Media, ...]:
-    found = []
-    for j, item in enumerate(_typed(items, list, where)):
+def _media(items: Json, files: list[bytes], where: str) -> tuple[Media, ...]:
+    found: list[Media] = []
+    for j, given in enumerate(_typed(items, list, where)):
         at = f"{where}[{j}]"
-        _typed(item, dict, at)
-        kind, frames = item.get("kind"), item.get("frames")
+        item: dict[str, Json] = _typed(given, dict, at)
+        kind, listed = item.get("kind"), item.get("frames")
         if kind not in ("image", "video"):
             raise WireError(f"{at}.kind: {kind!r}; write image or video")
-        if frames is not None:
-            frames = tuple(_typed(frame, int, f"{at}.frames[]") for frame in _typed(frames, list, f"{at}.frames"))
+        frames = None
+        if listed is not None:
+            frames = tuple(_typed(frame, int, f"{at}.frames[]") for frame in _typed(listed, list, f"{at}.frames"))
         file = _typed(item.get("file"), int, f"{at}.file")
         if not 0 <= file < len(files):
             raise WireError(f"{at}.file: {file} is no index of {len(files)} files")
@@ -252,7 +261,7 @@ def _media(items: Any, files: list[bytes], where: str) -> tuple[Media, ...]:
     return tuple(found)
 
 
-def _place(item: dict[str, Any], index: int) -> SampleId:
+def _place(item: JsonObject, index: int) -> SampleId:
     """Where the sample's randomness comes from; ``index`` for a client that does not say."""
     where = f"samples[{index}].place"
     place = [_typed(number, int, f"{where}[]") for number in _typed(item.get("place", [-1, 0, 0, index]), list, where)]
@@ -261,12 +270,12 @@ def _place(item: dict[str, Any], index: int) -> SampleId:
     return SampleId(*place)
 
 
-def _sample(item: dict[str, Any], index: int, files: list[bytes], max_pixels: int, tensor: bool) -> Sample:
+def _sample(item: JsonObject, index: int, files: list[bytes], max_pixels: int, tensor: bool) -> Sample:
     where = f"samples[{index}]"
-    text, system, truncated = item.get("text"), item.get("system"), item.get("truncated", False)
-    for name, value in (("text", text), ("system", system)):
-        if value is not None:
-            _typed(value, str, f"{where}.{name}")
+    text, system = (
+        None if item.get(name) is None else _typed(item[name], str, f"{where}.{name}") for name in ("text", "system")
+    )
+    truncated = item.get("truncated", False)
     if not isinstance(truncated, bool):
         raise WireError(f"{where}.truncated: expected true or false")
     prompt = Prompt(
@@ -289,7 +298,7 @@ def _png(image: Image) -> str:
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def _picture(encoded: Any, where: str, max_pixels: int) -> Image:
+def _picture(encoded: Json, where: str, max_pixels: int) -> Image:
     """Raises ``WireError``, and ``BadImageError`` for a picture that cannot be read."""
     try:
         data = base64.b64decode(_typed(encoded, str, where), validate=True)
@@ -300,7 +309,7 @@ def _picture(encoded: Any, where: str, max_pixels: int) -> Image:
     return read_rgb(io.BytesIO(data), formats=("PNG",), max_pixels=max_pixels)[0]
 
 
-def _clip(frames: Any, where: str, max_pixels: int) -> tuple[Image, ...]:
+def _clip(frames: Json, where: str, max_pixels: int) -> tuple[Image, ...]:
     """All frames of one size, at most ``max_pixels`` of them together. Raises as ``_picture`` does."""
     made: list[Image] = []
     for i, frame in enumerate(_typed(frames, list, where)):
@@ -311,7 +320,7 @@ def _clip(frames: Any, where: str, max_pixels: int) -> tuple[Image, ...]:
     return tuple(made)
 
 
-def _pixels(image: Image | None, video: tuple[Image, ...] | None) -> Any:
+def _pixels(image: Image | None, video: tuple[Image, ...] | None) -> torch.Tensor | None:
     """The float32 tensor of a picture, ``[3, H, W]``, or of a clip, ``[F, 3, H, W]``; None of neither."""
     if video:
         import torch
@@ -320,7 +329,7 @@ def _pixels(image: Image | None, video: tuple[Image, ...] | None) -> Any:
     return None if image is None else to_tensor(image)
 
 
-def _values(values: Any, n: int, name: str) -> list[Value]:
+def _values(values: Json, n: int, name: str) -> list[Value]:
     numbers = _typed(values, list, name)
     if len(numbers) != n:
         raise WireError(f"{name}: {len(numbers)} values for {n} samples")
@@ -332,12 +341,13 @@ def _values(values: Any, n: int, name: str) -> list[Value]:
         raise WireError(f"{name}: a number too large for a float") from None
 
 
-def _spans(values: Any, n: int) -> list[Spans | None]:
+def _spans(values: Json, n: int) -> list[Spans | None]:
     """Raises ``WireError`` where they are not ``n`` lists of (start, end, value), or null."""
-    if len(_typed(values, list, "spans")) != n:
-        raise WireError(f"spans: {len(values)} values for {n} samples")
+    listed = _typed(values, list, "spans")
+    if len(listed) != n:
+        raise WireError(f"spans: {len(listed)} values for {n} samples")
     found: list[Spans | None] = []
-    for spans in values:
+    for spans in listed:
         try:
             found.append(None if spans is None else Spans([(start, end, value) for start, end, value in spans]))
         except (TypeError, ValueError, OverflowError) as error:
