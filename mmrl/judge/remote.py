@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import httpx
@@ -44,6 +44,10 @@ _AGAIN = frozenset({408, 409, 425, 429})
 _TOP = 20
 """How many of the likeliest tokens are asked for: the most that endpoints give."""
 _HEALTH_S = 10.0
+
+
+Keep: TypeAlias = Callable[[int, Outcome], None]
+"""Called with the number of a question and what came of it."""
 
 
 class EndpointError(Exception):
@@ -112,10 +116,16 @@ class Endpoint:
             self._check_health()
 
     async def ask(
-        self, asks: Sequence[Ask], kind: Kind, settings: Settings, sent: Counter[str] | None = None
+        self,
+        asks: Sequence[Ask],
+        kind: Kind,
+        settings: Settings,
+        sent: Counter[str] | None = None,
+        keep: Keep | None = None,
     ) -> list[Outcome]:
-        """An outcome for each question, in order. Never raises for what the endpoint did.
+        """An outcome for each question, in order; ``keep`` gets each as it comes, with the number of its question.
 
+        Never raises for what the endpoint did.
         Bytes of ``media`` and of the rest of the ``questions`` that go out, repeated ones too, are added to ``sent``,
         and what the endpoint says it used (``mmrl.judge.usage``).
         """
@@ -126,7 +136,14 @@ class Endpoint:
             there = self._there(httpx.AsyncHTTPTransport)
             self._client = httpx.AsyncClient(timeout=self.timeout, **self._options, **there)
             self._turns = asyncio.Semaphore(self.concurrency)
-        return list(await asyncio.gather(*(self._one(ask, kind, settings, sent) for ask in asks)))
+
+        async def one(number: int, ask: Ask) -> Outcome:
+            outcome = await self._one(ask, kind, settings, sent)
+            if keep is not None:
+                keep(number, outcome)
+            return outcome
+
+        return list(await asyncio.gather(*(one(number, ask) for number, ask in enumerate(asks))))
 
     async def _one(self, ask: Ask, kind: Kind, settings: Settings, sent: Counter[str]) -> Outcome:
         began, raw, why = time.perf_counter(), [], ""
