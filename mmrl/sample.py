@@ -88,7 +88,7 @@ def draw(
         for name in sorted(names, key=lambda name: found[name] is not None):  # the base is there first
             saved = found[name]
             if saved is not None:
-                context.policy.load_state_dict(saved.state["policy"], saved)
+                context.policy.load_state_dict(saved.numbers("policy"), saved)
             made[name] = Drawn(name, 0 if saved is None else saved.step, _sampled(context, prompts, n, seed))
     finally:
         context.pipeline.close()
@@ -129,7 +129,7 @@ def _sampled(context: StepContext, prompts: Sequence[Prompt], n: int, seed: int)
 
     made: dict[int, list[Sample]] = {}
     devices, clock = context.compute.devices, Clock(context.compute.device)
-    with devices.alone(context, how.weights), Progress(len(rows), "sample", "samples") as progress:
+    with devices.sampling_phase(context, how.weights), Progress(len(rows), "sample", "samples") as progress:
         for number, _, samples in devices.sample(context, asked(), how, clock):
             made[number] = samples
             pipeline.features.release(keys[number])

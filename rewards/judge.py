@@ -64,7 +64,7 @@ def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:
     return Rubric(str(options["rubric"]), mode, options.get("meta", ())).inputs
 
 
-@mmrl.reward(paths=("model", "model.path", "model.vllm", "rubric"), models=_models, reads=_reads)
+@mmrl.reward(paths=("model", "model.path", "model.vllm", "rubric", "cache"), models=_models, reads=_reads)
 class Judge:
     """Scores by a model's verdict.
 
@@ -74,6 +74,7 @@ class Judge:
     pointwise, pairwise, ranking or steps. ``votes`` critiques become one by ``vote``. ``order``: of the candidates
     where they are compared: average, fixed or random (``mmrl.judge.modes``). ``meta``: the fields of a
     prompt's meta that the judge may know. ``timeout``, ``retries``, ``concurrency``: of requests to an endpoint.
+    ``cache``: whether verdicts are kept in the run's folder, or a folder that several runs share.
     ``budget``: ``{calls, tokens}`` of an endpoint, after which training stops (``mmrl.judge.usage``).
     Raises ``UserError`` for what cannot work, an endpoint that is down included.
     """
@@ -98,7 +99,7 @@ class Judge:
         timeout: float = 60.0,
         retries: int = 3,
         concurrency: int = 16,
-        cache: bool = True,
+        cache: bool | str = True,
         seed: int = 0,
         budget: Mapping[str, int] | None = None,
     ) -> None:
@@ -109,7 +110,10 @@ class Judge:
         _check_least({"temperature": temperature, "reasks": reasks, "retries": retries}, 0)
         _check_least({"max_tokens": max_tokens, "frames": frames, "concurrency": concurrency}, 1)
         _check_least({"timeout": timeout}, 0.001)
-        self.system, self.cache, self.seed = system, cache, seed
+        if isinstance(cache, str) and not Path(cache).is_dir():
+            raise UserError(f"options.cache: {cache} is no folder; make it, or write true for the run's own cache")
+        self.system, self.cache, self.seed = system, bool(cache), seed
+        self.store = Path(cache) if isinstance(cache, str) else None
         self._check_votes()
         _check_budget(budget, model)
         self.__mmrl_reward__ = Declaration(
@@ -118,7 +122,7 @@ class Judge:
             spans=mode == "steps",
             own_deadline=not _is_local(model),
             device=_is_local(model) or "vllm" in model,
-            paths=("model", "model.path", "model.vllm", "rubric"),
+            paths=("model", "model.path", "model.vllm", "rubric", "cache"),
             reads=_reads,
         )
         self._caches: dict[Path | None, Cache] = {}
@@ -155,7 +159,14 @@ class Judge:
         hearing = self._open(samples, context)
         sent: Counter[str] = Counter()
         try:
-            outcomes = await self.remote.ask(list(hearing.open.values()), self.kind, self.settings, sent)
+            keys = list(hearing.open)
+
+            def keep(number: int, outcome: Outcome) -> None:
+                """At once: what is answered before the process dies is not asked again."""
+                if self.cache:
+                    self._cache(context.folder).put({keys[number]: outcome})
+
+            outcomes = await self.remote.ask(list(hearing.open.values()), self.kind, self.settings, sent, keep)
         finally:
             note(sent, context)
         return self._close(samples, hearing, outcomes, context)
@@ -277,6 +288,7 @@ class Judge:
         return [*rows]
 
     def _cache(self, folder: Path | None) -> Cache:
+        folder = self.store or folder
         if folder not in self._caches:
             self._caches[folder] = Cache(folder)
         return self._caches[folder]

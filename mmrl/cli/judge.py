@@ -15,6 +15,7 @@ from mmrl.errors import UserError
 if TYPE_CHECKING:
     from mmrl.config.schema import Reward
     from mmrl.judge.agreement import Agreement
+    from mmrl.judge.calibration import Calibration
 
 _NAMED = 5
 
@@ -31,6 +32,7 @@ def judge(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="How many rows.", show_default="all")] = None,
     threshold: Annotated[float, typer.Option(help="From which score on the judge says yes.")] = 0.5,
+    bins: Annotated[int, typer.Option(min=1, help="Bins of the calibration table.")] = 10,
     at_least: Annotated[
         float | None, typer.Option(metavar="X", help="Exit 1 where accuracy (or order of pairs) is below X.")
     ] = None,
@@ -47,7 +49,7 @@ def judge(
 
     def measured() -> Agreement:
         where = str(choose_device(device))
-        return measure(chosen, truth, root, limit=limit, threshold=threshold, device=where, folder=out)
+        return measure(chosen, truth, root, limit=limit, threshold=threshold, bins=bins, device=where, folder=out)
 
     if as_json:
         with json_alone() as write:
@@ -102,6 +104,8 @@ def _show(found: Agreement) -> None:
         what = "wrong" if found.kind == "steps" else "yes"
         print(f"judge and truth say {what}: {said.both}; judge alone: {said.judge_alone}; ", end="")
         print(f"truth alone: {said.truth_alone}; neither: {said.neither}")
+    if found.calibration is not None:
+        _show_calibration(found.calibration)
     for row in found.disagreements:
         print(f"  off: said {_text(row['said'])}, truth {_text(row['truth'])}: {row['case']!r} -> {row['response']!r}")
     for kind, lines in (("unjudged", [f"{n!r}: {why}" for n, why in found.unjudged]), ("skipped", found.skipped)):
@@ -109,6 +113,24 @@ def _show(found: Agreement) -> None:
             print(f"  {kind}: {line}")
         if len(lines) > _NAMED:
             print(f"  {kind}: {len(lines) - _NAMED} more")
+
+
+def _show_calibration(found: Calibration) -> None:
+    """A line per bin: what the judge says, and what is so. At most 80 columns."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, title="calibration", title_justify="left", title_style="bold", pad_edge=False)
+    for name in ("score", "cases", "mean score", "truth", "95 %", "score - truth"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in found.bins:
+        interval = f"{one.truth_low:.3f} to {one.truth_high:.3f}" if one.truth_low == one.truth_low else "-"
+        last = [f"{one.score:.3f}", f"{one.truth:.3f}", interval, f"{one.score - one.truth:+.3f}"]
+        table.add_row(f"{one.low:.2f} to {one.high:.2f}", f"{one.cases:,}", *last)
+    console().print(table)
+    if found.by_chance == found.by_chance:
+        error = found.error[0]
+        print(f"calibration error {error:.3f}; by chance up to {found.by_chance:.3f} with a calibrated judge (95 %)")
 
 
 def _text(value: object) -> str:

@@ -23,6 +23,7 @@ import mmrl
 from mmrl.config.schema import Reward
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
+from mmrl.judge.calibration import BINS, Calibration, calibration
 from mmrl.judge.json_answer import whole_numbers
 from mmrl.judge.rubric import split_steps
 from mmrl.judge.statistics import Confusions, auc, auc_interval, concordance, spearman, wilson
@@ -53,7 +54,8 @@ class Agreement:
 
     ``kind``: ``binary``, ``number`` or ``steps``. ``figures``: name -> (value, low, high), NaN where there is no
     interval of 95 %. ``confusions``: of yes and no (in ``steps``, of single steps). ``disagreements``: the cases
-    where it was furthest off. ``unjudged``: (case, why). ``skipped``: rows that could not be read.
+    where it was furthest off. ``unjudged``: (case, why). ``skipped``: rows that could not be read. ``calibration``:
+    scores against truth in bins; None of steps, and of true numbers outside [0, 1].
     """
 
     kind: str
@@ -65,6 +67,7 @@ class Agreement:
     unjudged: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    calibration: Calibration | None = None
 
 
 def measure(
@@ -74,12 +77,14 @@ def measure(
     *,
     limit: int | None = None,
     threshold: float = 0.5,
+    bins: int = BINS,
     device: str = "cpu",
     folder: Path | None = None,
 ) -> Agreement:
     """Let ``reward`` judge the cases of ``truth`` (a JSONL file, or a data set by name) and compare.
 
-    ``threshold``: from which score on it says yes. ``folder``: where cache and transcripts go. Raises ``UserError``.
+    ``threshold``: from which score on it says yes. ``bins``: of the calibration. ``folder``: where cache and
+    transcripts go. Raises ``UserError``.
     """
     cases, skipped = read_cases(truth, limit)
     # No run waits here: failures are counted, and the deadline is for a batch, not for the whole file.
@@ -97,7 +102,7 @@ def measure(
         scores = rewards.score(samples, list(groups.values()))
     finally:
         rewards.close()
-    found = compare(cases, scores, rewards.labels[0], threshold)
+    found = compare(cases, scores, rewards.labels[0], threshold, bins)
     return replace(found, skipped=skipped, seconds=scores.seconds[rewards.labels[0]])
 
 
@@ -127,7 +132,7 @@ def read_cases(truth: str, limit: int | None = None) -> tuple[list[Case], list[s
     return cases, skipped
 
 
-def compare(cases: Sequence[Case], scores: Scores, label: str, threshold: float = 0.5) -> Agreement:
+def compare(cases: Sequence[Case], scores: Scores, label: str, threshold: float = 0.5, bins: int = BINS) -> Agreement:
     """The agreement of scores ``[B]`` with the truth of their cases."""
     values = scores.parts[label].tolist()
     kept = [i for i, value in enumerate(values) if not math.isnan(value)]
@@ -143,7 +148,18 @@ def compare(cases: Sequence[Case], scores: Scores, label: str, threshold: float 
         raise UserError("--truth: some rows list wrong steps and others do not; write the same kind in every row")
     else:
         found = _of_numbers([cases[i] for i in kept], [values[i] for i in kept])
+    if kinds != {list}:
+        truth = [cases[i].truth for i in kept]
+        found = _calibrated(found, [t for t in truth if not isinstance(t, list)], [values[i] for i in kept], bins)
     return replace(found, cases=len(cases), unjudged=unjudged)
+
+
+def _calibrated(found: Agreement, truth: Sequence[float], values: Sequence[float], bins: int) -> Agreement:
+    """With the calibration, where scores and true values are shares."""
+    if not values or not all(0 <= float(value) <= 1 for value in (*values, *truth)):
+        return found
+    made = calibration(values, [float(value) for value in truth], bins)
+    return replace(found, calibration=made, figures={**found.figures, "calibration error": made.error})
 
 
 def _binary(cases: Sequence[Case], values: Sequence[float], threshold: float) -> Agreement:
@@ -278,8 +294,15 @@ def as_json(agreement: Agreement) -> JsonObject:
     def finite(value: float) -> float | None:
         return value if math.isfinite(value) else None
 
+    made = agreement.calibration
     return {
         **vars(agreement),
+        "calibration": None
+        if made is None
+        else {
+            "bins": [{name: finite(value) for name, value in vars(one).items()} for one in made.bins],
+            "by_chance": finite(made.by_chance),
+        },
         "confusions": vars(agreement.confusions) if agreement.confusions else None,
         "figures": {
             name: {"value": finite(value), "low": finite(low), "high": finite(high)}

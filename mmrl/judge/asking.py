@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -87,3 +87,7 @@ def unread(why: str, raw: Sequence[str]) -> str:
     """The reason of a question whose answers could not be read."""
     times = f" ({len(raw)} times)" if len(raw) > 1 else ""
     return f"the judge's answer {why}{times}: {first_words(raw[-1])!r}"
+
+
+Keep: TypeAlias = Callable[[int, Outcome], None]
+"""Called with the number of a question and its outcome, as soon as there is one."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from mmrl.judge.answers import Kind
-from mmrl.judge.asking import Ask, Outcome, Settings
+from mmrl.judge.asking import Ask, Keep, Outcome, Settings
 from mmrl.rewards.contract import Sleeper
 
 if TYPE_CHECKING:
@@ -45,7 +45,14 @@ class RemoteJudge(Judge, Protocol):
     """A judge in another process, which is asked concurrently."""
 
     async def ask(
-        self, asks: Sequence[Ask], kind: Kind, settings: Settings, sent: Counter[str] | None = None, /
+        self,
+        asks: Sequence[Ask],
+        kind: Kind,
+        settings: Settings,
+        sent: Counter[str] | None = None,
+        keep: Keep | None = None,
+        /,
     ) -> list[Outcome]:
-        """An outcome for each question, in order. Bytes and tokens are added to ``sent`` (``mmrl.judge.usage``)."""
+        """An outcome for each question, in order. Bytes and tokens are added to ``sent`` (``mmrl.judge.usage``);
+        ``keep`` is called with each outcome as soon as there is one."""
         ...

@@ -28,7 +28,7 @@ from mmrl.engines.server_process import png_url
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
-from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Outcome, Settings, first_words, unread
+from mmrl.judge.asking import REASK_TEMPERATURE, Ask, Keep, Outcome, Settings, first_words, unread
 from mmrl.judge.replay import recorded_here
 from mmrl.judge.sampling import seeded
 from mmrl.judge.usage import used
@@ -121,10 +121,16 @@ class Endpoint:
             self._check_health()
 
     async def ask(
-        self, asks: Sequence[Ask], kind: Kind, settings: Settings, sent: Counter[str] | None = None
+        self,
+        asks: Sequence[Ask],
+        kind: Kind,
+        settings: Settings,
+        sent: Counter[str] | None = None,
+        keep: Keep | None = None,
     ) -> list[Outcome]:
-        """An outcome for each question, in order. Never raises for what the endpoint did.
+        """An outcome for each question, in order; ``keep`` gets each as it comes, with the number of its question.
 
+        Never raises for what the endpoint did.
         Bytes of ``media`` and of the rest of the ``questions`` that go out, repeated ones too, are added to ``sent``,
         and what the endpoint says it used (``mmrl.judge.usage``).
         """
@@ -135,7 +141,14 @@ class Endpoint:
             transport = self._transport(httpx.AsyncHTTPTransport)
             self._client = httpx.AsyncClient(timeout=self.timeout, transport=transport, **self._options)
             self._turns = asyncio.Semaphore(self.concurrency)
-        return list(await asyncio.gather(*(self._one(ask, kind, settings, sent) for ask in asks)))
+
+        async def one(number: int, ask: Ask) -> Outcome:
+            outcome = await self._one(ask, kind, settings, sent)
+            if keep is not None:
+                keep(number, outcome)
+            return outcome
+
+        return list(await asyncio.gather(*(one(number, ask) for number, ask in enumerate(asks))))
 
     async def _one(self, ask: Ask, kind: Kind, settings: Settings, sent: Counter[str]) -> Outcome:
         began, raw, why = time.perf_counter(), [], ""

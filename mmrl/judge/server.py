@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from math import prod
 
 from mmrl.engines.lazy_engine import RESTARTS
@@ -22,7 +23,7 @@ from mmrl.engines.vllm import environment, require_vllm
 from mmrl.errors import LostServerError
 from mmrl.json_types import JsonObject
 from mmrl.judge.answers import Kind
-from mmrl.judge.asking import Ask, Outcome, Settings
+from mmrl.judge.asking import Ask, Keep, Outcome, Settings
 from mmrl.judge.local import fingerprint
 from mmrl.judge.remote import Endpoint, Requests
 from mmrl.judge.replay import recorded_here
@@ -135,14 +136,20 @@ class ServedJudge:
         self._turn = threading.Lock()
 
     async def ask(
-        self, asks: Sequence[Ask], kind: Kind, settings: Settings, sent: Counter[str] | None = None
+        self,
+        asks: Sequence[Ask],
+        kind: Kind,
+        settings: Settings,
+        sent: Counter[str] | None = None,
+        keep: Keep | None = None,
     ) -> list[Outcome]:
         """As ``Endpoint.ask``. Raises ``UserError`` where the server does not start."""
         outcomes: dict[int, Outcome] = {}
         left = list(range(len(asks)))
         for _ in range(RESTARTS + 1):
             server, endpoint = await asyncio.to_thread(self._up)
-            answered = await endpoint.ask([asks[n] for n in left], kind, settings, sent)
+            kept = None if keep is None else partial(_keep_of, keep, left)
+            answered = await endpoint.ask([asks[n] for n in left], kind, settings, sent, kept)
             outcomes |= zip(left, answered, strict=True)
             left = [n for n in left if outcomes[n].verdict is None]
             if not left or not await asyncio.to_thread(server.lost):
@@ -224,6 +231,11 @@ class ServedJudge:
             self.server.close()
         self.server = self._endpoint = None
         self._asleep = False
+
+
+def _keep_of(keep: Keep, numbers: Sequence[int], n: int, outcome: Outcome) -> None:
+    """``keep`` for the ``n``-th of some questions that are ``numbers`` among all."""
+    keep(numbers[n], outcome)
 
 
 def weights_of(path: str, args: JsonObject | None, python: str | None) -> Weights:

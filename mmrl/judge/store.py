@@ -1,16 +1,17 @@
 """A judge's files in the run directory: verdicts by content, and a transcript of every question.
 
-    judge-cache.jsonl         {"key", "verdict", "raw"}: asked once, known for ever, also to a run that is resumed
+    judge-cache.jsonl         {"key", "verdict", "raw", "sum"}: asked once, known for ever, also to a resumed run
     judge-transcripts.jsonl   {"step", "judge", "sample", "prompt", "response", "request", "answers", "verdict", ...}
 
 Both only grow, a whole line at a time; a last line that a crash tore off is dropped, and so is any other that is not
-JSON (it costs one question, not the run).
+JSON (it costs one question, not the run). A verdict has a checksum: one that was changed is named and asked again.
 """
 
 from __future__ import annotations
 
 import base64
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -24,11 +25,13 @@ from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.judge.asking import Outcome, Verdict
 from mmrl.judge.json_answer import whole_numbers
+from mmrl.report.notices import tell
 
 CACHE = "judge-cache.jsonl"
 TRANSCRIPTS = "judge-transcripts.jsonl"
 THUMBNAIL = 128
 """Pixels of the longer side of a picture in a transcript."""
+_NAMED = 8
 _OPEN: dict[Path, Lines] = {}
 _OPENING = threading.Lock()
 
@@ -63,15 +66,24 @@ class Lines:
 
 
 class Cache:
-    """Verdicts by key: in ``folder``'s file where there is one, else in memory alone."""
+    """Verdicts by key: in ``folder``'s file where there is one, else in memory alone.
+
+    What other controllers of the run wrote is known too, so that a run resumed with another number of them asks nothing
+    again. Damaged lines are named when it opens. Raises ``UserError`` for a file that cannot be opened.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._lines = None if folder is None else lines_of(folder / CACHE)
         self._known: dict[str, Outcome] = {}
-        for row in rows_of(folder / CACHE) if folder is not None else ():
-            key, verdict = row.get("key"), verdict_of(row.get("verdict"))
-            if isinstance(key, str) and verdict is not None:
-                self._known[key] = Outcome(verdict, texts_of(row.get("raw")), cached=True)
+        for path in _of_the_run(folder) if folder is not None else ():
+            found, damaged = _verdicts(path)
+            self._known |= found
+            if damaged:
+                lines = ", ".join(map(str, damaged[:_NAMED])) + (", ..." if len(damaged) > _NAMED else "")
+                tell(
+                    f"warning: {path}: {len(damaged)} verdict{'s' * (len(damaged) > 1)} of {len(found) + len(damaged)} "
+                    f"cannot be trusted and will be asked again (lines {lines})"
+                )
 
     def __len__(self) -> int:
         return len(self._known)
@@ -84,7 +96,59 @@ class Cache:
         fresh = {k: o for k, o in found.items() if o.verdict is not None and k not in self._known}
         self._known |= {key: Outcome(o.verdict, o.raw, cached=True) for key, o in fresh.items()}
         if self._lines is not None:
-            self._lines.append(*({"key": k, "verdict": o.verdict, "raw": o.raw} for k, o in fresh.items()))
+            rows = [{"key": k, "verdict": o.verdict, "raw": list(map(_encodable, o.raw))} for k, o in fresh.items()]
+            self._lines.append(*({**row, "sum": _sum(row)} for row in rows))
+
+
+def _of_the_run(folder: Path) -> list[Path]:
+    """The cache files of all controllers of a run, that of ``folder``, which is one of theirs, last: it counts."""
+    root = folder.parent.parent if folder.parent.name == "controllers" else folder
+    own = folder / CACHE
+    others = [root / CACHE, *sorted(root.glob(f"controllers/*/{CACHE}"))]
+    return [*(path for path in others if path != own), own]
+
+
+def _verdicts(path: Path) -> tuple[dict[str, Outcome], list[int]]:
+    """The verdicts in a file, and the numbers of the lines that are not to be trusted."""
+    found: dict[str, Outcome] = {}
+    damaged: list[int] = []
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # not while another process is in the middle of a line
+            for number, line in enumerate(file, 1):
+                row = _row(line)
+                key, verdict = ("", None) if row is None else (row.get("key"), _intact(row))
+                if row is None or verdict is None or not isinstance(key, str):
+                    damaged.append(number)
+                    continue
+                found[key] = Outcome(verdict, texts_of(row.get("raw")), cached=True)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; mend or remove it") from error
+    return found, damaged
+
+
+def _intact(row: JsonObject) -> Verdict | None:
+    """The verdict of a row of the cache, None unless it is as it was written. Rows of earlier versions have no
+    checksum."""
+    verdict = verdict_of(row.get("verdict"))
+    if isinstance(verdict, int | float) and not 0 <= verdict <= 1:
+        return None
+    if row.keys() <= {"key", "verdict", "raw"}:
+        return verdict
+    same = row.get("sum") == _sum({name: row.get(name) for name in ("key", "verdict", "raw")})
+    return verdict if same else None
+
+
+def _encodable(text: str) -> str:
+    """As the file will have it: half a surrogate pair, which an endpoint may send, becomes a question mark."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _sum(row: JsonObject) -> str:
+    content = json.dumps(row, sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
 def lines_of(path: Path) -> Lines:
@@ -101,14 +165,18 @@ def rows_of(path: Path) -> Iterator[dict[str, Json]]:
     try:
         with path.open("rb") as file:
             for line in file:
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(row, dict):
+                if (row := _row(line)) is not None:
                     yield row
     except FileNotFoundError:
         return
+
+
+def _row(line: bytes) -> dict[str, Json] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def thumbnail(image: Image) -> str:
@@ -149,3 +217,5 @@ def _drop_torn_line(path: Path) -> None:
                 file.truncate(kept)
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; mend or remove it") from error

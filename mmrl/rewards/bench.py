@@ -117,7 +117,7 @@ def measure_folder(
     name: str,
     images: Path,
     prompts: Path | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: JsonObject | None = None,
     *,
     device: str = "cpu",
     bar: Console | None = None,
