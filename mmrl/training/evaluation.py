@@ -23,7 +23,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.texts import write_texts
 from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
-from mmrl.rollout.collect import encode, prompts_alone
+from mmrl.rollout.collect import encode, prompts_only
 from mmrl.training.batch import chunks
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
@@ -114,7 +114,7 @@ class Evaluator:
             for chunk in chunks(slots, run.recipe.train.micro_batch_size):
                 usable, keys, unusable = self._encode(chunk)
                 good, bad = good + usable, bad + unusable
-                batch = prompts_alone(run, usable, keys)
+                batch = prompts_only(run, usable, keys)
                 for micro_batch in split_micro_batches(run, batch, list(range(len(usable)))):
                     new = pairs.compare(micro_batch.rows, run.objective.needs, run.policy.using)
                     for name, value in run.objective.loss(new, micro_batch.old, 1.0).sums.items():
