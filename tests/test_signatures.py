@@ -1,4 +1,4 @@
-"""Public functions take booleans by name; constructors, functions and modules stay small; pyright is strict everywhere."""
+"""Booleans are passed by name; constructors, functions and modules stay small; pyright is strict everywhere."""
 
 import ast
 import tomllib
