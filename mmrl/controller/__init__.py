@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Controller:
-    """Identity ``rank`` of ``size``; ``peers`` are the others, none where there is one controller."""
+    """Controller ``rank`` of ``size``; it communicates with the others through ``peers``."""
 
     seed: int
     rank: int = 0
@@ -33,7 +33,7 @@ class Controller:
 
     @property
     def leads(self) -> bool:
-        """Whether it writes what all have in common: metrics, checkpoints, the report."""
+        """Whether this controller writes metrics, checkpoints and the report for all."""
         return self.rank == 0
 
     def total(self, values: Tensor) -> Tensor:
@@ -45,15 +45,15 @@ class Controller:
         return sum(self.gather(value))
 
     def gather(self, values: T) -> list[T]:
-        """Numbers and names of all controllers, by rank."""
+        """The values of all controllers, in the order of their ranks (all-gather)."""
         return self.peers.gather(values)
 
     def gradients(self, values: Tensor) -> Tensor:
-        """Gradients ``[n]``, added in place over all controllers."""
+        """Sum gradients ``[n]`` over all controllers, in place (all-reduce)."""
         return self.peers.sum(values, "gradients")
 
     def share(self, n: int) -> range:
-        """This controller's part of ``n`` things in a row, the leader's first."""
+        """This controller's contiguous part of ``range(n)``; rank 0 has the first."""
         return range(self.rank * n // self.size, (self.rank + 1) * n // self.size)
 
     def slots(
@@ -61,10 +61,10 @@ class Controller:
     ) -> list[Slot]:
         """This controller's share of the ``per_step`` slots of ``step``, by index.
 
-        Position ``step * per_step + i`` in an endless sequence of epochs, each its own permutation of ``prompts``.
-        Who runs a slot changes nothing in it. Every ``size``-th is this controller's; where ``cost`` predicts how much
-        work a prompt is, as many that are as much work as the others'. Each controller then reads its own every
-        ``size``-th prompt and what it is given, and only numbers cross.
+        Slot ``i`` is position ``step * per_step + i`` in an endless sequence of epochs, each a new permutation of
+        ``prompts``. A slot has the same prompt and noise on any controller. Without ``cost`` this controller has every
+        ``size``-th slot. With it, slots are divided so that the controllers have about the same predicted work: each
+        reads every ``size``-th prompt, sends its costs, and then reads the other prompts that it is given.
         """
         own = range(self.rank, per_step, self.size)
         found = dict(zip(own, self.slots_at(own, step, prompts, per_step), strict=True))
@@ -78,7 +78,7 @@ class Controller:
         return [found[index] for index in given]
 
     def slots_at(self, indices: Iterable[int], step: int, prompts: Sequence[Prompt], per_step: int) -> list[Slot]:
-        """Some of the ``per_step`` slots of ``step``, whoever they belong to."""
+        """The slots ``indices`` of the ``per_step`` slots of ``step``, of any controller."""
         orders: dict[int, list[int]] = {}
         found = []
         for index in indices:
@@ -88,7 +88,7 @@ class Controller:
         return found
 
     def replacement(self, slot: Slot, attempt: int, prompts: Sequence[Prompt]) -> Slot:
-        """The ``attempt``-th prompt tried in the place of ``slot``: the same whoever runs it."""
+        """``slot`` with its replacement prompt number ``attempt``, the same on every controller."""
         drawn = seed_of(self.seed, slot.step, slot.index, attempt, "replacement") % len(prompts)
         return Slot(slot.step, slot.index, attempt, self._read(prompts, drawn))
 

@@ -30,22 +30,23 @@ from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 
 SEED = 20_261_121
-"""Of all held-out noise, whatever the run's seed: runs are compared on the same pictures-to-be."""
+"""The seed of all held-out noise. It does not depend on the run's seed, so that runs are compared with equal noise."""
 
 FAILED = "failed/"
-"""Before a reward's label in a row of heldout.jsonl: how many samples it could not score; absent where it could all."""
+"""Prefix of a reward's label in heldout.jsonl: the number of samples that it could not score; absent if there are
+none."""
 
 
 @dataclass
 class Made:
-    """What an evaluation made: one entry per sample, scores by ``label`` and ``label/part``."""
+    """The samples of an evaluation, and the scores of each by ``label`` and ``label/part``."""
 
     samples: list[Sample] = field(default_factory=list)
     scores: list[dict[str, float]] = field(default_factory=list)
 
 
 class Evaluator:
-    """The held-out prompts of a run with the rewards measured on them; of an offline run the pairs."""
+    """The held-out prompts of a run (pairs, if it is offline) and the rewards that are measured on them."""
 
     def __init__(self, context: StepContext, prompts: Sequence[Prompt], root: Path) -> None:
         self.run, self.prompts = context, prompts
@@ -53,11 +54,11 @@ class Evaluator:
         self.rewards[1].can_read(context.recipe.makes)
 
     def score(self, samples: int) -> tuple[dict[str, float], Made, list[Failure]]:
-        """Means over ``samples`` samples, what was made, and what could not be scored.
+        """Evaluate ``samples`` samples; returns the means, the samples, and those that could not be scored.
 
-        Sample ``i`` is of prompt ``i mod n``, always from the same noise; where that prompt cannot be used it is named,
-        and another, always the same, takes its place. An offline run is measured on its first
-        ``samples`` pairs by the objective's own figures, and samples only where the recipe has ``eval.rewards``.
+        Sample ``i`` is of prompt ``i mod n``, always from the same noise. An unusable prompt is named, and another one,
+        always the same, replaces it. An offline run is measured on its first ``samples`` pairs by the objective's own
+        metrics, and samples only if the recipe has ``eval.rewards``.
         """
         if self.run.objective.kind != "offline":
             return self._score(self._slots(samples))
@@ -75,7 +76,7 @@ class Evaluator:
         return [Slot(-1, i, 0, self.prompts[i % len(self.prompts)]) for i in self.run.controller.share(samples)]
 
     def _score(self, slots: list[Slot]) -> tuple[dict[str, float], Made, list[Failure]]:
-        """Sample ``slots`` and have the rewards score what was made."""
+        """Sample ``slots`` and score the samples with all rewards."""
         (made, bad), gather = self._make(slots), self.run.controller.gather
         places: defaultdict[str, list[int]] = defaultdict(list)  # of each prompt
         for i, sample in enumerate(made):
@@ -101,8 +102,8 @@ class Evaluator:
         return row, Made(made, rows), [*bad, *failures]
 
     def _compare(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, float], list[Failure]]:
-        """The objective's figures, mean over the pairs of ``slots`` under the evaluation's weights; the slots whose
-        pairs can be used, and why the others cannot."""
+        """The objective's metrics with the evaluation's weights, mean over the pairs of ``slots``. Returns the slots
+        whose pairs can be used, the metrics, and the failures of the others."""
         run, good, bad = self.run, list[Slot](), list[Failure]()
         pairs = pairs_of(run.pipeline)
         sums: defaultdict[str, float] = defaultdict(float)
@@ -130,7 +131,7 @@ class Evaluator:
         return good, {name: sum(sums.get(name, 0.0) for _, sums in everyone) / count for name in names}, bad
 
     def _encode(self, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Failure]]:
-        """Encode what can be; nothing takes the place of the rest, so that every evaluation is of the same pairs."""
+        """Encode the usable pairs. Unusable ones are not replaced, so that every evaluation is of the same pairs."""
         good, bad = list(slots), list[Failure]()
         while True:
             try:
@@ -143,12 +144,12 @@ class Evaluator:
                 bad += [Failure(SampleId(-1, s.index, 0, 0), s.prompt.text, "prompt", error.reason) for s in wrong]
 
     def _other(self, slot: Slot, attempt: int) -> Slot:
-        """Another prompt in the place of one that cannot be used, the same in every run."""
+        """The slot with a prompt in place of an unusable one, the same in every run."""
         n = seed_of(SEED, slot.index, attempt, "replacement") % len(self.prompts)
         return Slot(slot.step, slot.index, attempt, self.prompts[n])
 
     def _make(self, slots: list[Slot]) -> tuple[list[Sample], list[Failure]]:
-        """Sample as the recipe's evaluation says, under its weights; and the prompts that others took the place of."""
+        """Sample with the settings and the weights of the evaluation. Returns the samples and the replaced prompts."""
         run, recipe = self.run, self.run.recipe
         inputs = self.rewards[0].inputs | self.rewards[1].inputs
         if run.pipeline.makes != "text":
@@ -181,7 +182,8 @@ def finite_mean(values: Tensor) -> float:
 
 
 def told(row: Mapping[str, float], failures: Sequence[Failure]) -> str:
-    """A row of heldout.jsonl for the terminal; what has no value says why. ``failures``: of this controller."""
+    """A row of heldout.jsonl as a line for the terminal, with the reason for missing values. ``failures``: those of
+    this controller."""
     said = []
     for key, value in row.items():
         if key in ("samples", "dropped") or key.startswith(FAILED):
@@ -196,7 +198,7 @@ def told(row: Mapping[str, float], failures: Sequence[Failure]) -> str:
 
 
 def unmeasured(row: Mapping[str, float], metric: str, most: float) -> bool:
-    """Whether the reward that ``metric`` is of failed for more than the share ``most`` of the samples of ``row``."""
+    """Whether the reward of ``metric`` failed for more than the share ``most`` of the samples of ``row``."""
     label = metric.removeprefix("reward/").partition("/")[0]
     return too_many(int(row.get(f"{FAILED}{label}", 0)), int(row["samples"]), most)
 
@@ -204,7 +206,8 @@ def unmeasured(row: Mapping[str, float], metric: str, most: float) -> bool:
 def measure(
     context: StepContext, heldout: Evaluator, samples: int, directory: RunDir, step: int, log: MetricsLog
 ) -> tuple[dict[str, float], str]:
-    """Evaluate after ``step`` steps: a row of heldout.jsonl and samples to look at. Returns the row, and as a text."""
+    """Evaluate after ``step`` steps: write a row of heldout.jsonl and a grid of samples. Returns the row, also as
+    text."""
     row, made, failures = heldout.score(samples)
     for f in failures:
         directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
