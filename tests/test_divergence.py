@@ -226,7 +226,7 @@ def test_weights_that_were_loaded_so_are_named_before_what_they_made(folder, tmp
         start.train(load_recipe(of.paths, [f"model.path={poisoned}"]), tmp_path / "run")
     said = str(error.value)
     assert f"step 1 at learning rate 0.001: a weight of the model is not finite: {name} (nan); so the logits" in said
-    assert f"mend the weights in model.path ({poisoned})" in said
+    assert f"repair the weights in model.path ({poisoned})" in said
 
 
 def test_logits_are_named_by_token_and_sample(folder):

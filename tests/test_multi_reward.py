@@ -11,7 +11,7 @@ from mmrl.algorithms.objective import Scored
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.planner.counts import count
-from mmrl.training.batch import counted
+from mmrl.training.batch import rows_with_weight
 from mmrl.training.micro_batches import chosen
 from tests.test_training_loop import FORWARD, SMALL, make, step, update_gradient
 
@@ -167,7 +167,7 @@ def test_rows_without_weight_are_left_out_of_slices_on_the_forward_process():
     class Nothing:
         weights = torch.zeros(3)
 
-    assert counted(Nothing, [0, 2]) == [0, 2], "a slice must be there for ranks that wait"
+    assert rows_with_weight(Nothing, [0, 2]) == [0, 2], "a slice must be there for ranks that wait"
 
 
 def test_a_choice_of_steps_is_drawn_anew_in_every_step_and_alike_for_all_rows():

@@ -184,7 +184,7 @@ class Counting:
         def recorded(rows, entry):
             return {}
 
-    another_drew = False
+    recomputes_old_log_probs = False
 
     def __init__(self, recipe):
         self.recipe, self.objective, self.strategy = recipe, load_objective(recipe), SynchronousRollout()

@@ -1,11 +1,14 @@
-"""Public functions take booleans by name, and a constructor has at most ten parameters."""
+"""Booleans are passed by name; constructors, functions and modules stay small; pyright is strict everywhere."""
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 10
+LINES_OF_A_FUNCTION, LINES_OF_A_MODULE = 60, 400
+FOLDERS = ("mmrl", "pipelines", "rewards", "datasets")
 BY_PLACE = {
     "mmrl/placement/device_tasks.py": "arguments of a task travel in their order to the device's process",
     "mmrl/training/loop.py": "so do those of the task `backward`",
@@ -28,7 +31,7 @@ LARGE = {
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:
-    for folder in ("mmrl", "pipelines", "rewards", "datasets"):
+    for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield str(path.relative_to(ROOT)), ast.parse(path.read_bytes())
 
@@ -85,3 +88,29 @@ def constructors() -> Iterator[tuple[str, int]]:
 def test_a_constructor_has_at_most_ten_parameters():
     large = {name: number for name, number in constructors() if number > MOST}
     assert sorted(large) == sorted(LARGE)
+
+
+def test_a_function_has_at_most_sixty_lines():
+    long = [
+        f"{path}:{node.lineno} {node.name}: {lines}"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > LINES_OF_A_FUNCTION
+    ]
+    assert long == []
+
+
+def test_a_module_has_at_most_four_hundred_lines():
+    sizes = {path: len((ROOT / path).read_text().splitlines()) for path, _ in trees()}
+    assert {path: lines for path, lines in sizes.items() if lines > LINES_OF_A_MODULE} == {}
+
+
+def test_pyright_is_strict_for_every_file():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
+    assert settings["typeCheckingMode"] == "strict"
+    assert set(FOLDERS) <= set(settings["include"])
+    assert not {"exclude", "ignore"} & settings.keys()
+    weaker = ("# pyright: basic", "# pyright: standard", "# type: ignore\n")
+    texts = {path: (ROOT / path).read_text() for path, _ in trees()}
+    assert [path for path, text in texts.items() if any(word in text for word in weaker)] == []

@@ -94,8 +94,8 @@ class _Objective(Protocol):
         ...
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
-        """``new``: recomputed under the current weights; ``old``: what sampling recorded; ``total``: the sum of
-        ``amount`` of the whole optimizer step over all controllers. A slice's losses add up to the step's."""
+        """``new``: recomputed under the current weights; ``old``: what sampling recorded; ``total``: the
+        ``loss_denominator`` of the whole optimizer step over all controllers. The losses of the slices add up."""
         ...
 
 

@@ -18,15 +18,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 MANIFEST = "manifest.json"
 STATE = "state.json"
 DIVERGED = "diverged.json"
-"""Written into a checkpoint after which training met numbers that are not finite."""
+"""The file that marks a checkpoint after which training diverged."""
 _NAME = re.compile(r"step_(\d{6,})$")
 _PATTERN = "*.safetensors"
 _SHOWN = 3
-"""Faults of a manifest that are named."""
+"""How many faults of a manifest a message names."""
 
 
 class File(BaseModel):
-    """Of one file of a checkpoint."""
+    """Size and checksum of a file of a checkpoint."""
 
     model_config = ConfigDict(strict=True)
     bytes: Annotated[int, Field(ge=0)]
@@ -34,7 +34,7 @@ class File(BaseModel):
 
 
 class Manifest(BaseModel):
-    """``manifest.json``."""
+    """The content of ``manifest.json``."""
 
     model_config = ConfigDict(strict=True)
     step: Annotated[int, Field(ge=0)]
@@ -57,17 +57,17 @@ class Entry:
 
     @property
     def usable(self) -> bool:
-        """Whether a run may go on from here; its files are not read for it."""
+        """Whether a run can continue from it, as far as this is known without reading its files."""
         return self.fault is None and self.diverged is None
 
     @property
     def renamed(self) -> bool:
-        """Whether the directory is not called as its step is."""
+        """Whether the directory has another name than that of its step."""
         return self.directory.name != directory_of(self.step)
 
 
 def directory_of(step: int) -> str:
-    """What the directory of a checkpoint is called."""
+    """The name of the directory of a checkpoint."""
     return f"step_{step:06d}"
 
 
@@ -90,12 +90,12 @@ def fault_of(entry: Entry) -> str | None:
 
 
 def mark_diverged(entry: Entry, why: str) -> None:
-    """Have nobody go on from this checkpoint: what followed was not finite."""
+    """Mark a checkpoint, so that no run continues from it: training diverged after it."""
     (entry.directory / DIVERGED).write_text(json.dumps({"why": why}) + "\n", encoding="utf-8")
 
 
 def sha256(path: Path) -> str:
-    """Of a file, in hexadecimal."""
+    """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -115,7 +115,7 @@ def _entry(directory: Path) -> Entry | None:
 
 
 def _missing(directory: Path, manifest: Manifest) -> str | None:
-    """What is seen of a checkpoint's files by their names and sizes."""
+    """The fault that names and sizes of the files show, or None."""
     files = manifest.files
     for name, expected in files.items():
         path = directory / name

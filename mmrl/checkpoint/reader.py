@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 ELSEWHERE = "put the files back from a copy, or give --checkpoint base"
-"""The edit where a run is looked at and has no whole checkpoint."""
+"""The edit for commands that read a run without a whole checkpoint."""
 BEST = "early_stopping"
-"""Where a checkpoint's state has what early stopping knows; ``step`` of it is the best."""
+"""The key of early stopping in the state of a checkpoint; its ``step`` is that of the best weights."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is to be saved: ``tensors`` by part and name, ``state`` any JSON, ``step`` the number of finished steps.
+    """What is to be saved: ``tensors`` by part and name, ``state``, and ``step``, the number of finished steps.
 
-    Tensors are the run's own, which the next step changes; those in shards are ``DTensor``. ``own``: the parts that no
-    other controller has.
+    The tensors are the run's own, which the next step changes; sharded ones are ``DTensor``. ``own``: the parts that
+    each controller saves itself.
     """
 
     step: int
@@ -55,7 +55,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was found whole in ``directory``."""
+    """A whole checkpoint in ``directory``: every file has the size and SHA-256 of its manifest."""
 
     step: int
     state: JsonObject
@@ -72,7 +72,7 @@ class Saved:
 
     @cached_property
     def shapes(self) -> dict[str, dict[str, Tensor]]:
-        """Its tensors without their data, by part and name."""
+        """Its tensors on the meta device (without data), by part and name."""
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         out: dict[str, dict[str, Tensor]] = {}
@@ -84,11 +84,11 @@ class Saved:
 
     @cached_property
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """All of it, read whole."""
+        """All its tensors."""
         return self.parts("")
 
     def parts(self, prefix: str) -> dict[str, dict[str, Tensor]]:
-        """The parts whose names begin so, read whole."""
+        """The tensors of the parts whose names begin with ``prefix``."""
         out = {
             part: {k: torch.empty_like(t, device="cpu") for k, t in of.items()}
             for part, of in self.shapes.items()
@@ -98,7 +98,7 @@ class Saved:
         return out
 
     def read(self, rooms: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Fill ``rooms``: of a ``DTensor`` this rank's shard. Needs no other rank."""
+        """Read into the tensors ``rooms``, of a ``DTensor`` this rank's shard. Not collective."""
         from torch.distributed import checkpoint as dcp
 
         flat = {f"{part}/{name}": room for part, of in rooms.items() for name, room in of.items()}
@@ -114,14 +114,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class PartState:
-    """What a part of a run keeps in a checkpoint: ``numbers``, which are JSON, and ``tensors`` by file and name."""
+    """The state of a part of a run: ``numbers`` (JSON), and ``tensors`` by file and name."""
 
     numbers: JsonObject
     tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 class Stateful(Protocol):
-    """What a checkpoint saves and restores."""
+    """A part of a run that a checkpoint saves and restores."""
 
     def state_dict(self) -> PartState: ...
 
@@ -134,14 +134,14 @@ class Stateful(Protocol):
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint directory, ascending; whole or not."""
+    """The steps that have a checkpoint directory, whole or not, in ascending order."""
     return sorted({entry.step for entry in entries(folder)})
 
 
 def load(folder: Path, step: int) -> Saved:
-    """The checkpoint of ``step``, after comparing every file with its manifest.
+    """The checkpoint of ``step``, after a comparison of every file with the manifest.
 
-    Raises ``UserError`` naming what is torn, and where there is none such.
+    Raises ``UserError`` if there is none, or if it is damaged; the message names the damage.
     """
     errors = []
     for entry in entries(folder):
@@ -157,7 +157,7 @@ def load(folder: Path, step: int) -> Saved:
 
 
 def load_latest(folder: Path) -> tuple[Saved | None, list[str]]:
-    """The newest whole checkpoint, if any, and a line for each newer one that was passed over."""
+    """The newest whole checkpoint, if there is one, and a line for each newer one that was skipped."""
     skipped: list[str] = []
     for entry in _newest_first(folder):
         try:
@@ -168,9 +168,9 @@ def load_latest(folder: Path) -> tuple[Saved | None, list[str]]:
 
 
 def newest(folder: Path, mend: str) -> Saved | None:
-    """The newest whole checkpoint; what is passed over, and what was renamed, is printed. None where there is none.
+    """The newest whole checkpoint; None without checkpoints. Prints which ones were skipped or renamed.
 
-    Raises ``UserError`` where there are checkpoints and none is whole: all faults, and the edit ``mend``.
+    Raises ``UserError`` if there are checkpoints and none is whole: with all faults, and the edit ``mend``.
     """
     found, skipped = load_latest(folder)
     if found is None and skipped:
@@ -182,9 +182,9 @@ def newest(folder: Path, mend: str) -> Saved | None:
 
 
 def load_best(folder: Path) -> Saved | None:
-    """The checkpoint that early stopping found best; None where there is no checkpoint at all.
+    """The checkpoint that early stopping found best; None without checkpoints.
 
-    Raises ``UserError`` where the run has none such, where the base itself was best, and where none is whole.
+    Raises ``UserError`` without early stopping, if the base model was best, and if no checkpoint is whole.
     """
     last = newest(folder, ELSEWHERE)
     best = None if last is None else best_step(last.state)
@@ -220,7 +220,7 @@ def _load_entry(entry: Entry) -> Saved:
 
 
 def _renamed(folder: Path, found: Saved) -> list[str]:
-    """A line for each directory whose name is of another step than its manifest."""
+    """A line for each directory whose name says another step than its manifest."""
     lines = []
     for entry in entries(folder):
         if entry.renamed and entry.manifest is not None:

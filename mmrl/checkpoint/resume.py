@@ -19,21 +19,22 @@ _LAYOUT = (
     *("backend", "tensor_parallel", "sequence_parallel", "context_parallel", "pipeline_parallel", "pipeline_chunks"),
     *("expert_parallel", "distributed_optimizer", "steps_per_forward", "balance"),
 )
-"""Of ``train``, how weights and rows lie on devices, and how many go through a model at once."""
+"""Keys of ``train`` that say how weights and rows are divided over devices."""
 _MEMORY = (
     *("train.micro_batch_size", "train.micro_batch_tokens", "sampling.batch_size"),
     *("model.offload", "model.gradient_checkpointing"),
 )
-"""What a run that has run out of memory goes on with otherwise: the same work, in other parts."""
+"""Keys that may change after a run has run out of memory: the work stays the same."""
 _BEFORE = {"algorithm.guidance": "sampling", "algorithm.last_level": False, "algorithm.t_min": 0.0}
-"""What versions did that did not have these keys, where it is not today's default."""
+"""What versions without these keys did, where it differs from today's default."""
 
 
 def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
-    """Refuse to go on with another recipe than the run's, but for how long it runs, where, and what it shows.
+    """Refuse to resume with another recipe than the run's. How long the run takes, where it runs, and what it logs may
+    change.
 
-    A key that the run's version of mmrl did not have has the value that this version worked with, and is named on the
-    terminal. Raises ``UserError`` naming the keys that differ.
+    A key that the run's version of mmrl did not have gets the value that this version used, and the terminal names it.
+    Raises ``UserError`` with the keys that differ.
     """
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
     free |= {"controllers", "devices_per_controller", "placement", "ray", "runtime", "scoring", "profile"}
@@ -60,8 +61,8 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
 
 
 def as_it_worked(stored: JsonObject) -> JsonObject:
-    """A resolved recipe of a run with what its version of mmrl did for the keys that it did not have, where that is not
-    today's default."""
+    """The resolved recipe of a run, completed by what its version of mmrl did for keys that it did not have, where that
+    differs from today's default."""
     known, given = (flatten(tree) for tree in (Recipe.model_validate(stored).model_dump(mode="json"), stored))
     filled = dict(stored)
     for key, value in _BEFORE.items():

@@ -15,8 +15,8 @@ from mmrl.training.step_context import StepContext
 
 
 def of_run(context: StepContext, step: int, others: Mapping[str, Stateful] | None = None, **state: Json) -> Checkpoint:
-    """All that going on after ``step`` finished steps needs: what is trained, the parts of the step, ``others``, and
-    ``state``."""
+    """Everything that a run needs to continue after ``step`` finished steps: the trained models, the parts of the step,
+    ``others``, and ``state``."""
     tensors: dict[str, dict[str, Tensor]] = {}
     numbers: dict[str, Json] = dict(state)
     own: set[str] = set()
@@ -30,8 +30,7 @@ def of_run(context: StepContext, step: int, others: Mapping[str, Stateful] | Non
 
 
 def restore(context: StepContext, saved: Saved, others: Mapping[str, Stateful] | None = None) -> None:
-    """Bring ``context`` and ``others`` to where ``of_run`` left them; a part that is not in the checkpoint
-    begins anew.
+    """Restore ``context`` and ``others`` from a checkpoint; a part that the checkpoint lacks starts from the beginning.
 
     Raises ``UserError`` where the checkpoint is of another run.
     """
@@ -45,18 +44,18 @@ def restore(context: StepContext, saved: Saved, others: Mapping[str, Stateful] |
 
 
 def restore_trained(context: StepContext, saved: Saved) -> None:
-    """As ``restore``, of what every device that trains has."""
+    """Restore the trained models only, which every trainer has."""
     for name, policy in context.trained.items():
         policy.load_state_dict(saved.numbers(name), saved)
 
 
 def take_up(context: StepContext, checkpoints: Path, step: int) -> None:
-    """A device's task: take up the checkpoint of ``step``, which the controller found whole."""
+    """Device task: load the checkpoint of ``step``, which the controller has checked."""
     restore_trained(context, reader.load(checkpoints, step))
 
 
 def saver_of(context: StepContext, folder: Path) -> Saver:
-    """What saves ``context`` into ``folder``. All ranks must call it together."""
+    """The ``Saver`` of ``context`` into ``folder``. All ranks must call it together."""
     ranks = context.controller.peers.again("gloo") if context.policy.weights.in_shards else None
     each = context.controller.size > 1 and any(part.own for part in context.rollout.parts.values())
     gather = context.controller.gather if each else None

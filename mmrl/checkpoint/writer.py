@@ -51,9 +51,9 @@ Gather = Callable[[HandedIn], list[HandedIn]]
 class Saver:
     """Final class: saves one checkpoint at a time into ``folder``, and keeps the newest ``keep``.
 
-    ``ranks``: a process group of its own, on the CPU, of all whose weights lie in shards: they save together, each its
-    own. None: the leader, one of them all, saves for all. ``gather``: how the others tell it that they have written
-    what it lacks (``Checkpoint.own``); None where it has everything.
+    ``ranks``: with sharded weights a separate process group on the CPU, in which every rank saves its shards. None: the
+    leader saves everything. ``gather``: collects from all controllers which parts of their own (``Checkpoint.own``)
+    they have written; None if the leader has all parts.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Saver:
     ) -> None:
         self.folder, self.keep, self.ranks, self.leads, self._gather = folder, keep, ranks, leads, gather
         self.saved = 0
-        """The newest step that is on the disk, or was taken up from there."""
+        """The newest step that was saved, or that the run was resumed from."""
         self.failed: str | None = None
-        """Why the newest one is not on the disk."""
+        """Why the last save failed; None if it did not."""
         self._copies: dict[str, Tensor] = {}
         self._stager = None if ranks is None else stager()
         self._thread: Thread | None = None
@@ -78,15 +78,15 @@ class Saver:
 
     @property
     def together(self) -> bool:
-        """Whether all must call ``begin`` together."""
+        """Whether ``begin`` is collective: all controllers must call it together."""
         return self.ranks is not None or self._gather is not None
 
     def begin(self, taken: Checkpoint, *, proved: bool = True) -> None:
-        """Copy ``taken`` and write it while the caller goes on; waits first for the one before.
+        """Copy ``taken``, and write it in a thread. Waits first for the save before.
 
-        ``proved``: numbers that were computed with its weights were finite. Where that is not known the checkpoint
-        before it is kept too, whatever ``keep`` is. Raises ``NotFiniteError`` where tensors of ``taken`` are not
-        finite: nothing is written then.
+        ``proved``: whether something finite was computed with its weights. If not, the checkpoint before it is kept
+        too, whatever ``keep`` is. Raises ``NotFiniteError``, and writes nothing, if a tensor of ``taken`` is not
+        finite.
         """
         self.finish()
         if held := finite.first({k: t for k, t in taken.flat.items() if k.partition("/")[0] not in taken.own}):
@@ -113,7 +113,7 @@ class Saver:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until what was begun is on the disk. A disk that is full is told, and the last good one stays."""
+        """Wait until the save is done. A full disk is reported, and the last good checkpoint is kept."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -132,7 +132,7 @@ class Saver:
             raise error
 
     def wait(self) -> None:
-        """Return once nothing is being written; another thread than the run's may ask."""
+        """Wait until nothing is being written; any thread may call it."""
         thread = self._thread
         if thread is not None:
             thread.join()
@@ -144,7 +144,7 @@ class Saver:
             self._error = error
 
     def _copied(self, taken: Checkpoint, keep: int, others: Sequence[str]) -> Callable[[], object]:
-        """Into the memory of the last copy: to make room for hundreds of megabytes takes longer than to copy them."""
+        """Copy into the memory of the last copy: to allocate hundreds of megabytes takes longer than to copy them."""
         before, self._copies = self._copies, {}
         tensors: dict[str, dict[str, Tensor]] = {}
         for part, of in taken.tensors.items():
@@ -162,10 +162,10 @@ class Saver:
 
 
 def hand_in(folder: Path, taken: Checkpoint, gather: Gather, *, leads: bool) -> list[str]:
-    """Write where the leader finds it what this controller alone has; all controllers together. Returns the parts that
-    others than the leader wrote.
+    """Write this controller's own parts where the leader finds them. Collective over all controllers. Returns the parts
+    that the other controllers wrote.
 
-    Raises ``OSError`` on all of them where one cannot write.
+    Raises ``OSError`` on every controller if one cannot write.
     """
     mine: list[str] = [] if leads else sorted(taken.own)
     error = None
@@ -195,10 +195,10 @@ def _save_part(folder: Path, part: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def save(folder: Path, whole: Checkpoint, keep: int, others: Sequence[str] = ()) -> Path:
-    """Write ``whole`` into ``folder`` atomically, with the parts that ``others`` have handed in, and delete all but the
-    newest ``keep`` and the best.
+    """Write ``whole`` into ``folder`` atomically, with the parts ``others`` of other controllers. Deletes all
+    checkpoints but the newest ``keep`` and the best.
 
-    Raises ``OSError`` where the disk is full or not writable; what was there before is untouched then.
+    Raises ``OSError`` if the disk is full or not writable; older checkpoints are untouched then.
     """
     aside = _aside(folder, whole.step)
     try:
@@ -216,7 +216,7 @@ def save(folder: Path, whole: Checkpoint, keep: int, others: Sequence[str] = ())
 
 
 def stager() -> AsyncStager:
-    """What copies shards, each time into the memory of the last copy."""
+    """The stager that copies shards, into the memory of its last copy."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     cuda = torch.cuda.is_available()
@@ -226,10 +226,10 @@ def stager() -> AsyncStager:
 def begin_shards(
     folder: Path, taken: Checkpoint, keep: int, ranks: dist.ProcessGroup, stager: AsyncStager | None
 ) -> Callable[[], object]:
-    """Copy this rank's shards of ``taken`` and begin to write them; all ranks together. The rest is what is returned.
-    ``stager``: see there; None takes new memory.
+    """Copy this rank's shards of ``taken`` and start to write them. Collective over all ranks. Returns the function
+    that finishes the save. ``stager``: None copies into new memory.
 
-    Raises ``OSError`` on every rank where the leader cannot write; so does the rest, where any cannot.
+    Raises ``OSError`` on every rank if the leader cannot write; the returned function does if any rank cannot.
     """
     from torch.distributed import checkpoint as dcp
 
@@ -289,7 +289,7 @@ def _why(failed: BaseException) -> str:
 
 
 def _aside(folder: Path, step: int) -> Path:
-    """An empty directory to write into; what a killed process left is removed."""
+    """A new empty directory to write into; removes those that killed processes left."""
     for left in folder.glob(".tmp-step_*"):
         shutil.rmtree(left, ignore_errors=True)
     aside = folder / f".tmp-step_{step:06d}"
@@ -298,7 +298,7 @@ def _aside(folder: Path, step: int) -> Path:
 
 
 def _in_place(folder: Path, aside: Path, taken: Checkpoint, files: Manifest, keep: int) -> Path:
-    """Add what else belongs to the checkpoint ``aside``, and rename it to where it is looked for."""
+    """Add state and manifest to the directory ``aside``, and rename it to its final name."""
     target = folder / directory_of(taken.step)
     (aside / STATE).write_text(json.dumps(taken.state))
     files = {**files, STATE: _described(aside / STATE)}
@@ -313,9 +313,9 @@ def _in_place(folder: Path, aside: Path, taken: Checkpoint, files: Manifest, kee
 
 
 def _rotate(folder: Path, taken: Checkpoint, keep: int) -> None:
-    """Delete what is older than the newest ``keep`` that can be used, but not the best.
+    """Delete the checkpoints older than the newest ``keep`` usable ones, except the best.
 
-    Those of later steps are of an attempt that this run repeats: they take no place, and are replaced in their turn.
+    Checkpoints of later steps are of an earlier attempt at these steps: they do not count, and are replaced later.
     """
     best = best_step(taken.state)
     before = [entry for entry in entries(folder) if entry.step <= taken.step]

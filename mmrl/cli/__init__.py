@@ -49,7 +49,7 @@ app.add_typer(data.app)
 
 
 @app.callback(invoke_without_command=True)
-def _options(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+def _options(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
         import importlib.metadata
 
@@ -75,7 +75,7 @@ class _Stderr(logging.Handler):
 
 
 def show_log(level: str) -> None:
-    """Print what ``mmrl``'s own modules log, from ``level`` on; the root logger stays as it is.
+    """Print the log messages of ``mmrl``'s modules from ``level`` on; the root logger is not changed.
 
     Raises ``UserError`` for a level that is none.
     """

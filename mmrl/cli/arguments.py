@@ -32,12 +32,13 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The directory 
 CheckpointOption = Annotated[
     str,
     typer.Option(
-        metavar="latest|best|STEP|base", help="Which weights: best is of eval.early_stopping, base has none of RL."
+        metavar="latest|best|STEP|base",
+        help="Which weights; best needs eval.early_stopping, base is the model before training.",
     ),
 ]
 OptionsOption = Annotated[
     list[str] | None,
-    typer.Option("--options", metavar="KEY=VALUE", help="An option of the reward; may be given several times."),
+    typer.Option("--options", metavar="KEY=VALUE", help="An option of the reward; may be repeated."),
 ]
 
 
@@ -72,13 +73,13 @@ def read_recipe(
 
 
 def use_threads(threads: int | None) -> None:
-    """Limit the threads of libraries that are not imported yet; what the user's environment says stays."""
+    """Limit the threads of libraries that are not imported yet; OMP_NUM_THREADS of the user goes first."""
     if threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
 def use_threads_of(run: Path) -> None:
-    """As the recipe of ``run`` asks. Raises ``UserError`` where there is no run."""
+    """Limit the threads as the recipe of ``run`` asks. Raises ``UserError`` where there is no run."""
     resolved = run / "resolved.json"
     try:
         settings = json.loads(resolved.read_text(encoding="utf-8"))
@@ -108,7 +109,7 @@ def reward_options(texts: Sequence[str] | None) -> dict[str, MutableJson]:
 
 
 def console() -> Console:
-    """For results, on stdout."""
+    """A console on stdout, for results."""
     from rich.console import Console
 
     return Console(highlight=False)

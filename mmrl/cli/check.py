@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """What ``mmrl check`` has checks for."""
+    """The kinds of plug-ins that ``mmrl check`` can check."""
 
     algorithm = "algorithm"
     reward = "reward"
@@ -31,13 +31,13 @@ def check(
     name: Annotated[
         str, typer.Argument(metavar="FILE.py:NAME", help="A plug-in in a file, one of ours (mmrl ls), or a recipe.")
     ],
-    kind: Annotated[Kind | None, typer.Option(help="What it is.", show_default="found from what it is")] = None,
+    kind: Annotated[Kind | None, typer.Option(help="The kind of plug-in.", show_default="found from NAME")] = None,
     options: Annotated[
         list[str] | None,
         typer.Option(
             "--options",
             metavar="KEY=VALUE",
-            help="An option of it, as in a recipe (of a pipeline: of sampling); may be given several times.",
+            help="An option, as in a recipe (of a pipeline: a key of sampling); may be repeated.",
         ),
     ] = None,
     model: Annotated[
@@ -45,7 +45,7 @@ def check(
         typer.Option(metavar="DIR", help="Engine, pipeline: a small checkpoint.", show_default="of an engine: ours"),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Reward, judge: a data set whose prompts it is asked about.")
+        str | None, typer.Option(metavar="NAME", help="Reward, judge: a data set to take prompts from.")
     ] = None,
 ) -> None:
     """Check that a plug-in does what the training loop needs.
@@ -67,7 +67,7 @@ def check(
 
 
 def _checks(kind: str, name: str, options: JsonObject, model: str | None, data: str | None) -> Iterator[Check]:
-    """What there is to check, opened. Raises ``UserError`` where it cannot be."""
+    """Load the plug-in and return its checks. Raises ``UserError`` if it cannot be loaded."""
     if kind == "algorithm":
         from mmrl.contracts import algorithms
 

@@ -41,7 +41,7 @@ def build(
 @app.command()
 def index(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of tar shards, or one of them.")],
-    headers: Annotated[bool, typer.Option("--headers", help="Believe what media declare; do not decode them.")] = False,
+    headers: Annotated[bool, typer.Option("--headers", help="Trust the headers of media; do not decode them.")] = False,
 ) -> None:
     """Index tar shards: what they hold, and what cannot be used and why.
 
@@ -87,7 +87,7 @@ def _counts(index: ShardIndex) -> tuple[int, ...]:
 
 
 def _check_names(names: list[str]) -> None:
-    """Refuse a name that leads nowhere before anything heavy is imported."""
+    """Refuse an unknown name before a large library is imported."""
     from mmrl.config.drop_ins import missing_drop_in
 
     for name in names:

@@ -34,7 +34,7 @@ def judge(
     threshold: Annotated[float, typer.Option(help="From which score on the judge says yes.")] = 0.5,
     bins: Annotated[int, typer.Option(min=1, help="Bins of the calibration table.")] = 10,
     at_least: Annotated[
-        float | None, typer.Option(metavar="X", help="Exit 1 where accuracy (or order of pairs) is below X.")
+        float | None, typer.Option(metavar="X", help="Exit with 1 if accuracy (or order of pairs) is below X.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep verdicts and transcripts there.")] = None,
     as_json: JsonOption = False,
@@ -64,7 +64,7 @@ def judge(
 
 
 def _read(source: str, label: str | None) -> tuple[Reward, Path, str]:
-    """The reward to measure, the folder its files are looked up from, and the device."""
+    """The reward to measure, the folder of its relative paths, and the device."""
     from mmrl.config.checks import label_of
     from mmrl.config.layers import read_layers
     from mmrl.config.schema import Reward

@@ -21,7 +21,7 @@ class Shelf(StrEnum):
     datasets = "datasets"
 
 
-def ls(what: Annotated[Shelf | None, typer.Argument(help="One shelf only.", show_default="all")] = None) -> None:
+def ls(what: Annotated[Shelf | None, typer.Argument(help="List only this kind.", show_default="all")] = None) -> None:
     """List recipes, pipelines, rewards and data sets by name."""
     from rich.table import Table
 
@@ -38,7 +38,7 @@ def cp(
     recipe: RecipeArgument,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="A new file, or a folder.")],
 ) -> None:
-    """Copy a recipe to change it; never writes over a file."""
+    """Copy a recipe to edit it; never overwrites a file."""
     from mmrl.config.loader import find_recipe
 
     source = find_recipe(recipe)

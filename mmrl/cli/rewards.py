@@ -80,7 +80,7 @@ def serve(
 
 
 def _check_reward(name: str) -> None:
-    """Refuse a name that leads nowhere before anything heavy is imported."""
+    """Refuse an unknown name before a large library is imported."""
     from mmrl.config.drop_ins import missing_drop_in
 
     wrong = missing_drop_in("rewards", name, "looked in the current folder")
@@ -89,6 +89,6 @@ def _check_reward(name: str) -> None:
 
 
 def _check_device(device: str) -> None:
-    """Refuse what names no device, without torch: a reward's environment may have none."""
+    """Refuse an unknown device without importing torch, which a reward's environment may lack."""
     if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", device):
         raise UserError(f"--device {device!r} is no device; write cpu, cuda, cuda:1 or mps")

@@ -42,7 +42,7 @@ def train(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory of the run.", show_default="runs/<name>")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in DIR stopped.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run that is in DIR.")] = False,
 ) -> None:
     """Plan a recipe, then train it.
@@ -76,12 +76,14 @@ def plan(
     changes: ChangesArgument = None,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Plan for this GPU, which need not be here (h100-80g, rtx4090-24g, ...)."),
+        typer.Option(
+            metavar="NAME", help="Plan for this GPU, which this machine may lack (h100-80g, rtx4090-24g, ...)."
+        ),
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="How many of it there are.", show_default="enough")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a recipe would hold and do; exit 1 if it cannot fit.
+    """Show the memory and the work of a recipe; exit 1 if it does not fit.
 
     Loads no model. With --gpu also estimates the time of a step.
     """

@@ -37,20 +37,24 @@ def simulate(
     recipe: RecipeArgument,
     changes: ChangesArgument = None,
     devices: Annotated[
-        int | None, typer.Option(min=2, help="Of all controllers together.", show_default="the recipe's")
+        int | None, typer.Option(min=2, help="Devices of all controllers together.", show_default="the recipe's")
     ] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="RUN", help="What micro-batches took in this run.")] = None,
-    load: Annotated[MadeUp, typer.Option(help="Made up, where there is no --trace.")] = MadeUp.steady,
+    trace: Annotated[Path | None, typer.Option(metavar="RUN", help="Use the measured seconds of this run.")] = None,
+    load: Annotated[MadeUp, typer.Option(help="A synthetic load, without --trace.")] = MadeUp.steady,
     steps: Annotated[
         int | None, typer.Option(min=1, help="How many steps.", show_default="40, or all of the trace")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of a made-up load.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the synthetic load.")] = 0,
     price: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds of a device's move between roles.", show_default="as in the trace or load"),
+        typer.Option(
+            min=0, help="Seconds that a device needs to change its role.", show_default="as in the trace or load"
+        ),
     ] = None,
     judge_devices: Annotated[int, typer.Option(min=1, help="Devices of one judge replica.")] = 1,
-    staleness: Annotated[int, typer.Option(min=0, help="Versions that slices for good may sample ahead.")] = 1,
+    staleness: Annotated[
+        int, typer.Option(min=0, help="Disaggregated devices: versions that sampling may be ahead.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every step.")] = False,
 ) -> None:
     """Predict a step under every placement, beside the best static split and the bound; runs nothing."""
@@ -110,7 +114,7 @@ def shape(recipe: Recipe, devices: int | None, judge_devices: int) -> Cluster:
 
 
 def micro_batches(recipe: Recipe, controllers: int) -> int:
-    """Of sampling in a step, of all controllers."""
+    """The number of micro-batches that all controllers sample in a step."""
     train = recipe.train
     batch = recipe.sampling.batch_size or train.micro_batch_size
     prompts = [len(range(rank, train.prompts_per_step, controllers)) for rank in range(controllers)]

@@ -37,7 +37,7 @@ class Ordered(Protocol):
 
 @dataclass(frozen=True)
 class Controller:
-    """Identity ``rank`` of ``size``; ``peers`` are the others, none where there is one controller."""
+    """Controller ``rank`` of ``size``; it communicates with the others through ``peers``."""
 
     seed: int
     rank: int = 0
@@ -47,7 +47,7 @@ class Controller:
 
     @property
     def leads(self) -> bool:
-        """Whether it writes what all have in common: metrics, checkpoints, the report."""
+        """Whether this controller writes metrics, checkpoints and the report for all."""
         return self.rank == 0
 
     def total(self, values: Tensor) -> Tensor:
@@ -59,15 +59,15 @@ class Controller:
         return sum(self.gather(value))
 
     def gather(self, values: T) -> list[T]:
-        """Numbers and names of all controllers, by rank."""
+        """The values of all controllers, in the order of their ranks (all-gather)."""
         return self.peers.gather(values)
 
     def gradients(self, values: Tensor) -> Tensor:
-        """Gradients ``[n]``, added in place over all controllers."""
+        """Sum gradients ``[n]`` over all controllers, in place (all-reduce)."""
         return self.peers.sum(values, "gradients")
 
     def share(self, n: int) -> range:
-        """This controller's part of ``n`` things in a row, the leader's first."""
+        """This controller's contiguous part of ``range(n)``; rank 0 has the first."""
         return range(self.rank * n // self.size, (self.rank + 1) * n // self.size)
 
     def slots(
@@ -92,7 +92,7 @@ class Controller:
         return [found[index] for index in given]
 
     def slots_at(self, indices: Iterable[int], step: int, prompts: Sequence[Prompt], per_step: int) -> list[Slot]:
-        """Some of the ``per_step`` slots of ``step``, whoever they belong to."""
+        """The slots ``indices`` of the ``per_step`` slots of ``step``, of any controller."""
         orders: dict[int, list[int]] = {}
         found = []
         for index in indices:

@@ -20,36 +20,36 @@ from torch import Tensor
 
 T = TypeVar("T")
 importlib.import_module("torch.distributed.nn")
-"""Imported before there is a group: the defaults of its functions would hold the group beyond ``close``."""
+"""Imported before a group exists: its functions would keep the group as a default argument after ``close``."""
 _PATIENCE = timedelta(days=1)
-"""A controller may wait long for another (a slow reward); who is dead or frozen is found by the launcher."""
+"""A controller may wait long for another (a slow reward); the launcher finds dead and frozen processes."""
 
 
 class Peers(Protocol):
-    """Every controller must call these equally often and in the same order."""
+    """Collective communication: every controller must make the same calls in the same order."""
 
     sent: Counter[str]
-    """Bytes given to the others so far, by kind."""
+    """Bytes sent so far, by kind."""
     waited: float
     """Seconds spent in these calls so far."""
     ranks: dist.ProcessGroup | None
-    """What ``torch.distributed`` calls them; None where there are no others."""
+    """The process group of all ranks; None with a single controller."""
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
-        """``values``, added in place over all controllers."""
+        """Sum ``values`` over all controllers, in place (all-reduce). ``kind``: what ``sent`` counts them as."""
         ...
 
     def gather(self, values: T) -> list[T]:
-        """Numbers and names (anything JSON has) of all controllers, in the order of their ranks."""
+        """The values (JSON data) of all controllers, in the order of their ranks (all-gather)."""
         ...
 
     def again(self, backend: str) -> dist.ProcessGroup | None:
-        """The same ranks as a group of its own, for what must not wait for the rest."""
+        """A second process group of the same ranks, for collectives that run beside the first group."""
         ...
 
 
 class Alone:
-    """Final class: a controller without others."""
+    """Final class: the ``Peers`` of a single controller."""
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
@@ -124,7 +124,7 @@ class Group:
 
     @contextmanager
     def _wait(self, on_gpu: bool = False) -> Generator[None]:
-        """Count the seconds; a GPU first does what it has to do, which is no waiting."""
+        """Count the seconds of waiting; the GPU finishes its own work first, which is not waiting."""
         if on_gpu:
             torch.cuda.synchronize()
         began = time.perf_counter()
@@ -135,7 +135,7 @@ class Group:
         self.waited += time.perf_counter() - began
 
     def close(self) -> None:
-        """End the group and its threads: one that outlives the interpreter may abort the process at its exit."""
+        """Destroy the group and its threads: a thread that is alive at exit may abort the process."""
         dist.destroy_process_group()
         self.ranks = self._controllers = None
 

@@ -16,7 +16,6 @@ import importlib
 import importlib.util
 import json
 import os
-import random
 import shutil
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from mmrl.engines.engine_weights import (
     values_of,
     write_adapter,
 )
+from mmrl.engines.process_state import default_group_kept, process_settings_kept
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.engines.sleep_mode import SleepMode
 from mmrl.errors import UserError
@@ -127,7 +127,7 @@ class VllmEngine:
         self._private = Path(tempfile.mkdtemp(prefix="mmrl-vllm-"))
         self._remove = weakref.finalize(self, shutil.rmtree, self._private, True)
         try:
-            with _as_it_was(), self._aside():
+            with process_settings_kept(), self._aside():
                 self._llm: Any = _part("vllm").LLM(**arguments)
         except (ValueError, RuntimeError, OSError, TypeError, AssertionError) as error:
             raise UserError(f"vLLM could not load {model}: {error}") from error
@@ -197,7 +197,7 @@ class VllmEngine:
         """Free the engine. Harmless when called twice."""
         if self._llm is None:
             return
-        with _group_spared() if self._initialised else nullcontext():
+        with default_group_kept() if self._initialised else nullcontext():
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = self._adapter = self._mode = None
         self._remove()
@@ -380,28 +380,3 @@ def _video(clip: Clip) -> tuple[np.ndarray, dict[str, Any]]:
         "do_sample_frames": False,
     }
     return np.stack([np.asarray(frame) for frame in clip.frames]), metadata
-
-
-@contextmanager
-def _as_it_was() -> Generator[None]:
-    """Put back what loading vLLM changes in this process: Python's and numpy's random states, the thread count."""
-    python, numpy = random.getstate(), np.random.get_state()
-    threads, setter = torch.get_num_threads(), torch.set_num_threads
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_num_threads = setter
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _group_spared() -> Generator[None]:
-    """Keep the default process group, which vLLM's shutdown would destroy whoever initialised it."""
-    destroy = torch.distributed.destroy_process_group
-    torch.distributed.destroy_process_group = lambda group=None: None if group is None else destroy(group)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group = destroy

@@ -109,11 +109,10 @@ def measure(
     kept = nbytes(t for t in vars(trajectory).values() if isinstance(t, Tensor)) // len(trajectory)
 
     made = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
-    train, forwards, graph_forwards = made.bytes, made.calls[False], made.calls[True]
     whole = made
     if recipe.train.context_parallel > 1:  # of what is cut, only the part that takes most memory is run
         whole = _slice(pipeline, _uncut(recipe), objective, trained, trajectory, counts.slice_rows)
-    token, step = _growth(pipeline, recipe, objective, trained, trajectory, counts, train)
+    token, step = _growth(pipeline, recipe, objective, trained, trajectory, counts, made.bytes)
     optimizer, state = _optimizers(trained, recipe)
     pipeline.features.budget_bytes = budget
     return Measured(
@@ -123,12 +122,12 @@ def measure(
         encode,
         sample,
         decode,
-        train,
+        made.bytes,
         optimizer,
         state,
         nbytes(p for one in trained for p in one.trainable.values()),
-        forwards,
-        graph_forwards,
+        made.calls[False],
+        made.calls[True],
         guided=negative and recipe.denoising.guidance_scale > 1,
         guided_loss=negative and recipe.algorithm.loss_guidance(recipe.denoising.guidance_scale) > 1,
         operations=Operations(live.operations, *drawn, whole.operations, whole.forward),

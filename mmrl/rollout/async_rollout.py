@@ -1,24 +1,24 @@
 """Asynchronous sampling: samples for step ``n`` are drawn while earlier steps train (``placement: disaggregated``).
 
-The groups of step ``n`` are drawn with the weights as they were after step ``n - staleness`` (the first ones with
-those that the run began with), always: not with whichever weights happen to be there. So who is faster, how many
-controllers there are, and where a run was stopped change nothing in what is drawn. Sampling lags by exactly
-``staleness`` steps, and begins as soon as those weights are there.
+The groups of step ``n`` are always sampled with the weights after step ``n - staleness`` (the first steps with the
+initial weights), never with newer ones that happen to be ready. The samples therefore do not depend on the speed of the
+devices, on the number of controllers, or on where a run was stopped. Sampling begins as soon as those weights exist.
 
-That the policy has moved since is corrected as the gap to an engine is: truncated importance weights, the policy before
-the update over the policy that drew (``mmrl.algorithms.mismatch``; the decoupled objective of AReaL, arXiv 2505.24298,
-eq. 5). Of pictures the weights are of mean log-probs, as Flow-GRPO's ratios are.
+The policy has changed since then. Truncated importance weights correct this in the same way as the mismatch of an
+engine: the old policy's probability over that of the policy that sampled (``mmrl.algorithms.mismatch``; the decoupled
+objective of AReaL, arXiv 2505.24298, eq. 5). Of pictures the weights use mean log-probs, as Flow-GRPO's ratios do.
 
-With dynamic sampling a step's replacements (``mmrl.rollout.dynamic_sampling``) are its samples like the first ones:
-drawn with the same weights, while earlier steps train. How many are tried together follows the fraction of groups that
-differed, as it was known when those weights were.
+With dynamic sampling, the replacements of a step (``mmrl.rollout.dynamic_sampling``) are also sampled while earlier
+steps train, with the same weights as its first groups. The number of replacements per round follows the fraction of
+valid groups at the time of those weights.
 
-With partial rollout (``mmrl.rollout.partial_rollout``) the drawing of step ``n`` begins when that of step ``n - 1`` has
-ended, and goes on with what that left in flight, under the weights of its own: a response of several drawings has
-tokens of several versions, each with the log-prob it was drawn with.
+With partial rollout (``mmrl.rollout.partial_rollout``), sampling for step ``n`` begins when that for step ``n - 1`` has
+ended, and continues its unfinished responses with the weights for step ``n``. Such a response has tokens of several
+versions of the policy, each with the log-prob of the version that sampled it.
 
-A checkpoint keeps the weights of the last ``staleness`` versions, with that fraction, and what the last finished step
-left in flight, no other samples: a resumed run draws again what was under way, which is the same.
+A checkpoint keeps the weights of the last ``staleness`` versions, their fractions of valid groups, and the unfinished
+responses after the last finished step. Other samples are not kept: a resumed run samples them again, and they are
+equal.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ Replaced = tuple[list[Round], Groups, Sums]
 
 @dataclass(frozen=True)
 class Begun:
-    """A step whose ``first`` round is under way; ``drawn`` when its samples are, ``ended`` when no round is to come
-    (None without dynamic sampling). With partial rollout there is no first round, and ``drawn`` has all of it."""
+    """A step that is being sampled. ``first``: its first round. ``drawn`` is done when that round is sampled, ``ended``
+    when all rounds of dynamic sampling are. With partial rollout ``first`` is None and ``drawn`` has the result."""
 
     first: Sampling | None = None
     drawn: Future[PartialRound | None] = field(default_factory=Future)
@@ -61,10 +61,10 @@ class Begun:
 
 
 class AsyncRollout(StepPart):
-    """Final class, a ``RolloutStrategy``: the rounds of this step and the next ones on this controller, and their
-    versions.
+    """Final class, a ``RolloutStrategy``: what this controller samples for this step and the next ones, and the
+    versions of the weights for it.
 
-    A thread of each step gives samples to the rewards as they come and has groups replaced, one step after the other.
+    One thread per step submits samples to the rewards as they arrive and replaces groups; the steps take turns.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class AsyncRollout(StepPart):
         self.replaces_groups = dynamic is not None
         self._versions: dict[int, Version] = {}
         self._valid: dict[int, float] = {}
-        """``DynamicSampling.valid`` when each version was new."""
+        """``DynamicSampling.valid`` at the time of each version."""
         self._begun: dict[int, Begun] = {}
 
     def groups(
         self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
     ) -> tuple[list[Round], Groups]:
-        """Begin what may be begun with the weights of now, and wait for ``step``: its rounds, and which groups stand.
+        """Begin the steps that the present weights sample for, and wait for the samples of ``step``.
 
         Raises ``UserError``.
         """
@@ -94,16 +94,16 @@ class AsyncRollout(StepPart):
         self._valid = {n: self._valid[n] for n in self._versions}
         begun = self._begun.pop(step)
         with clock("sample"):
-            landed = begun.drawn.result()
-        if self.partial is not None and landed is not None:
-            whole = self.partial.collect(context, landed, step, clock, metrics)
+            sampled = begun.drawn.result()
+        if self.partial is not None and sampled is not None:
+            whole = self.partial.collect(context, sampled, step, clock, metrics)
             return [whole], groups_of(whole)
         assert begun.first is not None
         metrics.gather({}, {"sampling/stale_steps": torch.tensor(float(step - self._of(step)))}, 1)
         if self.dynamic is None:
             whole = begun.first.finish(clock)
             return [whole], groups_of(whole)
-        with clock("reward"):  # replacements wait for what rewards say of the first
+        with clock("reward"):  # replacements wait for the rewards of the first round
             replaced = begun.ended.result()
         assert replaced is not None
         rounds, groups, counted = replaced
@@ -111,13 +111,14 @@ class AsyncRollout(StepPart):
         return rounds, groups
 
     def state_dict(self) -> PartState:
-        """What a checkpoint keeps: the weights of every version as ``step.name``, and what else is known of each."""
+        """The weights of every version, as ``step.name``, with its number of updates and its fraction of valid
+        groups."""
         tensors = {f"{n}.{name}": t for n, version in self._versions.items() for name, t in version.tensors.items()}
         known = {str(n): {"updates": v.updates, "valid": self._valid[n]} for n, v in self._versions.items()}
         return PartState(known, {_FILE: tensors})
 
     def load_state_dict(self, numbers: JsonObject, saved: Saved, context: StepContext) -> None:
-        """Restore ``state_dict``; the next ``groups`` draws again what was under way."""
+        """Restore ``state_dict``; the next call of ``groups`` samples again what was unfinished."""
         tensors = saved.parts(_FILE).get(_FILE, {})
         self._begun.clear()
         versions = {int(n): as_object(of) for n, of in numbers.items()}
@@ -132,14 +133,14 @@ class AsyncRollout(StepPart):
         }
 
     def _of(self, step: int) -> int:
-        """The version that ``step`` is drawn with."""
+        """The version of the weights that samples for ``step``."""
         return max(0, step - self.staleness)
 
     def _begin(self, context: StepContext, step: int, clock: Clock) -> Begun:
         version, valid = self._versions[self._of(step)], self._valid[self._of(step)]
         inside = Clock(torch.device("cpu"))
         if self.partial is not None:
-            return self._begin_flight(step, partial(self.partial.draw, context, step, self._of(step), inside, version))
+            return self._begin_partial(step, partial(self.partial.draw, context, step, self._of(step), inside, version))
         slots = context.controller.slots(step, context.prompts, context.recipe.train.prompts_per_step)
         first = Sampling(context, slots, step, clock, inside, version)
         begun = Begun(first)
@@ -159,16 +160,16 @@ class AsyncRollout(StepPart):
         Thread(target=_collect, args=(begun, before, replaced), name=f"mmrl-ahead-{step}", daemon=True).start()
         return begun
 
-    def _begin_flight(self, step: int, draw: Callable[[], PartialRound]) -> Begun:
+    def _begin_partial(self, step: int, draw: Callable[[], PartialRound]) -> Begun:
         begun, before = Begun(), [earlier.drawn for earlier in self._begun.values()]
-        Thread(target=_fly, args=(begun, before, draw), name=f"mmrl-ahead-{step}", daemon=True).start()
+        Thread(target=_sample_partial, args=(begun, before, draw), name=f"mmrl-ahead-{step}", daemon=True).start()
         return begun
 
 
-def _fly(begun: Begun, before: list[Future[PartialRound | None]], draw: Callable[[], PartialRound]) -> None:
+def _sample_partial(begun: Begun, before: list[Future[PartialRound | None]], draw: Callable[[], PartialRound]) -> None:
     try:
         for earlier in before:
-            earlier.result()  # what one that failed left in flight is not known
+            earlier.result()  # raises: after a failure the unfinished responses are not known
         begun.drawn.set_result(draw())
         begun.ended.set_result(None)
     except BaseException as error:

@@ -1,4 +1,7 @@
-"""The first half of a step: sample a group for every slot, score it, and turn rewards into advantages."""
+"""The first half of a step: sample a group for every slot, score the samples, and compute advantages.
+
+A *round* is one pass of sampling and scoring; dynamic sampling needs several for a step.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +32,17 @@ from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import SampleId, Slot, Trajectory
 
 MOST_REPLACED = 4
-"""Unusable prompts in a step, per slot, after which it fails: the data is not what it seems."""
+"""A step fails after so many unusable prompts per slot: the data set does not fit the recipe."""
 
 
 def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Batch:
-    """Sample a group for every slot, score it, and turn rewards into advantages."""
+    """Sample a group for every slot, score it, and compute the advantages. Raises ``RewardError`` and ``UserError``."""
     with context.compute.devices.sampling_phase(context, sampler(context.objective, step)):
         rounds, groups = context.rollout.strategy.groups(context, slots, step, clock, metrics)
     first = replace(rounds[0].scores, total=rewards_of(context, rounds, groups_of(rounds[0])))
     metrics.set(reward_metrics(first, context.controller.gather, rows_by_source(context, rounds[0].slots)))
     batch, scored = assemble(context, rounds, groups)
-    if batch.micro_batches[0].mask is not None or context.another_drew:
+    if batch.micro_batches[0].mask is not None or context.recomputes_old_log_probs:
         with clock("prepare"):
             scored = prepare(context, batch, scored)
     how: AdvantageAggregation = getattr(context.recipe.algorithm, "advantage_aggregation", "sum")
@@ -85,16 +88,16 @@ class SynchronousRollout:
 def sample_and_score(
     context: StepContext, slots: list[Slot], step: int, clock: Clock, version: Version | None = None, number: int = 0
 ) -> Round:
-    """A group of samples for every slot, in micro-batches, and what the rewards say of them, in round ``number``."""
+    """Sample a group for every slot, in micro-batches, and score it, as round ``number`` of the step."""
     sampling = Sampling(context, slots, step, clock, clock, version, number)
     sampling.collect()
     return sampling.finish(clock)
 
 
 class Sampling:
-    """Final class: a round under way. It is asked for when it is made; ``collect`` may run in another thread.
+    """Final class: a round in progress. The constructor submits it; ``collect`` may run in another thread.
 
-    ``clock`` is of who makes it, ``inside`` of who collects. ``version``: see ``Devices.sample``.
+    ``clock`` is the caller's, ``inside`` that of the thread that collects. ``version``: see ``Devices.sample``.
     """
 
     def __init__(
@@ -124,13 +127,13 @@ class Sampling:
         self._micro_batches: dict[int, Trajectory] = {}
 
     def collect(self) -> None:
-        """Have what is drawn judged, while the next is sampled."""
+        """Submit each micro-batch to the rewards as soon as it is sampled."""
         for n, trajectory, samples in self._drawn:
             self._micro_batches[n] = trajectory
             self._scoring.add(samples, n * self._most)
 
     def finish(self, clock: Clock) -> Round:
-        """All that was collected, scored. Raises ``RewardError``."""
+        """Wait for the rewards; returns the round. Raises ``RewardError``."""
         size, n = self._size, len(self._slots) * self._size
         with clock("reward"):
             scores = self._scoring.finish([list(range(first, first + size)) for first in range(0, n, size)])
@@ -141,9 +144,10 @@ class Sampling:
 def encode(
     context: StepContext, slots: list[Slot], other: Callable[[Slot, int], Slot] | None = None
 ) -> tuple[list[Slot], list[str], list[Failure]]:
-    """Encode the prompts; one that cannot be used is named, and another takes its place. Raises ``UserError``.
+    """Encode the prompts. An unusable prompt is recorded as a failure, and another one replaces it.
 
-    ``other``: the slot with its prompt of an attempt; None draws from the training prompts.
+    ``other``: gives the slot another prompt, that of attempt ``n``; None takes it from the training prompts. Returns
+    the slots, the keys of their features, and the failures. Raises ``UserError`` after too many.
     """
     bad: list[Failure] = []
     other = other or (lambda slot, attempt: context.controller.replacement(slot, attempt, context.prompts))
@@ -164,13 +168,13 @@ def encode(
 
 
 def assemble(context: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> tuple[Batch, Scored]:
-    """The chosen groups of all rounds as one batch, with their rewards."""
+    """Join the groups (round, group in it) that are trained on into one batch, with their rewards."""
     size = context.recipe.train.group_size
     sampled = [trajectory for r in rounds for trajectory in r.micro_batches]
-    everywhere = iter([(m, i) for m, trajectory in enumerate(sampled) for i in range(len(trajectory))])
-    places = [[next(everywhere) for _ in range(size * len(r.slots))] for r in rounds]
+    all_places = iter([(m, i) for m, trajectory in enumerate(sampled) for i in range(len(trajectory))])
+    places = [[next(all_places) for _ in range(size * len(r.slots))] for r in rounds]
     rows = [(r, n * size + k) for r, n in groups for k in range(size)]
-    kept = sorted({places[r][i][0] for r, i in rows})  # of groups that were replaced nothing is
+    kept = sorted({places[r][i][0] for r, i in rows})  # micro-batches of replaced groups are dropped
     micro_batches = [sampled[m] for m in kept]
     lengths = [row_lengths(context, trajectory) for trajectory in micro_batches]
     chosen = [(kept.index(m), k) for m, k in (places[r][i] for r, i in rows)]
@@ -184,7 +188,7 @@ def assemble(context: StepContext, rounds: list[Round], groups: list[tuple[int, 
         failures=[failure for r in rounds for failure in r.scores.failures],
     )
     rewards = rewards_of(context, rounds, groups)
-    token_rewards, all_sum = spread_spans(context, batch, rounds, rows), context.controller.total
+    token_rewards, all_sum = span_rewards(context, batch, rounds, rows), context.controller.total
     parts, labels = parts_of(context, rounds, groups), context.rewards.weights
     each = [
         (weight, torch.where(rewards.isnan(), torch.nan, parts[label])) for label, weight in labels.items() if weight
@@ -196,21 +200,21 @@ def assemble(context: StepContext, rounds: list[Round], groups: list[tuple[int, 
 
 
 def row_lengths(context: StepContext, trajectory: Trajectory) -> list[int]:
-    """How many entries (denoising steps, noise levels, tokens) of each row an update counts."""
+    """The entries of each row that an update trains on: response tokens, denoising steps, or noise levels."""
     if context.pipeline.makes == "text":
         return trajectory.responses
     return [context.pipeline.entries(context.objective.kind)] * len(trajectory)
 
 
 def groups_of(whole: Round) -> Groups:
-    """The (round, group) of every slot of a first round."""
+    """For each slot of a first round its own group."""
     return [(0, n) for n in range(len(whole.slots))]
 
 
 def rewards_of(context: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> Tensor:
-    """The weighted sum ``[B]`` of the rewards of these groups, which are the batch that some are normalised by."""
+    """The weighted sum ``[B]`` of the rewards of these groups; ``normalize: batch`` is over these groups."""
     if not context.rollout.strategy.replaces_groups:
-        return taken(context, groups, [one.scores.total for one in rounds])
+        return rows_of_groups(context, groups, [one.scores.total for one in rounds])
     size = context.recipe.train.group_size
     return context.rewards.total(
         parts_of(context, rounds, groups), [range(n, n + size) for n in range(0, len(groups) * size, size)]
@@ -220,21 +224,20 @@ def rewards_of(context: StepContext, rounds: list[Round], groups: list[tuple[int
 def parts_of(context: StepContext, rounds: list[Round], groups: list[tuple[int, int]]) -> dict[str, Tensor]:
     """The raw values ``[B]`` of every reward of these groups, by label."""
     return {
-        label: taken(context, groups, [one.scores.parts[label] for one in rounds]) for label in context.rewards.labels
+        label: rows_of_groups(context, groups, [one.scores.parts[label] for one in rounds])
+        for label in context.rewards.labels
     }
 
 
-def taken(context: StepContext, groups: list[tuple[int, int]], columns: list[Tensor]) -> Tensor:
-    """The rows of these (round, group), of a column of every round."""
+def rows_of_groups(context: StepContext, groups: list[tuple[int, int]], columns: list[Tensor]) -> Tensor:
+    """The rows ``[B]`` of these groups (round, group in it); ``columns`` has a value per sample for each round."""
     size = context.recipe.train.group_size
     return torch.cat([columns[r][n * size : (n + 1) * size] for r, n in groups])
 
 
-def spread_spans(context: StepContext, batch: Batch, rounds: list[Round], rows: list[tuple[int, int]]) -> Tensor | None:
-    """What rewards said of pieces of responses, summed on their tokens ``[B, T]`` float64; None where they said none.
-
-    Each reward counts with its weight.
-    """
+def span_rewards(context: StepContext, batch: Batch, rounds: list[Round], rows: list[tuple[int, int]]) -> Tensor | None:
+    """Rewards per token ``[B, T]`` float64: the values that rewards gave to spans of a response, times the weight of
+    the reward, summed over spans and rewards; None if no reward gives any."""
     labels = rounds[0].scores.spans
     if not labels:
         return None
@@ -249,22 +252,22 @@ def spread_spans(context: StepContext, batch: Batch, rounds: list[Round], rows: 
 
 
 def group_of_row(groups: int, context: StepContext) -> Tensor:
-    """The group of each row ``[B]``, groups contiguous."""
+    """The group number of each row ``[B]``; the rows of a group are contiguous."""
     return torch.arange(groups).repeat_interleave(context.recipe.train.group_size)
 
 
 def prepare(context: StepContext, batch: Batch, scored: Scored) -> Scored:
-    """Recompute what must be known of the whole batch before its first update, in the very slices of the updates.
+    """Recompute the tensors that are needed of the whole batch before its first update (old log-probs, reference
+    log-probs, a critic's values), in the same slices as the updates.
 
-    Log-probs of the policy before the update are needed only where something moves between: with one update per step
-    the first replay is that policy, and its ratio is 1. Of pictures they were recorded (but see
-    ``StepContext.another_drew``).
+    With one update per step text needs no old log-probs: the update's own forward pass is the old policy, and the
+    ratio is 1. Of pictures sampling recorded them (but see ``StepContext.recomputes_old_log_probs``).
     """
     updates, mask = context.recipe.train.updates_per_step, mask_of(batch)
     moves = updates > 1 and "log_probs" in context.objective.needs
     kept = {"log_probs", "values"}
     wanted = prepared_by(context.objective) | (frozenset({"log_probs"}) if moves else frozenset())
-    if context.policy.weights.stages is not None:  # where an update calls the model once
+    if context.policy.weights.stages is not None:  # pipeline stages: an update calls the model once
         wanted |= context.objective.needs & {"reference_log_probs"}
         kept |= {"reference_log_probs"}
     width = entries_of(context.pipeline, context.objective.kind) if mask is None else mask.shape[1]
@@ -287,7 +290,7 @@ def prepare(context: StepContext, batch: Batch, scored: Scored) -> Scored:
 
 
 def mask_of(batch: Batch) -> Tensor | None:
-    """The response tokens of every row ``[B, T]``; None of pictures."""
+    """``[B, T]``: 1 for the response tokens of each row; None for pictures."""
     if batch.micro_batches[0].mask is None:
         return None
     mask = torch.zeros(len(batch.places), max(t.clean.shape[1] for t in batch.micro_batches))
@@ -302,11 +305,11 @@ def unsampled_batch(context: StepContext, slots: list[Slot], clock: Clock) -> Ba
     pairs or responses."""
     with clock("encode"):
         slots, keys, bad = encode(context, slots)
-    return prompts_alone(context, slots, keys, bad)
+    return prompts_only(context, slots, keys, bad)
 
 
-def prompts_alone(context: StepContext, slots: list[Slot], keys: list[str], failures: Sequence[Failure] = ()) -> Batch:
-    """The rows of every slot, all of weight 1, with nothing in them but their prompts."""
+def prompts_only(context: StepContext, slots: list[Slot], keys: list[str], failures: Sequence[Failure] = ()) -> Batch:
+    """A batch that holds prompts and no samples; every row has weight 1."""
     rows = samples_of(slots, context.recipe.train.group_size)
     empty = torch.empty(len(rows), 0, device=next(iter(context.policy.trainable.values())).device)
     trajectory = Trajectory([s for s, _ in rows], [i for _, i in rows], empty, [s.prompt.text for s, _ in rows])
@@ -351,12 +354,12 @@ def reward_metrics(
 
 
 def text_metrics(batch: Batch, mask: Tensor) -> dict[str, float]:
-    """Length of the responses and how many were cut."""
+    """Mean length of the responses in tokens, and the share that was cut at the length limit."""
     cut = truncated_rows(batch)
     return {"text/length": mask.sum(1).mean().item(), "text/truncated": sum(cut) / len(cut)}
 
 
 def truncated_rows(batch: Batch) -> list[bool]:
-    """Of each row of text: whether it was cut at the length limit."""
+    """For each row of text whether the response was cut at the length limit."""
     truncated = [t.truncated.tolist() for t in batch.micro_batches]  # type: ignore[union-attr]
     return [truncated[m][i] for m, i in batch.places]

@@ -1,15 +1,16 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2): replace groups whose rewards are all equal.
 
-The attempts of a slot have an order, the same whoever runs it: its prompt of the epoch, then the replacements 1, 2 and
-so on. The first whose rewards differ stands in the slot, or the last of ``max_attempts``. How many are tried together
-changes what is sampled for nothing, and never which group stands: so the outcome depends neither on the number of
-controllers nor on what earlier steps taught about the data. No controller asks another anything meanwhile, so that
-steps drawn ahead (``mmrl.rollout.async_rollout``) may do it in a thread of their own.
+A group is *valid* if its rewards differ, and *flat* if they are all equal. The attempts of a slot have a fixed order:
+its prompt of the epoch, then the replacement prompts 1, 2 and so on. A slot trains on its first valid attempt, or on
+the last of ``max_attempts``. The number of attempts per round changes how much is sampled in vain, and never which
+group a slot trains on. The result therefore depends neither on the number of controllers nor on earlier steps.
+Controllers do not communicate here, so that asynchronous rollout (``mmrl.rollout.async_rollout``) can do this in a
+thread.
 
-The first round tries one attempt of every slot. One that is flat after ``n`` rounds is tried with
-``2 ** (n - 1) / valid`` more, where ``valid`` is the fraction of groups that differed in the steps before: as many as
-make one good group likely, then twice as many each time, since few slots are left by then and a round has its
-own price (``benchmarks/dynamic_sampling.py`` counts both).
+The first round samples one attempt per slot. A slot that is still flat after ``n`` rounds gets ``2 ** (n - 1) / valid``
+more, where ``valid`` is the moving average of the fraction of valid groups: enough to make one valid group likely, and
+then twice as many each time, since few slots are left and every round has a fixed cost
+(``benchmarks/dynamic_sampling.py`` measures both).
 """
 
 from __future__ import annotations
@@ -31,14 +32,12 @@ from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import Slot
 
 DECAY = 0.9
-"""Of the moving average of the valid fraction, per step."""
+"""Decay per step of the moving average of the fraction of valid groups."""
 
 
 class DynamicSampling(StepPart):
-    """Final class, a ``RolloutStrategy``: how many attempts a slot has, ``most``, and how many of a flat one are tried
-    together.
-
-    ``valid``: moving average of the fraction of groups that differed, over all controllers; 1 at the start.
+    """Final class, a ``RolloutStrategy``. ``most``: the attempts that a slot has at most. ``valid``: moving average of
+    the fraction of valid groups over all controllers; 1 at the start.
     """
 
     staleness = 0
@@ -58,18 +57,19 @@ class DynamicSampling(StepPart):
         return rounds, resample(context, self, rounds, again, metrics)
 
     def ahead(self, rounds: int, tried: int) -> int:
-        """How many to try of a slot that is flat after ``rounds`` rounds and ``tried`` attempts."""
+        """The number of attempts in the next round for a slot that is flat after ``rounds`` rounds and ``tried``
+        attempts."""
         wanted = 2 ** (rounds - 1) / max(self.valid, 1 / self.most)
         return min(self.most - tried, round(wanted))
 
     def at(self, valid: float) -> DynamicSampling:
-        """As they were when ``valid`` was the average; what is learned later does not reach them."""
+        """A copy with this average, which later steps do not change."""
         then = copy(self)
         then.valid = valid
         return then
 
     def end_step(self, context: StepContext, done: FinishedStep) -> dict[str, float]:
-        """Take in the step's ``sampling/valid`` of all controllers; returns the average as a metric."""
+        """Update the average with the step's ``sampling/valid`` of all controllers; returns it as a metric."""
         self.valid = DECAY * self.valid + (1 - DECAY) * done.metrics["sampling/valid"]
         return {"sampling/valid_ema": self.valid}
 
@@ -82,7 +82,7 @@ class DynamicSampling(StepPart):
 
 @dataclass(frozen=True)
 class _Group:
-    """Group ``place`` of round ``round``, an attempt of a slot."""
+    """An attempt of a slot: group ``place`` of round ``round``; ``flat``: its rewards are all equal."""
 
     attempt: int
     round: int
@@ -97,9 +97,10 @@ def resample(
     sample: Callable[[list[Slot]], Round],
     metrics: StepMetrics,
 ) -> Groups:
-    """Try further attempts of the slots of ``rounds[0]`` that are flat, by ``sample``, until none is or can be.
+    """Sample further attempts (``sample``) of the flat slots of ``rounds[0]``, until every slot is valid or has no
+    attempt left.
 
-    Appends to ``rounds``; returns for each slot the (round, group) that stands in it.
+    Appends to ``rounds``; returns for each slot the (round, group in it) that it trains on.
     """
     tried = [[group] for group in _groups(context, rounds[0], 0)]
     while True:
@@ -115,21 +116,21 @@ def resample(
         for (i, _), group in zip(again, _groups(context, rounds[-1], len(rounds) - 1), strict=True):
             tried[i].append(group)
         for groups in tried:
-            groups.sort(key=lambda group: group.attempt)  # an unusable prompt's place has a later attempt
-    standing = [next((group for group in groups if not group.flat), groups[-1]) for groups in tried]
+            groups.sort(key=lambda group: group.attempt)  # the replacement of an unusable prompt has a later number
+    chosen = [next((group for group in groups if not group.flat), groups[-1]) for groups in tried]
     everything = [group for groups in tried for group in groups]
     valid = torch.tensor(float(sum(not group.flat for group in everything)))
     metrics.gather({"sampling/valid": valid}, {"sampling/rounds": torch.tensor(float(len(rounds)))}, len(everything))
-    unused = sum(g.attempt > one.attempt for one, groups in zip(standing, tried, strict=True) for g in groups)
+    unused = sum(g.attempt > one.attempt for one, groups in zip(chosen, tried, strict=True) for g in groups)
     metrics.count({"sampling/groups": len(everything), "sampling/ahead_unused": unused})
-    return [(group.round, group.place) for group in standing]
+    return [(group.round, group.place) for group in chosen]
 
 
 def _groups(context: StepContext, of: Round, number: int) -> list[_Group]:
-    """The groups of round ``number`` and whether their rewards are all equal.
+    """The groups of round ``number``, and whether their rewards are all equal.
 
-    A reward that is to be scaled by the whole batch's spread, which nobody knows yet, is looked at by itself: added to
-    others before it is scaled, it might cancel what they say.
+    A reward with ``normalize: batch`` is compared alone too: its scale is not known before the batch is complete, and
+    in an unscaled sum it could cancel other rewards.
     """
     rows = torch.arange(len(of.slots)).repeat_interleave(context.recipe.train.group_size)
     total = of.scores.total

@@ -1,22 +1,23 @@
 """Partial rollout: long responses are cut and continue in later steps, with the weights of those steps.
 
-The stream is the run's slots, step after step. A step fills the flight up to ``prompts_per_step + extra`` groups from
-it, and has the engine draw at most ``cut_after`` tokens for every response under way, round after round, until
-``prompts_per_step`` groups are whole: those are scored, as soon as they are, and trained on. The others stay with their
-tokens. So a long response holds up no step, every step trains on equally many groups, and no group is lost or trained
-on twice. Among groups that are whole at the same time the first of the stream go first.
+The *stream* is the sequence of the run's slots, step after step. A group is *in flight* while a response of it is
+unfinished. A step takes slots from the stream until ``prompts_per_step + extra`` groups are in flight. The engine then
+samples at most ``cut_after`` tokens for every unfinished response, in rounds, until ``prompts_per_step`` groups are
+complete. A complete group is scored at once and trained on. The others keep their tokens. So a long response delays no
+step, every step trains on the same number of groups, and no group is lost or trained on twice. Among groups that are
+complete at the same time the first of the stream come first.
 
-Each token keeps the log-prob it was drawn with, under the weights of then. Their distance from the policy that trains
-is part of the gap that truncated importance sampling corrects (``mmrl.algorithms.mismatch``).
+Each token keeps the log-prob of the weights that sampled it. Truncated importance sampling corrects the difference to
+the policy that trains (``mmrl.algorithms.mismatch``).
 
-Short responses come back sooner: the first steps of a run see more of them than the data's share.
+Short responses are complete sooner: the first steps of a run train on more of them than the data set holds.
 
-Slots and ``extra`` are divided into ``pools``, which know nothing of one another: what lands in one, and how far its
-others have come, follows from the weights and its own slots. A controller has whole pools, so that their number changes
-nothing. Tokens never leave their controller but for a checkpoint, which keeps each pool's as a part of its own.
+Slots and ``extra`` are divided into independent ``pools``: which groups of a pool are complete follows from the weights
+and its own slots. A controller has whole pools, so that the number of controllers changes nothing. Tokens leave their
+controller only into a checkpoint, which keeps each pool as a part of its own.
 
-Where steps are drawn ahead (``mmrl.rollout.async_rollout``) this happens while earlier steps train, with the weights of
-that step: its drawing begins when that of the step before has ended, whose groups in flight it goes on with.
+With asynchronous rollout (``mmrl.rollout.async_rollout``) this happens while earlier steps train. Sampling for a step
+begins when that for the step before has ended, and continues its unfinished groups.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def _read_place(row: Json) -> tuple[int, int, int, str]:
 
 
 class _Left(TypedDict):
-    """What a controller has left in flight after a step: a number for each pool, and the slots by their places."""
+    """The groups that a controller has in flight after a step. ``taken``: (pool, slots taken from its stream so far);
+    ``slots``: step, index, attempt and prompt id of each."""
 
     taken: list[list[int]]
     slots: list[list[int | str]]
@@ -63,7 +65,7 @@ class _Left(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The samples of one slot, as far as they are drawn. ``keys``: the features it holds in the store."""
+    """The samples of one slot, as far as they are sampled. ``keys``: the features in the store that it uses."""
 
     slot: Slot
     keys: list[str]
@@ -76,8 +78,8 @@ class Group:
 
 @dataclass(frozen=True)
 class PartialRound:
-    """What was drawn for a step: ``groups`` that are whole, in the order in which they are scored, and ``left``, those
-    that stay in flight, in the order of the stream. ``taken``: by pool, how many slots of its stream were begun."""
+    """The sampling of a step. ``groups``: the complete ones, in the order of scoring. ``left``: those that stay in
+    flight, in the order of the stream. ``taken``: for each pool the number of slots taken from its stream so far."""
 
     groups: list[Group]
     micro_batches: list[Trajectory]
@@ -93,7 +95,7 @@ class PartialRollout(StepPart):
 
     staleness = 0
     replaces_groups = False
-    own = True  # responses in flight stay with their controller
+    own = True  # each controller saves its own unfinished responses
 
     def __init__(self, settings: Partial) -> None:
         self.settings = settings
@@ -105,16 +107,17 @@ class PartialRollout(StepPart):
     def groups(
         self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
     ) -> tuple[list[Round], Groups]:
-        """As a ``RolloutStrategy``'s; ``slots`` are not asked: the stream's may have begun in earlier steps."""
+        """As ``RolloutStrategy.groups``. ``slots`` is not used: the stream gives the slots, some from earlier steps."""
         whole = self.collect(context, self.draw(context, step, step, clock), step, clock, metrics)
         return [whole], groups_of(whole)
 
     def draw(
         self, context: StepContext, step: int, of: int, clock: Clock, version: Version | None = None
     ) -> PartialRound:
-        """Draw until as many groups are whole as ``step`` trains on, and have them judged. May run in another thread.
+        """Sample until as many groups are complete as ``step`` trains on, and submit them to the rewards. May run in
+        another thread.
 
-        ``of``: the weights are those after so many steps; ``version``: see ``Devices.continue_generation``. Raises
+        ``of``: after how many steps the weights were taken; ``version``: see ``Devices.continue_generation``. Raises
         ``UserError``.
         """
         pools = range(context.controller.rank, self.settings.pools, context.controller.size)
@@ -149,7 +152,7 @@ class PartialRollout(StepPart):
     def collect(
         self, context: StepContext, drawn: PartialRound, step: int, clock: Clock, metrics: StepMetrics
     ) -> Round:
-        """What was drawn for ``step``, scored. Raises ``RewardError``."""
+        """Wait for the rewards of ``step``; returns its round. Raises ``RewardError``."""
         size = context.recipe.train.group_size
         with clock("reward"):
             scores = drawn.scoring.finish([list(range(n, n + size)) for n in range(0, len(drawn.groups) * size, size)])
@@ -160,7 +163,7 @@ class PartialRollout(StepPart):
         return Round([group.slot for group in drawn.groups], keys, drawn.micro_batches, scores)
 
     def end_step(self, context: StepContext, done: FinishedStep) -> dict[str, float]:
-        """What was left in flight of the step, on all controllers, is what a checkpoint keeps."""
+        """Gather the slots in flight on all controllers: a checkpoint after this step keeps them."""
         groups, taken = self._landed
         mine = [[g.slot.step, g.slot.index, g.slot.attempt, g.slot.prompt.id] for g in groups]
         left: _Left = {"taken": [[pool, n] for pool, n in taken.items()], "slots": mine}
@@ -171,8 +174,8 @@ class PartialRollout(StepPart):
         return {}
 
     def state_dict(self) -> PartState:
-        """What was in flight after the last finished step: by pool of this controller the rows of its groups one after
-        another, and the slots of all controllers."""
+        """The groups in flight after the last finished step: for each pool of this controller the rows of its groups,
+        joined, and the slots of all controllers."""
         groups, state = self._settled  # neither the list nor its groups are changed in place
         rows: dict[int, Trajectory] = {}
         for pool in sorted({self._pool(group.slot) for group in groups}):
@@ -226,8 +229,8 @@ class PartialRollout(StepPart):
         return [group for group in self.in_flight if self._pool(group.slot) == pool and group.whole]
 
     def _fill(self, context: StepContext, wanted: Mapping[int, int]) -> list[Failure]:
-        """Begin groups for the next slots of every pool's stream, until it has ``wanted`` and its part of ``extra``;
-        returns the prompts that cannot be used."""
+        """Begin groups for the next slots of each pool's stream, until it has ``wanted`` and its part of ``extra``.
+        Returns the prompts that cannot be used."""
         fresh: list[Slot] = []
         for pool, n in wanted.items():
             share, taken = self._share(context, pool), self._taken.get(pool, 0)
@@ -245,12 +248,12 @@ class PartialRollout(StepPart):
     def _draw(
         self, context: StepContext, pools: Sequence[int], of: int, how: SamplingSpec, version: Version | None
     ) -> None:
-        """One round: at most ``cut_after`` tokens for every response under way in ``pools``."""
+        """One round: sample at most ``cut_after`` tokens for every unfinished response in ``pools``."""
         size = context.recipe.train.group_size
         flying = [group for group in self.in_flight if not group.whole and self._pool(group.slot) in pools]
         before = Trajectory.join([group.rows for group in flying])
         going = _column(before.under_way).tolist()
-        order = sorted(range(len(before)), key=lambda row: going[row])  # stable: what is complete, then what goes on
+        order = sorted(range(len(before)), key=lambda row: going[row])  # stable: complete rows first
         done, asked = order[: going.count(False)], order[going.count(False) :]
         most = context.recipe.sampling.batch_size or context.recipe.train.micro_batch_size
         parts = [before.rows(rows) for rows in chunks(asked, most)]
@@ -277,7 +280,7 @@ def _slots(context: StepContext, step: int, indices: Sequence[int]) -> list[Slot
 
 
 def _begun(context: StepContext, slot: Slot) -> Group:
-    """A group of which nothing is drawn yet, holding its prompt's features."""
+    """A group without tokens yet; it holds its prompt's features."""
     keys = context.pipeline.encode([slot])
     rows = samples_of([slot], context.recipe.train.group_size)
     device = next(iter(context.policy.trainable.values())).device
@@ -297,7 +300,7 @@ def _begun(context: StepContext, slot: Slot) -> Group:
 
 
 def _dated(before: Trajectory, after: Trajectory, step: int) -> Trajectory:
-    """``after`` with the steps in which its tokens were drawn: those that ``before`` lacks in ``step``."""
+    """``after`` with the step of each token: the new tokens, which ``before`` lacks, are of ``step``."""
     mask, old = _column(after.mask), _column(before.mask)
     known = pad(old, (0, mask.shape[1] - old.shape[1])) > 0
     dates = pad(_column(before.drawn_at), (0, mask.shape[1] - old.shape[1]))

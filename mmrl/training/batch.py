@@ -16,7 +16,7 @@ from mmrl.trajectory import SampleId, Slot, Trajectory
 T = TypeVar("T")
 
 Groups = list[tuple[int, int]]
-"""The (round, group) that stands in each slot."""
+"""For each slot the (round, group in it) whose samples it trains on."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,12 @@ class Round:
 
 @dataclass
 class Batch:
-    """The samples of a step on this controller: micro-batches as they were sampled, and a value per row.
+    """The samples of a step on this controller: micro-batches as they were sampled, and values per row.
 
-    ``places`` say where each row lies: (micro-batch, row in it). ``advantages`` are ``[B]``, or ``[B, T]`` by token.
-    ``keys`` are the features it holds; ``prepared`` what was recomputed for the whole batch before the updates and what
-    a critic should learn, ``[B, T]`` each; of pictures a column is an entry.
+    ``places``: where each of the ``B`` rows lies, (micro-batch, row in it). ``advantages``: ``[B]``, or ``[B, T]`` per
+    token. ``weights``: ``[B]``, 0 for rows left out of the update. ``lengths``: ``[B]``, tokens or denoising steps.
+    ``keys``: the features in the store that the batch uses. ``prepared``: ``[B, T]`` each, what was recomputed before
+    the updates (log-probs, values) and the returns that a critic fits; of pictures a column is a denoising step.
     """
 
     micro_batches: list[Trajectory]
@@ -54,36 +55,40 @@ class Batch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The slice of an update whose graph is held at once: some rows and some of their entries (actions; one level)."""
+    """A slice of an update, whose autograd graph is held at once: some rows, and some entries of each (denoising steps,
+    or one noise level; all tokens of text)."""
 
     rows: Trajectory
     entries: list[int]
     index: list[int]
-    """Where the rows lie in the batch."""
+    """The places of the rows in the batch."""
     old: dict[str, Tensor]
+    """What is known from sampling: advantages, weights, groups, and log-probs where they were recorded."""
     tokens: int
-    """Of all rows together, and as they are padded; of pictures their number."""
+    """Tokens of all rows; ``padded`` counts padding too. Of pictures the number of rows."""
     padded: int
 
 
 def without_weight(micro_batch: MicroBatch) -> MicroBatch:
-    """The same slice, adding nothing to the update."""
+    """The same slice with weight 0: it adds nothing to the update."""
     return replace(micro_batch, old=micro_batch.old | {"weights": torch.zeros_like(micro_batch.old["weights"])})
 
 
 def rows_of_update(batch: Batch, update: int, updates: int) -> list[int]:
-    """Of every group, the samples whose turn it is: each update sees all prompts."""
+    """The rows of one of the step's ``updates``: the samples of each group are divided over them, so that every update
+    sees all prompts."""
     return [n for n, sample in enumerate(batch.ids) if sample.sample % updates == update]
 
 
-def counted(batch: Batch, rows: list[int]) -> list[int]:
-    """Those of ``rows`` that have weight in the update; all where none has, for there must be a slice."""
+def rows_with_weight(batch: Batch, rows: list[int]) -> list[int]:
+    """Those of ``rows`` with a weight above 0. All of them if there are none, because ranks that wait for one another
+    need a slice."""
     return [n for n in rows if batch.weights[n] > 0] or rows
 
 
 def gather(micro_batches: list[Trajectory], places: list[tuple[int, int]]) -> Trajectory:
-    """The rows at ``places`` (micro-batch, row), in their order; a whole micro-batch is itself, so that its replay has
-    its very shape."""
+    """The rows at ``places`` (micro-batch, row), in this order. A whole micro-batch is returned as it is, so that its
+    replay has the shape of its sampling."""
     whole = places[0][0]
     if places == [(whole, i) for i in range(len(micro_batches[whole]))]:
         return micro_batches[whole]
@@ -96,14 +101,14 @@ def gather(micro_batches: list[Trajectory], places: list[tuple[int, int]]) -> Tr
 
 
 def groups_of(rows: Trajectory) -> Tensor:
-    """The group of each row ``[B]`` int64, numbered from 0 as they come."""
+    """The group of each row ``[B]`` int64, numbered from 0 in the order of the rows."""
     keys = [(i.step, i.slot, i.attempt) for i in rows.ids]
     number = {key: n for n, key in enumerate(dict.fromkeys(keys))}
     return torch.tensor([number[key] for key in keys])
 
 
-def of_group(rows: Trajectory) -> Trajectory:
-    """``rows`` with the randomness of their group's first sample."""
+def with_group_noise(rows: Trajectory) -> Trajectory:
+    """``rows`` with the random seeds of their group's first sample, so that a group shares its noise."""
     return replace(rows, ids=[replace(i, sample=0) for i in rows.ids])
 
 

@@ -13,20 +13,20 @@ from mmrl.report.rundir import RunDir
 from mmrl.training.step_context import StepContext
 
 KIND = "diverged"
-"""Of its row in failures.jsonl."""
+"""The kind of such a row in failures.jsonl."""
 CHANGEABLE = (
     *("optim.lr", "optim.max_grad_norm", "optim.betas", "optim.eps", "optim.weight_decay", "optim.warmup_steps"),
     *("algorithm.critic_lr", "model.dtype"),
 )
-"""What a run that diverged may change when it is resumed."""
+"""The settings that may change when a diverged run is resumed."""
 
 
 @dataclass(frozen=True)
 class Divergence:
     """``what`` was not finite, in training step ``step`` (counted from 1) or in the evaluation after it.
 
-    ``lr``: of the update that was next. ``done``: finished steps. ``proved``: with the weights after them something
-    was computed that was finite; otherwise a checkpoint of them is as ruined as the run.
+    ``lr``: the learning rate of the next update. ``done``: finished steps. ``proved``: a finite gradient or evaluation
+    was computed with the weights after these steps. If not, a checkpoint of them is of no use either.
     """
 
     what: str
@@ -36,7 +36,7 @@ class Divergence:
     done: int
     proved: bool
     trained: bool
-    """Whether the first such number is in weights that are trained, or made from them."""
+    """Whether the first such number is in trained weights or was computed from them."""
 
     @property
     def place(self) -> str:
@@ -44,7 +44,7 @@ class Divergence:
 
 
 def divergence(context: StepContext, error: NotFiniteError, done: int, *, evaluating: bool, proved: bool) -> Divergence:
-    """What became of ``context`` after ``done`` finished steps. Where weights are not finite they are named first."""
+    """Describe the divergence after ``done`` finished steps. A weight that is not finite is named first."""
     what, trained = str(error), True
     for whose, policy in (("", context.policy), ("the critic: ", context.critic)):
         if policy is None or "weights after update" in what:
@@ -58,8 +58,8 @@ def divergence(context: StepContext, error: NotFiniteError, done: int, *, evalua
 
 
 def settle(directory: RunDir, found: Divergence, recipe: Recipe, command: str) -> str:
-    """Keep in the run directory what was found, so that ``--resume`` goes on from the last checkpoint before it;
-    returns what the user is told. ``command`` trains this run."""
+    """Record the divergence in the run directory, so that ``--resume`` continues from the last good checkpoint. Returns
+    the message for the user. ``command``: the command line that trains this run."""
     if not found.proved:
         for entry in entries(directory.checkpoints):
             if entry.step == found.done:
@@ -69,7 +69,7 @@ def settle(directory: RunDir, found: Divergence, recipe: Recipe, command: str) -
     last = max((entry.step for entry in there if entry.usable and entry.step <= found.done), default=None)
     lines = [f"training diverged in {found.place} at learning rate {found.lr:g}: {found.what}"]
     if not found.trained:
-        lines.append(f"the model was loaded with it: mend the weights in model.path ({recipe.model.path})")
+        lines.append(f"the loaded model has it already: repair the weights in model.path ({recipe.model.path})")
         return "\n".join(lines)
     edits = ["lower optim.lr or optim.max_grad_norm"]
     edits += ["set model.dtype=float32"] if recipe.model.dtype != "float32" else []
@@ -86,5 +86,5 @@ def settle(directory: RunDir, found: Divergence, recipe: Recipe, command: str) -
 
 
 def diverged(directory: RunDir) -> bool:
-    """Whether the run stopped so, and has not gone on since."""
+    """Whether the run stopped because it diverged, and was not resumed since."""
     return any(row.get("kind") == KIND for row in read(directory.failures))

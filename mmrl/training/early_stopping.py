@@ -1,6 +1,7 @@
 """Stop when a held-out metric no longer improves, and keep the best checkpoint.
 
-A reward that RL follows goes up whatever becomes of the samples; one that it never sees tells when they get worse.
+The reward that is trained on may rise while samples get worse (reward hacking); a reward that is only measured shows
+that.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from mmrl.json_types import JsonObject, as_integer, as_number
 
 
 class EarlyStop:
-    """Final class: the best of the evaluations so far, and how many have passed since. The same on every controller."""
+    """Final class: the best evaluation so far, and the number of evaluations since. Equal on every controller."""
 
     def __init__(self, settings: EarlyStopping) -> None:
         self.settings = settings
         self.best: float | None = None
         self.step = 0
-        """After which step it was."""
+        """The number of finished steps at the best evaluation."""
         self.since = 0
 
     def saw(self, step: int, row: Mapping[str, float]) -> bool:
-        """Take a row of heldout.jsonl; whether it is the best so far. Raises ``UserError`` where it has no such metric.
+        """Take a row of heldout.jsonl; returns whether it is the best so far. Raises ``UserError`` without the metric.
 
-        Only what is better by ``threshold`` ends the waiting. An evaluation with no finite value counts as no better.
+        Better means higher by more than ``threshold``. A value that is not finite counts as not better.
         """
         name = self.settings.metric
         if name not in row:

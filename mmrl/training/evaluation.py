@@ -24,22 +24,23 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.texts import write_texts
 from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
-from mmrl.rollout.collect import encode, prompts_alone
+from mmrl.rollout.collect import encode, prompts_only
 from mmrl.training.batch import chunks
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 
 SEED = 20_261_121
-"""Of all held-out noise, whatever the run's seed: runs are compared on the same pictures-to-be."""
+"""The seed of all held-out noise. It does not depend on the run's seed, so that runs are compared with equal noise."""
 
 FAILED = "failed/"
-"""Before a reward's label in a row of heldout.jsonl: how many samples it could not score; absent where it could all."""
+"""Prefix of a reward's label in heldout.jsonl: the number of samples that it could not score; absent if there are
+none."""
 
 
 @dataclass
 class Made:
-    """What an evaluation made: one entry per sample, scores by ``label`` and ``label/part``."""
+    """The samples of an evaluation, and the scores of each by ``label`` and ``label/part``."""
 
     samples: list[Sample] = field(default_factory=list)
     scores: list[dict[str, float]] = field(default_factory=list)
@@ -54,7 +55,7 @@ class Evaluator:
         self.rewards[1].can_read(context.recipe.makes)
 
     def score(self, samples: int) -> tuple[dict[str, float], Made, list[Failure]]:
-        """Means over ``samples`` samples, what was made, and what could not be scored.
+        """Evaluate ``samples`` samples; returns the means, the samples, and those that could not be scored.
 
         Sample ``i`` is of prompt ``i mod n``, always from the same noise; where that prompt cannot be used it is named,
         and another, always the same, takes its place. An offline run is measured on its first
@@ -76,7 +77,7 @@ class Evaluator:
         return [Slot(-1, i, 0, self.prompts[i % len(self.prompts)]) for i in self.run.controller.share(samples)]
 
     def _score(self, slots: list[Slot]) -> tuple[dict[str, float], Made, list[Failure]]:
-        """Sample ``slots`` and have the rewards score what was made."""
+        """Sample ``slots`` and score the samples with all rewards."""
         (made, bad), gather = self._make(slots), self.run.controller.gather
         places: defaultdict[str, list[int]] = defaultdict(list)  # of each prompt
         for i, sample in enumerate(made):
@@ -119,7 +120,7 @@ class Evaluator:
             for source, chunk in self._by_source(slots):
                 usable, keys, unusable = self._encode(chunk)
                 good, bad = good + usable, bad + unusable
-                batch = prompts_alone(run, usable, keys)
+                batch = prompts_only(run, usable, keys)
                 total += run.objective.loss_denominator(batch.weights, batch.lengths)
                 for micro_batch in split_micro_batches(run, batch, list(range(len(usable)))):
                     new = pairs.compare(micro_batch.rows, run.objective.needs, run.policy.using)
@@ -163,12 +164,12 @@ class Evaluator:
                 bad += [Failure(SampleId(-1, s.index, 0, 0), s.prompt.text, "prompt", error.reason) for s in wrong]
 
     def _other(self, slot: Slot, attempt: int) -> Slot:
-        """Another prompt in the place of one that cannot be used, the same in every run."""
+        """The slot with a prompt in place of an unusable one, the same in every run."""
         n = seed_of(SEED, slot.index, attempt, "replacement") % len(self.prompts)
         return Slot(slot.step, slot.index, attempt, self.prompts[n])
 
     def _make(self, slots: list[Slot]) -> tuple[list[Sample], list[Failure]]:
-        """Sample as the recipe's evaluation says, under its weights; and the prompts that others took the place of."""
+        """Sample with the settings and the weights of the evaluation. Returns the samples and the replaced prompts."""
         run, recipe = self.run, self.run.recipe
         inputs = self.rewards[0].inputs | self.rewards[1].inputs
         if run.pipeline.makes != "text":
@@ -212,7 +213,8 @@ def finite_mean(values: Tensor) -> float:
 
 
 def told(row: Mapping[str, float], failures: Sequence[Failure]) -> str:
-    """A row of heldout.jsonl for the terminal; what has no value says why. ``failures``: of this controller."""
+    """A row of heldout.jsonl as a line for the terminal, with the reason for missing values. ``failures``: those of
+    this controller."""
     said = []
     for key, value in row.items():
         if key in ("samples", "dropped") or key.startswith((FAILED, SOURCE)):
@@ -227,7 +229,7 @@ def told(row: Mapping[str, float], failures: Sequence[Failure]) -> str:
 
 
 def unmeasured(row: Mapping[str, float], metric: str, most: float) -> bool:
-    """Whether the reward that ``metric`` is of failed for more than the share ``most`` of the samples of ``row``."""
+    """Whether the reward of ``metric`` failed for more than the share ``most`` of the samples of ``row``."""
     label = metric.removeprefix("reward/").partition("/")[0]
     return too_many(int(row.get(f"{FAILED}{label}", 0)), int(row["samples"]), most)
 
@@ -235,7 +237,8 @@ def unmeasured(row: Mapping[str, float], metric: str, most: float) -> bool:
 def measure(
     context: StepContext, heldout: Evaluator, samples: int, directory: RunDir, step: int, log: MetricsLog
 ) -> tuple[dict[str, float], str]:
-    """Evaluate after ``step`` steps: a row of heldout.jsonl and samples to look at. Returns the row, and as a text."""
+    """Evaluate after ``step`` steps: write a row of heldout.jsonl and a grid of samples. Returns the row, also as
+    text."""
     row, made, failures = heldout.score(samples)
     for f in failures:
         directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))

@@ -1,7 +1,8 @@
 """The step program: prompts -> trajectories -> rewards -> advantages -> update, the same for every modality.
 
-Its only branch is the kind of objective: what is recomputed with a graph, slice by slice. Where a controller
-has several devices, micro-batches and slices are theirs (``mmrl.placement.single_device``).
+A *slot* is a place for one prompt in a step; a *group* is the samples of one prompt; a *slice* is the part of an update
+whose autograd graph is held at once. The program branches only on the kind of objective. ``Devices`` runs the sampling
+and the gradients on one or several devices (``mmrl.placement``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, RewardError
 from mmrl.rollout.collect import collect_batch, unsampled_batch
 from mmrl.samples import make_samples
-from mmrl.training.batch import MicroBatch, counted, of_group, rows_of_update
+from mmrl.training.batch import Batch, MicroBatch, rows_of_update, rows_with_weight, with_group_noise
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import FinishedStep, StepContext
 from mmrl.training.step_metrics import StepMetrics, Sums
@@ -37,42 +38,25 @@ from mmrl.trajectory import Trajectory
 def train_step(
     context: StepContext, step: int, clock: Clock, spent: float = 0.0
 ) -> tuple[dict[str, float], list[Failure]]:
-    """One step of training; returns its metrics and the samples left out.
+    """Sample, score, compute advantages, update the policy. Returns the step's metrics and the samples left out.
 
-    ``spent``: the share of train.max_cpu_seconds that the steps before it took.
+    ``spent``: the share of train.max_cpu_seconds that earlier steps have used.
     """
-    train = context.recipe.train
-    context.compute.devices.begin_step()
+    devices, objective, train = context.compute.devices, context.objective, context.recipe.train
+    devices.begin_step()
     slots = context.controller.slots(step, context.prompts, train.prompts_per_step, context.rollout.cost)
     began = busy_seconds(context)
     metrics = StepMetrics(len(slots))
-    objective = context.objective
-    sampled = objective.kind in ("policy_gradient", "forward_process")
-    batch = collect_batch(context, slots, step, clock, metrics) if sampled else unsampled_batch(context, slots, clock)
+    if objective.kind in ("policy_gradient", "forward_process"):
+        batch = collect_batch(context, slots, step, clock, metrics)
+    else:  # pathwise objectives sample in the update, offline ones train on given pairs
+        batch = unsampled_batch(context, slots, clock)
     for update in range(train.updates_per_step):
-        rows = rows_of_update(batch, update, train.updates_per_step)
-        if objective.kind == "forward_process":
-            rows = counted(batch, rows)
-        total = context.controller.count(objective.loss_denominator(batch.weights[rows], batch.lengths[rows]))
-        with clock("train"):
-            micro_batches = (
-                split_micro_batches(context, batch, rows, partial(context.compute.devices.lockstep_count, context))
-                if total
-                else ()
-            )
-            metrics.merge(
-                context.compute.devices.map_micro_batches(context, backward, micro_batches, total, step, update == 0)
-            )
-            metrics.check_finite()
-            if update == 0:
-                metrics.check_first_ratio(exact=context.recipe.model.dtype == "float32")
-            if total:
-                metrics.set(context.compute.devices.run_on_trainers(context, device_tasks.apply, spent))
-                metrics.end_update()
+        optimizer_step(context, batch, step, update, spent, clock, metrics)
     if copies_of(objective):
-        context.compute.devices.run_on_trainers(context, device_tasks.update_copies, step)
+        devices.run_on_trainers(context, device_tasks.update_copies, step)
     context.pipeline.features.release(batch.keys)
-    metrics.set(context.compute.devices.end_step(context, step))
+    metrics.set(devices.end_step(context, step))
     row = metrics.means(context.controller.gather)
     seconds = busy_seconds(context) - began
     for part in context.rollout.parts.values():
@@ -80,15 +64,38 @@ def train_step(
     return row, batch.failures
 
 
+def optimizer_step(
+    context: StepContext, batch: Batch, step: int, update: int, spent: float, clock: Clock, metrics: StepMetrics
+) -> None:
+    """Accumulate the gradients of the rows of optimizer step ``update`` of this training step, and apply them."""
+    devices = context.compute.devices
+    rows = rows_of_update(batch, update, context.recipe.train.updates_per_step)
+    if context.objective.kind == "forward_process":
+        rows = rows_with_weight(batch, rows)
+    # Over all controllers: each slice's loss is divided by it, so that the slices' gradients add up.
+    total = context.controller.count(context.objective.loss_denominator(batch.weights[rows], batch.lengths[rows]))
+    with clock("train"):
+        lockstep_count = partial(devices.lockstep_count, context)
+        micro_batches = split_micro_batches(context, batch, rows, lockstep_count) if total else ()
+        sums = devices.map_micro_batches(context, backward, micro_batches, total, step, update == 0)
+        metrics.merge(sums)
+        metrics.check_finite()
+        if update == 0:
+            metrics.check_first_ratio(exact=context.recipe.model.dtype == "float32")
+        if total:
+            metrics.set(devices.run_on_trainers(context, device_tasks.apply, spent))
+            metrics.end_update()
+
+
 def busy_seconds(context: StepContext) -> float:
-    """Seconds that this controller has worked: wall time without its waits for other controllers."""
+    """Wall time in seconds without the waits for other controllers; only differences have a meaning."""
     return time.perf_counter() - context.controller.peers.waited
 
 
 def backward(context: StepContext, micro_batches: Iterable[MicroBatch], total: float, step: int, first: bool) -> Sums:
-    """Accumulate the gradients of some micro-batches of an update of ``total`` entries.
+    """Accumulate the gradients of this device's slices of an update. Returns their sums for the step's metrics.
 
-    ``first``: no optimizer step was taken yet in this training step.
+    ``total``: the loss denominator of the whole update. ``first``: whether this is the step's first optimizer step.
     """
     metrics = StepMetrics()
 
@@ -109,7 +116,8 @@ def backward(context: StepContext, micro_batches: Iterable[MicroBatch], total: f
 
 
 def recompute(context: StepContext, micro_batch: MicroBatch, step: int, metrics: StepMetrics) -> dict[str, Tensor]:
-    """Recompute what the objective ``needs`` of this micro-batch, with autograd enabled."""
+    """Compute what the objective ``needs`` of this slice with the current weights and an autograd graph: log-probs
+    (policy gradient), velocities (forward process), log-probs of given pairs (offline), or rewards (pathwise)."""
     objective = context.objective
     needs = objective.needs
     rows, entries, old = micro_batch.rows, micro_batch.entries, micro_batch.old
@@ -118,7 +126,7 @@ def recompute(context: StepContext, micro_batch: MicroBatch, step: int, metrics:
             known = {name: old[name] for name in needs & {"reference_log_probs"} & old.keys()}
             return context.pipeline.replay(rows, entries, needs - known.keys(), context.policy.using) | known
         case "forward_process":
-            rows = of_group(rows) if objective.shares_noise else rows
+            rows = with_group_noise(rows) if objective.shares_noise else rows
             pipeline, weights = of_pictures(context.pipeline), partial(sampling_weights, context)
             return pipeline.renoise(rows, entries[0], context.recipe.seed, needs, weights)
         case "offline":
@@ -128,7 +136,8 @@ def recompute(context: StepContext, micro_batch: MicroBatch, step: int, metrics:
 
 
 def sampling_weights(context: StepContext, name: str) -> AbstractContextManager[None]:
-    """``Policy.using``, but for a copy that samples: its weights when the samples of this step were drawn."""
+    """``Policy.using``. For a copy that samples ahead of training (``staleness``) it takes the snapshot that drew this
+    step's samples."""
     if context.rollout.strategy.staleness and name in copies_of(context.objective):
         name = snapshot_name(name, context.rollout.strategy.staleness)
     return context.policy.using(name)
@@ -137,9 +146,10 @@ def sampling_weights(context: StepContext, name: str) -> AbstractContextManager[
 def importance_weights(
     context: StepContext, old: dict[str, Tensor], new: dict[str, Tensor], metrics: StepMetrics
 ) -> dict[str, Tensor]:
-    """Add importance weights to ``old``, which correct the gap between the policy and the engine that sampled.
+    """Add truncated importance weights to ``old``: they correct the mismatch between the policy that trains and the
+    engine (or the older weights) that sampled.
 
-    Where ``old`` has no log-probs of the policy, those of ``new`` are taken, detached: no weight has moved yet.
+    Where ``old`` lacks the policy's log-probs, the detached ``new`` ones serve: no weight has changed since then.
     """
     own = old.get("log_probs", new["log_probs"].detach())
     rollout = context.recipe.rollout
@@ -158,22 +168,24 @@ def importance_weights(
 def pathwise_rollout(
     context: StepContext, objective: Pathwise, rows: Trajectory, step: int, metrics: StepMetrics
 ) -> dict[str, Tensor]:
-    """Sample ``rows`` with a graph and score them with differentiable rewards: ``rewards``, their weighted sum
-    ``[P, B]`` of each of ``P`` predictions (all of them again with each further phrase), and what else the objective
-    needs."""
+    """Sample ``rows`` with an autograd graph and score the pictures with differentiable rewards.
+
+    Returns ``rewards`` ``[P, B]``, the weighted sum of the rewards of each of ``P`` predicted pictures per row (times
+    the number of the objective's phrases), and what else the objective needs.
+    """
     draw = torch.rand((), generator=generator(context.recipe.seed, step, "graph_steps")).item()
     path = objective.graph_steps(context.recipe.denoising.steps, draw)
     pipeline = of_pictures(context.pipeline)
     made = pipeline.generate(rows.slots, rows.ids, path, context.recipe.seed, objective.needs, context.policy.using)
     images, latents = made.pop("images"), made.pop("latents")
-    times = len(images) // len(rows)  # a picture and what was predicted anew from it
+    times = len(images) // len(rows)  # the sampled picture, and those predicted from it
     shown = make_samples(rows.rows(list(range(len(rows))) * times), images, context.rewards.inputs)
     phrases = objective.phrases(step) or [""]
     asked = [replace(s, prompt=replace(s.prompt, text=phrase + s.prompt.text)) for phrase in phrases for s in shown]
     try:
         parts = context.rewards.gradient_parts(asked, step=step)
     except RewardError:
-        # A picture at fault is named here: asking before would be one more wait for the device.
+        # Look for pictures that are not finite only now: to look before would wait for the device once more.
         finite.checked_pictures(images, latents, rows.ids)
         raise
     total = context.rewards.weighted(parts)

@@ -1,4 +1,4 @@
-"""Divide an update into slices, so that only one slice's graph is held at a time."""
+"""Divide an update into slices, so that only one slice's autograd graph is held at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from mmrl.transfer import to_device
 def split_micro_batches(
     context: StepContext, batch: Batch, mine: list[int], lockstep_count: Callable[[int], int] = int
 ) -> Iterator[MicroBatch]:
-    """The slices of one optimizer step over the rows ``mine``: micro-batches of them, entry by entry or a few at once.
+    """The slices of one optimizer step over the rows ``mine``: micro-batches of rows, and of each the denoising steps
+    one by one or a few at once (``train.steps_per_forward``); all tokens of text.
 
     ``lockstep_count`` maps this rank's number of micro-batches to the number that all ranks run
     (``Devices.lockstep_count``): the last micro-batch is repeated with weight 0 until there are as many.
@@ -39,13 +40,13 @@ def split_micro_batches(
             old = {name: to_device(value, device) for name, value in cut.items()} | {"groups": groups}
             old["weights"] = old["weights"] * (n < len(own))
             found = context.pipeline.recorded(rows, entries)
-            known = old | recorded(drawn_before(found) if context.another_drew else found, old)
+            known = old | recorded(drawn_before(found) if context.recomputes_old_log_probs else found, old)
             tokens = sum(sum(sizes[n]) for n in index)
             yield MicroBatch(rows, entries, index, known, tokens, padded([sizes[n] for n in index]))
 
 
 def parts(pipeline: Pipeline, trajectory: Trajectory) -> list[tuple[int, ...]]:
-    """Tokens of each row, by the parts that a micro-batch pads apart: the prompt, and the response drawn to it."""
+    """Tokens of each row, by the parts that a micro-batch pads separately: prompt and response."""
     lengths = pipeline.lengths(trajectory)
     if trajectory.mask is None:
         return [(n,) for n in lengths]
@@ -53,13 +54,13 @@ def parts(pipeline: Pipeline, trajectory: Trajectory) -> list[tuple[int, ...]]:
 
 
 def number_of_entries(context: StepContext) -> int:
-    """How many entries (actions, noise levels) of each sample an update goes through."""
+    """How many denoising steps or noise levels of each sample an update trains on."""
     return context.objective.entries or entries_of(context.pipeline, context.objective.kind)
 
 
 def chosen(context: StepContext, rows: Trajectory) -> list[int]:
-    """Those entries: all, or where the objective takes fewer actions than were recorded, a choice that is drawn anew in
-    every step and is the same for all rows."""
+    """The numbers of those entries: all, or, if the objective trains on fewer steps than were recorded, a random choice
+    per training step, the same for all rows."""
     n = number_of_entries(context)
     if context.objective.kind != "policy_gradient" or n == entries_of(context.pipeline, context.objective.kind):
         return list(range(n))
@@ -68,13 +69,13 @@ def chosen(context: StepContext, rows: Trajectory) -> list[int]:
 
 
 def recorded(own: dict[str, Tensor], prepared: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What sampling recorded; log-probs that were recomputed go before those it kept."""
+    """What sampling recorded, without what was recomputed (``prepared``), which replaces it."""
     return {name: value for name, value in own.items() if name not in prepared}
 
 
 def drawn_before(own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What sampling recorded of pictures, its log-probs ``[B, 1]`` as those of another policy than the one that trains
-    (``StepContext.another_drew``); of text they are called so anyhow."""
+    """What sampling recorded, with its log-probs named ``rollout_log_probs`` ``[B, 1]``, as those of text always are:
+    another policy than the one that trains drew them (``StepContext.recomputes_old_log_probs``)."""
     if "log_probs" not in own:
         return own
     known = {name: value for name, value in own.items() if name != "log_probs"}
@@ -82,8 +83,8 @@ def drawn_before(own: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def packed(rows: list[int], sizes: Sequence[Sequence[int]], most: int, tokens: int | None) -> Iterator[list[int]]:
-    """``rows`` in micro-batches of at most ``most``; of neighbouring length, and within ``tokens`` with padding where
-    given (``mmrl.controller.workload_balance.pack``). ``sizes``: tokens of the parts of every row of the batch.
+    """Divide ``rows`` into micro-batches of at most ``most`` rows of similar length, and at most ``tokens`` tokens with
+    padding (``mmrl.controller.workload_balance.pack``). ``sizes``: tokens of the parts of every row of the batch.
 
     Rows of one size keep their order, so that a micro-batch of pictures is updated as it was sampled.
     """

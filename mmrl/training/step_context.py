@@ -26,14 +26,19 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
 Chunk = tuple[Sequence[Slot], Sequence[SampleId]]
+"""A micro-batch to sample: for each row its slot and the id that its randomness depends on."""
 Drawn = tuple[int, Trajectory, list[Sample]]
+"""A micro-batch that was sampled: its number, its trajectory, and what rewards see of it."""
 
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """How the micro-batches of a phase are sampled: ``actions`` as in ``Pipeline.sample``, under the copy ``weights``
-    of the policy; ``inputs`` are what rewards see of a sample. ``step`` and ``round``: of training, that they are for;
-    -1 outside it."""
+    """How the micro-batches of a phase are sampled.
+
+    ``actions``: the denoising steps to record, as in ``Pipeline.sample``. ``weights``: the copy of the policy that
+    samples. ``inputs``: what rewards read of a sample. ``step`` and ``round``: the training step and its round of
+    sampling that they are for; ``step`` is -1 outside training.
+    """
 
     actions: Sequence[int]
     weights: str
@@ -146,22 +151,24 @@ class Devices(Protocol):
 
 
 class RolloutStrategy(Protocol):
-    """How a step gets its groups: sampled in the step, in parts over several steps, or before it."""
+    """Where the samples of a step come from: sampled in the step, in parts over several steps, or ahead of it."""
 
     @property
     def staleness(self) -> int:
-        """By how many steps the weights that sample are older than those that train; 0: they are the same."""
+        """By how many steps the weights that sample are older than those that train; 0 is on-policy."""
         ...
 
     @property
     def replaces_groups(self) -> bool:
-        """Whether other groups may stand in for some, so that rewards are scaled over those that do."""
+        """Whether groups may be replaced by others (dynamic sampling); rewards are then normalised over the groups that
+        remain."""
         ...
 
     def groups(
         self, context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics
     ) -> tuple[list[Round], Groups]:
-        """The rounds that were sampled and scored for ``step``, and the (round, group) that stands in each slot.
+        """Sample and score the groups of ``step``. Returns the rounds, and for each slot the (round, group in it) that
+        it trains on.
 
         Raises ``RewardError`` and ``UserError``.
         """
@@ -170,8 +177,8 @@ class RolloutStrategy(Protocol):
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """What a part may learn from a step: ``slots`` are those that this controller began with, ``seconds`` what it
-    worked without waiting for the others, ``metrics`` those of all controllers."""
+    """What a ``StepPart`` is told of a finished step. ``slots``: those that this controller began with. ``seconds``:
+    its wall time without waits for other controllers. ``metrics``: of all controllers."""
 
     step: int
     batch: Batch
@@ -181,35 +188,35 @@ class FinishedStep:
 
 
 class StepPart:
-    """Base of the optional features of a step. The loop and the checkpoint call all that a recipe has; each overrides
-    what it needs."""
+    """Base class of the optional features of a step. The loop and the checkpoint call every part of the recipe; a part
+    overrides the methods it needs."""
 
     own = False
-    """Whether no other controller has its tensors."""
+    """Whether each controller has its own tensors, so that each saves them."""
 
     def end_step(self, context: StepContext, done: FinishedStep) -> dict[str, float]:
-        """Learn from a step that is done; returns further metrics. All controllers call it together."""
+        """Called after each step; returns more metrics. All controllers call it together."""
         return {}
 
     def state_dict(self) -> PartState:
         return PartState({})
 
     def load_state_dict(self, numbers: JsonObject, saved: Saved, context: StepContext) -> None:
-        """As ``Stateful``'s, in ``context``."""
+        """As ``Stateful.load_state_dict``, with the ``context`` of the run."""
 
 
 @dataclass
 class DeviceState:
-    """What one device holds between tasks, whichever process it is in."""
+    """What a device keeps between tasks."""
 
     at_once: dict[str, int] = field(default_factory=dict)
-    """Rows of a micro-batch that the phases ``sample`` and ``decode`` have memory for, once it has run out."""
+    """For the phases ``sample`` and ``decode``: the rows that fit into memory, once memory has run out."""
     phase: ExitStack = field(default_factory=ExitStack)
-    """What this device has entered beside others, and leaves with them (``mmrl.placement.device_tasks``)."""
+    """The sampling phase that this device has entered (``device_tasks.enter_sampling``)."""
     held: list[str] = field(default_factory=list)
-    """Features that the controller sent to this process for this step."""
+    """Keys of the features that the controller sent to this process for this step."""
     save: Callable[[int], None] | None = None
-    """Saves this device's shards after so many steps, with the others."""
+    """Saves this device's shards; takes the number of finished steps. All ranks call it together."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +224,7 @@ class Compute:
     """Where a step computes."""
 
     device: torch.device
-    """Of this process."""
+    """The device of this process."""
     devices: Devices
     """All devices of this controller: this process, or several."""
     local: DeviceState = field(default_factory=DeviceState)
@@ -228,16 +235,16 @@ class Rollout:
     """How a step gets its samples."""
 
     strategy: RolloutStrategy
-    """How it gets its groups."""
+    """Synchronous, partial or asynchronous rollout, or dynamic sampling."""
     parts: Mapping[str, StepPart] = field(default_factory=dict)
-    """The optional features of the recipe, by the names that their state has in a checkpoint."""
+    """The optional features that the recipe uses, by the names of their state in a checkpoint."""
     cost: Callable[[Prompt], float] | None = None
-    """How much work a prompt's group is; None where all are the same, or begin before that is known."""
+    """Predicted work of a prompt's group, which balances prompts over controllers; None divides them equally."""
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a step works with; built once by ``mmrl.run``."""
+    """Everything that a step uses; ``mmrl.run`` builds it once per process."""
 
     recipe: Recipe
     controller: Controller
@@ -252,9 +259,9 @@ class StepContext:
     """The critic's weights and optimizer, where the objective has one."""
 
     @property
-    def another_drew(self) -> bool:
-        """Whether the log-probs that sampling recorded of pictures are not those of the first replay: older weights
-        drew them, or code that rounds otherwise."""
+    def recomputes_old_log_probs(self) -> bool:
+        """Pictures: whether the log-probs that sampling recorded are not the old policy's, and are recomputed before
+        the updates: older weights sampled, or code that rounds differently."""
         return self.rollout.strategy.staleness > 0 or self.recipe.replays_first
 
     @property

@@ -15,8 +15,8 @@ from mmrl.errors import NotFiniteError, UserError
 from mmrl.transfer import read
 
 FIRST_RATIO_TOLERANCE = {"float32": 1e-5, "half": 5e-3}
-"""Largest |ratio - 1| before the first update of a step. In half precision the same code on the same shapes
-is still exact, but an accelerator may choose its kernels anew."""
+"""Largest |ratio - 1| allowed before the first update of a step. In half precision the same code on the same shapes
+is exact too, but an accelerator may choose other kernels."""
 
 
 _FIRST = {
@@ -25,9 +25,9 @@ _FIRST = {
     "mismatch/log_prob_gap_max": "a log-probability that the update computed anew",
     "policy/loss": "the loss",
 }
-"""What it means that this is the first metric that is not finite."""
+"""What is at fault if this is the first metric that is not finite."""
 Number = float | Tensor
-"""A tensor has one number, which is read when it is asked for."""
+"""A tensor has one element; it is copied from its device only when ``StepMetrics.sums`` needs it."""
 T = TypeVar("T")
 
 
@@ -45,11 +45,12 @@ class Sums(TypedDict):
 
 
 class StepMetrics:
-    """Sums become means over an update's entries, maxima stay maxima; values set several times are averaged.
+    """The metrics of a step: sums become means over an update's entries, maxima stay maxima, and values that are set
+    several times are averaged.
 
-    Tensors are read when all is asked for (``sums``), together: no slice waits for its device.
+    Tensors are copied from their device all together in ``sums``, so that no slice waits for its device.
 
-    ``weight``: what a value counts that is set here, beside those of other controllers; their number of slots.
+    ``weight``: the weight of this controller's ``set`` values in the mean over controllers: its number of slots.
     """
 
     def __init__(self, weight: float = 1.0) -> None:
@@ -64,7 +65,7 @@ class StepMetrics:
         self._merged: list[Sums] = []
 
     def add(self, loss: Loss, total: float, *, first_update: bool) -> None:
-        """Count a slice's sums, and remember its ratio where no weight has moved yet."""
+        """Add a slice's sums and maxima. ``first_update``: no weight has changed in this step, so the ratio is 1."""
         for name, value in loss.sums.items():
             self._means[name].append(value / total)
         for name, value in loss.maxima.items():
@@ -73,23 +74,23 @@ class StepMetrics:
             self._first.append(loss.maxima["policy/ratio_max_dev"].detach())
 
     def gather(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor], count: Number) -> None:
-        """Of a slice with ``count`` tokens: ``sums`` become means over the step's tokens, ``maxima`` stay maxima."""
+        """Add a slice with ``count`` tokens: ``sums`` become means over the step's tokens, ``maxima`` stay maxima."""
         for name, value in sums.items():
             self._pairs[name].append((value, count))
         for name, value in maxima.items():
             self._maxima[name].append(value.detach())
 
     def set(self, values: Mapping[str, float]) -> None:
-        """Values of the step; of several updates' (gradient norms) the mean is shown."""
+        """Set values of the step; a value that is set by several updates (a gradient norm) is averaged."""
         for name, value in values.items():
             self._values[name].append((value, self._weight))
 
     def extend(self, name: str, values: Tensor) -> None:
-        """Values per sample that were met inside the update; their mean is shown."""
+        """Add values per sample from inside the update; they are averaged."""
         self._values[name].extend((value, 1.0) for value in values.double().unbind())
 
     def count(self, values: Mapping[str, float]) -> None:
-        """Numbers of things in the step, added over all controllers."""
+        """Add counts, which are summed over all controllers."""
         for name, value in values.items():
             self._counts[name] += value
 
@@ -120,7 +121,7 @@ class StepMetrics:
                 raise NotFiniteError(f"{what} is not finite: {bad[0]} is {found[bad[0]]}")
 
     def means(self, gather: Callable[[Sums], list[Sums]] = lambda sums: [sums]) -> dict[str, float]:
-        """The step's metrics; ``gather`` brings those of all controllers together."""
+        """The step's metrics; ``gather`` collects the sums of all controllers."""
         found = gather(self.sums())
         updates = max(1, *(one["updates"] for one in found))
         whole = _added(found)
@@ -129,7 +130,7 @@ class StepMetrics:
         return out | whole["counts"] | whole["maxima"]
 
     def merge(self, found: Sequence[Sums]) -> None:
-        """Count what other tallies have counted, each of a part of the slices."""
+        """Add the sums of other devices, each over its own slices."""
         self._merged += found
         for one in found:
             first = one["maxima"].get("policy/first_ratio_max_dev")
@@ -137,7 +138,7 @@ class StepMetrics:
                 self._first.append(first)
 
     def sums(self) -> Sums:
-        """What has been counted, to be merged or gathered."""
+        """Everything that was added, for ``merge`` on another device or ``gather`` over controllers."""
         summed = {**self._pairs, **self._values}
         each = [value for of in (*self._means.values(), *self._maxima.values()) for value in of]
         number = _known([*each, *self._first, *(value for of in summed.values() for pair in of for value in pair)])
@@ -174,14 +175,14 @@ def _by_name(found: Sequence[Mapping[str, T]]) -> dict[str, list[T]]:
 
 
 def _known(given: Iterable[Number]) -> Callable[[Number], float]:
-    """What gives the value of each of ``given``; those that lie on a device are read together."""
+    """A function that returns the value of each of ``given``; tensors are copied from their device in one go."""
     tensors = {id(one): one for one in given if isinstance(one, Tensor)}
     values = dict(zip(tensors, read(list(tensors.values())), strict=True))
     return lambda one: values[id(one)] if isinstance(one, Tensor) else one
 
 
 def _largest(values: Iterable[float]) -> float:
-    """The maximum of ``values``, and 0 where all are below."""
+    """The maximum of ``values`` and 0."""
     return functools.reduce(_larger, values, 0.0)
 
 
