@@ -1,12 +1,12 @@
 """Turn samples into questions and verdicts into scores, in a judge's four modes. All scores are in [0, 1].
 
 pointwise  one question per sample
-pairwise   a sample's mean preference over its opponents in the group, each pair asked in both orders (judges favour a
-           place); with ``opponents`` n each meets the n that follow it in the group's ring, else all meet all
-ranking    the group is ranked; every vote sees it in another order; scores are Borda's
-steps      the judge names the wrong steps of a response (CAPO, arXiv 2508.02298): spans of minus the share of critiques
-           by the vote. What it says lies in them, so that its ``score`` is 0; ``right`` is the share of steps that
-           stand
+pairwise   a sample's mean preference over its opponents in the group. Each pair is asked in both orders, since judges
+           have a position bias. ``opponents`` n: the n samples that follow in the group, as in a ring; else all
+ranking    the judge ranks the group; every vote has another order; scores are Borda counts
+steps      the judge names the wrong steps of a response (CAPO, arXiv 2508.02298). The vote gives each step a share
+           from 0 (right) to 1 (wrong), and its span has minus that share. The spans are the reward, so ``score`` is 0;
+           ``right`` is 1 minus the mean share
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Mode:
             return Job(rows, 0, reason=str(error))
 
     def _shares(self, outcome: Outcome) -> list[float]:
-        """What one verdict says of each sample it is about, in the order they were shown."""
+        """The value of each sample that a verdict is about, in the order shown."""
         verdict = outcome.verdict
         if self.name == "ranking":
             return ranking_scores(cast("list[int]", verdict))

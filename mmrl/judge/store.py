@@ -1,10 +1,10 @@
 """A judge's files in the run directory: verdicts by content, and a transcript of every question.
 
-    judge-cache.jsonl         {"key", "verdict", "raw"}: asked once, known for ever, also to a run that is resumed
+    judge-cache.jsonl         {"key", "verdict", "raw"}: a question is asked once, also in a run that is resumed
     judge-transcripts.jsonl   {"step", "judge", "sample", "prompt", "response", "request", "answers", "verdict", ...}
 
-Both only grow, a whole line at a time; a last line that a crash tore off is dropped, and so is any other that is not
-JSON (it costs one question, not the run).
+Lines are only appended, whole. A last line that a crash cut off is dropped, and so is any other that is not JSON: its
+question is asked again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OPENING = threading.Lock()
 
 
 class Lines:
-    """A JSONL file that grows by several threads and processes. Use ``lines_of``: one to a file and process."""
+    """A JSONL file to which several threads and processes append. Use ``lines_of``: one object per file and process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,7 +80,7 @@ class Cache:
         return self._known.get(key)
 
     def put(self, found: Mapping[str, Outcome]) -> None:
-        """Keep verdicts; an outcome without one is not kept, so that it is asked again."""
+        """Store the verdicts. An outcome without a verdict is not stored, so its question is asked again."""
         fresh = {k: o for k, o in found.items() if o.verdict is not None and k not in self._known}
         self._known |= {key: Outcome(o.verdict, o.raw, cached=True) for key, o in fresh.items()}
         if self._lines is not None:
