@@ -4,7 +4,7 @@
       - name: frames
         options: {name: pickscore, count: 4}
 
-It knows nothing of motion: a clip that stands still loses nothing.
+It does not measure motion: a clip without motion gets the same score as one with it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Frames:
         self.inner.sleep(device)
 
     def wake(self, device: torch.device | str) -> bool:
-        """Have it ready; returns whether for good."""
+        """Make the reward ready. Returns whether later calls are faster."""
         return self.inner.wake(device)
 
     def _frames(self, sample: Sample) -> list[Any]:

@@ -1,7 +1,7 @@
 """GenEval (Ghosh et al. 2023, arXiv 2310.11513): does the picture have the right objects, counts, colours, positions?
 
-A detector finds objects (Mask2Former with a Swin-S, as GenEval's) and CLIP tells their colours. What is wanted stands
-in the prompt's meta as in GenEval's ``evaluation_metadata.jsonl``: ``tag``, ``include`` (each a ``class`` and a
+A detector finds objects (Mask2Former with a Swin-S, as GenEval's) and CLIP classifies their colours. The wish
+stands in the prompt's meta as in GenEval's ``evaluation_metadata.jsonl``: ``tag``, ``include`` (each a ``class`` and a
 ``count``, perhaps a ``color``, or a ``position`` like ``["left of", 0]``: of the object ``include[0]``), ``exclude``.
 
 Three verdicts: ``correct`` is GenEval's own, 0 or 1, which counts that many or more; ``strict`` asks for exactly as
@@ -73,7 +73,7 @@ class Verdict:
 
 @mmrl.reward(device=True, paths=("path", "clip"), models=_models)
 class GenEval(Sleeping):
-    """GenEval's verdicts on each picture. ``clip`` tells colours.
+    """GenEval's verdicts on each picture. ``clip`` classifies colours.
 
     ``reward``: which verdict is the score, ``partial``, ``correct`` or ``strict``; the others are logged.
     """
@@ -122,7 +122,7 @@ class GenEval(Sleeping):
         }
 
     def _wanted(self, sample: Sample) -> list[Wish] | Failed:
-        """What the prompt's meta asks for, or why that cannot be told."""
+        """The objects that the prompt's meta asks for, or ``Failed`` with the reason."""
         try:
             wishes = read_wishes(sample.prompt.meta)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -138,7 +138,7 @@ score = GenEval
 
 
 class Colours:
-    """Which of ``COLOURS`` an object has, told by a CLIP model from its pixels on grey. Raises ``UserError``.
+    """Which of ``COLOURS`` an object has, classified by a CLIP model from its pixels on grey. Raises ``UserError``.
 
     It is asked where ``model`` is.
     """

@@ -41,7 +41,7 @@ _VLLM = ("vllm", "args", "python", "extra", "start_s")
 
 @dataclass
 class _Hearing:
-    """The questions of one call: each with its key, what is known of them already, and what is to be asked."""
+    """The questions of one call with their keys in the cache, the outcomes that exist, and the questions to ask."""
 
     jobs: list[Job]
     keys: list[str | None]
@@ -172,14 +172,14 @@ class Judge:
         return self._close(samples, hearing, outcomes, context)
 
     def sleep(self, device: torch.device | str) -> None:
-        """Have a model of ours give the memory of ``device`` back until it is asked again."""
+        """Free the memory of ``device`` that a model or a server of this judge uses, until the next call."""
         if self.local is not None:
             self.local.sleep(device)
         if self.served is not None:
             self.served.sleep()
 
     def wake(self, device: torch.device | str) -> bool:
-        """Have it ready; returns whether a model came, or a server was started, for good. Raises ``UserError``."""
+        """Load the model, or start the server. Returns whether later calls are faster. Raises ``UserError``."""
         if self.local is not None:
             return bool(self.local.wake(device))
         if self.served is not None and self._recorded is not None:
@@ -187,7 +187,7 @@ class Judge:
         return self.served is not None and self.served.wake()
 
     def close(self) -> None:
-        """End the server, where it is ours."""
+        """End the server, where this judge started one."""
         if self.served is not None:
             self.served.close()
 
@@ -210,15 +210,15 @@ class Judge:
         return _Hearing(jobs, keys, known, open_)
 
     def _found(self, ask: Ask, samples: Sequence[SampleId], nth: int, context: Context) -> Outcome | None:
-        """What a run that is repeated recorded of this question."""
+        """The outcome of this question in the records of a run that is replayed."""
         if self._recorded is None:
             return None
         outside = self.remote is not None
         return self._recorded.outcome(context.step, context.label, samples, ask.text, nth, outside=outside)
 
     def _seeded(self, job: Job, samples: Sequence[Sample]) -> Job:
-        """With the seed of its question: of its content, so that what is asked again is answered again; without a
-        cache, of the sample."""
+        """The job with a seed: from the question's content, so that an equal question has an equal answer; without a
+        cache, from the sample's id."""
         if job.ask is None:
             return job
         if self.cache:
@@ -332,7 +332,7 @@ def _served(model: JsonObject) -> Weights:
 
 
 def _args(model: JsonObject) -> JsonObject | None:
-    """The engine arguments of a server of ours. Raises ``UserError``."""
+    """The engine arguments of a server that mmrl starts. Raises ``UserError``."""
     args = model.get("args")
     if args is not None and not isinstance(args, Mapping):
         raise UserError(f"options.model.args: {str(args)[:60]!r}; write vLLM's arguments as a mapping: {{name: value}}")

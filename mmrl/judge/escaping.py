@@ -1,7 +1,7 @@
 """Escape untrusted text before a judge reads it: control tokens, and marks of the rubric's own frame.
 
-A response could otherwise end its own turn and answer for the judge, or close the tag around it and go on as the
-rubric. Text that tries neither stays as it is, byte for byte. Pure functions of plain strings.
+A response could otherwise end its own turn and answer for the judge, or close the tag around it and continue as the
+rubric. Text without such tokens and marks is not changed. Pure functions of plain strings.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _STEP_LINE = re.compile(r"([\n\r\v\f\x85\u2028\u2029])(?=[ \t>#*_`(\[-]*step\s*#
 def without_control(text: str, further: Iterable[str] = ()) -> str:
     """``text`` with every control token broken by a space after its first character.
 
-    The tokens of the known families, whatever the judge's own tokenizer, and ``further`` ones.
+    The tokens of all families listed above, whatever the judge's own tokenizer, and the ``further`` ones.
     """
     text = _CONTROL.sub(lambda found: f"{found[0]} ", text)
     for token in further:
@@ -89,8 +89,8 @@ def quoted_step(text: str) -> str:
 def fence_of(seed: int, texts: Sequence[str | None]) -> str:
     """A word for the tags of one question: eight characters drawn from ``seed`` and ``texts``, and in none of them.
 
-    The same question has the same one, in a run that is repeated or resumed too; whoever wrote one of the texts cannot
-    have known it.
+    The same question has the same word, also in a run that is repeated or resumed; the author of a text cannot predict
+    it.
     """
     for attempt in itertools.count():
         content = json.dumps([seed, attempt, *texts])

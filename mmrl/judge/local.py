@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _NOT_FINITE = "the judge's logits are not finite: set options.model.dtype to float32, or take another judge"
 _WHOLE = 64 << 20
-"""Bytes up to which a file of a model is read in full to know it again; larger ones by size and time."""
+"""A model's file of at most so many bytes is hashed in full for ``fingerprint``; of a larger one, size and time."""
 
 
 class LocalModel(Sleeping):
@@ -48,14 +48,14 @@ class LocalModel(Sleeping):
         self.tokenizer.padding_side = "left"
         if getattr(self.processor or self.tokenizer, "chat_template", None) is None:
             raise UserError(
-                f"options.model: {path} has no chat template, so nobody can say how to ask it; add one to it"
+                f"options.model: {path} has no chat template, which a judge needs; add one to its tokenizer"
             )
         self.identity = f"transformers {fingerprint(path)} {dtype} {sorted(self.template.items())}"
         self._words: dict[Words, tuple[list[int], list[int]]] = {}
 
     @property
     def control(self) -> tuple[str, ...]:
-        """The control tokens of its tokenizer: what a text must not contain."""
+        """The control tokens of its tokenizer, which a text must not contain."""
         added = [str(token) for token in self.tokenizer.get_added_vocab()]
         marks = {token for token in added if len(token) > 2 and token[0] in "<[" and token[-1] in ">]"}
         return tuple(sorted(marks | {t for t in self.tokenizer.all_special_tokens if len(t) > 1}))
@@ -152,7 +152,7 @@ class LocalModel(Sleeping):
             return Outcome(reason=f"the judge's vocabulary {error}")
 
     def _texts(self, asks: Sequence[Ask]) -> list[str]:
-        """The questions as the chat template writes them."""
+        """The questions, written with the chat template."""
         template = {"tokenize": False, "add_generation_prompt": True, **self.template}
         of = self.processor or self.tokenizer
         return [of.apply_chat_template(_messages(ask, plain=self.processor is None), **template) for ask in asks]
@@ -169,7 +169,7 @@ class LocalModel(Sleeping):
 
 
 def fingerprint(path: str) -> str:
-    """Of a model's files, so that other weights at the same path are another judge; the name itself for a hub model."""
+    """A hash of a model's files, so that other weights at the same path are another judge; of a hub model its name."""
     folder = Path(path)
     if not folder.is_dir():
         return path
@@ -222,7 +222,7 @@ def _load_model(path: str, dtype: str) -> tuple[Any, bool]:
 
 @contextmanager
 def _refused(path: str) -> Generator[None]:
-    """Say what to mend where a judge cannot be loaded."""
+    """Raise ``UserError`` with the edit that helps where a judge cannot be loaded."""
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:

@@ -142,7 +142,7 @@ class Mode:
             return Job(rows, 0, reason=str(error))
 
     def _shares(self, outcome: Outcome) -> list[float]:
-        """What one verdict says of each sample it is about, in the order they were shown."""
+        """The value of each sample that a verdict is about, in the order shown."""
         verdict = outcome.verdict
         if self.name == "ranking":
             return ranking_scores(cast("list[int]", verdict))

@@ -48,11 +48,11 @@ T = TypeVar("T")
 
 
 class EndpointError(Exception):
-    """Why the endpoint gave no answer to a question."""
+    """The endpoint gave no answer to a question; the message says why."""
 
 
 class _PassingError(EndpointError):
-    """A failure that may pass; ``after``: seconds the endpoint asks to wait."""
+    """A failure that a retry may mend; ``after``: seconds that the endpoint asks to wait."""
 
     def __init__(self, reason: str, after: float = 0.0) -> None:
         super().__init__(reason)
@@ -81,10 +81,10 @@ class Requests:
 class Endpoint:
     """A judge called ``name`` at ``url`` (up to and with ``/v1``). Asked for its models when built: ``UserError``.
 
-    ``token``: ``$NAME``, an environment variable; ``secret``: the token itself, of a server of ours.
+    ``token``: ``$NAME``, an environment variable; ``secret``: the token itself, for a server that mmrl started.
     ``insecure``: allow plain HTTP to another machine.
-    ``identity``: what its verdicts are kept under in place of the address; ``state``: says what became of a server of
-    ours, for messages; ``socket_path``: the Unix socket that it listens on, in place of the host in ``url``.
+    ``identity``: the cache's key for its verdicts, in place of the address; ``state``: how a server that mmrl started
+    ended, for messages; ``socket_path``: the Unix socket that it listens on, in place of the host in ``url``.
     """
 
     sees = True
@@ -182,7 +182,7 @@ class Endpoint:
         return {key: value for key, value in (body | self.extra).items() if value is not None}
 
     async def _complete(self, body: JsonObject, seed: int, sent: Counter[str]) -> JsonObject:
-        """The first choice of a reply. Raises ``EndpointError`` once retrying is of no use."""
+        """The first choice of a reply. Raises ``EndpointError`` after the last retry, and where no retry can help."""
         content, media = json.dumps(body).encode(), _media_bytes(body)
         words = bool(body.get("logprobs"))
         failure = _PassingError("was not asked")
@@ -225,7 +225,7 @@ class Endpoint:
         return kind(uds=str(self._socket_path), limits=self._options["limits"])
 
     def _check_health(self) -> None:
-        """Ask for the list of models once, so that a wrong address or token is known before training."""
+        """Ask for the list of models once, so that a wrong address or token fails before training."""
         where = f"options.model.url: {self.url}"
         try:
             transport = self._transport(httpx.HTTPTransport)
@@ -253,7 +253,7 @@ class Endpoint:
 
 
 def _completion(status: int, headers: httpx.Headers, reply: bytes) -> tuple[list[JsonObject], Json]:
-    """The choices of a reply, and what it says of its tokens."""
+    """The choices of a reply, and its field ``usage``."""
     said = first_words(reply.decode("utf-8", "replace"))
     if status in _AGAIN or status >= 500:
         raise _PassingError(f"answered {status}: {said!r}", _retry_after(headers.get("retry-after")))

@@ -1,7 +1,7 @@
 """Use verdicts that a run recorded instead of asking again. A replay builds its judges ``within`` this context.
 
-The transcripts of the run say what came of the same question about the same sample, failures too. A judge with a model
-in this process answers anew; only what the run itself took from its cache is taken from the records, so that the model
+The run's transcripts hold the outcome of each question about each sample, failures included. A judge with a model in
+this process answers again; only outcomes that the run took from its cache are taken from the records, so that the model
 gets the same batches.
 """
 
@@ -26,8 +26,8 @@ class Recorded:
     """Final class: the outcomes of some ``steps`` of a run, counted from 0; -1 is evaluation. ``folders``: those of its
     controllers.
 
-    ``taken`` and ``missing`` count, by a judge's label, questions that were looked for, found and not found. Of a judge
-    that is not ``outside`` this process nothing is missed.
+    ``taken`` and ``missing`` count, by a judge's label, the questions with and without a recorded outcome. ``missing``
+    counts only judges ``outside`` this process.
     """
 
     def __init__(self, folders: Iterable[Path], steps: Sequence[int]) -> None:
@@ -44,7 +44,7 @@ class Recorded:
     def outcome(
         self, step: int, label: str, samples: Sequence[SampleId], request: str, nth: int, *, outside: bool
     ) -> Outcome | None:
-        """What came of the ``nth`` time that ``request`` was asked about ``samples``; None where it is to be asked."""
+        """The outcome of the ``nth`` time that ``request`` was asked about ``samples``; None where it must be asked."""
         row = self._rows.get((step, label, tuple((i.slot, i.attempt, i.sample) for i in samples), request))
         listed = (row or {}).get("verdicts")
         verdicts = listed if isinstance(listed, list) else []
@@ -64,7 +64,7 @@ _recorded: ContextVar[Recorded | None] = ContextVar("recorded", default=None)
 
 @contextmanager
 def within(recorded: Recorded) -> Generator[None]:
-    """Judges that are built inside take their verdicts from ``recorded``; their endpoints need not be there."""
+    """Judges that are built inside take their verdicts from ``recorded``; their endpoints need not run."""
     token = _recorded.set(recorded)
     try:
         yield
@@ -73,5 +73,5 @@ def within(recorded: Recorded) -> Generator[None]:
 
 
 def recorded_here() -> Recorded | None:
-    """What judges that are built now take their verdicts from; None where they ask, as they do in training."""
+    """The verdicts for judges that are built now; None where they ask their models, as in training."""
     return _recorded.get()

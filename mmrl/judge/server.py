@@ -1,7 +1,7 @@
 """A judge in a vLLM server that mmrl starts: processes on a private Unix socket, ended with the run.
 
 Run with vLLM 0.32.0 on a CPU; the processes are those of ``mmrl.engines.server_process``. On a GPU a server that has to
-sleep does so by vLLM's own means (level 1: its weights wait in the host's memory), which we have not run; elsewhere it
+sleep uses vLLM's own sleep mode (level 1: its weights wait in the host's memory), which we have not run; elsewhere it
 is ended and started again.
 """
 
@@ -31,7 +31,7 @@ from mmrl.report.notices import starting, tell
 from mmrl.rewards.contract import Weights
 
 NAME = "judge"
-"""What the server calls its model."""
+"""The model's name on the server."""
 START_S = 900.0
 SHARE = 0.92
 """Of a GPU's memory that a vLLM server takes (0.32.0), where ``args`` give no ``gpu_memory_utilization``."""
@@ -87,11 +87,11 @@ class VllmServer:
         return self._process.ended()
 
     def state(self) -> str:
-        """What became of it, where it is no more."""
+        """How the server ended, for a message; empty while it runs."""
         return f"\n{self._process.lose()}" if self.ended() else ""
 
     def lost(self) -> bool:
-        """Whether it is no more, which takes a few seconds to be known; asked where it has not answered."""
+        """Whether it has ended. The check takes a few seconds; it is made after a question without an answer."""
         return self._client.lost() is not None
 
     def sleep(self) -> None:
@@ -110,7 +110,7 @@ class VllmServer:
 class ServedJudge:
     """Final class. A judge that a ``VllmServer`` answers for: started by ``wake``, or when it is first asked.
 
-    A server that is lost is started again, and asked again for what it had not answered: a question's seed is its own.
+    A server that ended is started again and asked the open questions again: each question has a seed of its own.
     ``requests`` are as in ``Endpoint``; the rest is the server's.
     """
 
@@ -165,16 +165,16 @@ class ServedJudge:
             return self.server, self._endpoint
 
     def _replace(self, lost: VllmServer) -> None:
-        """Start another server in place of one that is lost, where nobody has yet."""
+        """Start another server in place of one that ended, unless another thread has done so."""
         with self._turn:
             if self.server is lost:
                 self._end()
-                tell(f"the vLLM server of the judge {self.path} is started again, and asked again")
+                tell(f"the vLLM server of the judge {self.path} ended; starting it again for the open questions")
                 with starting():
                     self._begin()
 
     def wake(self) -> bool:
-        """Have the server ready; returns whether it was started for good, which no later waking is."""
+        """Make the server ready. Returns whether it was started and will stay: no later waking takes as long."""
         with self._turn:
             return self._wake()
 
@@ -191,13 +191,13 @@ class ServedJudge:
         return False
 
     def sleep(self) -> None:
-        """Give the memory back: a server that was told so before it was started sleeps, where it can; else it ends."""
+        """Free the memory: a server that was started with ``sleeps`` sleeps; any other is ended."""
         with self._turn:
             self._to_sleep = True
             if self.server is None or self._asleep:
                 return
             if self.server.sleeps:
-                with suppress(LostServerError):  # whoever wakes it hears of it
+                with suppress(LostServerError):  # the next wake starts another
                     self.server.sleep()
                 self._asleep = True
             else:
@@ -209,7 +209,7 @@ class ServedJudge:
             self._end()
 
     def _begin(self) -> bool:
-        """Start the server; returns whether for good."""
+        """Start the server. Returns whether it stays: it can sleep, or is never put to sleep."""
         self.server = server = VllmServer(self.path, self._args, self._python, self._start_s, sleeps=self._to_sleep)
         try:
             self._endpoint = Endpoint(
@@ -239,7 +239,7 @@ def _keep_of(keep: Keep, numbers: Sequence[int], n: int, outcome: Outcome) -> No
 
 
 def weights_of(path: str, args: JsonObject | None, python: str | None) -> Weights:
-    """What a server takes of a device, for ``mmrl plan``."""
+    """The memory that a server takes, for ``mmrl plan``."""
     given = args or {}
     cache = _number(given, "kv_cache_memory_bytes", CACHE if python is None else 0)
     share = _number(given, "gpu_memory_utilization", SHARE)

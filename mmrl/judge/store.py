@@ -37,7 +37,7 @@ _OPENING = threading.Lock()
 
 
 class Lines:
-    """A JSONL file that grows by several threads and processes. Use ``lines_of``: one to a file and process."""
+    """A JSONL file to which several threads and processes append. Use ``lines_of``: one object per file and process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -92,7 +92,7 @@ class Cache:
         return self._known.get(key)
 
     def put(self, found: Mapping[str, Outcome]) -> None:
-        """Keep verdicts; an outcome without one is not kept, so that it is asked again."""
+        """Store the verdicts. An outcome without a verdict is not stored, so its question is asked again."""
         fresh = {k: o for k, o in found.items() if o.verdict is not None and k not in self._known}
         self._known |= {key: Outcome(o.verdict, o.raw, cached=True) for key, o in fresh.items()}
         if self._lines is not None:

@@ -50,7 +50,7 @@ def note(sent: Counter[str], context: Context) -> None:
 
 
 def usage_in(folder: Path) -> Counter[str]:
-    """All that the file in ``folder`` says was used, by ``judge/<label>/<count>``."""
+    """The sums of the file in ``folder``, by ``judge/<label>/<count>``."""
     total: Counter[str] = Counter()
     for row in rows_of(folder / USAGE):
         total.update({f"{PREFIX}{row.get('judge')}/{name}": _count(row.get(name)) or 0 for name in COUNTS})
@@ -70,7 +70,7 @@ def parse_budget(given: Json) -> dict[str, int]:
 
 
 class Spending:
-    """What the judges of a run used, over all its controllers and starts, and the budgets that end it.
+    """The requests and tokens of a run's judges, over all controllers and starts, and the budgets that end the run.
 
     ``rewards``: those of the recipe by the key where they stand. All controllers have the same figures after a step.
     """
@@ -86,19 +86,19 @@ class Spending:
         self._known: Counter[str] = Counter()
 
     def begin(self, folders: Iterable[Path], gather: Callable[[dict[str, int]], Sequence[Mapping[str, int]]]) -> None:
-        """Take up what earlier starts of the run used, as the files in this controller's ``folders`` have it."""
+        """Read what earlier starts of the run used from the files in this controller's ``folders``."""
         mine = sum((usage_in(folder) for folder in folders), Counter())
         self.total = sum((Counter(of) for of in gather(dict(mine))), Counter())
 
     def fresh(self, sent: Iterable[Counter[str]]) -> dict[str, int]:
-        """What this controller used since the last call, of all that its rewards ``sent`` so far."""
+        """What this controller used since the last call; ``sent``: the counts of its rewards from the start."""
         now = Counter({key: n for key, n in sum(sent, Counter()).items() if key.startswith(PREFIX)})
         found = {key: n - self._known[key] for key, n in now.items()}
         self._known = now
         return found
 
     def add(self, rows: Sequence[Mapping[str, float]]) -> dict[str, int]:
-        """Add what all controllers used, from their rows; returns the sums by key."""
+        """Add what all controllers used, from their metric rows. Returns the sums by key."""
         sums: Counter[str] = Counter()
         for row in rows:
             sums.update({key: int(n) for key, n in row.items() if key.startswith(PREFIX)})

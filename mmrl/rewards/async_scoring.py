@@ -44,13 +44,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the rewards said of ``B`` samples; tensors are float64 on the CPU.
+    """The rewards of ``B`` samples; tensors are float64 on the CPU.
 
     ``total`` ``[B]``: the weighted sum of the normalised rewards, NaN where a sample is to be dropped. ``parts``: each
     reward's raw values ``[B]`` under its label, and its named parts under ``label/part``. ``spans``: for a reward that
     declares them, the rewards of pieces of each response as it returned them (no weight, no normalisation); None where
-    the sample failed. ``seconds``: how long each reward, by label, had at least one call under way. ``waited``: how
-    long ``finish`` waited for them; the rest was hidden behind sampling, or behind another reward.
+    the sample failed. ``seconds``: the time, by label, in which a reward had at least one running call. ``waited``:
+    how long ``finish`` waited for them; the rest ran at the same time as sampling, or as another reward.
     """
 
     total: torch.Tensor
@@ -79,17 +79,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class _Call:
-    """A batch of one reward that is under way: which samples, and their answer to come."""
+    """A running call of one reward: the indices of its samples, and the future of its answer."""
 
     entry: Entry
     index: tuple[int, ...]
     answer: Future[Answer]
     again: set[int] = field(default_factory=set)
-    """Those that were asked for again: a later call answers for them."""
+    """The samples that were asked for again: a later call answers for them."""
 
 
 class Scoring:
-    """The scoring of one step, under way in the rewards' own threads. Made by ``RewardSet.start``; used by one thread.
+    """The scoring of one step, in the rewards' own threads. Made by ``RewardSet.start``; used by one thread.
 
     Consumes samples (``add``), waits for the rewards (``finish``), and is unblocked by them or by their deadlines.
     """
@@ -115,9 +115,9 @@ class Scoring:
         self._unread: list[_Call] = []
 
     def add(self, samples: Sequence[Sample], first: int | None = None) -> None:
-        """Take further samples; the rewards begin on them at once, and this returns at once.
+        """Add samples; the rewards start on them, and this returns at once.
 
-        ``first``: the index of the first of them; None goes on where the last ended. Raises ``RewardError`` when a
+        ``first``: the index of the first of them; None: after the last one added. Raises ``RewardError`` when a
         sample lacks what a reward reads, or a reward whose policy is ``fail`` has failed.
         """
         self._unread = [call for call in self._unread if not call.answer.done() or self._refuse(call)]

@@ -1,8 +1,8 @@
 """Call a reward on batches of samples: with a deadline, retries, and a check of the answer. Imports no torch.
 
-A reward runs in a thread of its own (an async one in an event loop there). A thread that does not come back in time is
-given up, never waited for: it is a daemon, so the process can end, and the next batch gets a fresh one. ``submit``
-returns at once: the calls of a sync reward stand in a line, those of an async one are under way together.
+A reward runs in its own thread (an async one in an event loop there). A thread that exceeds the deadline is abandoned,
+not waited for: it is a daemon, so the process can end, and the next batch gets a new one. ``submit`` returns at once:
+calls of a sync reward are queued, calls of an async one run concurrently.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ BACKOFF_S = 0.5
 """Seconds before the first retry; doubled for each further one, up to ``MAX_BACKOFF_S``."""
 MAX_BACKOFF_S = 30.0
 CONCURRENT_BATCHES = 64
-"""Batches of an async reward that are under way at once."""
+"""Batches of an async reward that run at once."""
 _GRACE_S = 1.0
 
 
 class BatchError(Exception):
-    """A call brought no usable answer for any of its samples. ``mend`` is the edit that helps."""
+    """A call gave no usable answer for any of its samples. ``mend`` is the edit that helps."""
 
     def __init__(self, reason: str, mend: str) -> None:
         super().__init__(reason, mend)
@@ -49,10 +49,10 @@ class BatchError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reward said of ``n`` samples.
+    """The answer of a reward for ``n`` samples.
 
     ``total``: ``n`` numbers, NaN where a sample failed; ``reasons``: why, None where it did not. ``parts``: ``n``
-    numbers per named part, NaN where it says nothing of a sample. ``spans``: the rewards of pieces of each response,
+    numbers per named part, NaN where a sample has none. ``spans``: the rewards of pieces of each response,
     None where there are none. ``error``: set when the whole call failed. ``began`` and ``ended``: seconds on the clock
     of ``time.perf_counter``, retries included. ``sent``: bytes given to other processes (``Context.sent``), of an
     answer that a device made.
@@ -95,10 +95,10 @@ def read_answer(returned: object, n: int, place: str, *, spans: bool = False) ->
 
 
 class Calls(Protocol):
-    """How batches get to a reward, wherever it computes."""
+    """Calls a reward on batches, in this process or in another."""
 
     def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
-        """The answer for one batch, to come; returns at once. ``cancel`` it while it has not begun."""
+        """The future of the answer for one batch; returns at once. ``cancel`` works until the call begins."""
         ...
 
     def close(self) -> None: ...
@@ -121,14 +121,14 @@ class Caller:
         self._workers = _Workers(CONCURRENT_BATCHES if reward.is_async else 1)
 
     def one(self, samples: Sequence[Sample], context: Context) -> Answer:
-        """The answer for one batch. Never raises for what the reward did: see ``Answer.error``."""
+        """The answer for one batch. An error of the reward is not raised: see ``Answer.error``."""
         error, began = BatchError("was not called", ""), time.perf_counter()
         declared = self.reward.declaration
         for attempt in range(self.retries + 1):
             if attempt:
                 time.sleep(min(BACKOFF_S * 2 ** (attempt - 1), MAX_BACKOFF_S))
             try:
-                returned = self._attempt(views(samples), context)  # one that is given up may still draw on its own
+                returned = self._attempt(views(samples), context)  # an abandoned call may still change its own copy
                 answer = read_answer(returned, len(samples), self.reward.place, spans=declared.spans)
                 return replace(answer, began=began, ended=time.perf_counter())
             except BatchError as failure:
@@ -139,7 +139,7 @@ class Caller:
         return Answer([NAN] * n, [error.reason] * n, spans=[None] * n, error=error, began=began, ended=ended)
 
     def submit(self, samples: Sequence[Sample], context: Context) -> Future[Answer]:
-        """The answer for one batch, to come; returns at once. ``cancel`` it while it has not begun."""
+        """The future of the answer for one batch; returns at once. ``cancel`` works until the call begins."""
         return self._workers.submit(lambda: self.one(samples, context))
 
     def many(self, batches: Sequence[Sequence[Sample]], context: Context) -> Iterator[Answer]:
@@ -206,10 +206,10 @@ class Caller:
 
 
 class _Workers:
-    """Daemon threads, at most ``most``, that make calls in the order they came; started as they are needed.
+    """Daemon threads, at most ``most``, that make calls in the order of ``submit``; started when they are needed.
 
-    Consumes calls, waits for one to come, is unblocked by ``submit`` and ``stop``. A pool of the standard library would
-    be waited for when the process ends.
+    Each waits for a call, and is unblocked by ``submit`` and ``stop``. At its end, the process would wait for a pool of
+    the standard library.
     """
 
     def __init__(self, most: int) -> None:
@@ -228,7 +228,7 @@ class _Workers:
         return future
 
     def stop(self) -> list[threading.Thread]:
-        """Let every thread end after the calls that stand in the line; a later ``submit`` starts anew."""
+        """Let every thread end after the calls in the queue. A later ``submit`` starts new threads."""
         with self._lock:
             threads = self._threads
             for _ in threads:

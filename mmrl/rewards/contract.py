@@ -35,7 +35,7 @@ Per = Literal["sample", "group"]
 
 @dataclass(frozen=True)
 class Failed:
-    """Stands in a reward's list for the number of a sample that could not be scored, and says why."""
+    """Takes the place of a number in a reward's list where a sample could not be scored; ``reason`` says why."""
 
     reason: str
 
@@ -87,7 +87,7 @@ Returned: TypeAlias = "Sequence[Value] | Parts | torch.Tensor"
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a reward declares of itself.
+    """The declaration of a reward.
 
     ``inputs``: which fields of a sample it reads (the core makes no others); ``reads``, where its options decide that:
     a function of the options that returns them, asked before anything is built. ``per``: ``"sample"``, or ``"group"``
@@ -130,13 +130,13 @@ def _check_word(key: str, word: object, known: tuple[str, ...], why: str) -> Non
 
 @dataclass(frozen=True)
 class Context:
-    """What a call may know beyond its samples.
+    """The circumstances of a call, beside its samples.
 
     ``step`` is the training step (-1 outside training), ``device`` where to compute, ``folder`` the directory of the
-    run for caches and transcripts (None outside a run), ``label`` what the recipe calls this reward. A reward that asks
-    another process counts in ``sent`` the bytes it gives away: ``media`` (encoded pictures and clips) and ``questions``
-    (all else); the step's metrics show them. A judge also counts there what its endpoint used (``mmrl.judge.usage``).
-    ``round``: of dynamic sampling, 0 the first.
+    run for caches and transcripts (None outside a run), ``label`` the reward's name in the recipe. A reward that asks
+    another process counts in ``sent`` the bytes it sends: ``media`` (encoded pictures and clips) and ``questions`` (all
+    else); the step's metrics show them. A judge also counts there its requests and tokens (``mmrl.judge.usage``).
+    ``round``: the round of dynamic sampling; 0 is the first.
     """
 
     step: int = -1
@@ -164,10 +164,10 @@ class RewardClass(Protocol):
 
 
 class Sleeper(Protocol):
-    """A reward, or what is behind one, whose models leave their device while that does other work.
+    """A reward, or its model, that frees its device's memory while the device does other work.
 
-    ``device`` is the ``context.device`` of its calls. Either method may be called first, and twice. ``score`` must work
-    where nobody has called ``wake``. ``mmrl.rewards.sleeping.Sleeping`` is one for models of torch.
+    ``device`` is the ``context.device`` of its calls. Either method may be called first, and twice. ``score`` must also
+    work without a call of ``wake``. ``mmrl.rewards.sleeping.Sleeping`` is a ``Sleeper`` for models of torch.
     """
 
     def sleep(self, device: torch.device | str, /) -> None:
@@ -175,9 +175,9 @@ class Sleeper(Protocol):
         ...
 
     def wake(self, device: torch.device | str, /) -> bool | None:
-        """Have everything ready on ``device`` when it returns: the time it takes is what the placement counts with.
+        """Load everything onto ``device`` before it returns: the placement measures its time.
 
-        Returns true where something was done for good, so that no later waking takes as long.
+        Returns true where part of the work is done only once, so that later calls are faster.
         """
         ...
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 CLOSE_S = 10.0
-"""What a reward's own ``close`` may take."""
+"""Seconds that a reward's ``close`` may take."""
 _FORM = "def score(samples, *, context)"
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Found:
 
     @property
     def declaration(self) -> Declaration:
-        """What it declares of itself, before its options are known."""
+        """Its declaration, before it is built with options."""
         return declaration_of(self.target)
 
     def reads(self, options: JsonObject) -> tuple[Input, ...]:
@@ -71,12 +71,12 @@ class Loaded:
 
     @property
     def sleeper(self) -> Sleeper | None:
-        """The object behind it where that computes on a device and can ``sleep`` and ``wake``; else None."""
+        """The instance, where it computes on a device and has ``sleep`` and ``wake``; else None."""
         holder = getattr(self.call, "__self__", None)
         return holder if self.declaration.device and can_sleep(holder) else None
 
     def awake(self, device: torch.device | str) -> Loaded:
-        """Itself, with what it computes with ready on ``device`` at once, and not when it is first asked.
+        """Itself, after its models are loaded onto ``device``, which would else happen at the first call.
 
         Raises ``UserError``.
         """
@@ -84,11 +84,11 @@ class Loaded:
         return self
 
     def wake(self, device: torch.device | str) -> bool:
-        """Have what it computes with ready on ``device``; returns whether for good. Raises ``UserError``."""
+        """Load its models onto ``device``. Returns whether later calls are faster. Raises ``UserError``."""
         return bool(self._turned("wake", device))
 
     def sleep(self, device: torch.device | str) -> None:
-        """Have it free the memory of ``device``, where it can. Raises ``UserError``."""
+        """Free the memory of ``device``, where the reward can sleep. Raises ``UserError``."""
         self._turned("sleep", device)
 
     def _turned(self, method: str, device: torch.device | str) -> bool | None:
@@ -103,7 +103,7 @@ class Loaded:
             ) from error
 
     def close(self) -> None:
-        """Have it close what it holds, where it has a method ``close``: in a thread, since that may hang."""
+        """Call its method ``close``, where it has one: in a thread, since that may hang."""
         close = getattr(getattr(self.call, "__self__", None), "close", None)
         if not callable(close):
             return
@@ -204,7 +204,7 @@ def _is_built(target: object) -> bool:
 
 
 def asked_of_options(found: Found, ask: Callable[[], T]) -> T:
-    """What ``ask`` returns, a function of the reward's file that looks at its options. Raises ``UserError``."""
+    """The result of ``ask``, which calls a function of the reward's file on its options. Raises ``UserError``."""
     try:
         return ask()
     except UserError:

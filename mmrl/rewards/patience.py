@@ -1,7 +1,7 @@
 """Handle a step with many failed rewards: wait, ask them again, and finally stop.
 
-An endpoint that is gone must not look like training: a step of which few samples have a score is worth nothing. All
-controllers see the same counts and follow the leader's clock, so that they wait, go on and stop together.
+Without it, a run whose endpoint is down would continue with steps of few scored samples. All controllers see the same
+counts and follow the leader's clock, so that they wait, continue and stop together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Gather = Callable[[list[float]], list[list[float]]]
 
 
 class Asked(Protocol):
-    """The samples of a step, as far as rewards have answered for them."""
+    """The samples of a step, with the answers of the rewards so far."""
 
     def __len__(self) -> int: ...
 
@@ -35,7 +35,7 @@ class Asked(Protocol):
         ...
 
     def again(self) -> None:
-        """Ask once more for what has failed, and wait for the answers."""
+        """Call the rewards again for the samples that failed, and wait for the answers."""
         ...
 
 
@@ -70,7 +70,7 @@ class Patience:
                 f"step {step + 1}: {summary(mine, bad, n)}; asked again in {duration(pause)}, "
                 f"for at most {duration(left)} more (scoring.patience)"
             )
-            with notices.starting():  # it has a deadline of its own: it is no sign of a process that hangs
+            with notices.starting():  # this wait has its own deadline; the watchdog must not take it for a hang
                 time.sleep(pause)
                 asked.again()
             pause *= 2
@@ -85,7 +85,7 @@ class Patience:
 
 
 def too_many(bad: int, n: int, most: float) -> bool:
-    """Whether ``bad`` failed samples of ``n`` are past the share ``most``, or are all of them."""
+    """Whether ``bad`` failed samples of ``n`` exceed the share ``most``, or are all of them."""
     return bad > 0 and (bad > most * n or bad == n)
 
 
@@ -99,6 +99,6 @@ def summary(failed: Sequence[tuple[str, str]], bad: int, n: int) -> str:
 
 
 def one_line(text: object, most: int = SHOWN) -> str:
-    """The start of a text from outside, for the terminal: on one line, nothing in it that a terminal acts on."""
+    """The start of a text from outside, for the terminal: one line of printable characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)[: 4 * most]).split())
     return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -1,9 +1,9 @@
 """All rewards of a recipe together: weights, normalisation, batches and the failure policy.
 
 ``B`` samples in groups (lists of indices into them) of one prompt each. A sample that a reward could not score is NaN
-in the total, never 0, and has a ``Failure`` that says why; or the run stops, as the reward's ``on_failure`` says.
+in the total, never 0, and has a ``Failure`` that says why; with ``on_failure: fail`` the run stops instead.
 
-Rewards work while samples are still being made: ``start`` a step, ``add`` each micro-batch, ``finish``.
+Rewards compute while sampling continues: ``start`` a step, ``add`` each micro-batch, ``finish``.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ __all__ = ["Failure", "RewardError", "RewardSet", "Scores", "Scoring", "check", 
 def check(
     rewards: Sequence[schema.Reward], root: Path, makes: schema.Makes | None = None, key: str = "rewards"
 ) -> list[Found]:
-    """Find all rewards and check their signatures and options, building none; ``UserError`` holds all mistakes.
+    """Find all rewards and check their signatures and options; build none. Raises ``UserError`` with all mistakes.
 
-    ``makes``: what the samples are, where it is known; what a reward reads must be among their fields. ``key``: where
-    the rewards stand in the recipe.
+    ``makes``: the kind of samples; a reward may read only their fields. None: not checked. ``key``: the recipe's key
+    of these rewards.
     """
     found: list[Found] = []
     mistakes: list[str] = []
@@ -78,11 +78,11 @@ _FIELDS: dict[schema.Makes, tuple[tuple[Input, ...], str]] = {
     "image": (("image", "tensor"), "pictures"),
     "video": (("video", "tensor"), "clips"),
 }
-"""The fields of a sample, and the word for what it is."""
+"""The fields that a sample of this kind has, and its name in messages."""
 
 
 def unmade(inputs: Sequence[Input], makes: schema.Makes, reward: Found | Loaded) -> list[str]:
-    """What ``reward`` reads that samples of a pipeline that ``makes`` this do not have, with the edit; at most one."""
+    """A message for fields that ``reward`` reads and samples of this kind do not have; an empty list if it has all."""
     fields, word = _FIELDS[makes]
     lacking = [name for name in inputs if name not in fields]
     if not lacking:
@@ -104,9 +104,9 @@ class RewardSet:
 
     ``root`` is the recipe's folder, ``device`` where a reward's model computes. ``all_sum`` adds a small tensor over
     all controllers, for the statistics of ``normalize: batch``; the default is one controller. ``folder``: the run's
-    directory, for caches and transcripts; may be set later. ``awake``: have models on the device and servers up at
-    once, not when they are first asked. ``patience``: of training steps whose samples fail; None takes failures as they
-    come. Raises ``UserError``.
+    directory, for caches and transcripts; may be set later. ``awake``: load models onto the device and start servers
+    now, not at the first call. ``patience``: how long training steps wait for failed samples; None: they do not wait.
+    Raises ``UserError``.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class RewardSet:
         return [entry.label for entry in self._entries if entry.loaded.declaration.device]
 
     def call_by(self, calls: Callable[[str], Calls]) -> None:
-        """Have the rewards that compute on a device called by ``calls(label)`` from now on."""
+        """From now on, call the rewards that compute on a device by ``calls(label)``."""
         there = set(self.on_device)
         self._entries = [replace(e, caller=calls(e.label)) if e.label in there else e for e in self._entries]
 
@@ -185,12 +185,12 @@ class RewardSet:
         return replace(self._here[label].one(samples, context), sent=context.sent)
 
     def sleep(self) -> None:
-        """Have the rewards that compute on a device free its memory, where they can. Raises ``UserError``."""
+        """Free the device's memory that rewards use, for those that can sleep. Raises ``UserError``."""
         for entry in self._entries:
             entry.loaded.sleep(self.device)
 
     def wake(self) -> bool:
-        """Have them ready there (again); returns whether one came or was started for good. Raises ``UserError``."""
+        """Make the rewards ready on the device. Returns whether a later waking is faster. Raises ``UserError``."""
         came = [entry.loaded.wake(self.device) for entry in self._entries]
         return any(came)
 

@@ -33,7 +33,7 @@ from mmrl.rewards.serve_limits import MAX_CONNECTIONS, PATIENCE_S, Connection, L
 MAX_BYTES = 128 * 2**20
 """Of one request. About 60 pictures of 1024 x 1024."""
 MAX_REQUESTS = 8
-"""Whole ones that are decoded or scored at once; the others wait, and are told to come again (503)."""
+"""Requests that are decoded or scored at once. Others wait for a turn; after ``PATIENCE_S`` they get a 503."""
 _LINGER_S = 2.0
 
 
@@ -85,7 +85,7 @@ class RewardServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
-        """A client that went away is no error of ours."""
+        """Ignore a client that closed its connection."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -96,7 +96,7 @@ class RewardServer(ThreadingHTTPServer):
         return f"http://{host}:{self.server_port}"
 
     def health(self) -> JsonObject:
-        """What ``GET /health`` says."""
+        """The reply to ``GET /health``."""
         declared = self.reward.declaration
         return {
             "mmrl": wire.VERSION,
@@ -223,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
         if body is None:
             return self._refuse(400, f"the body ended, or took too long, before its {length} bytes were there")
         if not self.server.slots.acquire(timeout=PATIENCE_S):
-            return self._refuse(503, f"{MAX_REQUESTS} requests are under way; try again")
+            return self._refuse(503, f"{MAX_REQUESTS} other requests are being scored; try again")
         try:
             status, answer = self._scored(body)
         finally:
@@ -288,7 +288,7 @@ def serve(
     device: str = "cpu",
     ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve the reward ``name`` until interrupted; prints the address once it answers, or tells ``ready``.
+    """Serve the reward ``name`` until interrupted; prints the address once it answers, or passes it to ``ready``.
 
     Raises ``UserError``.
     """

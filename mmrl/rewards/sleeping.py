@@ -29,7 +29,7 @@ class Sleeping:
     _frozen: tuple[Frozen, ...] = ()
 
     def frozen(self, module: M, read: Callable[[], nn.Module] | None = None) -> M:
-        """Have ``module`` sleep and wake with the others; ``read`` as in ``Frozen``. Returns the module."""
+        """Add ``module`` to those that sleep and wake; ``read`` as in ``Frozen``. Returns the module."""
         self._frozen = (*self._frozen, Frozen(module, read))
         return module
 
@@ -39,6 +39,6 @@ class Sleeping:
             one.sleep(device)
 
     def wake(self, device: torch.device | str) -> bool:
-        """Have the models on ``device``, all copying done; returns whether they came there for good."""
+        """Move the models to ``device`` and wait for the copies. Returns whether later calls are faster."""
         came = [one.wake(device) for one in self._frozen]
         return any(came)

@@ -7,8 +7,8 @@
                   ``   "image": PNG, "video": [PNG, ...], "text": null, "truncated": false}]}``
                   -> ``{"version": 1, "scores": [0.5, null], "parts": {"name": [...]}, "errors": [null, "why"],``
                   ``    "spans": [[[0, 4, -1.0]], null]}``
-``files`` are the encoded pictures and clips of the prompts as they lie on the disk, each once however many samples
-share it. ``place`` is step, slot, attempt and sample; ``spans`` are there where the reward declares them.
+``files`` are the encoded pictures and clips of the prompts, the bytes of their files; samples share an entry.
+``place`` is step, slot, attempt and sample; ``spans`` are there where the reward declares them.
 
 An error of the whole request is a status of 400 or more with ``{"error": "why"}``. Imports no torch.
 """
@@ -40,9 +40,9 @@ MAX_SAMPLES = 4096
 MAX_TOTAL_PIXELS = 8 * MAX_PIXELS
 """Decoded for one request (128 pictures of 1024 x 1024): a few kB of PNG can hold any number of equal pixels."""
 MAX_VALUES = 2**22
-"""In one message, counted by what stands before each, commas in texts too: ``[],`` takes 20 times its size."""
+"""Values in one message, counted by ``,``, ``[`` and ``{``, also those in texts. ``[],`` takes 20 times its size."""
 MAX_WIDE_BYTES = 32 * 2**20
-"""Of a message with characters beyond ASCII, base64 apart: one of them can make a whole text four times as large."""
+"""Of a message with characters beyond ASCII, without its base64: one such character can make a text 4 times larger."""
 _BASE64 = re.compile(rb'"[A-Za-z0-9+/=]{1024,}"')
 _Source: TypeAlias = tuple[str | None, int | None, int | None, bytes | None]
 """Of a medium: path, offset, size and data."""
@@ -225,7 +225,7 @@ def _index(value: Json, n: int) -> int:
 
 
 def _sent(media: Media, files: dict[_Source, str]) -> JsonObject:
-    """A medium by its place in ``files``, where its bytes are entered if they are not there yet."""
+    """A medium as its index in ``files``, to which its bytes are added unless they are there."""
     source = (media.path, media.offset, media.size, media.data)
     if source not in files:
         try:
@@ -262,7 +262,7 @@ def _media(items: Json, files: list[bytes], where: str) -> tuple[Media, ...]:
 
 
 def _place(item: JsonObject, index: int) -> SampleId:
-    """Where the sample's randomness comes from; ``index`` for a client that does not say."""
+    """The sample's id; a client that sends none gets ``index`` in it."""
     where = f"samples[{index}].place"
     place = [_typed(number, int, f"{where}[]") for number in _typed(item.get("place", [-1, 0, 0, index]), list, where)]
     if len(place) != 4:
