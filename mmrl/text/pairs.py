@@ -1,9 +1,10 @@
 """Pairs of a better and a worse response: tokens, log-probs and scores, with both texts in one forward.
 
-A prompt carries its pair in ``meta``, by the columns of TRL's preference data: ``chosen`` and ``rejected``, and perhaps
-``margin`` (how much better, for reward models). A response follows the rendered prompt exactly as a sampled one would,
-so that a prompt is encoded once for both texts and nothing here depends on how a template shows finished answers. TRL
-renders the whole conversation; the tokens are the same wherever that begins with the rendered prompt.
+A prompt has its pair in ``meta``, with the column names of TRL's preference data: ``chosen``, ``rejected`` and, for
+reward models, optionally ``margin`` (by how much ``chosen`` is better). The tokens of a response follow those of the
+rendered prompt, as in sampling. A prompt is therefore encoded once for both texts, and the way in which a template
+shows earlier answers plays no role. TRL renders the whole conversation; the tokens are the same if its rendering begins
+with the rendered prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.errors import BadPromptError, UserError
+from mmrl.json_types import Json, JsonObject
 from mmrl.pipelines.protocol import Weights
-from mmrl.text.conditioner import Conditioner
+from mmrl.text.conditioner import Conditioner, tokenizer_of
 from mmrl.text.features import key_of
 from mmrl.trajectory import Prompt, Slot, Trajectory
 
@@ -31,7 +33,7 @@ _MARK = "ANSWER"
 
 @dataclass(frozen=True)
 class Pair:
-    """``margin``: by how much the score of ``chosen`` should be higher at least; 0 says nothing."""
+    """``margin``: the score of ``chosen`` should be higher by at least this; 0 without a margin."""
 
     chosen: str
     rejected: str
@@ -39,7 +41,7 @@ class Pair:
 
 
 class PairModel(Protocol):
-    """What the pairs of a run ask of its pipeline."""
+    """The part of a pipeline that ``Pairs`` uses."""
 
     recipe: Recipe
     policy: nn.Module
@@ -47,7 +49,7 @@ class PairModel(Protocol):
     features: FeatureStore
     device: torch.device
     context: int | None
-    """The most tokens of a prompt and its response; None where the model says none."""
+    """The most tokens of a prompt and its response; None if the model has no limit."""
 
     def response_log_probs(self, trajectory: Trajectory, temperature: float) -> Tensor:
         """``[B, T]`` of the rows' tokens."""
@@ -59,10 +61,10 @@ class PairModel(Protocol):
 
 
 class Pairs:
-    """Final class. The pairs of a run of ``pipeline``, which calls it.
+    """Final class. Encodes and compares the pairs of a run, for its ``pipeline``.
 
-    For DPO a response ends with the token that ends an answer; for a reward model with all that the chat template
-    writes behind an answer. Raises ``UserError`` where the model is not of the kind that the algorithm trains.
+    For DPO a response ends with the stop token; for a reward model with all tokens that the chat template writes after
+    an answer. Raises ``UserError`` if the algorithm does not train this kind of model.
     """
 
     def __init__(self, pipeline: PairModel) -> None:
@@ -79,7 +81,7 @@ class Pairs:
     def encoded(self, prompt: Prompt, length: int) -> dict[str, Tensor]:
         """The tokens of both texts, ``chosen`` and ``rejected``, on the CPU; ``length``: tokens of the prompt.
 
-        Raises ``BadPromptError`` where there is no pair, or one that cannot be trained on.
+        Raises ``BadPromptError`` if there is no pair, or a pair that cannot be trained on.
         """
         pair, conditioner = pair_of(prompt), self.pipeline.conditioner
         out: dict[str, Tensor] = {}
@@ -98,21 +100,23 @@ class Pairs:
         return out
 
     def lengths(self, trajectory: Trajectory) -> list[int]:
-        """Tokens of each row: prompt and longer text, twice, as they lie in a forward."""
+        """Tokens of each row in a forward: prompt and longer text, times two."""
         features = self.pipeline.features
         prompts = [features.ref(key_of(s.prompt)).shapes["input_ids"][0] for s in trajectory.slots]
         texts = [features.ref(key_of_pair(s.prompt)).shapes for s in trajectory.slots]
         return [2 * (n + max(pair[name][0] for name in TEXTS)) for n, pair in zip(prompts, texts, strict=True)]
 
     def margins(self, trajectory: Trajectory) -> Tensor:
-        """``[B]`` float32, 0 where the data gives none."""
+        """``[B]`` float32, 0 for a pair without a margin."""
         values = [pair_of(slot.prompt).margin for slot in trajectory.slots]
         return torch.tensor(values, device=self.pipeline.device)
 
     def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
-        """What is needed of chosen_log_probs, rejected_log_probs, the same of the reference without a graph, and
-        chosen_scores, rejected_scores: ``[B]`` float32 each. Log-probs are summed over the text and its end, whose
-        tokens are counted by chosen_tokens and rejected_tokens."""
+        """Compute what is in ``needs``, ``[B]`` float32 each.
+
+        chosen_log_probs and rejected_log_probs are summed over the tokens of the text and its end;
+        reference_chosen_log_probs and reference_rejected_log_probs, without a graph, also. chosen_tokens and
+        rejected_tokens count these tokens. A reward model has chosen_scores and rejected_scores."""
         both = self._both(trajectory.slots)
         if self.scores:
             return _halves("scores", self.pipeline.response_scores(both))
@@ -134,7 +138,7 @@ class Pairs:
         return Trajectory([*slots, *slots], [], tokens, [*keys, *keys], mask=mask)
 
     def _log_probs(self, both: Trajectory) -> Tensor:
-        """``[2 B]``, of the model at temperature 1, whatever samples are drawn at."""
+        """``[2 B]``, at temperature 1, whatever the temperature of sampling is."""
         per_token = self.pipeline.response_log_probs(both, 1.0)
         assert both.mask is not None
         return (per_token * both.mask).sum(1)
@@ -147,7 +151,7 @@ def pair_of(prompt: Prompt) -> Pair:
         if name not in prompt.meta:
             raise BadPromptError(
                 prompt.id,
-                f"it has no meta[{name!r}], and pairs are what is trained on; of a jsonl file name the columns with "
+                f"it has no meta[{name!r}], and the algorithm trains on pairs; for a jsonl file name the columns with "
                 "data.train.meta=[chosen, rejected]",
             )
         try:
@@ -155,7 +159,7 @@ def pair_of(prompt: Prompt) -> Pair:
         except ValueError as error:
             raise BadPromptError(prompt.id, f"meta[{name!r}] {error}; give the response's text") from None
     if texts[0] == texts[1]:
-        raise BadPromptError(prompt.id, "its two responses are the same, and none is the better; take it out")
+        raise BadPromptError(prompt.id, "its two responses are equal, so that neither is better; take it out")
     margin = prompt.meta.get("margin")
     if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
         raise BadPromptError(prompt.id, f"meta['margin'] is {margin!r}; give a number, or none")
@@ -165,14 +169,14 @@ def pair_of(prompt: Prompt) -> Pair:
 
 
 def key_of_pair(prompt: Prompt) -> str:
-    """Names the tokens of a prompt's pair in the feature store: equal for equal texts behind an equal prompt."""
-    said = repr((prompt.meta.get("chosen"), prompt.meta.get("rejected")))
-    return f"{key_of(prompt)}/pair/{hashlib.blake2b(said.encode(), digest_size=12).hexdigest()}"
+    """The key of a pair's tokens in the feature store: equal for equal texts after an equal prompt."""
+    texts = repr((prompt.meta.get("chosen"), prompt.meta.get("rejected")))
+    return f"{key_of(prompt)}/pair/{hashlib.blake2b(texts.encode(), digest_size=12).hexdigest()}"
 
 
 def response_tokens(conditioner: Conditioner, text: str) -> list[int]:
-    """The tokens of ``text`` as a response. Raises ``ValueError`` where it has tokens that no response can have."""
-    tokenizer = getattr(conditioner.saved, "tokenizer", conditioner.saved)
+    """The tokens of ``text`` as a response. Raises ``ValueError`` if it has a token that no response can have."""
+    tokenizer = tokenizer_of(conditioner.saved)
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     wrong = sorted({*tokens} & {*conditioner.stop_tokens, *conditioner.forbidden})
     if wrong:
@@ -181,11 +185,11 @@ def response_tokens(conditioner: Conditioner, text: str) -> list[int]:
 
 
 def ending(conditioner: Conditioner) -> list[int]:
-    """The tokens that the chat template writes behind an answer; a token that ends text is among them."""
+    """The tokens that the chat template writes after an answer; a stop token is one of them."""
     saved = conditioner.saved
-    tokenizer = getattr(saved, "tokenizer", saved)
+    tokenizer = tokenizer_of(saved)
 
-    def content(text: str) -> Any:
+    def content(text: str) -> str | list[dict[str, str]]:
         return [{"type": "text", "text": text}] if tokenizer is not saved else text
 
     messages = [{"role": "user", "content": content("Hi")}, {"role": "assistant", "content": content(_MARK)}]
@@ -210,30 +214,31 @@ def _halves(name: str, both: Tensor) -> dict[str, Tensor]:
     return {f"chosen_{name}": chosen, f"rejected_{name}": rejected}
 
 
-def _text_of(said: Any, prompt: Prompt) -> str:
-    """A response: its text, or messages of which it is the last. Raises ``ValueError``."""
-    if isinstance(said, str):
-        return said
-    if not isinstance(said, Sequence) or not said or not all(isinstance(m, Mapping) for m in said):
-        raise ValueError(f"is a {type(said).__name__}, neither text nor messages")
-    if said[-1].get("role") != "assistant":
-        raise ValueError("ends with no message of the assistant")
-    others = [m for m in said[:-1] if m.get("role") != "system"]
+def _text_of(response: Json, prompt: Prompt) -> str:
+    """The text of a response: a string, or messages with the response as the last. Raises ``ValueError``."""
+    if isinstance(response, str):
+        return response
+    messages = [m for m in response if isinstance(m, Mapping)] if isinstance(response, Sequence) else []
+    if not isinstance(response, Sequence) or not messages or len(messages) < len(response):
+        raise ValueError(f"is a {type(response).__name__}, neither text nor messages")
+    if messages[-1].get("role") != "assistant":
+        raise ValueError("does not end with a message of the assistant")
+    others = [m for m in messages[:-1] if m.get("role") != "system"]
     if [m.get("role") for m in others] not in ([], ["user"]):
-        raise ValueError("has a conversation of several turns, which is not read")
+        raise ValueError("has a conversation of several turns; only one turn is supported")
     asked = others[0].get("content") if others else None
     if isinstance(asked, str) and asked.replace("\r\n", "\n").strip() != prompt.text:
         raise ValueError("answers another message of the user than the prompt's")
-    return _content(said[-1])
+    return _content(messages[-1])
 
 
-def _content(message: Mapping[str, Any]) -> str:
+def _content(message: JsonObject) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         raise ValueError("has a message without content")
-    texts = [p["text"] for p in content if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
+    texts = [text for p in content if isinstance(p, Mapping) and isinstance(text := p.get("text"), str)]
     if len(texts) < len(content):
         raise ValueError("has a message whose content is not text")
     return "".join(texts)
