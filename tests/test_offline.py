@@ -220,8 +220,8 @@ def test_pairs_are_read_as_trl_writes_them(tmp_path):
         ({"chosen": "a"}, "no meta['rejected']"),
         ({"chosen": "a", "rejected": 3}, "meta['rejected'] is a int, neither text nor messages"),
         ({"chosen": "a", "rejected": []}, "is a list"),
-        ({"chosen": "a", "rejected": "a"}, "the same"),
-        ({"chosen": "a", "rejected": [{"role": "user", "content": "b"}]}, "ends with no message of the assistant"),
+        ({"chosen": "a", "rejected": "a"}, "two responses are equal"),
+        ({"chosen": "a", "rejected": [{"role": "user", "content": "b"}]}, "does not end with a message"),
         (
             {"chosen": "a", "rejected": [{"role": "user", "content": "Ho"}, {"role": "assistant", "content": "b"}]},
             "answers another message",
@@ -256,7 +256,7 @@ def test_a_bad_pair_is_replaced_in_training_and_left_out_of_evaluation(folder, t
     run = make(folder, f"data={{name: jsonl, train: {data}, heldout: {data}}}", "train.prompts_per_step=40")
     row, failures = loop.train_step(run, 0, Clock(torch.device("cpu")))
     assert [f.reward for f in failures] == ["prompt"] * 2
-    assert all("are the same" in f.reason for f in failures)
+    assert all("are equal" in f.reason for f in failures)
     assert row["policy/loss"] == pytest.approx(0.693147, abs=1e-5)
     found, _, bad = Evaluator(run, run.prompts, folder).score(40)
     assert (found["samples"], found["dropped"], len(bad)) == (38, 2, 2)

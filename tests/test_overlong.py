@@ -137,7 +137,7 @@ def test_cut_keeps_the_end_of_the_text_and_the_template(folder):
 
 def test_what_cannot_be_cut_is_skipped(folder):
     pipeline = pipeline_of(folder, "data.overlong=cut", f"sampling.max_prompt_tokens={TEMPLATE}")
-    with pytest.raises(BadPromptError, match="without its text too many still"):
+    with pytest.raises(BadPromptError, match="too many without its text"):
         encoded(pipeline, LONG)
 
 

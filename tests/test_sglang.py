@@ -289,7 +289,10 @@ def test_pictures_are_sent_whole_and_counted(engine, served):
     served.images_are = 9
     with pytest.raises(UserError, match=r"SGLang made 20 tokens .* scenes/2 .* trainer's processor 15"):
         engine.generate([request], Settings(4))
-    for extra, what in (({"partial": [1]}, "goes on"), ({"clips": [Clip([picture], 1.0, [0], 1)]}, "has a clip")):
+    for extra, what in (
+        ({"partial": [1]}, "continues tokens"),
+        ({"clips": [Clip([picture], 1.0, [0], 1)]}, "has a clip"),
+    ):
         with pytest.raises(UserError, match=what):
             engine.generate([Request(request.prompt_ids, text, seed=0, images=[picture], **extra)], Settings(4))
 

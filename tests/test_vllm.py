@@ -517,7 +517,7 @@ def test_a_server_of_its_own(vision, tmp_path):
         assert woken.token_ids == adapted.token_ids
         with pytest.raises(UserError, match=r"brought .* values"):
             server.update(iter([("lm_head.weight", torch.zeros(2, 2))]))
-        with pytest.raises(UserError, match="has a clip, and vLLM's server would be told neither its rate"):
+        with pytest.raises(UserError, match="has a clip, and a request to vLLM's server cannot tell its frame rate"):
             server.generate([a.request(clips=[clip(1)])], settings)
         wrong = Request([i for i in request.prompt_ids if i != IMAGE], request.text, seed=0, images=request.images)
         with pytest.raises(UserError, match=f"made {len(request.prompt_ids)} tokens of the prompt"):

@@ -1,7 +1,7 @@
 """Shared code of engines with their own weights: limits of a request, and files that transfer weights.
 
-``VllmEngine``, ``VllmServer`` and ``SglangServer`` differ in how they are asked; what is asked for, and what counts as
-an answer, is decided here.
+``VllmEngine``, ``VllmServer`` and ``SglangServer`` differ in how a request is sent. Its limits, and the checks of the
+answer, are the same for all and are here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -19,16 +19,17 @@ from mmrl.controller.randomness import seed_of
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.errors import UserError
 from mmrl.hub_files import folder_of
+from mmrl.json_types import JsonObject
 
 BUCKET_BYTES = 512 * 2**20
-"""Weights travel in files of at most this size, so that no more than that is held on their way."""
+"""The most bytes of weights in a file, and so in memory while they are sent."""
 _EXTRA = 1e-3
-"""Share of its values a checkpoint may have more than an update brings (buffers that are saved and not trained)."""
+"""The share of a checkpoint's values that an update may lack (buffers that are saved and not trained)."""
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """What one call draws for one request: at most ``tokens``; ``at_end`` says what it means to use them all up."""
+    """The most ``tokens`` that one call draws for a request; ``at_end``: the reason to finish after all of them."""
 
     tokens: int
     at_end: Literal["length", "cut"]
@@ -36,7 +37,7 @@ class Allowance:
 
 
 def allowances(requests: Sequence[Request], settings: Settings, max_model_len: int) -> list[Allowance]:
-    """How much each request may draw. Raises ``UserError`` where a prompt leaves no room in the context."""
+    """How many tokens each request may draw. Raises ``UserError`` if a prompt fills the context."""
     long = [i for i, r in enumerate(requests) if len(r.prompt_ids) >= max_model_len]
     if long:
         first = requests[long[0]]
@@ -51,7 +52,7 @@ def allowances(requests: Sequence[Request], settings: Settings, max_model_len: i
 def _allowance(request: Request, settings: Settings, max_model_len: int) -> Allowance:
     done = len(request.partial)
     left = max(min(settings.max_new_tokens, max_model_len - len(request.prompt_ids)) - done, 0)
-    # what goes on must not draw with the numbers its first tokens were drawn with
+    # the continuation needs other random numbers than the first tokens
     seed = seed_of(request.seed, "resumed", done) if done else request.seed
     if settings.cut_after is not None and settings.cut_after < left:
         return Allowance(settings.cut_after, "cut", seed)
@@ -67,7 +68,7 @@ def completion(
     prompt_tokens: int,
     engine: str,
 ) -> Completion:
-    """What ``engine`` answered, checked. ``prompt_tokens`` as it counts them, ``partial`` included."""
+    """Check the answer of ``engine``. ``prompt_tokens`` as it counts them, with ``partial``."""
     if finish not in ("stop", "length") or len(token_ids) != len(log_probs):
         raise UserError(
             f"{engine} ended sample {label(request)} with {finish!r}, {len(token_ids)} tokens and {len(log_probs)} "
@@ -78,7 +79,7 @@ def completion(
             f"{engine} gave sample {label(request)} a log-prob that is not a number: the weights it was sent are not "
             "finite. Look at grad_norm and loss of the last updates, and lower optim.lr"
         )
-    ended: Any = "stop" if finish == "stop" else allowance.at_end
+    ended = "stop" if finish == "stop" else allowance.at_end
     return Completion(list(token_ids), list(log_probs), ended, prompt_tokens - len(request.partial))
 
 
@@ -88,7 +89,7 @@ def nothing_left(request: Request) -> Completion:
 
 
 def check_prompt(request: Request, seen: Sequence[int], engine: str) -> None:
-    """Raise ``UserError`` unless ``engine`` saw the prompt that the trainer sees, placeholders expanded alike."""
+    """Raise ``UserError`` unless ``engine`` and trainer expanded the prompt's placeholders to the same tokens."""
     meant = [*request.prompt_ids, *request.partial]
     if list(seen) == meant:
         return
@@ -102,7 +103,7 @@ def check_prompt(request: Request, seen: Sequence[int], engine: str) -> None:
 
 
 def check_count(request: Request, seen: int, engine: str) -> None:
-    """As ``check_prompt``, for an engine that tells only how many tokens it saw, ``partial`` included."""
+    """As ``check_prompt``, for an engine that tells only the number of tokens, with ``partial``."""
     if seen == len(request.prompt_ids) + len(request.partial):
         return
     raise UserError(
@@ -113,21 +114,21 @@ def check_count(request: Request, seen: int, engine: str) -> None:
 
 
 def check_rank(rank: int, largest: int | None) -> None:
-    """Raise ``UserError`` where an engine started for adapters up to ``largest`` cannot take one of ``rank``."""
+    """Raise ``UserError`` if an engine that was started for adapters up to ``largest`` cannot take ``rank``."""
     if largest is None or rank > largest:
         limit = "without adapters" if largest is None else f"for adapters of rank {largest} at most"
         raise UserError(f"the rollout engine was started {limit}; start it with lora_rank={rank}")
 
 
 def label(request: Request, index: int | None = None) -> str:
-    """What a message calls a request."""
+    """The name of a request in messages."""
     start = " ".join(request.text.split())[:60]
     name = request.name or (f"{index}" if index is not None else "")
     return f"{name} ({start!r})" if name and start else name or repr(start)
 
 
 class Counted:
-    """Final. Hands on named weights and counts their values."""
+    """Final class. Yields named weights and counts their values."""
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._weights, self.values, self.tensors = weights, 0, 0
@@ -139,7 +140,7 @@ class Counted:
             yield name, tensor.detach()
 
     def check(self, expected: int, engine: str) -> None:
-        """Raise ``UserError`` where less came than the model at the start had: the rest would have stayed old."""
+        """Raise ``UserError`` if fewer values came than the model has: the others would keep their old values."""
         if self.values < expected * (1 - _EXTRA):
             raise UserError(
                 f"an update brought {self.values:,} values in {self.tensors} tensors for {engine}, and its model has "
@@ -148,7 +149,7 @@ class Counted:
 
 
 def values_of(model: Path) -> int:
-    """How many values the safetensors files of ``model`` hold, those that its config ties to others not counted."""
+    """How many values the safetensors files of ``model`` have, without weights that its config ties to others."""
     total, tied = 0, 0
     for file in sorted(model.glob("*.safetensors")):
         for name, shape in _shapes(file).items():
@@ -158,8 +159,9 @@ def values_of(model: Path) -> int:
     return total - (tied if _ties(config) else 0)
 
 
-def _ties(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("tie_word_embeddings") or config.get("text_config", {}).get("tie_word_embeddings"))
+def _ties(config: JsonObject) -> bool:
+    text = config.get("text_config", {})
+    return bool(config.get("tie_word_embeddings") or (isinstance(text, Mapping) and text.get("tie_word_embeddings")))
 
 
 def _shapes(file: Path) -> dict[str, Sequence[int]]:
@@ -170,8 +172,8 @@ def _shapes(file: Path) -> dict[str, Sequence[int]]:
 
 
 def model_folder(path: str, engine: str) -> Path:
-    """The directory of a Hugging Face model; of a hub name, the one in the hub's cache, with the weights that the
-    trainer loads. Raises ``UserError`` where there is none, or no config in it."""
+    """The directory of a Hugging Face model; for a hub name, the directory in the hub's cache with the weights that the
+    trainer loads. Raises ``UserError`` if there is none, or if it has no config."""
     try:
         folder = folder_of(path)
     except OSError as error:
@@ -187,9 +189,9 @@ def model_folder(path: str, engine: str) -> Path:
 
 
 def in_buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
-    """Copies of named weights in the host's memory, at most ``most`` bytes of them at a time; a larger tensor alone.
+    """Copies of named weights in the host's memory, in buckets of at most ``most`` bytes; a larger tensor has its own.
 
-    Each is copied as it comes, so that what was gathered for it can go before the next is.
+    Each tensor is copied at once, so that its original can be freed before the next one is gathered.
     """
     bucket: dict[str, Tensor] = {}
     size = 0
@@ -214,7 +216,7 @@ def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], most: int
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """safetensors refuses two names for one memory, and views that show less than they hold."""
+    """A copy with its own memory: safetensors refuses tensors that share memory, and partial views."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 

@@ -1,14 +1,14 @@
 """The protocol of a rollout engine: prompts in, sampled tokens with their log-probs out.
 
-The default samples in the training process with the training weights (``mmrl.engines.generation``). The others (vLLM,
-SGLang) hold weights of their own, which ``update`` replaces after every optimizer step.
+Without an engine the training process samples with the training weights (``mmrl.text.pipeline``). Engines (vLLM,
+SGLang) have their own weights, which ``update`` replaces after every optimizer step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from PIL.Image import Image
 from torch import Tensor
@@ -22,8 +22,8 @@ class Request:
 
     ``prompt_ids``: the prompt with every media placeholder expanded as the trainer's processor did. ``text`` is the
     prompt before that expansion (one placeholder per medium), for engines that preprocess media themselves.
-    ``seed`` is the sample's own. ``partial``: tokens already sampled (a generation that was cut and goes on); what
-    follows them is drawn with a seed of its own. ``name``: what messages call the sample.
+    ``seed`` is the sample's own. ``partial``: tokens that were already sampled, of a response that is continued; the
+    tokens after them are drawn with another seed. ``name``: of the sample, for messages.
     """
 
     prompt_ids: Sequence[int]
@@ -37,9 +37,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """``token_ids`` after the prompt (and after ``partial``), the end-of-text token included where it was drawn;
-    ``log_probs`` of each under the distribution it was drawn from; ``finish``: ``stop``, ``length``, or ``cut`` where
-    the engine was told to stop early (``Settings.cut_after``). ``prompt_tokens``: how many prompt tokens the engine
+    """``token_ids`` after the prompt (and after ``partial``), with the end-of-text token if it was drawn;
+    ``log_probs`` of each under the distribution it was drawn from; ``finish``: ``stop``, ``length``, or ``cut`` if
+    ``Settings.cut_after`` ended it. ``prompt_tokens``: how many prompt tokens the engine
     saw, ``partial`` not counted."""
 
     token_ids: Sequence[int]
@@ -50,10 +50,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Settings:
-    """How to sample. ``temperature`` 0 is greedy. ``top_k`` None and ``top_p`` 1 leave the distribution whole.
+    """How to sample. ``temperature`` 0 is greedy. ``top_k`` None and ``top_p`` 1 do not narrow the distribution.
 
-    ``max_new_tokens`` is a sample's whole budget, ``Request.partial`` included; ``cut_after`` bounds the tokens that
-    one call draws for it. Only ``stop_token_ids`` end a sample: an engine adds none of the model's own.
+    ``max_new_tokens`` is the limit of a sample, with ``Request.partial``; ``cut_after`` limits the tokens that one call
+    draws for it. Only ``stop_token_ids`` end a sample; the model's own stop tokens do not.
     """
 
     max_new_tokens: int
@@ -65,16 +65,16 @@ class Settings:
 
 
 class RolloutEngine(Protocol):
-    """Abstract. An engine with weights of its own; everything raises ``UserError`` with the edit that mends it."""
+    """Abstract. An engine with its own weights. All methods raise ``UserError``, with the edit that mends it."""
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and response together that the engine can hold."""
+        """The most tokens of prompt and response together."""
         ...
 
     @property
     def sleeps(self) -> bool:
-        """Whether ``sleep`` gives memory back; where it does not, an engine must be closed for that."""
+        """Whether ``sleep`` frees memory; otherwise the engine must be closed to free it."""
         ...
 
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
@@ -90,11 +90,11 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give back what memory the platform allows; ``wake`` and ``update`` before the next ``generate``."""
+        """Free the memory that the platform allows to free; ``wake`` and ``update`` before the next ``generate``."""
         ...
 
-    def wake(self) -> Any:
-        """Have memory for the weights again; what else it needs to sample may come with the ``update`` after it."""
+    def wake(self) -> bool | None:
+        """Allocate memory for the weights again; other memory may be allocated by the ``update`` after it."""
         ...
 
     def close(self) -> None:

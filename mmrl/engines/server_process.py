@@ -35,6 +35,7 @@ from PIL.Image import Image
 from mmrl.engines import process_guard
 from mmrl.engines.server_watchdog import watch_server
 from mmrl.errors import LostServerError, UserError
+from mmrl.json_types import Json, JsonObject
 from mmrl.report.notices import tell
 
 CONCURRENT = 256
@@ -175,7 +176,7 @@ class Client:
         )
 
     def healthy(self, path: str = "/health") -> bool:
-        """Whether the server says it is."""
+        """Whether the server answers its health check."""
         try:
             return self._http.get(path, timeout=5.0).status_code == 200
         except httpx.HTTPError:
@@ -184,12 +185,12 @@ class Client:
     def get(self, path: str) -> Any:
         return self._send("GET", path, None)
 
-    def post(self, path: str, body: Any = None) -> Any:
-        """The JSON answer, None where there is no body, or the text where it is not JSON."""
+    def post(self, path: str, body: JsonObject | None = None) -> Any:
+        """The answer: JSON, text if it is not JSON, or None if it is empty."""
         return self._send("POST", path, {} if body is None else body)
 
-    def post_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
-        """The answers in order, all asked at once. The first failure stops what has not begun."""
+    def post_all(self, path: str, bodies: Sequence[JsonObject]) -> list[Any]:
+        """Send all requests at once; returns the answers in order. After a failure no further request is sent."""
         pool = ThreadPoolExecutor(min(len(bodies), CONCURRENT) or 1, "mmrl-rollout")
         try:
             return list(pool.map(lambda body: self.post(path, body), bodies))
@@ -200,7 +201,7 @@ class Client:
         self._http.close()
 
     def lost(self) -> LostServerError | None:
-        """What became of a server of ours that broke a connection or said it has failed; None where it is well."""
+        """Why a server that mmrl started broke a connection or answered with an error; None if it is healthy."""
         if self.process is None:
             return None
         until = time.monotonic() + _KNOWN_S
@@ -208,11 +209,11 @@ class Client:
             if self.healthy():
                 return None
             if time.monotonic() > until:
-                return self.process.lose("it breaks off and does not say that it is well")
+                return self.process.lose("it breaks connections and does not answer health checks")
             time.sleep(0.1)
         return self.process.lose()
 
-    def _send(self, method: str, path: str, body: Any) -> Any:
+    def _send(self, method: str, path: str, body: JsonObject | None) -> Any:
         try:
             answer = self._http.request(method, path, json=body)
         except httpx.TimeoutException as error:
@@ -270,7 +271,7 @@ def new_key() -> str:
     return secrets.token_urlsafe(32)
 
 
-def flags(arguments: Mapping[str, Any], off: str | None) -> list[str]:
+def flags(arguments: Mapping[str, Json | Path], off: str | None) -> list[str]:
     """Command-line flags from names and values: ``max_model_len=64`` is ``--max-model-len 64``.
 
     A mapping or list is JSON. True is the bare flag; False is the flag with ``off`` before its name, and nothing where

@@ -25,7 +25,6 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from torch import Tensor
@@ -48,19 +47,20 @@ from mmrl.engines.engine_weights import (
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.engines.server_process import Client, Process, Timeouts, flags, free_port, new_key, png_url, private_folder
 from mmrl.errors import UserError
+from mmrl.json_types import Json, JsonObject
 
 _SEEDS = 2**31
 _OURS = {"model_path", "host", "port", "api_key", "config", "context_length", "dtype", "enable_lora", "max_lora_rank"}
 
 
 class SglangServer:
-    """Final class. A server of ours, or with ``url`` one that runs already and serves the same ``model``.
+    """Final class. A server that mmrl starts, or with ``url`` one that already runs and serves the same ``model``.
 
     ``model``: a Hugging Face directory. ``lora_rank``: the largest rank of ``update_lora``, None without adapters.
-    ``options``: further server arguments by SGLang's names (``tp_size: 2``). ``environment``: variables of its
-    processes beside ours. ``key``: that of the server at ``url``, which must be
-    loopback or https; weights reach it as files, so it must see the same disk (``TMPDIR``). ``bucket_bytes``: of
-    weights held at a time on their way there. Raises ``UserError``.
+    ``options``: further server arguments by SGLang's names (``tp_size: 2``). ``environment``: further environment
+    variables of its processes. ``key``: of the server at ``url``, which must be loopback or https. That server must see
+    the same disk (``TMPDIR``), because weights are sent as files. ``bucket_bytes``: the most bytes of weights in memory
+    while they are written. Raises ``UserError``.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SglangServer:
         max_model_len: int,
         dtype: str = "auto",
         lora_rank: int | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: JsonObject | None = None,
         environment: Mapping[str, str] | None = None,
         url: str | None = None,
         key: str | None = None,
@@ -106,7 +106,7 @@ class SglangServer:
         command = _command(str(self._folder.resolve()), port, max_model_len, dtype, lora_rank, wanted)
         hidden = self._private / "config.yaml"
         hidden.touch(mode=0o600)
-        hidden.write_text(json.dumps({"api-key": key}))  # JSON is YAML; a command line can be read by everybody
+        hidden.write_text(json.dumps({"api-key": key}))  # JSON is YAML; other users can read a command line
         command += ["--config", str(hidden)]
         variables = {**os.environ, **(environment or {})}
         self._process = Process("the SGLang server", command, variables, self._private, self._private / "log")
@@ -116,7 +116,7 @@ class SglangServer:
         self._process.wait_until(self._client.healthy, timeouts.start_s)
 
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
-        """One completion per request, in their order. ``UserError`` where a prompt does not fit, or where SGLang
+        """One completion per request, in their order. ``UserError`` if a prompt does not fit, or if SGLang
         expands its pictures to another number of tokens than the trainer did."""
         allowed = allowances(requests, settings, self.max_model_len)
         drawn = [i for i, a in enumerate(allowed) if a.tokens]
@@ -134,7 +134,7 @@ class SglangServer:
     def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace the weights by the named Hugging Face tensors (all of them), and forget cached prefixes.
 
-        They are written to disk first: ``UserError`` where fewer values come than the model has, with nothing replaced.
+        They are written to disk first. ``UserError`` if fewer values come than the model has; nothing is replaced then.
         """
         folder = self._next("weights")
         try:
@@ -152,7 +152,7 @@ class SglangServer:
     def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
         """Replace the adapter (names as peft saves them), and forget cached prefixes.
 
-        A loaded adapter cannot be changed: each comes under a name of its own, and the one before is unloaded.
+        A loaded adapter cannot be changed: each gets a new name, and the previous one is unloaded.
         """
         check_rank(rank, self._lora_rank)
         folder, old = self._next("adapter"), self._adapter
@@ -165,8 +165,8 @@ class SglangServer:
         self._client.post("/flush_cache")
 
     def sleep(self) -> None:
-        """Release weights and key-value cache, where ``enable_memory_saver`` is set in ``options``. The weights are not
-        kept by what is documented: ``update`` after ``wake``."""
+        """Release weights and key-value cache if ``enable_memory_saver`` is set in ``options``. By SGLang's
+        documentation the weights are not kept: ``update`` after ``wake``."""
         if self.sleeps:
             self._client.post("/release_memory_occupation")
 
@@ -175,7 +175,7 @@ class SglangServer:
             self._client.post("/resume_memory_occupation")
 
     def close(self) -> None:
-        """End the server, where it is ours, and remove its files. Harmless when called twice."""
+        """End the server, if mmrl started it, and remove its files. Harmless when called twice."""
         self._client.close()
         if self._process is not None:
             self._process.close()
@@ -185,14 +185,14 @@ class SglangServer:
         self._versions += 1
         return self._private / f"{kind}-{self._versions}"
 
-    def _succeed(self, path: str, body: Mapping[str, Any]) -> None:
-        said = self._client.post(path, dict(body))
-        if not isinstance(said, Mapping) or not said.get("success"):
-            why = said.get("message") or said.get("error_message") if isinstance(said, Mapping) else said
-            raise UserError(f"the SGLang server did not do {path}: {why}")
+    def _succeed(self, path: str, body: JsonObject) -> None:
+        answer = self._client.post(path, dict(body))
+        if not isinstance(answer, Mapping) or not answer.get("success"):
+            why = answer.get("message") or answer.get("error_message") if isinstance(answer, Mapping) else answer
+            raise UserError(f"the SGLang server failed at {path}: {why}")
 
-    def _body(self, request: Request, allowance: Allowance, settings: Settings) -> dict[str, Any]:
-        parameters: dict[str, Any] = {
+    def _body(self, request: Request, allowance: Allowance, settings: Settings) -> dict[str, Json]:
+        parameters: dict[str, Json] = {
             "max_new_tokens": allowance.tokens,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
@@ -204,11 +204,11 @@ class SglangServer:
             parameters["stop_token_ids"] = list(settings.stop_token_ids)
         else:
             parameters["ignore_eos"] = True
-        body: dict[str, Any] = {"sampling_params": parameters, "return_logprob": True, "logprob_start_len": -1}
+        body: dict[str, Json] = {"sampling_params": parameters, "return_logprob": True, "logprob_start_len": -1}
         if self._adapter:
             body["lora_path"] = self._adapter
         if request.clips or (request.images and request.partial):
-            what = "has a clip" if request.clips else "has pictures and goes on from tokens already sampled"
+            what = "has a clip" if request.clips else "has pictures and continues tokens already sampled"
             raise UserError(
                 f"sample {label(request)} {what}, which SGLang's server cannot be asked for; take vLLM in process, or "
                 "transformers"
@@ -219,24 +219,24 @@ class SglangServer:
 
 
 def _command(
-    model: str, port: int, max_model_len: int, dtype: str, lora_rank: int | None, options: dict[str, Any]
+    model: str, port: int, max_model_len: int, dtype: str, lora_rank: int | None, options: dict[str, Json]
 ) -> list[str]:
     taken = sorted(_OURS & options.keys())
     if taken:
         raise UserError(f"engine options: {', '.join(taken)}: set by the recipe's other keys; take out of options")
-    arguments: dict[str, Any] = {
+    arguments: dict[str, Json] = {
         "model_path": model,
         "host": "127.0.0.1",
         "port": port,
         "dtype": dtype,
         "context_length": max_model_len,
-        "sampling_defaults": "openai",  # a model's own sampling habits (repetition penalty) are not the policy's
+        "sampling_defaults": "openai",  # without the checkpoint's sampling defaults, such as a repetition penalty
         "random_seed": 0,
         "enable_deterministic_inference": True,
     }
     if lora_rank is not None:
         arguments |= {"enable_lora": True, "max_lora_rank": lora_rank, "lora_target_modules": "all"}
-        arguments |= {"max_loras_per_batch": 2}  # the new one is loaded before the old one goes
+        arguments |= {"max_loras_per_batch": 2}  # the new one is loaded before the old one is unloaded
     return [sys.executable, "-m", "sglang.launch_server", *flags({**arguments, **options}, off=None)]
 
 

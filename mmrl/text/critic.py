@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 from torch import Tensor, nn
+
+from mmrl.text.base_model import base_model, has_adapter, peft_model
 
 
 class Critic(nn.Module):
@@ -14,17 +15,18 @@ class Critic(nn.Module):
     The head starts at zero, so that every first value is 0.
     """
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: nn.Module) -> None:
         super().__init__()
         whole = copy.deepcopy(policy)
-        model = whole.unload() if hasattr(whole, "unload") else whole  # adapters start without effect
+        # adapters start without effect
+        model = base_model(peft_model(whole).unload() if has_adapter(whole) else whole)
         self.body = model.base_model.eval()
         self.body.requires_grad_(True).float()
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, **inputs: Any) -> Tensor:
+    def forward(self, **inputs: Tensor) -> Tensor:
         """Values ``[B, L]`` float32 of the state after each position of the input."""
         hidden = self.body(**inputs, use_cache=False).last_hidden_state
         return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from mmrl.config.schema import Recipe
@@ -18,8 +19,16 @@ from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.engines.server_process import Timeouts
 from mmrl.errors import UserError
+from mmrl.json_types import Json
+from mmrl.media import Clip
+from mmrl.text.base_model import base_model, has_adapter, peft_model
 from mmrl.trajectory import SampleId, Trajectory
 
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedModel
+
+Arguments: TypeAlias = "dict[str, Json | Timeouts | torch.device]"
+"""Arguments of an engine's constructor."""
 _TIMEOUTS = {"start_timeout_s": "start_s", "request_timeout_s": "request_s"}
 """What the options of a server call the fields of ``Timeouts``."""
 
@@ -29,10 +38,12 @@ def open_engine(
 ) -> RolloutEngine | None:
     """The engine of ``rollout.engine`` on the model at ``path``; None where the training process samples.
 
-    ``context``: positions the model has. ``device``: what trains. ``sees``: it takes pictures. Raises ``UserError``
-    where it cannot start. Where a controller has several devices it starts when this one first samples; but at once
-    where these devices have parts of the weights, which they give to all engines together. On one device it starts at
-    once, and sleeps until it samples where it is to sleep and can.
+    ``context``: the number of positions of the model. ``device``: the device that trains. ``sees``: the model takes
+    pictures. Raises ``UserError`` if the engine cannot start.
+
+    When it starts: on one device at once; then it sleeps until it samples, if it can and ``placement.sleep`` is set. If
+    a controller has several devices, when this device samples for the first time. With sharded weights at once, because
+    all ranks together send the weights to all engines.
     """
     rollout = recipe.rollout
     if rollout.engine == "transformers":
@@ -40,7 +51,7 @@ def open_engine(
             raise UserError("rollout.options: sampling in process has none; remove them, or set rollout.engine")
         return None
     options = dict(rollout.options)
-    given: dict[str, Any] = {
+    given: Arguments = {
         "max_model_len": options.pop("max_model_len", engine_context(recipe, context)),
         "dtype": recipe.model.dtype,
         "lora_rank": recipe.model.lora.rank if recipe.model.lora else None,
@@ -57,13 +68,14 @@ def open_engine(
         given["bucket_bytes"] = rollout.update_bucket_mib * 2**20
     if sees and rollout.engine != "sglang":
         given.setdefault("images", 4)
-    several, elsewhere = recipe.devices_per_controller > 1, "CUDA_VISIBLE_DEVICES" in (given.get("environment") or {})
+    environment: dict[str, str] = rollout.options.get("environment") or {}
+    several, elsewhere = recipe.devices_per_controller > 1, "CUDA_VISIBLE_DEVICES" in environment
     sleeps = recipe.placement.sleep and not elsewhere and "url" not in given
     start = partial(_start, rollout.engine, path, options, given)
     if rollout.engine == "vllm" and not sleeps:
         return start()
     if several and recipe.threads and not torch.cuda.is_available():  # a server with a device of its own
-        given["environment"] = {"OMP_NUM_THREADS": str(recipe.threads), **(given.get("environment") or {})}
+        given["environment"] = {"OMP_NUM_THREADS": str(recipe.threads), **environment}
     if sleeps and rollout.engine == "vllm_server" and torch.cuda.is_available():
         options.setdefault("enable_sleep_mode", True)
     return _lazy_engine(recipe, start, sleeps)
@@ -78,8 +90,8 @@ def _lazy_engine(recipe: Recipe, start: Callable[[], RolloutEngine], sleeps: boo
     return engine
 
 
-def _own(recipe: Recipe, path: str, given: dict[str, Any]) -> RolloutEngine:
-    """An engine that is a class of the user's; it sleeps and wakes as ours do."""
+def _own(recipe: Recipe, path: str, given: Arguments) -> RolloutEngine:
+    """An engine that is the user's own class; it sleeps and wakes as the other engines do."""
     if wrong := own_class.problems(recipe):
         raise UserError("\n".join(wrong))
     given["bucket_bytes"] = recipe.rollout.update_bucket_mib * 2**20
@@ -97,14 +109,14 @@ def engine_context(recipe: Recipe, context: int | None) -> int | None:
     return given if isinstance(given, int) else length
 
 
-def _start(name: str, path: str, options: dict[str, Any], given: dict[str, Any]) -> RolloutEngine:
+def _start(name: str, path: str, options: dict[str, Json], given: Arguments) -> RolloutEngine:
     try:
         return _engine(name)(path, **given, options=options)
     except TypeError as error:
         raise UserError(f"rollout.options: {name} does not take them: {error}") from error
 
 
-def _engine(name: str) -> Any:
+def _engine(name: str) -> Callable[..., RolloutEngine]:
     if name == "vllm":
         from mmrl.engines.vllm import VllmEngine
 
@@ -119,29 +131,31 @@ def _engine(name: str) -> Any:
 
 
 class Given:
-    """Final class. What an engine was given so far: ``updates`` of its weights, their bytes and the seconds they took;
-    ``requests``, and in how many ``calls``."""
+    """Final class. Counts what an engine got: ``updates`` of its weights, their bytes and seconds; ``requests``, and
+    the ``calls`` that they came in."""
 
     def __init__(self) -> None:
         self.updates, self.update_bytes, self.update_seconds = 0, 0, 0.0
         self.calls = self.requests = 0
 
     def push(self, engine: RolloutEngine, policy: Policy) -> None:
-        """Give the engine the policy's present weights: the adapter alone where one trains, else all of them.
+        """Send the policy's present weights to the engine: only the adapter if one trains, else all weights.
 
-        Each tensor is gathered once, when its turn comes, by all ranks that hold parts of it together.
+        Sharded tensors are gathered one at a time, by all ranks together.
         """
         start = time.perf_counter()
-        module: Any = policy.module
-        if not hasattr(module, "peft_config"):
+        if not has_adapter(policy.module):
             engine.update(self._counted(streamed(policy)))
         else:
+            from peft import LoraConfig
             from peft.utils import get_peft_model_state_dict
 
+            module = peft_model(policy.module)
             config = module.peft_config["default"]
+            assert isinstance(config, LoraConfig)
             mine = {name: policy.weights.whole(name, p.detach()) for name, p in policy.trainable.items()}
             tensors = get_peft_model_state_dict(module, state_dict=mine, save_embedding_layers=False)
-            targets = config.target_modules
+            targets = config.target_modules or ()
             named = [targets] if isinstance(targets, str) else sorted(targets)
             engine.update_lora(dict(self._counted(tensors.items())), config.r, float(config.lora_alpha), named)
         self.updates += 1
@@ -152,11 +166,12 @@ class Given:
         self.calls, self.requests = self.calls + 1, self.requests + requests
 
     def again(self, engine: RolloutEngine, policy: Policy) -> None:
-        """``push`` to an engine that was started again, by this rank alone. Raises ``UserError`` where it has parts."""
+        """``push`` to an engine that was started again, from this rank only. Raises ``UserError`` if weights are
+        sharded."""
         if policy.weights.in_shards:
             raise UserError(
-                "the rollout engine was lost while it sampled, and its weights lie in shards, which all controllers "
-                "gather together; --resume goes on from the last checkpoint"
+                "the rollout engine was lost while it sampled, and the weights are sharded: only all controllers "
+                "together can send them again; continue from the last checkpoint with --resume"
             )
         self.push(engine, policy)
 
@@ -166,38 +181,38 @@ class Given:
             yield name, tensor
 
     def row(self) -> dict[str, float]:
-        """``perf/engine_<what>``, since the run began."""
+        """Metrics ``perf/engine_<name>``, counted since the start of the run."""
         return {f"perf/engine_{name}": value for name, value in vars(self).items()} if self.updates else {}
 
 
 @torch.no_grad()
 def streamed(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """All weights, whole, by their names in a checkpoint; what is tied to another is left out, as save_pretrained does.
+    """All weights, whole, by their names in a checkpoint; tied weights come once, as in ``save_pretrained``.
 
     Where ranks hold parts, all of them call it together, outside of ``Weights.unsharded``; only one tensor is whole at
     a time unless the caller keeps it.
     """
-    module: Any = policy.module
-    ties = module.config.get_text_config().tie_word_embeddings
-    tied = set(module._tied_weights_keys or ()) if ties else set()
-    for name, tensor in module.state_dict().items():
+    model = base_model(policy.module)
+    ties = model.config.get_text_config().tie_word_embeddings
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if ties else set()
+    for name, tensor in policy.module.state_dict().items():
         if name in policy.trainable:
-            yield from _as_saved(module, name, policy.weights.whole(name, policy.trainable[name].detach()))
+            yield from _as_saved(model, name, policy.weights.whole(name, policy.trainable[name].detach()))
         elif name not in tied:
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # frozen, and in shards
-            yield from _as_saved(module, name, whole)
+            yield from _as_saved(model, name, whole)
 
 
-def _as_saved(module: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint has apart and transformers in one tensor, such as the experts of a layer; else the tensor."""
+def _as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint that transformers joins into ``tensor`` (such as a layer's experts), or itself."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    saved = revert_weight_conversion(module, {name: tensor})
+    saved = revert_weight_conversion(model, {name: tensor})
     yield from saved.items() if len(saved) > 1 else [(name, tensor)]
 
 
 def request(
-    run_seed: int, sample: SampleId, prompt_ids: Tensor, text: str, images: Sequence[Any], clips: Sequence[Any]
+    run_seed: int, sample: SampleId, prompt_ids: Tensor, text: str, images: Sequence[Image], clips: Sequence[Clip]
 ) -> Request:
     """One sample to draw, with a seed of its own."""
     name = f"step {sample.step}, slot {sample.slot}, attempt {sample.attempt}, sample {sample.sample}"
@@ -206,13 +221,13 @@ def request(
 
 
 def settings_of(recipe: Recipe, temperature: float, stop: Sequence[int]) -> Settings:
-    """The recipe's sampling in the engine's words."""
+    """The recipe's sampling settings in the engine's format."""
     decoding = recipe.decoding
     return Settings(decoding.max_new_tokens, temperature, decoding.top_p, decoding.top_k, stop)
 
 
 def unstack(trajectory: Trajectory) -> list[Completion]:
-    """What was drawn of each row so far, to be gone on with; the prompts' tokens are not counted."""
+    """The tokens drawn for each row so far, to be continued; ``prompt_tokens`` is 0."""
     assert trajectory.mask is not None
     assert trajectory.log_probs is not None
     rows = zip(trajectory.clean.tolist(), trajectory.log_probs.tolist(), trajectory.mask.sum(1).int(), strict=True)
@@ -220,7 +235,7 @@ def unstack(trajectory: Trajectory) -> list[Completion]:
 
 
 def appended(done: Completion, more: Completion) -> Completion:
-    """A response with what was drawn after it: each token keeps the log-prob that it was drawn with."""
+    """A response with the tokens that were drawn after it; each token keeps its log-prob."""
     tokens, log_probs = [*done.token_ids, *more.token_ids], [*done.log_probs, *more.log_probs]
     return Completion(tokens, log_probs, more.finish, more.prompt_tokens)
 

@@ -1,5 +1,8 @@
 """Export a trained language or vision-language model: a Hugging Face directory, or a LoRA for peft."""
 
+# A private attribute of transformers below has no public name.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import copy as copying
@@ -7,16 +10,21 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from mmrl.config.schema import Recipe
 from mmrl.engines.merging import merged_weights
 from mmrl.report.card import Usage, What, public
-from mmrl.text.conditioner import Conditioner
-from mmrl.text.loading import stop_tokens
+from mmrl.text.base_model import base_model, peft_model
+from mmrl.text.conditioner import Conditioner, Processor, Tokenizer, tokenizer_of
+from mmrl.text.loading import exported_config, stop_tokens
 from mmrl.trajectory import Prompt
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedModel
 
 _PLACEHOLDER = re.compile("<(image|video)>")
 _PICTURE = 'picture = Image.new("RGB", (224, 224), "white")  # yours instead: Image.open("picture.jpg")'
@@ -26,20 +34,28 @@ _MEDIUM = {
 }
 
 
-def write(policy: Any, saved: Any, recipe: Recipe, out: Path, what: What, forbidden: Sequence[int] = ()) -> None:
+def write(
+    policy: nn.Module,
+    saved: Tokenizer | Processor,
+    recipe: Recipe,
+    out: Path,
+    what: What,
+    forbidden: Sequence[int] = (),
+) -> None:
     """Write the model (adapters merged in float32, then cast to ``model.dtype``) or the adapter alone, with the
     tokenizer or processor ``saved``. The policy in memory stays as it is.
 
-    ``forbidden`` tokens, which training never sampled, are none that ``generate`` takes: they stand for media.
+    ``generate`` will not sample the ``forbidden`` tokens, which stand for media; training did not sample them either.
     """
     if what == "lora":
-        policy.peft_config["default"].base_model_name_or_path = public(recipe.model.path)
+        adapted = peft_model(policy)
+        adapted.peft_config["default"].base_model_name_or_path = public(recipe.model.path)
         # save_embedding_layers: peft would ask the hub for the base model's vocabulary, which training never changes
-        policy.save_pretrained(out, save_embedding_layers=False)
+        adapted.save_pretrained(str(out), save_embedding_layers=False)
         (out / "README.md").unlink(missing_ok=True)  # peft's empty template
     else:
         made = plain(policy, getattr(torch, recipe.model.dtype))
-        made.generation_config = copying.deepcopy(made.generation_config)
+        made.generation_config = copying.deepcopy(exported_config(base_model(policy)))
         made.generation_config.eos_token_id = _ends(policy, saved)
         suppressed = {*(made.generation_config.suppress_tokens or ()), *forbidden}
         made.generation_config.suppress_tokens = sorted(suppressed) or None
@@ -47,30 +63,31 @@ def write(policy: Any, saved: Any, recipe: Recipe, out: Path, what: What, forbid
     saved.save_pretrained(out)
 
 
-def plain(policy: Any, dtype: torch.dtype) -> Any:
-    """A model of the policy's plain class with merged weights in ``dtype``; shares tensors where nothing is cast."""
-    model = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+def plain(policy: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the policy's class without adapters, with merged weights in ``dtype``; a weight that already has this
+    dtype is not copied."""
+    model = base_model(policy)
     state = {k.removeprefix("base_model.model."): v for k, v in merged_weights(policy).items()}
     with torch.device("meta"):
         made = type(model)(copying.deepcopy(model.config))
     cast = {k: v.detach().to(dtype) if v.is_floating_point() else v for k, v in state.items()}
     made.load_state_dict(cast, assign=True, strict=False)
     made.tie_weights()
-    made.generation_config = model.exported_generation_config
     made.config._name_or_path = ""
     made.config.dtype = dtype
     return made.eval()
 
 
-def usage(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What, folder: str, prompt: Prompt) -> Usage:
+def usage(
+    policy: nn.Module, conditioner: Conditioner, recipe: Recipe, what: What, folder: str, prompt: Prompt
+) -> Usage:
     """Code that answers ``prompt`` with what was written to ``folder``, greedily.
 
     Its pictures and clips are plain ones that stand where its placeholders stand, or before the text; where the model
     sees and the prompt has none, one picture does.
     """
     saved = conditioner.saved
-    model = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
-    kind = type(model).__name__
+    kind = type(base_model(policy)).__name__
     sees = hasattr(saved, "image_processor")
     auto, loaded = ("AutoProcessor", "processor") if sees else ("AutoTokenizer", "tokenizer")
     source = folder if what == "merged" else public(recipe.model.path)
@@ -126,22 +143,20 @@ def _content(prompt: Prompt) -> str:
     return "[\n" + "".join(f"    {part},\n" for part in parts) + "]"
 
 
-def _generation(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What) -> list[str]:
+def _generation(policy: nn.Module, conditioner: Conditioner, recipe: Recipe, what: What) -> list[str]:
     """Arguments of ``generate``; an adapter's base model may end at fewer tokens than responses in training did, and
     take tokens that training never sampled."""
-    model = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     ends = _ends(policy, conditioner.saved)
-    given = model.exported_generation_config.eos_token_id
+    given = exported_config(base_model(policy)).eos_token_id
     known = what == "merged" or ends == (given if isinstance(given, list) else [given])
     limit = f"max_new_tokens={recipe.decoding.max_new_tokens}"
     without = [f"suppress_tokens={conditioner.forbidden}"] if what == "lora" and conditioner.forbidden else []
     return [limit, "do_sample=False", *([] if known else [f"eos_token_id={ends}"]), *without]
 
 
-def _ends(policy: Any, saved: Any) -> list[int]:
+def _ends(policy: nn.Module, saved: Tokenizer | Processor) -> list[int]:
     """The tokens at which responses ended in training."""
-    model = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
-    return stop_tokens(model, getattr(saved, "tokenizer", saved))
+    return stop_tokens(base_model(policy), tokenizer_of(saved))
 
 
 def _quoted(text: str) -> str:

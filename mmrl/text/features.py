@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,14 +28,14 @@ def joined(
     mask: Tensor | None = None,
     *,
     own_positions: bool,
-) -> dict[str, Any]:
+) -> dict[str, Tensor]:
     """The model's arguments for prompts padded on the left, and responses ``[B, T]`` with their mask behind them.
 
     ``own_positions``: the model counts positions itself; otherwise they are counted here, from the attention mask.
     """
     longest = max(len(row["input_ids"]) for row in rows)
     own = [torch.ones_like(row["input_ids"]) for row in rows]
-    out: dict[str, Any] = {"attention_mask": torch.stack([pad(m, (longest - len(m), 0)) for m in own])}
+    out: dict[str, Tensor] = {"attention_mask": torch.stack([pad(m, (longest - len(m), 0)) for m in own])}
     for name in rows[0]:
         if name in PER_TOKEN:
             fill = pad_token if name == "input_ids" else 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.errors import BadPromptError
+from mmrl.json_types import Json, JsonObject
 from mmrl.pipelines.protocol import Weights
-from mmrl.text.conditioner import Conditioner
+from mmrl.text.conditioner import Conditioner, tokenizer_of
 from mmrl.text.features import key_of
 from mmrl.trajectory import Prompt, Slot, Trajectory
 
@@ -156,7 +157,7 @@ def given_text(prompt: Prompt, column: str, columns: Sequence[str]) -> str:
 
 def response_tokens(conditioner: Conditioner, text: str) -> list[int]:
     """The tokens of ``text`` as a response. Raises ``ValueError`` where it has tokens that no response can have."""
-    tokenizer = getattr(conditioner.saved, "tokenizer", conditioner.saved)
+    tokenizer = tokenizer_of(conditioner.saved)
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     wrong = sorted({*tokens} & {*conditioner.stop_tokens, *conditioner.forbidden})
     if wrong:
@@ -167,9 +168,9 @@ def response_tokens(conditioner: Conditioner, text: str) -> list[int]:
 def ending(conditioner: Conditioner) -> list[int]:
     """The tokens that the chat template writes behind an answer; a token that ends text is among them."""
     saved = conditioner.saved
-    tokenizer = getattr(saved, "tokenizer", saved)
+    tokenizer = tokenizer_of(saved)
 
-    def content(text: str) -> Any:
+    def content(text: str) -> str | list[dict[str, str]]:
         return [{"type": "text", "text": text}] if tokenizer is not saved else text
 
     messages = [{"role": "user", "content": content("Hi")}, {"role": "assistant", "content": content(_MARK)}]
@@ -189,30 +190,31 @@ def stacked(texts: Sequence[Tensor], pad_token: int, device: torch.device | str)
     return tokens.to(device), mask.to(device)
 
 
-def _text_of(said: Any, prompt: Prompt) -> str:
-    """A response: its text, or messages of which it is the last. Raises ``ValueError``."""
-    if isinstance(said, str):
-        return said
-    if not isinstance(said, Sequence) or not said or not all(isinstance(m, Mapping) for m in said):
-        raise ValueError(f"is a {type(said).__name__}, neither text nor messages")
-    if said[-1].get("role") != "assistant":
+def _text_of(response: Json, prompt: Prompt) -> str:
+    """The text of a response: a string, or messages with the response as the last. Raises ``ValueError``."""
+    if isinstance(response, str):
+        return response
+    messages = [m for m in response if isinstance(m, Mapping)] if isinstance(response, Sequence) else []
+    if not isinstance(response, Sequence) or not messages or len(messages) < len(response):
+        raise ValueError(f"is a {type(response).__name__}, neither text nor messages")
+    if messages[-1].get("role") != "assistant":
         raise ValueError("ends with no message of the assistant")
-    others = [m for m in said[:-1] if m.get("role") != "system"]
+    others = [m for m in messages[:-1] if m.get("role") != "system"]
     if [m.get("role") for m in others] not in ([], ["user"]):
-        raise ValueError("has a conversation of several turns, which is not read")
+        raise ValueError("has a conversation of several turns; only one turn is supported")
     asked = others[0].get("content") if others else None
     if isinstance(asked, str) and asked.replace("\r\n", "\n").strip() != prompt.text:
         raise ValueError("answers another message of the user than the prompt's")
-    return _content(said[-1])
+    return _content(messages[-1])
 
 
-def _content(message: Mapping[str, Any]) -> str:
+def _content(message: JsonObject) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         raise ValueError("has a message without content")
-    texts = [p["text"] for p in content if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
+    texts = [text for p in content if isinstance(p, Mapping) and isinstance(text := p.get("text"), str)]
     if len(texts) < len(content):
         raise ValueError("has a message whose content is not text")
     return "".join(texts)

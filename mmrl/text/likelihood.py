@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,19 @@ class Vocabulary(NamedTuple):
     """The part of a vocabulary that this rank has logits of, from the token ``first``; ``group`` has the whole."""
 
     first: int
-    group: Any
+    group: dist.ProcessGroup
+
+
+class Saved(Protocol):
+    """What a function of autograd saves in ``forward`` for its ``backward``."""
+
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class _SavedDtype(Saved, Protocol):
+    dtype: torch.dtype
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float, vocabulary: Vocabulary | None = None) -> Tensor:
@@ -50,7 +62,7 @@ class _Picked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: _SavedDtype, logits: Tensor, tokens: Tensor) -> Tensor:  # type: ignore[override]
         log_probs = torch.log_softmax(logits, -1, dtype=torch.float32)
         index = tokens.unsqueeze(-1)
         ctx.save_for_backward(log_probs, index)
@@ -59,21 +71,21 @@ class _Picked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _SavedDtype, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         log_probs, index = ctx.saved_tensors
         grad = grad.unsqueeze(-1)
         out = log_probs.exp().mul_(-grad).scatter_add_(-1, index, grad)
         return out.to(ctx.dtype), None
 
 
-def _shared(logits: Tensor, *sums: Tensor, group: Any, most: Tensor) -> list[Tensor]:
+def _shared(logits: Tensor, *sums: Tensor, group: dist.ProcessGroup, most: Tensor) -> list[Tensor]:
     """The logarithm of the partition function less ``most``, and ``sums``, ``[B, T]`` each, added over all ranks."""
     added = torch.stack([(logits - most.unsqueeze(-1)).exp().sum(-1), *sums])
     dist.all_reduce(added, group=group)
     return [added[0].log(), *added[1:]]
 
 
-def _most(logits: Tensor, group: Any) -> Tensor:
+def _most(logits: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The largest logit of any rank, ``[B, T]``; a rank may have none."""
     none = logits.new_full((*logits.shape[:-1], 1), -torch.inf)
     most = torch.cat([logits, none], -1).amax(-1)
@@ -86,7 +98,7 @@ class _PickedOfAll(torch.autograd.Function):
     (as Megatron-LM's vocabulary-parallel cross entropy, arXiv 1909.08053, section 3)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Saved, logits: Tensor, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:  # type: ignore[override]
         first, group = vocabulary
         here = (tokens >= first) & (tokens < first + logits.shape[-1])
         index = torch.where(here, tokens - first, 0).unsqueeze(-1)
@@ -99,7 +111,7 @@ class _PickedOfAll(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Saved, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         logits, partition, index, here = ctx.saved_tensors
         out = (logits - partition.unsqueeze(-1)).exp_().mul_(-grad.unsqueeze(-1))
         if out.shape[-1]:
@@ -111,7 +123,7 @@ class _EntropyOfAll(torch.autograd.Function):
     """Entropy where each rank has logits of a part: ``log Z - sum p x``, whose gradient is ``-p (log p + H)``."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, vocabulary: Vocabulary) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Saved, logits: Tensor, vocabulary: Vocabulary) -> Tensor:  # type: ignore[override]
         group = vocabulary.group
         most = _most(logits, group)
         less = logits - most.unsqueeze(-1)
@@ -123,7 +135,7 @@ class _EntropyOfAll(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Saved, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         less, partition, found = ctx.saved_tensors
         log_probs = (less - partition.unsqueeze(-1)).clamp(min=torch.finfo(less.dtype).min)
         return -(grad.unsqueeze(-1) * log_probs.exp() * (log_probs + found.unsqueeze(-1))), None

@@ -6,23 +6,42 @@ import copy
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.text.conditioner import Tokenizer
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """The linear layers of the common decoder layer; vision towers are left out."""
 _VISION = r".*(visual|vision_tower|vision_model|vision_encoder|multi_modal_projector|connector).*"
 
 
-def load_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...], otherwise: str) -> Any:
-    """The model at ``path`` by the auto class ``auto``, frozen and without dropout.
+_EXPORTED = "exported_generation_config"
 
-    A model type outside ``tested`` is tried with a warning. ``otherwise``: what to do with a model of another sort.
+
+class AutoModel(Protocol):
+    """One of transformers' auto classes."""
+
+    @classmethod
+    def from_pretrained(cls, path: str, /, *, dtype: torch.dtype) -> PreTrainedModel: ...
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig, /, *, dtype: torch.dtype) -> PreTrainedModel: ...
+
+
+def load_model(
+    auto: type[AutoModel], recipe: Recipe, path: str, tested: tuple[str, ...], otherwise: str
+) -> PreTrainedModel:
+    """Load the model at ``path`` with the auto class ``auto``, frozen and without dropout.
+
+    A model type that is not in ``tested`` gets a warning. ``otherwise``: the advice for a model of another kind.
     Raises ``UserError`` for what cannot be loaded.
     """
     import transformers.utils.logging
@@ -42,34 +61,44 @@ def load_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...], ot
             "mismatch/log_prob_gap_max, which is near 0 where sampling and training agree",
             file=sys.stderr,
         )
-    return without_wishes(model)
+    return without_sampling_defaults(model)
 
 
 def why(error: Exception, wanted: str, otherwise: str) -> tuple[str, str]:
-    """Why an auto class refused a model, on one line, and the edit: ``otherwise`` where it is of another sort."""
+    """Why an auto class refused a model, on one line, and the edit: ``otherwise`` if the model is of another kind."""
     reason = str(error).splitlines()[0]
     if found := re.match(r"Unrecognized configuration class .*\.(\w+)'>", reason):
         return f"it has a {found[1]}", otherwise
     return reason, f"Give {wanted} as transformers saves it, or a hub name while online."
 
 
-def without_wishes(model: Any) -> Any:
-    """The model frozen, without dropout, and with generation settings that only say where a response ends.
+def without_sampling_defaults(model: PreTrainedModel) -> PreTrainedModel:
+    """Freeze the model, turn dropout off, and keep only the end of a response from its generation settings.
 
-    What the checkpoint wishes for sampling (a repetition penalty, say) would change the distribution behind the
-    log-probs' back; it is kept for export only.
+    Other defaults of the checkpoint, such as a repetition penalty, would change the distribution that tokens are drawn
+    from, and the recomputed log-probs would not know it. They are kept for the export (``exported_config``).
     """
     model.requires_grad_(False).eval()
-    model.exported_generation_config = model.generation_config
+    set_exported_config(model, model.generation_config)
     plain = copy.deepcopy(model.generation_config)
     stop, padding = plain.eos_token_id, plain.pad_token_id
     model.generation_config = type(plain)(eos_token_id=stop, pad_token_id=padding)
     return model
 
 
-def open_weights(model: Any, recipe: Recipe) -> nn.Module:
-    """Let train what the recipe says; what trains is float32. Raises ``UserError`` where it names no such module, and
-    where the model has not the attention that it names."""
+def set_exported_config(model: PreTrainedModel, config: GenerationConfig | None) -> None:
+    """Keep the checkpoint's generation settings for the export."""
+    setattr(model, _EXPORTED, config)
+
+
+def exported_config(model: PreTrainedModel) -> GenerationConfig:
+    """The generation settings that the checkpoint came with."""
+    return getattr(model, _EXPORTED)
+
+
+def open_weights(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
+    """Unfreeze the weights that the recipe trains, in float32. Raises ``UserError`` where the recipe names a module or
+    an attention that the model does not have."""
     _attend(model, recipe)
     if recipe.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -78,8 +107,8 @@ def open_weights(model: Any, recipe: Recipe) -> nn.Module:
     for frozen in recipe.model.freeze:
         found = [m for name, m in policy.named_modules() if frozen in (name, name.rpartition(".")[2])]
         if not found:
-            known = sorted({name.rpartition(".")[2] for name, m in policy.named_modules() if any(m.children())})
-            raise UserError(f"model.freeze: the model has no module {frozen!r}; it has {', '.join(known[:40])}")
+            names = sorted({name.rpartition(".")[2] for name, m in policy.named_modules() if any(m.children())})
+            raise UserError(f"model.freeze: the model has no module {frozen!r}; it has {', '.join(names[:40])}")
         for module in found:
             module.requires_grad_(False)
     for parameter in policy.parameters():
@@ -88,8 +117,9 @@ def open_weights(model: Any, recipe: Recipe) -> nn.Module:
     return policy
 
 
-def _attend(model: Any, recipe: Recipe) -> None:
-    """On the meta device only what takes more memory than a kernel that keeps no matrix of all pairs."""
+def _attend(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Set ``performance.attention``. On the meta device only ``eager``: it takes more memory than the other kernels,
+    since it keeps the matrix of all pairs of tokens."""
     name = recipe.performance.attention
     if name is None or (next(model.parameters()).is_meta and name != "eager"):
         return
@@ -100,9 +130,12 @@ def _attend(model: Any, recipe: Recipe) -> None:
         raise UserError(f"performance.attention: {name}: {reason}; set it to another, or remove it") from error
 
 
-def _checkpoint_graphs(body: nn.Module, _: Any) -> None:
-    """The library's layers checkpoint in training mode alone, and then keep no cache. The models here never are in that
-    mode, for it would bring dropout; so each layer, and nothing in it, is put there where a graph is made."""
+def _checkpoint_graphs(body: nn.Module, _: tuple[Tensor, ...]) -> None:
+    """Checkpoint the layers of ``body`` where a graph is made.
+
+    transformers' layers checkpoint only in training mode, in which they keep no cache. The models here are never in
+    training mode, because of dropout; so only the layer itself is set to it, and not its modules.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for layer in body.modules():
@@ -110,10 +143,11 @@ def _checkpoint_graphs(body: nn.Module, _: Any) -> None:
             layer.training = torch.is_grad_enabled()
 
 
-def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+def stop_tokens(model: PreTrainedModel, tokenizer: Tokenizer) -> list[int]:
     """The tokens that end a response: the model's and the tokenizer's. Raises ``UserError`` where there is none."""
-    given = model.exported_generation_config.eos_token_id
-    found = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id} - {None}
+    given = exported_config(model).eos_token_id
+    every = [*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id]
+    found = {token for token in every if token is not None}
     if not found:
         raise UserError(
             "model.path: neither generation_config.json nor the tokenizer names an end-of-text token, so every "
@@ -122,7 +156,7 @@ def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     return sorted(found)
 
 
-def _adapted(model: Any, recipe: Recipe) -> nn.Module:
+def _adapted(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     lora = recipe.model.lora

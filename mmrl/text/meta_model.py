@@ -1,15 +1,15 @@
 """A text pipeline on the meta device, before a weight is loaded, for ``mmrl plan``.
 
-The pipeline's own code then runs on tensors without data (``mmrl.planner.memory``). Only ``generate`` is rehearsed:
-it would look at tokens that nobody drew. The rehearsal is the two forwards that matter, of the prompt and of the last
-token behind a full cache, with the same drawing after each.
+The pipeline's own code then runs on tensors without data (``mmrl.planner.memory``). Only ``generate`` is replaced,
+because it reads the values of the drawn tokens. The replacement runs the two forwards that take most memory: the
+prompt, and the last token with a full cache. Each is followed by the real sampling code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,27 +20,35 @@ from mmrl.config.schema import Recipe
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.errors import BadPromptError, UserError
 from mmrl.pipelines.description import Beside, Component, Description, Longest, Phase
+from mmrl.text.base_model import base_model
 from mmrl.text.critic import Critic
 from mmrl.text.features import PER_TOKEN
-from mmrl.text.loading import why, without_wishes
+from mmrl.text.loading import AutoModel, why, without_sampling_defaults
 from mmrl.text.overlong import OverlongError
-from mmrl.text.pipeline import LanguagePipeline
+from mmrl.text.pipeline import GENERATE, LanguagePipeline
 from mmrl.text.recorded_config import Files
 from mmrl.text.scoring import open_scorer, score_class
+from mmrl.text.token_sampling import Draw
 from mmrl.trajectory import Prompt
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PretrainedConfig, PreTrainedModel
 
 CONFIGURED = 512 * 2**20
 """Bytes of vLLM's key-value cache on a CPU (``mmrl.engines.vllm``)."""
 LOOKED_AT = 16
-"""Prompts that are made ready whole to find the longest: those whose texts have the most tokens."""
+"""Prompts that are encoded with their media to find the longest: those whose texts have the most tokens."""
 MOST_COUNTED = 4000
-"""Prompts whose texts are tokenised for that: of more, those with the most characters."""
+"""Prompts whose texts are tokenised for that; of a larger data set, those with the most characters."""
 PIXELS = 28 * 28
-"""Of a picture, that make about one token (Qwen-VL); only the order in which prompts are looked at depends on it."""
+"""Pixels of a picture per token, roughly (Qwen-VL). Only the order in which prompts are encoded depends on it."""
 NAMED = 5
+"""Prompts that a message names."""
 
 
-def empty_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...], otherwise: str) -> Any:
+def empty_model(
+    auto: type[AutoModel], recipe: Recipe, path: str, tested: tuple[str, ...], otherwise: str
+) -> PreTrainedModel:
     """As ``mmrl.text.loading.load_model``, on the meta device, from ``config.json`` alone. Raises ``UserError``."""
     from transformers import AutoConfig, GenerationConfig
 
@@ -52,9 +60,9 @@ def empty_model(auto: Any, recipe: Recipe, path: str, tested: tuple[str, ...], o
     except (OSError, ValueError, KeyError) as error:
         reason, mend = why(error, "a directory with config.json", otherwise)
         raise UserError(f"model.path: {path} cannot be made by {auto.__name__}: {reason}\n  {mend}") from error
-    with suppress(OSError):  # where it has none, the library took what config.json says
+    with suppress(OSError):  # without this file transformers takes the settings of config.json
         model.generation_config = GenerationConfig.from_pretrained(path)
-    return without_wishes(model)
+    return without_sampling_defaults(model)
 
 
 def empty_scorer(path: str, pad_token: int, recipe: Recipe) -> nn.Module:
@@ -64,14 +72,14 @@ def empty_scorer(path: str, pad_token: int, recipe: Recipe) -> nn.Module:
     config = AutoConfig.from_pretrained(path)
     config.num_labels = 1
     with torch.device("meta"):
-        model: Any = score_class(config)(config)
-    model.to(getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32)
+        model = score_class(config)(config)
+    nn.Module.to(model, getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32)
     config.get_text_config().pad_token_id = pad_token
     return open_scorer(model.requires_grad_(False).eval(), recipe)
 
 
 def describe(pipeline: LanguagePipeline, files: Files) -> Description:
-    """Of a ``pipeline`` whose policy is on the meta device. Raises ``UserError`` where no response would fit."""
+    """Describe a ``pipeline`` whose policy is on the meta device. Raises ``UserError`` if no response would fit."""
     recipe, context = pipeline.recipe, pipeline.context
     if pipeline.pairs is None and context is not None and pipeline.settings.max_new_tokens >= context:
         raise UserError(
@@ -80,10 +88,10 @@ def describe(pipeline: LanguagePipeline, files: Files) -> Description:
         )
     if files.recorded:
         _take_the_limit(pipeline)
-    policy: Any = pipeline.policy
-    policy.generate = _rehearsal(policy)
+    policy = pipeline.policy
+    setattr(policy, GENERATE, _two_forwards(policy))
     phases = frozenset(get_args(Phase))
-    name = type(policy.get_base_model() if hasattr(policy, "get_base_model") else policy).__name__
+    name = type(base_model(policy)).__name__
     components = [Component("policy", name, policy, phases)]
     if isinstance(recipe.algorithm, CriticSettings):
         with torch.device("meta"):
@@ -93,12 +101,17 @@ def describe(pipeline: LanguagePipeline, files: Files) -> Description:
         pipeline.engine = _FullLength()  # type: ignore[assignment]  # sampling asks it for nothing else
     beside = _beside(recipe, policy)
     return Description(
-        pipeline, components, files.source, _longest_of(pipeline), beside, cache_numbers=_cached(policy.config)
+        pipeline,
+        components,
+        files.source,
+        _longest_of(pipeline),
+        beside,
+        cache_numbers=_cached(base_model(policy).config),
     )
 
 
-def _cached(config: Any) -> int:
-    """Keys and values of a token in all layers; 0 of a model that does not say so."""
+def _cached(config: PretrainedConfig) -> int:
+    """How many numbers the keys and values of a token are in all layers; 0 if the configuration does not tell."""
     text = config.get_text_config()
     queries = getattr(text, "num_attention_heads", None) or 1
     width = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // queries
@@ -107,11 +120,11 @@ def _cached(config: Any) -> int:
 
 def _longest_of(pipeline: LanguagePipeline) -> Callable[[Sequence[Prompt]], Longest]:
     def longest(prompts: Sequence[Prompt]) -> Longest:
-        """The prompt that has most tokens of those that can be used, and what becomes of those that are too long."""
+        """The usable prompt with the most tokens, and a note about those that are too long."""
         overlong, good, why = list[OverlongError](), list[tuple[Prompt, int]](), list[str]()
         error = pipeline.recipe.data.overlong == "error"
         for prompt in _by_length(pipeline, prompts):
-            if len(good) == LOOKED_AT and not (error and prompt.media):  # whose tokens nobody knows before
+            if len(good) == LOOKED_AT and not (error and prompt.media):  # its tokens are unknown until it is encoded
                 break
             try:
                 good.append((prompt, _tokens(pipeline, prompt)))
@@ -139,7 +152,7 @@ def _named(overlong: Sequence[OverlongError], of: int) -> str:
 
 
 def _by_length(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Those that probably have most tokens first: tokens of their texts, and about as many as their pictures have."""
+    """Sorted, the probably longest first: by the tokens of their texts and an estimate for their pictures."""
     most = len(prompts) if pipeline.recipe.data.overlong == "error" else MOST_COUNTED
     columns = pipeline.recipe.algorithm.given_texts.values()
     if len(prompts) > most:
@@ -156,7 +169,7 @@ def _texts(prompt: Prompt, columns: Iterable[str]) -> list[str]:
 
 
 def _tokens(pipeline: LanguagePipeline, prompt: Prompt) -> int:
-    """Of the longest row with this prompt. Raises ``BadPromptError`` for one that would be left out."""
+    """Tokens of the longest row with this prompt. Raises ``BadPromptError`` for a prompt that would be skipped."""
     overlong = "skip" if pipeline.recipe.data.overlong == "error" else None  # all of them are to be named
     prompt, features = pipeline.fitter.encode(prompt, pipeline.limit, overlong)
     length = len(features["input_ids"])
@@ -167,7 +180,7 @@ def _tokens(pipeline: LanguagePipeline, prompt: Prompt) -> int:
 
 
 def _take_the_limit(pipeline: LanguagePipeline) -> None:
-    """Where the tokenizer only estimates, prompts have ``max_prompt_tokens`` where that is set, and none is refused."""
+    """With a tokenizer that only estimates: give every prompt ``max_prompt_tokens``, if set, and refuse none."""
     conditioner, most = pipeline.conditioner, pipeline.settings.max_prompt_tokens
     encode = conditioner.encode
 
@@ -183,16 +196,32 @@ def _take_the_limit(pipeline: LanguagePipeline) -> None:
     pipeline.context = pipeline.engine_context = None
 
 
-def _rehearsal(policy: nn.Module) -> Callable[..., Tensor]:
-    """Stands where ``generate`` does. Responses are as long as they may be, all but one: rows of one length would need
-    no attention mask, and take less."""
+class _Processors(Protocol):
+    """transformers' ``LogitsProcessorList``."""
+
+    def __getitem__(self, index: int, /) -> Draw: ...
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, /) -> Tensor: ...
+
+
+def _two_forwards(policy: nn.Module) -> Callable[..., Tensor]:
+    """A replacement of ``generate``. All responses but one have the maximal length: rows of equal length would need no
+    attention mask, and less memory."""
 
     def generate(
-        *, input_ids: Tensor, attention_mask: Tensor, logits_processor: Any, max_new_tokens: int, **given: Any
+        *,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_processor: _Processors,
+        max_new_tokens: int,
+        eos_token_id: list[int],
+        pad_token_id: int,
+        do_sample: bool,
+        **given: Tensor | bool,
     ) -> Tensor:
         draw = logits_processor[0]
-        ends, padding = given.pop("eos_token_id"), given.pop("pad_token_id")
-        given.pop("do_sample")
+        ends, padding = eos_token_id, pad_token_id
+        assert not do_sample
         rows = len(input_ids)
         attention_mask[0, 0] = rows == 1  # as if this prompt were shorter
         out = policy(input_ids=input_ids, attention_mask=attention_mask, **given, use_cache=True, logits_to_keep=1)
@@ -200,7 +229,7 @@ def _rehearsal(policy: nn.Module) -> Callable[..., Tensor]:
         cache = out.past_key_values
         del out
         if max_new_tokens > 1:
-            for layer in cache.layers:  # what the tokens in between leave there
+            for layer in cache.layers:  # of the tokens in between
                 layer.keys = pad(layer.keys, (0, 0, 0, max_new_tokens - 2))
                 layer.values = pad(layer.values, (0, 0, 0, max_new_tokens - 2))
             draw.log_probs *= max_new_tokens - 1
@@ -213,7 +242,7 @@ def _rehearsal(policy: nn.Module) -> Callable[..., Tensor]:
                 use_cache=True,
             )
             logits_processor(input_ids, last.logits[:, -1].to(copy=True, dtype=torch.float32))
-        del scores  # the library keeps those of one token until the next has its own
+        del scores  # transformers keeps the scores of a token until those of the next are computed
         token = next(n for n in range(len(ends) + 2) if n not in {*ends, padding})
         drawn = torch.full((rows, max_new_tokens), token)
         if rows > 1 and max_new_tokens > 1:
@@ -224,7 +253,7 @@ def _rehearsal(policy: nn.Module) -> Callable[..., Tensor]:
 
 
 class _FullLength:
-    """Final class. Stands where an engine does: every response has all the tokens it may have."""
+    """Final class. A replacement of an engine: every response but one has the maximal length."""
 
     def generate(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
         n = settings.max_new_tokens
@@ -238,7 +267,7 @@ class _FullLength:
 
 
 def _beside(recipe: Recipe, policy: nn.Module) -> list[Beside]:
-    """What an engine with weights of its own takes of the training device: what was configured, or its default."""
+    """The memory that an engine with its own weights takes on the training device: as configured, or its default."""
     from mmrl.engines.vllm import GPU_MEMORY
 
     engine, options = recipe.rollout.engine, recipe.rollout.options

@@ -1,9 +1,9 @@
 """Handle prompts with too many tokens: skip, cut, or an error (``data.overlong``).
 
-Counted are the tokens of the whole prompt as the model reads it: the chat template's, the system message's and the
-pictures' among them. To cut is to take words from the beginning of the user's text and keep its end, where the question
-stands, as TRL's ``max_prompt_length`` and verl's ``truncation: left`` do; unlike them it leaves the template, the
-system message and the pictures whole.
+The length is that of the whole prompt as the model reads it, with the chat template, the system message and the
+pictures. ``cut`` removes the beginning of the user's text and keeps its end, where the question usually is. TRL's
+``max_prompt_length`` and verl's ``truncation: left`` cut on the same side, but also the template, the system message
+and the pictures, which are kept whole here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mmrl.trajectory import Prompt
 
 Overlong = Literal["skip", "cut", "error"]
 PLACEHOLDER = re.compile("<(?:image|video)>")
-"""Where a medium stands in the text of a prompt that has media; elsewhere these are words like others."""
+"""The place of a medium in the text of a prompt that has media; in other prompts it is plain text."""
 MOST_CUT = 10_000
-"""Texts of prompts that were cut, which are kept for engines; others are cut again."""
+"""The most texts of cut prompts that are kept for engines; older ones are cut again."""
 _TRIES = 8
-"""Where a text is cut its tokens may change, so that a few more have to go."""
+"""A cut can change how the text is tokenised, so that a few more tokens must go."""
 
 
 class OverlongError(BadPromptError):
@@ -34,14 +34,14 @@ class OverlongError(BadPromptError):
 
 @dataclass(frozen=True)
 class Limit:
-    """The most ``tokens`` of a prompt, and ``why``: for messages, after the number of its tokens."""
+    """The most ``tokens`` of a prompt. ``why`` is for messages; it follows the number of the prompt's tokens."""
 
     tokens: int
     why: str
 
 
 class Encoder(Protocol):
-    """What is asked of a conditioner here."""
+    """The methods of a conditioner that are used here."""
 
     def encode(self, prompt: Prompt) -> dict[str, Tensor]: ...
 
@@ -49,10 +49,10 @@ class Encoder(Protocol):
 
 
 def limit_of(most: int | None, new: int, context: int | None, engine: int | None) -> Limit | None:
-    """The lowest of the limits there are; None without any.
+    """The lowest of the limits; None if there is no limit.
 
-    ``most``: ``sampling.max_prompt_tokens``; ``new``: tokens that the model's ``context`` must have room for beside the
-    prompt; ``engine``: tokens an engine takes, prompt and response.
+    ``most``: ``sampling.max_prompt_tokens``; ``new``: tokens that the model's ``context`` must also hold;
+    ``engine``: the most tokens of an engine, prompt and response.
     """
     limits = []
     if most is not None:
@@ -70,7 +70,7 @@ def limit_of(most: int | None, new: int, context: int | None, engine: int | None
 
 
 class Fitter:
-    """Final class. Makes prompts ready for the model, and ``overlong`` ones as the recipe says."""
+    """Final class. Encodes prompts, and treats ``overlong`` ones as the recipe says."""
 
     def __init__(self, encoder: Encoder, overlong: Overlong) -> None:
         self._encoder, self.overlong = encoder, overlong
@@ -79,8 +79,8 @@ class Fitter:
     def encode(
         self, prompt: Prompt, limit: Limit | None, overlong: Overlong | None = None
     ) -> tuple[Prompt, dict[str, Tensor]]:
-        """The prompt as the model reads it, and its features; ``overlong`` in place of the recipe's. Raises
-        ``OverlongError`` or, where that is ``error``, ``UserError``."""
+        """The prompt as the model reads it, and its features. ``overlong`` replaces the recipe's setting. Raises
+        ``OverlongError`` or, if the setting is ``error``, ``UserError``."""
         features = self._encoder.encode(prompt)
         length = len(features["input_ids"])
         if limit is None or length <= limit.tokens:
@@ -108,7 +108,7 @@ class Fitter:
 
 
 def _cut(prompt: Prompt, length: int, encoder: Encoder, limit: Limit) -> tuple[Prompt, dict[str, Tensor]]:
-    """Raises ``OverlongError`` where what cannot be cut is too long already."""
+    """Raises ``OverlongError`` if the prompt without its text is already too long."""
     cut, over = prompt, length - limit.tokens
     for _ in range(_TRIES):
         wanted = encoder.count([cut.text])[0] - over
@@ -120,12 +120,12 @@ def _cut(prompt: Prompt, length: int, encoder: Encoder, limit: Limit) -> tuple[P
         if over <= 0:
             return cut, features
     raise OverlongError(
-        prompt.id, f"it has {length} tokens{limit.why}, and without its text too many still (data.overlong: cut)"
+        prompt.id, f"it has {length} tokens{limit.why}, and too many without its text, too (data.overlong: cut)"
     )
 
 
 def _end_of(prompt: Prompt, tokens: int, encoder: Encoder) -> str:
-    """The longest end of its text with at most so many tokens, placeholders of its media not cut."""
+    """The longest end of the prompt's text with at most ``tokens`` tokens; placeholders of its media stay."""
     fewest, most = 0, len(prompt.text)  # characters to leave out
     while fewest < most:
         middle = (fewest + most) // 2

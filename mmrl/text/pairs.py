@@ -24,7 +24,7 @@ COLUMNS = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class Pair:
-    """``margin``: by how much the score of ``chosen`` should be higher at least; 0 says nothing."""
+    """``margin``: the score of ``chosen`` should be higher by at least this; 0 without a margin."""
 
     chosen: str
     rejected: str
@@ -34,8 +34,8 @@ class Pair:
 class Pairs(GivenTexts):
     """Final class. The pairs of a run of ``pipeline``, which calls it.
 
-    For DPO a response ends with the token that ends an answer; for a reward model with all that the chat template
-    writes behind an answer. Raises ``UserError`` where the model is not of the kind that the algorithm trains.
+    For DPO a response ends with the stop token; for a reward model with all tokens that the chat template writes after
+    an answer. Raises ``UserError`` if the algorithm does not train this kind of model.
     """
 
     def __init__(self, pipeline: WritingModel) -> None:
@@ -83,7 +83,7 @@ def pair_of(prompt: Prompt) -> Pair:
     """The pair in ``prompt.meta``. Raises ``BadPromptError`` where there is none."""
     texts = [given_text(prompt, column, COLUMNS) for column in COLUMNS]
     if texts[0] == texts[1]:
-        raise BadPromptError(prompt.id, "its two responses are the same, and none is the better; take it out")
+        raise BadPromptError(prompt.id, "its two responses are equal, so that neither is better; take it out")
     margin = prompt.meta.get("margin")
     if margin is not None and (isinstance(margin, bool) or not isinstance(margin, int | float)):
         raise BadPromptError(prompt.id, f"meta['margin'] is {margin!r}; give a number, or none")

@@ -1,16 +1,17 @@
-"""Language and vision-language models as a pipeline: sampling, recomputing and decoding tokens, for any conditioner.
+"""Language and vision-language models as a pipeline: sample, recompute and decode tokens, for any conditioner.
 
-Sampling is Hugging Face's ``generate`` in the training process with the training weights, or an engine with weights of
-its own. Prompts are padded on the left in both, so that responses align; padding is never attended to.
+Sampling uses transformers' ``generate`` in the training process with the training weights, or an engine that has its
+own weights. Prompts are padded on the left in sampling and training, so that responses align; padding is never attended
+to.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What
 from mmrl.text import engine_sampling, export, scoring
+from mmrl.text.base_model import base_model
 from mmrl.text.conditioner import Conditioner
 from mmrl.text.critic import Critic
 from mmrl.text.features import joined, key_of
@@ -37,6 +39,9 @@ from mmrl.text.shared_pictures import Shared
 from mmrl.text.token_sampling import Draw, uniforms, without
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from mmrl.transfer import to_device
+
+GENERATE = "generate"
+"""The method of transformers' models that samples; ``mmrl plan`` replaces it."""
 
 
 class LanguagePipeline:
@@ -64,8 +69,7 @@ class LanguagePipeline:
         self._encoding = threading.Lock()
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
-        config: Any = policy.config
-        self.context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self.context: int | None = getattr(base_model(policy).config.get_text_config(), "max_position_embeddings", None)
         self.engine_context: int | None = engine_sampling.engine_context(recipe, self.context)
         self.fitter = Fitter(conditioner, recipe.data.overlong)
         self.shared = Shared(policy)
@@ -80,20 +84,20 @@ class LanguagePipeline:
         return bool(self.conditioner.forbidden)  # such a model has tokens that stand for pictures
 
     def encode(self, slots: Sequence[Slot]) -> list[str]:
-        with self._encoding:  # steps that are drawn ahead encode replacements while another step is trained
+        with self._encoding:  # asynchronous rollouts encode prompts while another step is trained
             return self._encode(slots)
 
     def _encode(self, slots: Sequence[Slot]) -> list[str]:
         prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
         paired = {} if self.pairs is None else {self.pairs.key(slot.prompt): slot.prompt for slot in slots}
         keys = [*prompts, *paired]
-        self.features.hold(keys)  # first of all: others put and read meanwhile, and what nobody holds may be dropped
+        self.features.hold(keys)  # before anything is put: the store may drop features that nobody holds
         try:
             made = {key: self._encoded(prompt) for key, prompt in prompts.items() if key not in self.features}
             for key, prompt in paired.items():
                 if self.pairs is not None and key not in self.features:
-                    alone = made.get(key_of(prompt)) or self.features.get(key_of(prompt))
-                    made[key] = self.pairs.encoded(prompt, len(alone["input_ids"]))
+                    features = made.get(key_of(prompt)) or self.features.get(key_of(prompt))
+                    made[key] = self.pairs.encoded(prompt, len(features["input_ids"]))
         except BaseException:
             self.features.release(keys)
             raise
@@ -109,13 +113,13 @@ class LanguagePipeline:
     def limit(self) -> Limit | None:
         """The most tokens of a prompt."""
         settings, samples = self.settings, self.pairs is None or self.recipe.eval.rewards
-        context = self.context if samples else None  # pairs look at it themselves, with their responses
+        context = self.context if samples else None  # Pairs checks the context with the responses
         return limit_of(settings.max_prompt_tokens, settings.max_new_tokens, context, self.engine_context)
 
     def _inputs(
         self, keys: Sequence[str], responses: Tensor | None = None, mask: Tensor | None = None
-    ) -> dict[str, Any]:
-        """The model's arguments for prompts padded on the left, and responses ``[B, T]`` behind them."""
+    ) -> dict[str, Tensor]:
+        """The model's arguments: prompts padded on the left, then responses ``[B, T]``."""
         rows = [self.features.get(k) for k in keys]
         made = joined(
             rows,
@@ -132,7 +136,7 @@ class LanguagePipeline:
         engine, self._source = self.engine, policy
         if engine is None or policy.tag == self._synced:
             return
-        if policy.weights.in_shards:  # gathered by all ranks together: none begins again alone
+        if policy.weights.in_shards:  # gathered by all ranks together: one rank cannot send them again
             self.given.push(engine, policy)
         else:
             unfailing(engine, lambda: None, self._push)
@@ -144,7 +148,7 @@ class LanguagePipeline:
         self.given.again(self.engine, self._source)
 
     def _ask(self, requests: Sequence[Request], settings: Settings) -> list[Completion]:
-        """Sample with the engine, under the weights that it was last given, which the policy still has."""
+        """Sample with the engine, under the weights of the last update, which the policy still has."""
         engine = self.engine
         assert engine is not None
         self.given.asked(len(requests))
@@ -159,7 +163,7 @@ class LanguagePipeline:
     def sleep(self) -> None:
         if self.engine is not None:
             self.engine.sleep()
-            self._synced = None  # what it has of weights may be gone
+            self._synced = None  # it may have freed its weights
 
     def close(self) -> None:
         self.features.close()
@@ -208,7 +212,7 @@ class LanguagePipeline:
         made = [engine_sampling.appended(done, more) for done, more in zip(before, drawn, strict=True)]
         tokens, log_probs, mask, truncated = engine_sampling.stack(made, self.conditioner.forbidden, self.device)
         finite.check_tokens(log_probs, mask, trajectory.ids)
-        kept = mask.sum(1).tolist()  # less where a forbidden token was drawn: nothing may follow it
+        kept = mask.sum(1).tolist()  # fewer if a forbidden token was drawn: it ends the row
         cut = [c.finish == "cut" and n == len(c.token_ids) for c, n in zip(made, kept, strict=True)]
         return replace(
             trajectory,
@@ -222,7 +226,7 @@ class LanguagePipeline:
     def _generate(
         self, keys: Sequence[str], ids: Sequence[SampleId], seed: int, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens, log-probs and mask ``[B, T]``, truncated ``[B]``, drawn with the training weights."""
+        """Sample with the training weights: tokens, log-probs and mask ``[B, T]``, truncated ``[B]``."""
         from transformers import LogitsProcessorList
 
         settings, most = self.settings, self.settings.max_new_tokens
@@ -230,16 +234,16 @@ class LanguagePipeline:
         draw = Draw(u, temperature, settings.top_p, settings.top_k, self.conditioner.forbidden)
         inputs = self._inputs(keys)
         inputs.pop("position_ids", None)  # generate counts them itself, from the mask
-        model: Any = self.policy
         with self._autocast():
-            out = model.generate(
+            generate: Callable[..., Tensor] = getattr(self.policy, GENERATE)
+            out = generate(
                 **inputs,
                 logits_processor=LogitsProcessorList([draw]),  # type: ignore[list-item]
                 do_sample=False,
                 max_new_tokens=most,
                 eos_token_id=self.conditioner.stop_tokens,
                 pad_token_id=self.conditioner.pad_token,
-                synced_gpus=False,  # it would wait for other ranks wherever it sees sharded weights
+                synced_gpus=False,  # with sharded weights generate would wait for other ranks
             )
         tokens = out[:, inputs["input_ids"].shape[1] :]
         stops = torch.isin(tokens, to_device(torch.tensor(self.conditioner.stop_tokens), tokens.device))
@@ -247,7 +251,7 @@ class LanguagePipeline:
         return tokens, torch.stack(draw.log_probs, 1), mask, ~stops.any(1)
 
     def _requests(self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int) -> list[Request]:
-        """What the engine is asked; the media of a prompt are opened once for all its samples."""
+        """The engine's requests; the media of a prompt are opened once for all its samples."""
         prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
         shown = {k: self.fitter.shown(p, self.limit) for k, p in prompts.items()}
         opened = {k: (self.conditioner.render(p), *self.conditioner.media(p)) for k, p in shown.items()}
@@ -316,26 +320,26 @@ class LanguagePipeline:
         return self.token_log_probs(logits, trajectory.clean, temperature)
 
     def response_scores(self, trajectory: Trajectory) -> Tensor:
-        """``[B]`` float32, what a policy that scores texts says of each row."""
+        """``[B]`` float32: the scores of a reward model."""
         inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
         with self._autocast():
             return self.policy(**inputs, use_cache=False).logits[:, 0].float()
 
     def token_log_probs(self, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        """Log-probs ``[B, T]`` of ``tokens`` under the logits that the policy just gave, of all tokens and the whole
-        vocabulary or of this rank's parts of them."""
+        """Log-probs ``[B, T]`` of ``tokens`` under the logits of the last forward, which may be this rank's part of the
+        tokens or of the vocabulary."""
         own = tokens if self._cut is None else self._cut.own(tokens)
         found = token_log_probs(logits, own, temperature, self._vocabulary)
         return found if self._cut is None else self._cut.whole(found)
 
     @property
     def _cut(self) -> Rows | None:
-        """How ranks share rows; None where they do not."""
+        """How the ranks divide rows (context parallelism); None if they do not."""
         return getattr(self.policy, "cut", None)
 
     @property
     def _vocabulary(self) -> Vocabulary | None:
-        """The part of it that this rank has logits of; None where it is the whole."""
+        """The part of the vocabulary that this rank has logits of; None if it has the whole."""
         return getattr(self.policy, "vocabulary", None)
 
     def open_critic(self) -> nn.Module:
@@ -343,7 +347,7 @@ class LanguagePipeline:
         return self.critic
 
     def _values(self, trajectory: Trajectory) -> Tensor:
-        """Values ``[B, T]`` of the states that each response token was drawn in."""
+        """Values ``[B, T]`` of the state before each response token."""
         assert self.critic is not None
         inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
         with self._autocast():
@@ -354,7 +358,7 @@ class LanguagePipeline:
         share rows or the vocabulary."""
         inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
         with self._autocast():
-            end = inputs["input_ids"].shape[1] - 1  # the last token has nothing behind it
+            end = inputs["input_ids"].shape[1] - 1  # no token follows the last one
             kept = torch.arange(end - trajectory.clean.shape[1], end, device=self.device)
             logits = self.policy(**inputs, logits_to_keep=kept, use_cache=False).logits
         return logits if every_token else without(logits, self.conditioner.forbidden, self._vocabulary)

@@ -13,19 +13,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.errors import UserError
 from mmrl.hub_files import file_of, unreadable
 
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedTokenizerBase
+
 CHARACTERS = 3
-"""Characters to a token where the tokenizer is not to be had; those of large vocabularies take more of most texts."""
+"""Characters per token where the tokenizer is missing. Tokenizers with a large vocabulary have longer tokens."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """``path`` is what to load configuration and tokenizer from; ``recorded``: its tokenizer only estimates."""
+    """Where to load the configuration and tokenizer from (``path``); ``recorded``: this tokenizer only estimates the
+    number of tokens."""
 
     path: str
     source: str
@@ -36,7 +40,7 @@ class Files:
 def files_of(path: str, architecture: Path | None) -> Generator[Files]:
     """The checkpoint ``path`` where its ``config.json`` can be read, else a folder made from the ``architecture`` file.
 
-    Raises ``UserError`` where neither is to be had.
+    Raises ``UserError`` if neither can be read.
     """
     try:
         json.loads(file_of(path, "config.json").read_text(encoding="utf-8"))
@@ -68,9 +72,9 @@ def _write(architecture: Path, folder: Path) -> None:
         ) from error
 
 
-def _tokenizer(tokens: Mapping[str, int], media: Mapping[str, str]) -> Any:
-    """A tokenizer that makes a token of every few characters, and knows control tokens, the first of which ends a
-    response."""
+def _tokenizer(tokens: Mapping[str, int], media: Mapping[str, str]) -> PreTrainedTokenizerBase:
+    """A tokenizer that makes a token of every ``CHARACTERS`` characters and has the control ``tokens``, the first of
+    which ends a response."""
     allow_cpu_only()  # transformers imports torchvision wherever it is installed
     from tokenizers import Regex, Tokenizer
     from tokenizers.models import WordLevel
@@ -81,7 +85,7 @@ def _tokenizer(tokens: Mapping[str, int], media: Mapping[str, str]) -> Any:
     made = Tokenizer(WordLevel({unknown: 0, **tokens}, unk_token=unknown))
     made.pre_tokenizer = Split(Regex(rf"[\s\S]{{1,{CHARACTERS}}}"), "isolated")  # type: ignore[attr-defined]
     made.add_special_tokens(list(tokens))
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=made, unk_token=unknown, eos_token=next(iter(tokens)))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token=unknown, eos_token=next(iter(tokens)))
     shown = "".join(f"{{% elif part.type == '{kind}' %}}{text}" for kind, text in media.items())
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}{% if m.content is string %}{{ m.content }}{% else %}"

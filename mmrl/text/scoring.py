@@ -1,8 +1,8 @@
 """Reward models: a transformer with a scalar head, read at the end of prompt and response.
 
-Where transformers has a class for sequence classification (language models), it is used; for other families the same
-class is put together from transformers' own parts, so that a vision-language model scores what it sees. Directories are
-in the library's own format, and the number is what that class computes.
+transformers' class for sequence classification is used where it has one (language models). For other families the same
+class is made from transformers' own parts, so that a vision-language model can score too. Directories are in
+transformers' format, and the score is what that class computes.
 """
 
 from __future__ import annotations
@@ -10,61 +10,76 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
+from mmrl.json_types import JsonObject
 from mmrl.report.card import Usage, What, public
 from mmrl.rewards.contract import Failed
-from mmrl.text.conditioner import Conditioner
+from mmrl.text.base_model import base_model, peft_model
+from mmrl.text.conditioner import Conditioner, tokenizer_of
 from mmrl.text.export import plain
 from mmrl.text.features import joined
 from mmrl.text.given import ending, response_tokens, stacked
-from mmrl.text.loading import open_weights
+from mmrl.text.loading import AutoModel, open_weights, set_exported_config
 from mmrl.trajectory import Prompt
 
+if TYPE_CHECKING:  # slow to import
+    from peft import PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel
+
 SETTINGS = "mmrl_reward_model.json"
-"""Beside exported weights: the pipeline that reads them, and the variables of the chat template."""
+"""A file in an export, with the pipeline that reads it and the variables of the chat template."""
 HEAD = "score"
 
 
-def score_class(config: Any) -> Any:
-    """The class that scores with a model of ``config``. Raises ``UserError`` for a family that is unknown."""
+def score_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class of a reward model with this ``config``. Raises ``UserError`` for an unknown family."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, PreTrainedModel
     from transformers.modeling_layers import GenericForSequenceClassification
 
     if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+        return _class(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)])
     if type(config) not in MODEL_MAPPING:
         raise UserError(f"model.path: transformers has no model of type {config.model_type!r}; take another")
-    body: Any = MODEL_MAPPING[type(config)]
+    body = _class(MODEL_MAPPING[type(config)])
     family = next(c for c in body.__mro__[1:] if issubclass(c, PreTrainedModel) and c.base_model_prefix == "model")
     name = f"{body.__name__.removesuffix('Model')}ForSequenceClassification"
     return type(name, (GenericForSequenceClassification, family), {"__module__": __name__})
 
 
-def load_scorer(path: str, pad_token: int, dtype: torch.dtype, seed: int, *, trained: bool = False) -> Any:
-    """The model at ``path``, a reward model or one that writes text, whose new head is drawn from ``seed``.
+def _class(entry: type[PreTrainedModel] | tuple[type[PreTrainedModel] | None, ...]) -> type[PreTrainedModel]:
+    """An entry of transformers' tables, which have several classes for a few families."""
+    found = entry[0] if isinstance(entry, tuple) else entry
+    assert found is not None
+    return found
 
-    Frozen and without dropout. ``trained``: a head must be there. Raises ``UserError``.
+
+def load_scorer(path: str, pad_token: int, dtype: torch.dtype, seed: int, *, trained: bool = False) -> PreTrainedModel:
+    """Load the model at ``path``: a reward model, or one that writes text, which gets a new head drawn from ``seed``.
+
+    It is frozen and without dropout. ``trained``: it must have a head. Raises ``UserError``.
     """
     import transformers
     from transformers import AutoConfig
 
     logging = transformers.utils.logging
-    said = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # a new head is what is wanted here, and no warning
+    logging.set_verbosity_error()  # no warning about the new head
     torch.manual_seed(seed)
     try:
         config = AutoConfig.from_pretrained(path)
         kind = score_class(config)
         scores = any(str(name).endswith("ForSequenceClassification") for name in config.architectures or ())
         if scores or kind.__module__ != __name__:
-            model, found = kind.from_pretrained(path, num_labels=1, dtype=dtype, output_loading_info=True)
+            loaded = kind.from_pretrained(path, num_labels=1, dtype=dtype, output_loading_info=True)
+            assert isinstance(loaded, tuple)  # not as it is annotated
+            model, found = loaded
             lacking = {*found["missing_keys"]}
         else:
             model, lacking = _with_head(kind, config, path, dtype), {f"{HEAD}.weight"}
@@ -75,7 +90,7 @@ def load_scorer(path: str, pad_token: int, dtype: torch.dtype, seed: int, *, tra
             "  Give a directory with config.json and safetensors as transformers saves it, or a hub name while online."
         ) from error
     finally:
-        logging.set_verbosity(said)
+        logging.set_verbosity(verbosity)
     lacking -= set() if trained else {f"{HEAD}.weight"}
     if lacking:
         raise UserError(
@@ -83,17 +98,17 @@ def load_scorer(path: str, pad_token: int, dtype: torch.dtype, seed: int, *, tra
             f"{'reward model; name what mmrl export of a reward_model run wrote' if trained else 'model; save it anew'}"
         )
     model.config.get_text_config().pad_token_id = pad_token
-    model.exported_generation_config = None
+    set_exported_config(model, None)
     return model.requires_grad_(False).eval()
 
 
-def _with_head(kind: Any, config: Any, path: str, dtype: torch.dtype) -> Any:
-    """A ``kind`` on the transformer of the model at ``path``, which writes text and is loaded by its own class: only
-    under that name does transformers know how its older checkpoints are called."""
+def _with_head(kind: type[PreTrainedModel], config: PretrainedConfig, path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A ``kind`` with the transformer of the model at ``path``, which writes text. That model is loaded with its own
+    class, because transformers renames the weights of older checkpoints only for this class."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    auto: type[AutoModel] = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     writer = auto.from_pretrained(path, dtype=dtype)
     writer.config.num_labels = 1
     with torch.device("meta"):
@@ -107,42 +122,42 @@ def _with_head(kind: Any, config: Any, path: str, dtype: torch.dtype) -> Any:
 
 
 def open_policy(recipe: Recipe, path: str, pad_token: int, device: torch.device) -> nn.Module:
-    """A reward model to train: what the recipe says of it, and always the head, which is new. Raises ``UserError``."""
+    """A reward model to train: the weights that the recipe names, and always the new head. Raises ``UserError``."""
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
     return open_scorer(load_scorer(path, pad_token, dtype, recipe.seed), recipe).to(device)
 
 
-def open_scorer(model: Any, recipe: Recipe) -> nn.Module:
-    """Let train what the recipe says of a reward model, and its head. Raises ``UserError``."""
+def open_scorer(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
+    """Unfreeze the weights of a reward model that the recipe names, and its head. Raises ``UserError``."""
     policy = open_weights(model, recipe)
     head = getattr(model, HEAD).float().requires_grad_(True)
-    head.register_forward_pre_hook(_in_its_own_precision)
+    head.register_forward_pre_hook(_to_dtype_of_head)
     return policy
 
 
-def _in_its_own_precision(head: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The layers below may be of half precision."""
-    return (given[0].to(head.weight.dtype),)
+def _to_dtype_of_head(head: nn.Linear, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The head is float32; the layers below it may be in half precision."""
+    return (hidden[0].to(head.weight.dtype),)
 
 
 class Scorer:
-    """Final class. A trained reward model with its chat format: numbers for responses to prompts.
+    """Final class. A trained reward model with its chat format; it scores responses to prompts.
 
-    ``context``: tokens that prompt and response may have together.
+    ``context``: the most tokens of prompt and response together.
     """
 
-    def __init__(self, model: Any, conditioner: Conditioner) -> None:
+    def __init__(self, model: PreTrainedModel, conditioner: Conditioner) -> None:
         self.model, self.conditioner = model, conditioner
         self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._ending = ending(conditioner)
 
     def score(self, prompts: Sequence[Prompt], texts: Sequence[str], batch_size: int) -> list[float | Failed]:
-        """One number per row, or why there is none; rows of neighbouring length share a forward."""
+        """One score per row, or the reason why it failed; rows of similar length share a forward."""
         prompt_features: dict[int, dict[str, Tensor]] = {}
         rows: list[tuple[dict[str, Tensor], Tensor] | Failed] = []
         for prompt, text in zip(prompts, texts, strict=True):
             try:
-                if id(prompt) not in prompt_features:  # a group's samples share their prompt, pictures and all
+                if id(prompt) not in prompt_features:  # the samples of a group share their prompt and its pictures
                     prompt_features[id(prompt)] = self.conditioner.encode(prompt)
                 rows.append(self._row(prompt_features[id(prompt)], text))
             except (BadPromptError, ValueError) as error:
@@ -157,7 +172,7 @@ class Scorer:
         return out
 
     def _row(self, features: dict[str, Tensor], text: str) -> tuple[dict[str, Tensor], Tensor]:
-        """Raises ``ValueError`` where the model cannot read it."""
+        """The features and tokens of a row. Raises ``ValueError`` if the model cannot read the text."""
         tokens = torch.tensor([*response_tokens(self.conditioner, text), *self._ending])
         n = len(features["input_ids"]) + len(tokens)
         if self.context is not None and n > self.context:
@@ -174,8 +189,8 @@ class Scorer:
         return self.model(**inputs, use_cache=False).logits[:, 0].float().tolist()
 
 
-def settings_at(path: str) -> dict[str, Any]:
-    """What ``mmrl export`` noted beside a reward model; empty for one of another origin. Raises ``UserError``."""
+def settings_at(path: str) -> JsonObject:
+    """The settings that ``mmrl export`` wrote with a reward model; empty for other models. Raises ``UserError``."""
     file = Path(path) / SETTINGS
     if not file.is_file():
         return {}
@@ -187,7 +202,7 @@ def settings_at(path: str) -> dict[str, Any]:
 
 
 def refuse_others(recipe: Recipe, chat: str) -> None:
-    """Raise ``UserError`` where the recipe asks a reward model for something else than its training."""
+    """Raise ``UserError`` if the recipe does not train a reward model."""
     if not recipe.algorithm.trains_scores:
         raise UserError(
             f"pipeline: {recipe.pipeline} is a model that scores, and {recipe.algorithm.type} trains one that writes "
@@ -195,18 +210,22 @@ def refuse_others(recipe: Recipe, chat: str) -> None:
         )
 
 
-def write(policy: Any, conditioner: Conditioner, recipe: Recipe, out: Path, what: What) -> None:
+def write(policy: nn.Module, conditioner: Conditioner, recipe: Recipe, out: Path, what: What) -> None:
     """Write a reward model, or its adapter and head for peft, with its tokenizer and what ``settings_at`` reads.
 
     The policy in memory stays as it is.
     """
     if what == "lora":
-        config = policy.peft_config["default"]
+        from peft import LoraConfig
+
+        adapted = peft_model(policy)
+        config = adapted.peft_config["default"]
+        assert isinstance(config, LoraConfig)
         kept = config.base_model_name_or_path, config.task_type, config.modules_to_save
         config.base_model_name_or_path, config.task_type = public(recipe.model.path), "SEQ_CLS"
         config.modules_to_save = [HEAD]
         try:
-            _save_adapter(policy, out)
+            _save_adapter(adapted, out)
         finally:
             config.base_model_name_or_path, config.task_type, config.modules_to_save = kept
     else:
@@ -217,8 +236,8 @@ def write(policy: Any, conditioner: Conditioner, recipe: Recipe, out: Path, what
     (out / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
 
-def _save_adapter(policy: Any, out: Path) -> None:
-    """The adapter with the head under the name that peft gives a module it saves whole."""
+def _save_adapter(policy: PeftModel, out: Path) -> None:
+    """Write the adapter and the head, under peft's name for a module that is saved whole."""
     from peft.utils import get_peft_model_state_dict
     from safetensors.torch import save_file
 
@@ -227,15 +246,16 @@ def _save_adapter(policy: Any, out: Path) -> None:
     tensors |= {f"base_model.model.{HEAD}.weight": head.detach()}
     out.mkdir(parents=True, exist_ok=True)
     save_file({k: v.contiguous() for k, v in tensors.items()}, out / "adapter_model.safetensors", {"format": "pt"})
-    policy.peft_config["default"].save_pretrained(out)
+    policy.peft_config["default"].save_pretrained(str(out))
 
 
-def usage(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What, folder: str, prompt: Prompt) -> Usage:
-    """Code that leaves the ``score`` of a response to ``prompt`` behind, with what was written to ``folder``."""
-    model = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
-    kind, saved = type(model).__name__, conditioner.saved
+def usage(
+    policy: nn.Module, conditioner: Conditioner, recipe: Recipe, what: What, folder: str, prompt: Prompt
+) -> Usage:
+    """Code that computes the ``score`` of a response to ``prompt`` with the model in ``folder``."""
+    kind, saved = type(base_model(policy)).__name__, conditioner.saved
     library, tags = ("peft", [kind, "lora"]) if what == "lora" else ("transformers", [kind])
-    seeing = _SEEING if what == "merged" else _SEEING_LORA  # transformers has no such class: mmrl puts it together
+    seeing = _SEEING if what == "merged" else _SEEING_LORA  # transformers has no such class: mmrl makes it
     source = seeing if hasattr(saved, "image_processor") else _READING
     base = public(recipe.model.path)
     code = source.format(
@@ -244,7 +264,7 @@ def usage(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What, fol
         prompt=repr(prompt.text),
         system=f'{{"role": "system", "content": {prompt.system!r}}}, ' if prompt.system else "",
         given=_given(prompt),
-        ending=repr(getattr(saved, "tokenizer", saved).decode(ending(conditioner))),
+        ending=repr(tokenizer_of(saved).decode(ending(conditioner))),
         variables="".join(f", {name}={value!r}" for name, value in recipe.decoding.chat_template.items()),
         variables_of=repr(recipe.decoding.chat_template),
         peft="from peft import PeftModel\n" if what == "lora" else "",
@@ -254,7 +274,7 @@ def usage(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What, fol
 
 
 def _given(prompt: Prompt) -> str:
-    """What a prompt has beside its text, as further arguments in Python source; yours instead of the paths."""
+    """A prompt's media and system message as further arguments in Python source, with example paths."""
     names = {"image": "picture.jpg", "video": "clip.mp4"}
     media = "".join(f'Media("{m.kind}", path="{names[m.kind]}"), ' for m in prompt.media)
     system = f", system={prompt.system!r}" if prompt.system else ""

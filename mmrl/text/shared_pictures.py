@@ -1,7 +1,7 @@
 """Encode a picture once for all rows of a batch that contain it: the samples of a group share their prompt.
 
-What a row is given is equal to the bit, but where the vision tower's kernels round otherwise with fewer pictures in a
-call. Sampling and replay do the same. Where a vision tower trains, the gradients of the rows add up in its output.
+The features of a row are equal to the bit, unless a kernel of the vision tower rounds differently for fewer pictures in
+a call. Sampling and replay do the same. If the vision tower trains, the gradients of the rows add up in its output.
 """
 
 from __future__ import annotations
@@ -11,30 +11,39 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from mmrl.text.base_model import base_model
 from mmrl.transfer import picked
+
+T = TypeVar("T")
 
 MEDIA = {
     "get_image_features": ("pixel_values", "image_grid_thw"),
     "get_video_features": ("pixel_values_videos", "video_grid_thw"),
 }
-"""Methods of transformers' models: the feature that is encoded, and the one with a row for each picture or clip."""
+"""Methods of transformers' models, with the feature that they encode and the one with a row per picture or clip."""
+
+
+class _Encoded(Protocol):
+    """transformers' ``BaseModelOutputWithPooling``: the features of each picture."""
+
+    pooler_output: Tensor | Sequence[Tensor] | None
+    deepstack_features: Sequence[Tensor | Sequence[Tensor]] | None
+    """By layer; only Qwen3-VL has them."""
 
 
 class Shared:
-    """Has a model encode each picture of a batch once. What it cannot do that for, it encodes as the model does.
+    """Has a model encode each picture of a batch once. Where this is not possible, the model encodes all rows.
 
-    A copy of the model does the same. ``expected`` says what the next batch is; one thread at a time.
+    A copy of the model does the same. ``expected`` announces the next batch; one thread at a time.
     """
 
     def __init__(self, policy: nn.Module) -> None:
-        whole: Any = policy
-        whole = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
-        model: Any = getattr(whole, "base_model", whole)
+        model = base_model(policy).base_model
         self._keys: Sequence[str] = ()
         self._rows: list[dict[str, torch.Size]] = []
         self._joined: dict[str, weakref.ref[Tensor]] = {}
@@ -44,21 +53,21 @@ class Shared:
                 setattr(model, name, MethodType(self._encoding(name, plain), model))
 
     def expected(
-        self, keys: Sequence[str], rows: Sequence[Mapping[str, Tensor]], joined: dict[str, Any]
-    ) -> dict[str, Any]:
-        """``joined``, the arguments that the model is called with next, of these ``rows``; those with one key are
-        equal."""
+        self, keys: Sequence[str], rows: Sequence[Mapping[str, Tensor]], joined: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Announce ``joined``, the arguments of the next call of the model, made from ``rows``; returns it. Rows with
+        one key are equal."""
         self._keys = keys
         self._rows = [{name: tensor.shape for name, tensor in row.items()} for row in rows]
         pixels = (pixels for pixels, _ in MEDIA.values() if pixels in joined)
         self._joined = {name: weakref.ref(joined[name]) for name in pixels}
         return joined
 
-    def _encoding(self, method: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _encoding(self, method: str, plain: Callable[..., _Encoded]) -> Callable[..., _Encoded]:
         pixels, grid = MEDIA[method]
 
         @functools.wraps(plain)
-        def encode(model: Any, *given: Any, **named: Any) -> Any:
+        def encode(model: nn.Module, *given: Tensor, **named: Tensor | bool | None) -> _Encoded:
             names = (pixels, grid if grid in self._features() else "pixel_attention_mask")
             asked = {**dict(zip(names, given, strict=False)), **named}
             with_media = [n for n, row in enumerate(self._rows) if pixels in row]
@@ -82,14 +91,14 @@ class Shared:
     def _features(self) -> set[str]:
         return {name for row in self._rows for name in row}
 
-    def _fits(self, asked: Mapping[str, Any], pixels: str) -> bool:
-        """Whether the model is called with what was announced, and nothing else that belongs to pictures."""
+    def _fits(self, asked: Mapping[str, Tensor | bool | None], pixels: str) -> bool:
+        """Whether the model is called with the announced tensors and no other tensors of pictures."""
         announced = self._joined.get(pixels, lambda: None)()
         tensors = {name for name, value in asked.items() if isinstance(value, Tensor)}
         same = announced is not None and announced is asked.get(pixels)
         return same and not getattr(self._turn, "busy", False) and tensors <= self._features()
 
-    def _cut(self, name: str, value: Any, chosen: Sequence[int]) -> Any:
+    def _cut(self, name: str, value: T, chosen: Sequence[int]) -> T | Tensor:
         """The part of ``value`` that belongs to the rows ``chosen``."""
         if not isinstance(value, Tensor):
             return value
@@ -103,9 +112,9 @@ class Shared:
         return row[grid][0] if grid in row else row[pixels][0] * row[pixels][1]
 
 
-def _repeated(out: Any, places: Sequence[int], total: int) -> Any:
-    """``out`` with what the model takes of each of ``total`` pictures at each of ``places``; None of a layout that is
-    not known."""
+def _repeated(out: _Encoded, places: Sequence[int], total: int) -> _Encoded | None:
+    """``out`` with the features of each of ``total`` pictures repeated at ``places``; None if its layout is
+    unknown."""
     pooled = getattr(out, "pooler_output", None)
     if pooled is None or len(pooled) != total:
         return None
@@ -118,5 +127,5 @@ def _repeated(out: Any, places: Sequence[int], total: int) -> Any:
     return out
 
 
-def _at(each: Any, places: Sequence[int]) -> Any:
+def _at(each: Tensor | Sequence[Tensor], places: Sequence[int]) -> Tensor | tuple[Tensor, ...]:
     return picked(each, places) if isinstance(each, Tensor) else tuple(each[place] for place in places)

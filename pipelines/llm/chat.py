@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from PIL.Image import Image
@@ -13,23 +13,28 @@ from torch import Tensor
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
 from mmrl.media import Clip
 from mmrl.pipelines.description import Description
-from mmrl.text.assembly import build_writer, describe_writer
+from mmrl.text.assembly import Load, build_writer, describe_writer
+from mmrl.text.conditioner import Tokenizer
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedModel
 
 OTHERWISE = "Set pipeline: vlm/chat for a model that sees pictures."
 TESTED = ("qwen3", "qwen2", "llama", "qwen3_moe")
 
 
 class Chat:
-    """Final class; see ``mmrl.text.conditioner.Conditioner``. One user message, behind a system message where given."""
+    """Final class; see ``mmrl.text.conditioner.Conditioner``. A system message, if there is one, and a user message."""
 
     own_positions = False
 
-    def __init__(self, tokenizer: Any, stop: list[int], variables: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: list[int], variables: JsonObject) -> None:
         self.saved, self.stop_tokens, self.variables = tokenizer, stop, variables
         self.forbidden: list[int] = []
         self.pad_token: int = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -37,14 +42,14 @@ class Chat:
     def encode(self, prompt: Prompt) -> dict[str, Tensor]:
         if prompt.media:
             raise UserError(
-                f"the prompt {prompt.id} has {len(prompt.media)} pictures or clips, and pipeline llm/chat reads text "
-                "alone; set pipeline: vlm/chat and a vision-language model"
+                f"the prompt {prompt.id} has {len(prompt.media)} pictures or clips, and pipeline llm/chat reads only "
+                "text; set pipeline: vlm/chat and a vision-language model"
             )
         text = self.render(prompt)
         return {"input_ids": torch.tensor(self.saved(text, add_special_tokens=False).input_ids)}
 
     def render(self, prompt: Prompt) -> str:
-        """The prompt in the model's own chat format, up to where its answer begins."""
+        """The prompt in the model's chat format, up to the start of the answer."""
         system = [{"role": "system", "content": prompt.system}] if prompt.system else []
         messages = [*system, {"role": "user", "content": prompt.text}]
         return self.saved.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.variables)
@@ -69,7 +74,7 @@ def describe(recipe: Recipe, path: str, architecture: Path | None) -> Descriptio
     return describe_writer(_parts, recipe, path, architecture)
 
 
-def _parts(recipe: Recipe, path: str, load: Callable[..., Any]) -> tuple[Chat, Any]:
+def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat, PreTrainedModel]:
     """The conditioner, and the model as ``load`` makes it."""
     allow_cpu_only()  # transformers imports torchvision wherever it is installed
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -79,7 +84,20 @@ def _parts(recipe: Recipe, path: str, load: Callable[..., Any]) -> tuple[Chat, A
     return Chat(tokenizer, stop_tokens(model, tokenizer), recipe.decoding.chat_template), model
 
 
-def load_tokenizer(auto: Any, path: str) -> Any:
+class AutoTokenizerClass(Protocol):
+    """transformers' ``AutoTokenizer``."""
+
+    @classmethod
+    def from_pretrained(cls, path: str, /) -> ChatTokenizer: ...
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer that may have a chat template."""
+
+    chat_template: str | None
+
+
+def load_tokenizer(auto: type[AutoTokenizerClass], path: str) -> Tokenizer:
     """The tokenizer at ``path``. Raises ``UserError`` where there is none, or it has no chat template."""
     try:
         tokenizer = auto.from_pretrained(path)
@@ -89,7 +107,7 @@ def load_tokenizer(auto: Any, path: str) -> Any:
         ) from error
     if tokenizer.chat_template is None:
         raise UserError(
-            f"model.path: the tokenizer of {path} has no chat template, so there is no telling how it wants a question "
-            "put. Take an instruct model, or add chat_template.jinja to the directory"
+            f"model.path: the tokenizer of {path} has no chat template, so the format of its prompts is unknown. "
+            "Take an instruct model, or add chat_template.jinja to the directory"
         )
     return tokenizer

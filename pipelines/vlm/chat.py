@@ -1,15 +1,15 @@
 """Vision-language models with a chat template (``AutoModelForImageTextToText``): pictures and clips in the prompt.
 
-A prompt's ``<image>`` and ``<video>`` placeholders say where its media stand; without any they come first. The
-processor sees each prompt once; what it made is shared by the prompt's samples, in sampling and in training.
+The placeholders ``<image>`` and ``<video>`` in a prompt are the places of its media; without placeholders the media
+come first. The processor encodes each prompt once, for all its samples, in sampling and in training.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,13 +19,19 @@ from torch import Tensor
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
+from mmrl.json_types import JsonObject
 from mmrl.media import BadMediaError, Clip, open_clip, open_image
 from mmrl.pipelines.description import Description
-from mmrl.text.assembly import build_writer, describe_writer
+from mmrl.text.assembly import Load, build_writer, describe_writer
+from mmrl.text.conditioner import Processor, Videos
 from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.video_utils import VideoMetadata
 
 OTHERWISE = "Set pipeline: llm/chat for a model of text alone."
 TESTED = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
@@ -33,18 +39,18 @@ _PLACEHOLDER = re.compile("<(image|video)>")
 
 
 class Chat:
-    """Final class; see ``mmrl.text.conditioner.Conditioner``. One user message, behind a system message where given."""
+    """Final class; see ``mmrl.text.conditioner.Conditioner``. A system message, if there is one, and a user message."""
 
     own_positions = True
 
-    def __init__(self, processor: Any, stop: list[int], forbidden: list[int], variables: dict[str, Any]) -> None:
+    def __init__(self, processor: Processor, stop: list[int], forbidden: list[int], variables: JsonObject) -> None:
         self.saved, self.stop_tokens, self.forbidden, self.variables = processor, stop, forbidden, variables
         tokenizer = processor.tokenizer
         self.pad_token: int = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def encode(self, prompt: Prompt) -> dict[str, Tensor]:
         text, images, clips = self.render(prompt), *self.media(prompt)
-        videos: dict[str, Any] = {}
+        videos: Videos = {}
         if clips:
             videos = {
                 "videos": [[np.stack([np.asarray(frame) for frame in clip.frames]) for clip in clips]],  # per text
@@ -62,13 +68,13 @@ class Chat:
         return out
 
     def render(self, prompt: Prompt) -> str:
-        """The prompt in the model's own chat format, one placeholder per medium. Raises ``UserError``."""
+        """The prompt in the model's chat format, one placeholder per medium. Raises ``UserError``."""
         system = [{"role": "system", "content": [{"type": "text", "text": prompt.system}]}] if prompt.system else []
         messages = [*system, {"role": "user", "content": content_of(prompt)}]
         return self.saved.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.variables)
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
-        """The prompt's decoded pictures and clips. Raises ``BadPromptError`` naming what is broken."""
+        """The prompt's decoded pictures and clips. Raises ``BadPromptError``, which names the broken file."""
         try:
             images = [open_image(m) for m in prompt.media if m.kind == "image"]
             return images, [open_clip(m) for m in prompt.media if m.kind == "video"]
@@ -83,7 +89,7 @@ class Chat:
 
 
 def content_of(prompt: Prompt) -> list[dict[str, str]]:
-    """The parts of the user's message. Raises ``BadPromptError`` where placeholders and media do not match; of a prompt
+    """The parts of the user's message. Raises ``BadPromptError`` if placeholders and media do not match. In a prompt
     without media ``<image>`` is text."""
     asked = _PLACEHOLDER.findall(prompt.text) if prompt.media else []
     given = [m.kind for m in prompt.media]
@@ -113,7 +119,7 @@ def describe(recipe: Recipe, path: str, architecture: Path | None) -> Descriptio
     return describe_writer(_parts, recipe, path, architecture)
 
 
-def _parts(recipe: Recipe, path: str, load: Callable[..., Any]) -> tuple[Chat, Any]:
+def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat, PreTrainedModel]:
     """The conditioner, and the model as ``load`` makes it."""
     processor = load_processor(path)
     from transformers import AutoModelForImageTextToText
@@ -123,17 +129,17 @@ def _parts(recipe: Recipe, path: str, load: Callable[..., Any]) -> tuple[Chat, A
     return Chat(processor, stop, placeholders(model.config), recipe.decoding.chat_template), model
 
 
-def placeholders(config: Any) -> list[int]:
+def placeholders(config: PretrainedConfig) -> list[int]:
     """The tokens that stand for pictures and clips in the model's input."""
     names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
     return sorted({token for name in names if (token := getattr(config, name, None)) is not None})
 
 
-def load_processor(path: str) -> Any:
+def load_processor(path: str) -> Processor:
     """The processor at ``path``. Raises ``UserError`` where it cannot see or chat, or torchvision is missing."""
     allow_cpu_only()
     try:
-        import torchvision  # type: ignore[import-not-found]  # noqa: F401  its absence is found inside transformers much later, in other words
+        import torchvision  # type: ignore[import-not-found]  # noqa: F401  transformers reports its absence much later, in other words
     except ImportError as error:
         raise UserError(
             "vision-language models need torchvision for their processors: pip install 'mmrl[vlm]'"
@@ -149,13 +155,13 @@ def load_processor(path: str) -> Any:
         raise UserError(f"model.path: {path} has a tokenizer but no image processor; use pipeline: llm/chat for it")
     if processor.chat_template is None:
         raise UserError(
-            f"model.path: the processor of {path} has no chat template, so there is no telling how it wants a question "
-            "put. Take an instruct model, or add chat_template.jinja to the directory"
+            f"model.path: the processor of {path} has no chat template, so the format of its prompts is unknown. "
+            "Take an instruct model, or add chat_template.jinja to the directory"
         )
     return processor
 
 
-def _metadata(clip: Clip) -> Any:
+def _metadata(clip: Clip) -> VideoMetadata:
     from transformers.video_utils import VideoMetadata
 
     return VideoMetadata(

@@ -1,18 +1,17 @@
 """Vision-language models that score a response to a prompt with pictures and clips: reward models, trained on pairs.
 
-transformers has no such class for these families; ``mmrl.text.scoring`` puts it together from transformers' own parts.
+transformers has no such class for these families; ``mmrl.text.scoring`` makes it from transformers' own parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_scorer, describe_scorer
 from mmrl.text.pipeline import LanguagePipeline
@@ -22,7 +21,8 @@ from .chat import Chat, load_processor, placeholders
 
 
 def build(recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
-    """Load the model and processor at ``path``. Raises ``UserError`` where they cannot see, or are to write text."""
+    """Load the model and processor at ``path``. Raises ``UserError`` if they cannot see, or if the recipe
+    trains no scores."""
     refuse_others(recipe, "vlm/chat")
     return build_scorer(_chat, recipe, path, device)
 
@@ -33,13 +33,13 @@ def describe(recipe: Recipe, path: str, architecture: Path | None) -> Descriptio
     return describe_scorer(_chat, recipe, path, architecture)
 
 
-def scorer(path: str, variables: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Scorer:
+def scorer(path: str, variables: JsonObject, dtype: torch.dtype = torch.float32) -> Scorer:
     """The trained reward model at ``path``; ``variables`` of the chat template. Raises ``UserError``."""
     chat = _chat(path, variables)
     return Scorer(load_scorer(path, chat.pad_token, dtype, 0, trained=True), chat)
 
 
-def _chat(path: str, variables: Mapping[str, Any]) -> Chat:
+def _chat(path: str, variables: JsonObject) -> Chat:
     from transformers import AutoConfig
 
     processor = load_processor(path)

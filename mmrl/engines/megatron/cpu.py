@@ -1,8 +1,8 @@
 """Let Megatron-Core 0.16 run without CUDA: the name ``torch`` in its modules refers to CPU replacements.
 
 It asks ``torch.cuda`` for devices, streams and random states, and makes tensors on ``"cuda"`` by name. Here the global
-``torch`` of the modules that are loaded is exchanged for a stand-in that answers for the CPU. No file of the library is
-touched, and where CUDA is there nothing is exchanged.
+``torch`` of its loaded modules is replaced by a module that answers for the CPU. No file of the library is changed, and
+with CUDA nothing is replaced.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import functools
 import logging
 import sys
 import types
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _CPU = torch.device("cpu")
 _FACTORIES = (
     *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like"),
@@ -24,7 +28,7 @@ _FACTORIES = (
 
 
 def install() -> None:
-    """Lead every module of Megatron-Core that is loaded to the CPU; again after more of them were loaded."""
+    """Make every loaded module of Megatron-Core use the CPU; call it again after more of them were loaded."""
     if torch.cuda.is_available():
         return
     from megatron.core.tensor_parallel import random  # pyright: ignore[reportMissingImports]  # an extra
@@ -33,37 +37,37 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             vars(module)["torch"] = _torch
-    own: Any = random
-    own._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    own._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     token_dispatcher.maybe_move_tensor_to_cpu = _numbers
-    # the generator that it keeps for the GPU is the CPU's own here, so what it warns of is meant
+    # its generator for the GPU is the CPU's here, so that the state of the CPU's generator is meant to change
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
-def _numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """As Megatron-Core has it, which leaves tensors that are on the CPU; gloo takes no tensor for sizes."""
+def _numbers(tensor: T, as_numpy: bool = False, record_stream: bool = False) -> T | np.ndarray:
+    """Megatron-Core's function of this place, which does not convert tensors on the CPU; gloo takes no tensors for
+    sizes."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _Nothing:
-    """Final class: a stream or an event of a device that has none; every call of it does nothing."""
+    """Final class: a stream or event of a device without these; all of its methods do nothing."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None: ...
 
     def __enter__(self) -> _Nothing:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., _Nothing]:
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *_, **__: _Nothing()
 
 
 class _Cuda(types.ModuleType):
-    """Final class: stands where ``torch.cuda`` does."""
+    """Final class: the replacement of ``torch.cuda``."""
 
     Stream = Event = _Nothing
 
@@ -91,17 +95,17 @@ def _cuda() -> _Cuda:
 
 
 class _Torch(types.ModuleType):
-    """Final class: ``torch``, whose ``cuda`` is the stand-in and whose factories make nothing on CUDA."""
+    """Final class: ``torch`` with the replaced ``cuda`` and with factories that make tensors on the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
 
-def _here(factory: Any) -> Any:
+def _here(factory: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: P.args, **kwargs: P.kwargs) -> T:
         device = kwargs.get("device")
-        if isinstance(device, int) or (device is not None and torch.device(device).type == "cuda"):
+        if isinstance(device, int) or (isinstance(device, str | torch.device) and torch.device(device).type == "cuda"):
             kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)

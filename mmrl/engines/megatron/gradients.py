@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -109,7 +109,7 @@ class Gradients:
             dist.all_reduce(gradient, group=self._groups.ends)
         return gradient
 
-    def _add(self, gradient: Tensor, copies: Any, owner: int | None = None) -> None:
+    def _add(self, gradient: Tensor, copies: dist.ProcessGroup, owner: int | None = None) -> None:
         """In place, over the ranks ``copies`` that have the same part of the model: for the rank ``owner``, or for
         all."""
         if (n := copies.size()) == 1:
@@ -121,7 +121,7 @@ class Gradients:
             dist.reduce(gradient, group=copies, group_dst=owner)
             self._sent["gradients"] += gradient.nbytes * (owner != copies.rank())
 
-    def _copies_of(self, place: Place) -> Any:
+    def _copies_of(self, place: Place) -> dist.ProcessGroup:
         return self._groups.expert_copies if place.cut == "experts" else self._groups.copies
 
     @property

@@ -9,39 +9,43 @@ Several stages a rank, in turn: interleaved (Narayanan et al. 2021, arXiv 2104.0
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mmrl.engines.weights import Passed
 
+P = TypeVar("P")
+R = TypeVar("R")
+
 
 class Pipeline:
     """Final class; see ``mmrl.engines.weights.Stages``. ``chunks``: this rank's parts of the model, in their order."""
 
-    def __init__(self, chunks: Sequence[Any]) -> None:
+    def __init__(self, chunks: Sequence[GPTModel]) -> None:
         self._chunks = list(chunks)
-        self._now: Any = None
+        self._now: GPTModel | Callable[..., None] | None = None
         self.multiple = parallel_state.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1
         self.shape: tuple[int, int] | None = None
-        """Rows and columns that all slices are padded to where a rank has several stages: Megatron-Core waits there for
-        what comes from both sides at once, and would wait for ever if each said its shape first."""
+        """Rows and columns to which all slices are padded if a rank has several stages. Such a rank waits for both
+        neighbours at once in Megatron-Core, and would wait for ever if neighbours sent shapes first."""
 
     @property
-    def now(self) -> Any:
-        """The part that a call of the model goes through. Raises ``RuntimeError`` outside of ``through``."""
+    def now(self) -> GPTModel:
+        """The part of the model that a call computes now. Raises ``RuntimeError`` outside of ``through``."""
         if self._now is None:
-            raise RuntimeError("a model in stages is called inside Policy.each or Policy.accumulate, once a slice")
+            raise RuntimeError("call a model in stages inside Policy.each or Policy.accumulate, once per slice")
         return self._now
 
-    def through(self, pieces: Sequence[Any], work: Callable[[Any], Any], *, graph: bool) -> list[Any]:
-        made: list[Any] = []
+    def through(self, pieces: Sequence[P], work: Callable[[P], R], *, graph: bool) -> list[R]:
+        made: list[R] = []
 
-        def step(left: Any, chunk: Any) -> tuple[Tensor, Any]:
+        def step(left: Iterator[P], chunk: GPTModel) -> tuple[Tensor, Callable[..., object] | None]:
             piece, self._now = next(left), chunk
             try:
                 found = work(piece)
@@ -50,13 +54,14 @@ class Pipeline:
             finally:
                 self._now = None
             if graph:
+                assert isinstance(found, Tensor)
                 return found, _loss
             made.append(found)
             return torch.zeros(()), _nothing
 
         if pieces:
             self.shape = self._largest(pieces, work) if len(self._chunks) > 1 else None
-            rows, columns = self.shape or (1, 1)  # else each says its own (``variable_seq_lengths``)
+            rows, columns = self.shape or (1, 1)  # otherwise stages send the shapes (``variable_seq_lengths``)
             get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=[iter(pieces) for _ in self._chunks],
@@ -69,11 +74,11 @@ class Pipeline:
             )
         return made
 
-    def _largest(self, pieces: Sequence[Any], work: Callable[[Any], Any]) -> tuple[int, int]:
-        """Rows and columns that have room for what ``work`` gives the model of any piece."""
+    def _largest(self, pieces: Sequence[P], work: Callable[[P], R]) -> tuple[int, int]:
+        """The most rows and columns with which ``work`` calls the model."""
         found = []
 
-        def look(rows: Tensor, *_: Any, **__: Any) -> None:
+        def look(rows: Tensor, *_: object, **__: object) -> None:
             found.append(tuple(rows.shape))
             raise Passed(rows)
 
@@ -88,10 +93,11 @@ class Pipeline:
         return max(rows), max(columns)
 
 
-def _loss(value: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """As it is: its denominator is the update's. Of three the schedule divides none (``calculate_per_token_loss``)."""
+def _loss(value: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss unchanged, because it has the update's denominator. The schedule does not divide a loss of three values
+    (``calculate_per_token_loss``)."""
     return value, torch.ones((), dtype=torch.int), {}
 
 
 def _nothing(_: Tensor, non_loss_data: bool) -> None:
-    """The schedule's own collection of results holds nothing."""
+    """Results are collected here and not by the schedule."""

@@ -1,28 +1,32 @@
 """A vision-language model whose language part is sharded over ranks; each rank has the whole vision tower.
 
-Pictures go through Hugging Face's own forward: its tower, its projection, its embeddings in place of the tokens that
-stand for pictures, its positions. Only two things in it are exchanged: tokens' embeddings come from Megatron-Core's
-``GPTModel``, and the decoder is that model's. The gradient that reaches the embeddings is whole and the same on every
-rank, so the tower's is too, and nobody adds it.
+Pictures go through Hugging Face's own forward: tower, projection, embeddings in place of the picture tokens, and
+positions. Only two parts of it are replaced: the embeddings of tokens, and the decoder, are those of Megatron-Core's
+``GPTModel``. The gradient of the embeddings is complete and equal on every rank; so is the tower's, which is therefore
+not summed over ranks.
 
-Known are Qwen2.5-VL's rotary positions in three directions (time, height, width), in sections one behind the other.
+Supported are Qwen2.5-VL's rotary positions in three directions (time, height, width), in consecutive sections.
 """
 
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from torch import Tensor
 
 from mmrl.engines.megatron.rows import Packed
 
+if TYPE_CHECKING:  # slow to import
+    from transformers import PretrainedConfig, PreTrainedModel
+
 
 class Decoded(NamedTuple):
-    """As Hugging Face's output of a decoder."""
+    """The fields of transformers' ``BaseModelOutputWithPast``."""
 
     last_hidden_state: Tensor
     past_key_values: None = None
@@ -31,16 +35,16 @@ class Decoded(NamedTuple):
 
 
 class VisionTower:
-    """Final class: Hugging Face's ``body`` with ``model``, this rank's part of its language part, in place of its own.
-    ``divided``: ranks divide the tokens of what lies between the parts of its layers."""
+    """Final class: Hugging Face's ``body`` with ``model``, this rank's part of the language part, in place of its own.
+    ``divided``: sequence parallelism is on."""
 
-    def __init__(self, body: Any, model: Any, *, divided: bool) -> None:
+    def __init__(self, body: PreTrainedModel, model: GPTModel, *, divided: bool) -> None:
         self._body, self._model, self._divided = body, model, divided
-        self._decoder = body.language_model
-        self._embeddings = self._decoder.embed_tokens
+        self._decoder = body.get_submodule("language_model")
+        self._embeddings = self._decoder.get_submodule("embed_tokens")
 
-    def __call__(self, packed: Packed, **inputs: Any) -> Tensor:
-        """What ``model`` makes of rows and their media, ``inputs`` as the body takes them; they are ``packed`` so."""
+    def __call__(self, packed: Packed, **inputs: Tensor) -> Tensor:
+        """The output of ``model`` for rows and their media: ``inputs`` of the body, and how they are ``packed``."""
         self._packed = packed
         whole = self._embeddings.forward, self._decoder.forward
         self._embeddings.forward, self._decoder.forward = self._embedded, self._decoded
@@ -53,13 +57,13 @@ class VisionTower:
         """``[B, S, H]``."""
         return self._model.embedding(tokens, None).transpose(0, 1)
 
-    def _decoded(self, inputs_embeds: Tensor, position_ids: Tensor | None, **_: Any) -> Decoded:
+    def _decoded(self, inputs_embeds: Tensor, position_ids: Tensor | None, **_: object) -> Decoded:
         packed = self._packed
         if position_ids is None:  # no picture is in any row
             position_ids = packed.ends - packed.ends[:, :1]
         places = position_ids.expand(3, *inputs_embeds.shape[:2]).permute(1, 2, 0)
         hidden = packed.pack(inputs_embeds).transpose(0, 1)
-        if self._divided:  # its backward pass gathers: each rank has the gradient of all tokens again
+        if self._divided:  # its backward pass gathers the gradient of all tokens on each rank
             hidden = scatter_to_sequence_parallel_region(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             there = packed.pack(places).permute(2, 0, 1)
@@ -67,8 +71,8 @@ class VisionTower:
         return Decoded(out)
 
 
-def probe(config: Any, device: torch.device) -> tuple[dict[str, Any], Tensor]:
-    """Two rows with a picture each, the first with padding, and the tokens that its logits are for."""
+def probe(config: PretrainedConfig, device: torch.device) -> tuple[dict[str, Any], Tensor]:
+    """Arguments for two rows with a picture each, the first with padding, and the tokens of its logits."""
     vision, length = config.vision_config, 16
     merged, first, seen = vision.spatial_merge_size, 5, 8  # two tokens high and four wide
     rows = torch.arange(2 * length, device=device).view(2, -1) % config.get_text_config().vocab_size
