@@ -13,11 +13,12 @@ import os
 import re
 import stat
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 from PIL import Image
 
+from mmrl.media.decoder import Failure, Header, Request, Wanted
 from mmrl.media.decoding import DecoderLostError, decoders, process_of
 from mmrl.media.images import BadImageError, read_rgb, watched
 
@@ -49,7 +50,7 @@ class Media:
     data: bytes | None = None
     frames: tuple[int, ...] | None = None
     pixels: int | None = field(default=None, compare=False)
-    """Of all that is shown of it, where an index knows: how much work it is, before anyone decodes it."""
+    """Pixels of all its shown frames, from an index: an estimate of the work before decoding."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def open_clip(
         raise ValueError(f"fps={fps}, count={count}, frames={frames}: more than none is needed")
     if fps is None and count is None and frames is None:
         frames = media.frames
-    wanted = {"fps": fps, "count": count, "frames": None if frames is None else [int(i) for i in frames]}
+    wanted: Wanted = {"fps": fps, "count": count, "frames": None if frames is None else [int(i) for i in frames]}
     header, pixels = _decode(media, wanted, limits)
     size = (header["width"], header["height"])
     step = size[0] * size[1] * 3
@@ -216,23 +217,33 @@ def probe_clip(media: Media, limits: Limits = LIMITS, *, decode: bool = True) ->
     return ClipInfo(header["width"], header["height"], header["total"], header["fps"])
 
 
-def _decode(media: Media, wanted: dict[str, Any], limits: Limits) -> tuple[dict[str, Any], bytes]:
+def _decode(media: Media, wanted: Wanted, limits: Limits) -> tuple[Header, bytes]:
     _expect(media, "video")
     installed = decoders()
     data = read_bytes(media, limits)
     reasons: list[str] = []
     for name in installed:
-        request = {"decoder": name, "wanted": wanted, "limits": asdict(limits)}
+        request: Request = {
+            "decoder": name,
+            "wanted": wanted,
+            "limits": {
+                "pixels": limits.pixels,
+                "seconds": limits.seconds,
+                "frames": limits.frames,
+                "total_pixels": limits.total_pixels,
+            },
+        }
+        header: Header | Failure
         try:
             header, pixels = process_of(name).ask(request, data, limits.patience)
         except DecoderLostError as error:
-            header, pixels = {"error": str(error)}, b""
+            header, pixels = Failure(error=str(error), final=False), b""
         if "error" not in header:
             because = f" (decord cannot: {reasons[0]})" if reasons else "" if name == "decord" else " (no decord here)"
             level = logging.WARNING if reasons else logging.INFO
             _once(media, level, f"decoded with {'PyAV' if name == 'av' else name}{because}")
             return header, pixels
-        if header.get("final"):
+        if header["final"]:
             raise BadMediaError(f"{describe(media)} {header['error']}")
         reasons.append(header["error"])
     tried = "; ".join(f"{'PyAV' if n == 'av' else n}: {why}" for n, why in zip(installed, reasons, strict=True))
@@ -253,7 +264,7 @@ def _bounded(media: Media, data: bytes, limits: Limits) -> bytes:
 
 
 def _once(media: Media, level: int, text: str) -> None:
-    """Say it of a file once; of inline bytes once per text. Numbers in it may differ: decord tells the time of day."""
+    """Log it once for each file, and for inline bytes once for each text. Numbers are ignored: decord adds the time."""
     key = f"{describe(media)} {re.sub('[0-9]+', '', text)}"
     if key not in _LOGGED and len(_LOGGED) < 1_000_000:
         _LOGGED.add(key)

@@ -3,8 +3,8 @@
 Run as a script by ``mmrl.media.decoding``, with the number of an inherited pipe. Imports nothing of mmrl. A message
 is a JSON header, then bytes: the encoded clip on the way in, RGB frames ``[n, height, width, 3]`` uint8 on the way out.
 
-The encoded bytes are always handed over in memory and their first bytes must be those of a film container: FFmpeg would
-else follow a playlist that calls itself ``.mp4`` to other files and to the network.
+The encoded bytes are always passed in memory, and their first bytes must be those of a video container: else FFmpeg
+would follow a playlist named ``.mp4`` to other files and to the network.
 """
 
 from __future__ import annotations
@@ -16,21 +16,64 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypedDict
 
 MEMORY_BYTES = 8 << 30
-"""Address space of the process: what asks for more is refused by the system, not paid by the machine."""
+"""The most address space of the process: the system refuses it more."""
 _BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip", b"pnot")
 
 
+class Wanted(TypedDict, total=False):
+    """The frames to decode: see ``select``. ``probe``: their pixels are not sent."""
+
+    frames: list[int] | None
+    count: int | None
+    fps: float | None
+    probe: bool
+
+
+class Bounds(TypedDict):
+    """The limits of a clip, of ``mmrl.media.Limits``."""
+
+    pixels: int
+    seconds: float
+    frames: int
+    total_pixels: int
+
+
+class Header(TypedDict):
+    """The header of a decoded clip."""
+
+    width: int
+    height: int
+    fps: float
+    total: int
+    indices: list[int]
+
+
+class Failure(TypedDict):
+    """The header of a reply without frames. ``final``: no other decoder is tried."""
+
+    error: str
+    final: bool
+
+
+class Request(TypedDict):
+    """The header of a request."""
+
+    decoder: str
+    wanted: Wanted
+    limits: Bounds
+
+
 class FinalError(ValueError):
-    """The clip is bad whoever decodes it: another decoder is not tried."""
+    """The clip is bad for every decoder: no other one is tried."""
 
 
 def container_of(data: bytes) -> str | None:
-    """FFmpeg's name of the container that ``data`` begins as, None for anything but a film."""
+    """FFmpeg's name of the video container of ``data``; None where it is none."""
     if data[4:8] in _BOXES and data[:1] == b"\0":
         return "mp4"
     if data[:4] == b"\x1aE\xdf\xa3":
@@ -38,29 +81,30 @@ def container_of(data: bytes) -> str | None:
     return "avi" if data[:4] == b"RIFF" and data[8:12] == b"AVI " else None
 
 
-def select(total: int, source_fps: float, wanted: Mapping[str, Any]) -> list[int]:
+def select(total: int, source_fps: float, wanted: Wanted) -> list[int]:
     """Indices of the frames to show, ascending except for an explicit list.
 
     ``wanted`` has at most one of ``frames`` (a list of indices), ``count`` (that many, evenly spaced from the first to
     the last) and ``fps`` (the frame on screen at 0, 1/fps, 2/fps ... seconds); with none of them all frames. More than
     there are means all of them, none twice. Raises ``FinalError`` for an index that the clip does not have.
     """
-    if wanted.get("frames") is not None:
-        missing = [i for i in wanted["frames"] if not 0 <= i < total]
+    frames, count, rate = wanted.get("frames"), wanted.get("count"), wanted.get("fps")
+    if frames is not None:
+        missing = [i for i in frames if not 0 <= i < total]
         if missing:
             raise FinalError(f"has {total} frames, numbered from 0; there is no frame {missing[0]}")
-        return list(wanted["frames"])
-    if wanted.get("count") is not None:
-        n = min(wanted["count"], total)
+        return list(frames)
+    if count is not None:
+        n = min(count, total)
         return [(2 * i * (total - 1) + n - 1) // (2 * n - 2) for i in range(n)] if n > 1 else [(total - 1) // 2]
-    if wanted.get("fps") is not None and source_fps > 0:
-        step = source_fps / wanted["fps"]
+    if rate is not None and source_fps > 0:
+        step = source_fps / rate
         if step > 1:
             return [min(total - 1, int(i * step + 1e-6)) for i in range(max(1, math.ceil(total / step - 1e-6)))]
     return list(range(total))
 
 
-def check(total: int, fps: float, width: int, height: int, chosen: int, limits: Mapping[str, Any]) -> None:
+def check(total: int, fps: float, width: int, height: int, chosen: int, limits: Bounds) -> None:
     """Raise ``FinalError`` where the clip is empty or larger than ``limits`` allow."""
     if total < 1 or width < 1 or height < 1:
         raise FinalError("has no frames")
@@ -77,7 +121,7 @@ def check(total: int, fps: float, width: int, height: int, chosen: int, limits: 
         )
 
 
-def with_decord(data: bytes, wanted: Mapping[str, Any], limits: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+def with_decord(data: bytes, wanted: Wanted, limits: Bounds) -> tuple[Header, bytes]:
     """Decode with decord."""
     import decord  # pyright: ignore[reportMissingImports]
 
@@ -96,7 +140,7 @@ def with_decord(data: bytes, wanted: Mapping[str, Any], limits: Mapping[str, Any
     return _header(width, height, fps, total, chosen), b"".join(parts)
 
 
-def with_av(data: bytes, wanted: Mapping[str, Any], limits: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+def with_av(data: bytes, wanted: Wanted, limits: Bounds) -> tuple[Header, bytes]:
     """Decode with PyAV."""
     import av  # pyright: ignore[reportMissingImports]
     import numpy as np
@@ -142,7 +186,7 @@ def _frames(av: Any, data: bytes, name: str | None, chosen: set[int]) -> Iterato
                 return
 
 
-def _header(width: int, height: int, fps: float, total: int, chosen: Sequence[int]) -> dict[str, Any]:
+def _header(width: int, height: int, fps: float, total: int, chosen: Sequence[int]) -> Header:
     return {
         "width": width,
         "height": height,
@@ -152,8 +196,8 @@ def _header(width: int, height: int, fps: float, total: int, chosen: Sequence[in
     }
 
 
-def answer(request: Mapping[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
-    """What to send back for one request. Never raises."""
+def answer(request: Request, data: bytes) -> tuple[Header | Failure, bytes]:
+    """The reply to one request. Never raises."""
     try:
         if container_of(data) is None:
             raise FinalError("is neither MP4, Matroska (WebM) nor AVI")
@@ -171,7 +215,7 @@ def main(pipe: int) -> None:
     with contextlib.suppress(ValueError, OSError):  # a stricter limit of the user's stays
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     connection = Connection(pipe)
-    os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # the decoders' chatter; what went wrong is in the answer
+    os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # hides the decoders' own messages; errors are in the reply
     with contextlib.suppress(EOFError, OSError):
         while True:
             request = json.loads(connection.recv_bytes())

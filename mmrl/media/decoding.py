@@ -8,11 +8,10 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.media.decoder import Failure, Header, Request
 from mmrl.script_process import ScriptProcess
 
 DECODERS = ("decord", "av")
@@ -21,7 +20,7 @@ _SCRIPT = Path(__file__).with_name("decoder.py")
 
 
 class DecoderLostError(Exception):
-    """The decoding process died or did not answer in time; the message says which. It is started anew when needed."""
+    """The decoding process died or did not answer in time; the message says which. The next request starts another."""
 
 
 def decoders() -> list[str]:
@@ -46,7 +45,7 @@ class Decoder:
         self._child: ScriptProcess | None = None
         self._owner = 0
 
-    def ask(self, request: Mapping[str, Any], data: bytes, timeout: float) -> tuple[dict[str, Any], bytes]:
+    def ask(self, request: Request, data: bytes, timeout: float) -> tuple[Header | Failure, bytes]:
         """The header and the pixels that ``request`` brings. ``timeout`` is in seconds. Raises ``DecoderLostError``."""
         with self._lock:
             child = self._open()
@@ -60,7 +59,7 @@ class Decoder:
             except (EOFError, OSError):
                 raise DecoderLostError(f"ended the decoder's process (exit code {child.process.wait(5)})") from None
             finally:
-                if sys.exc_info()[0] is not None:  # also an interrupt: its answer must not be taken for the next one
+                if sys.exc_info()[0] is not None:  # also an interrupt: the next request must not get this reply
                     self._close()
 
     def close(self) -> None:
@@ -85,7 +84,7 @@ _running: dict[str, Decoder] = {}
 
 
 def process_of(name: str) -> Decoder:
-    """The process of the decoder ``name``. Each has one of its own: both bring an FFmpeg, and the two do not get on."""
+    """The process of the decoder ``name``: one for each, since both ship an FFmpeg, and the two conflict."""
     return _running.setdefault(name, Decoder())
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 from mmrl.config.sampling import Sampling
 from mmrl.config.schema import Recipe
+from mmrl.json_types import Json, JsonObject
 from mmrl.report.grids import before_after
 from mmrl.report.metrics import of_pairs, read
 from mmrl.report.pictures import Shown, read_evaluations, score_text
@@ -31,7 +32,7 @@ _FOLDERS = re.compile(r"(?<![\w:/.~-])~?/(?:[^\s/:]+/)+")
 
 @dataclass(frozen=True)
 class Usage:
-    """How others load what ``write`` wrote: for the model card."""
+    """How to load the exported model, for the model card."""
 
     library: str
     task: str
@@ -75,7 +76,7 @@ def write_card(folder: Path, name: str, recipe: Recipe, directory: RunDir, step:
 
 
 def _front_matter(name: str, recipe: Recipe, rows: list[dict[str, Any]], what: What, usage: Usage) -> str:
-    """What a hub files the model under, and the held-out figures after training."""
+    """The metadata of the model on a hub, and the held-out figures after training."""
     from huggingface_hub import EvalResult, ModelCardData
 
     learning = [] if recipe.algorithm.kind == "offline" else ["reinforcement-learning"]
@@ -175,7 +176,7 @@ def _kept(folder: Path, name: str, path: Path) -> str:
 
 
 def _drawn(recipe: Recipe) -> str:
-    """How held-out samples come about, for the figures below a table."""
+    """How held-out samples were drawn, for the sentence below the table."""
     if isinstance(recipe.sampling, Sampling):
         return "each time from the same noise"
     greedy = recipe.eval.temperature == 0
@@ -231,8 +232,8 @@ def _rewards(recipe: Recipe) -> str:
     return "\n".join(["Rewards:", "", *trained, *watched]) if trained or watched else ""
 
 
-def _published(value: Any, key: str = "") -> Any:
-    """A setting as the card may show it: no folders of this machine, no keys to anything."""
+def _published(value: Json, key: str = "") -> Json:
+    """A setting for the card, without folders of this machine and without secrets."""
     if isinstance(value, Mapping):
         return {k: _published(v, str(k)) for k, v in value.items()}
     if isinstance(value, list):
@@ -242,7 +243,7 @@ def _published(value: Any, key: str = "") -> Any:
     return "(withheld)" if _SECRET.search(key) else public(value)
 
 
-def _environment(directory: RunDir) -> dict[str, Any]:
+def _environment(directory: RunDir) -> JsonObject:
     """Versions and devices of the run (of the machine that trained, not of the one that exports)."""
     try:
         recorded = json.loads(directory.env.read_text(encoding="utf-8"))
@@ -255,5 +256,5 @@ def _details(title: str, content: str) -> str:
     return f"<details><summary>{title}</summary>\n\n```yaml\n{content}```\n\n</details>" if content else ""
 
 
-def _yaml(value: dict[str, Any]) -> str:
+def _yaml(value: Json) -> str:
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=120) if value else ""

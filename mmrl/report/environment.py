@@ -8,7 +8,8 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+
+from mmrl.json_types import Json, JsonObject
 
 PACKAGES = (
     "mmrl",
@@ -24,7 +25,7 @@ PACKAGES = (
 )
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, Json]:
     """Versions, platform, processors, devices and the commit of this checkout. Imports torch; holds no paths."""
     return {
         "python": platform.python_version(),
@@ -63,7 +64,7 @@ def _memory_gib() -> float:
     return round(psutil.virtual_memory().total / 2**30, 1)
 
 
-def _devices() -> list[dict[str, Any]]:
+def _devices() -> list[JsonObject]:
     import torch
 
     if torch.cuda.is_available():
@@ -74,8 +75,8 @@ def _devices() -> list[dict[str, Any]]:
     return []
 
 
-def _commit(root: Path) -> dict[str, Any] | None:
-    """The commit of the checkout that mmrl runs from. None in a wheel, whatever repository it may lie inside."""
+def _commit(root: Path) -> JsonObject | None:
+    """The commit of the checkout that mmrl runs from. None in a wheel, even one installed inside a repository."""
     if not (root / ".git").exists():
         return None
     commit = _git(root, "rev-parse", "HEAD")

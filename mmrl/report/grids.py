@@ -20,7 +20,7 @@ SMALL = 128
 LARGE = 320
 """Pictures above this are shrunk to it in a grid (the pictures themselves are kept beside it)."""
 FPS = 8
-"""Frames a second of the clips kept: how fast those of a model are meant is not known."""
+"""Frames a second of the stored clips: a model does not say its own rate."""
 Ink = tuple[int, int, int]
 _BACK, _INK, _DIM, _EMPTY = (250, 250, 248), (28, 28, 30), (105, 108, 114), (232, 232, 228)
 _GAP, _FONT, _LINE, _MIN_TEXT = 12, 13, 17, 120
@@ -237,7 +237,7 @@ def _clip(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: 
 
 
 def _flat(text: str) -> str:
-    """One line of printable characters: a prompt is anybody's text."""
+    """``text`` as one line of printable characters: a prompt may hold any character."""
     return " ".join("".join(c if c.isprintable() else " " for c in text[:400]).split())
 
 

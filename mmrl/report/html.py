@@ -1,7 +1,7 @@
 """One self-contained HTML file that shows a run, in progress or finished, also if parts are missing.
 
-It loads nothing from anywhere (a content policy in the page says so too) and trusts nothing it shows: prompts, metric
-names and error messages are anybody's text and are escaped.
+It loads nothing (a content policy in the page forbids it). All text is escaped: prompts, metric names and error
+messages may come from anyone.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from mmrl.config.checks import label_of
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
+from mmrl.json_types import Json, JsonObject
 from mmrl.report.charts import LINES, Series, line_chart, short, stacked_chart
 from mmrl.report.curve import curve_png
 from mmrl.report.durations import duration
@@ -39,7 +42,7 @@ Row = dict[str, Any]
 
 @dataclass
 class _Run:
-    """What a run directory holds, read once; whatever is missing is empty."""
+    """The content of a run directory; missing files are empty."""
 
     path: Path
     metrics: list[Row]
@@ -49,8 +52,8 @@ class _Run:
     given: set[str]
     overridden: set[str]
     overrides: list[str]
-    env: dict[str, Any]
-    owner: dict[str, Any] | None
+    env: JsonObject
+    owner: JsonObject | None
     evaluations: list[Evaluation]
 
     @property
@@ -71,7 +74,7 @@ class _Run:
 
     @property
     def measured(self) -> list[tuple[str, str, str]]:
-        """(key, name, remark) of what an evaluation says: figures of given pairs, and every reward."""
+        """(key, name, remark) of each figure of an evaluation: those of given pairs, and every reward."""
         seen = dict.fromkeys(key for row in [*self.heldout[-1:], *self.metrics[-1:]] for key in row)
         watched = "not trained on" if self.resolved else ""
         rewards = [(f"reward/{x}", x, "" if x in self.trained else watched) for x in self.labels]
@@ -171,7 +174,7 @@ def _given(recipe: Path) -> set[str]:
     return {key for document in documents if isinstance(document, dict) for key, _ in _flat(document)}
 
 
-def _flat(tree: object, prefix: str = "") -> list[tuple[str, Any]]:
+def _flat(tree: Json, prefix: str = "") -> list[tuple[str, Json]]:
     """Leaves of nested mappings and lists of mappings as (``a.b[0].c``, value)."""
     if isinstance(tree, Mapping) and tree:
         return [leaf for key, value in tree.items() for leaf in _flat(value, f"{prefix}.{key}" if prefix else str(key))]
@@ -185,7 +188,7 @@ def _label(reward: Mapping[str, Any]) -> str:
 
 
 def _head(run: _Run) -> dict[str, Any]:
-    """Status and the few numbers that stand on top."""
+    """The status and the main numbers at the top of the report."""
     train = run.resolved.get("train")
     train = train if isinstance(train, dict) else {}
     total, budget = train.get("steps"), train.get("max_cpu_seconds")
@@ -221,7 +224,7 @@ def _samples(run: _Run) -> int | None:
 
 
 def _remarks(run: _Run) -> list[str]:
-    """What a reader must not overlook."""
+    """Warnings at the top of the report."""
     bad: dict[str, list[int]] = {}
     for row in run.metrics:
         for key in row.get("nonfinite") or []:
@@ -235,7 +238,7 @@ def _remarks(run: _Run) -> list[str]:
     return found
 
 
-def _heldout_charts(run: _Run) -> list[Any]:
+def _heldout_charts(run: _Run) -> list[Markup]:
     charts = []
     for key, label, note in run.measured:
         held = Series("held-out", [(row["step"], row.get(key)) for row in run.heldout], "dots")
@@ -247,8 +250,8 @@ def _heldout_charts(run: _Run) -> list[Any]:
     return [chart for chart in charts if chart is not None]
 
 
-def _training_charts(run: _Run) -> list[Any]:
-    def faint(title: str, note: str, above: Mapping[str, str], below: Mapping[str, str]) -> Any:
+def _training_charts(run: _Run) -> list[Markup]:
+    def faint(title: str, note: str, above: Mapping[str, str], below: Mapping[str, str]) -> Markup | None:
         """A faint line over the one that matters, on a logarithmic axis."""
         lines = [Series(name, run.column(key), "faint") for name, key in above.items()]
         lines += [Series(name, run.column(key)) for name, key in below.items()]
@@ -322,7 +325,7 @@ def _failures(run: _Run) -> list[dict[str, Any]]:
 
 
 def _example(row: Row) -> str:
-    """The prompt of a failed sample (its name, where the reward is told beside it)."""
+    """The prompt of a failed sample; its name, where the row has a reward."""
     return str(row.get("prompt") or (row.get("name", "") if "reward" in row else ""))[:200]
 
 

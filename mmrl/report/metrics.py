@@ -202,7 +202,7 @@ class MetricsLog:
         self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
-        """Close the file; the trackers belong to whoever opened them."""
+        """Close the file. The trackers stay open: their owner closes them."""
         self._file.close()
 
     def __enter__(self) -> MetricsLog:

@@ -11,7 +11,7 @@ from mmrl.secrets import hidden
 
 
 class Listener(Protocol):
-    """Who hears what happens in this process. Called from any thread."""
+    """Receives notices of this process. Called from any thread."""
 
     def tell(self, line: str) -> None:
         """Pass on what was printed."""
@@ -26,13 +26,13 @@ _listener: Listener | None = None
 
 
 def listen(listener: Listener | None) -> None:
-    """Have ``listener`` hear what happens in this process from now on; None is nobody."""
+    """Set the ``listener`` of this process's notices; None removes it."""
     global _listener
     _listener = listener
 
 
 def tell(line: str) -> None:
-    """Print ``line`` on stderr, and have whoever watches this process hear it."""
+    """Print ``line`` on stderr, and pass it to the listener."""
     line = hidden(line)
     print(line, file=sys.stderr, flush=True)
     if _listener is not None:

@@ -17,7 +17,7 @@ from mmrl.report.grids import moving, rgb, score_line
 from mmrl.report.texts import fold
 
 SLIDER_STEPS = 12
-"""Evaluations a reader can slide through; of more, the first, the last and others evenly between."""
+"""The most evaluations of the slider; of more, the first, the last and others at even distances."""
 EDGE = 256
 """Pixels of the longest side in the report; larger pictures are shrunk (the originals stay in samples/)."""
 THUMBNAIL = 128
@@ -164,7 +164,7 @@ def _inside(folder: Path, name: object) -> Path | None:
 
 
 def _frame(shown: Shown | None) -> dict[str, Any]:
-    """A sample at one evaluation; empty where it was not made there."""
+    """A sample at one evaluation; empty where that evaluation did not keep it."""
     text = None if shown is None or shown.text is None else fold(shown.text)
     src = embed(shown.path) if shown is not None and shown.path else None
     scores = score_text(shown.scores) if shown is not None and (src or text) else ""
@@ -172,7 +172,7 @@ def _frame(shown: Shown | None) -> dict[str, Any]:
 
 
 def _beside(shown: Shown | None) -> dict[str, Any]:
-    """What belongs to a sample at whatever step: the prompt of a text, folded, and its pictures."""
+    """The parts of a sample that are the same at every step: the prompt of a text, folded, and its pictures."""
     media = () if shown is None else shown.media
     embedded = [(embed(path, THUMBNAIL), _pixelated(path)) for path in media[:MEDIA]]
     return {

@@ -22,14 +22,15 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from mmrl.config.masked_text import masked_document, masked_override
 from mmrl.errors import UserError
 from mmrl.files import remove, write_atomic
+from mmrl.json_types import Json, JsonObject
 from mmrl.report.environment import environment
 from mmrl.report.metrics import truncate_after
 from mmrl.secrets import hidden, masked
@@ -119,7 +120,7 @@ class RunDir:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write_recipe(self, recipes: Sequence[Path], overrides: Sequence[str], resolved: Mapping[str, Any]) -> None:
+    def write_recipe(self, recipes: Sequence[Path], overrides: Sequence[str], resolved: JsonObject) -> None:
         """Keep the recipe files as given (overlays as further YAML documents), the overrides and the whole outcome.
 
         Secrets are masked in all of them.
@@ -143,13 +144,13 @@ class RunDir:
         """Write env.json (imports torch)."""
         write_atomic(self.env, json.dumps(environment(), indent=2) + "\n")
 
-    def failure(self, step: int, kind: str, name: str, error: str, **more: Any) -> None:
+    def failure(self, step: int, kind: str, name: str, error: str, **more: Json) -> None:
         """Name one thing that was left out: ``kind`` is reward, record, ...; ``more`` holds JSON values."""
         row = {"step": step, "kind": kind, "name": name, "error": hidden(error), **more}
         with self.failures.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
-    def placed(self, lines: Iterable[Mapping[str, Any]]) -> None:
+    def placed(self, lines: Iterable[JsonObject]) -> None:
         """Keep what devices did in a step."""
         text = "".join(json.dumps(line) + "\n" for line in lines)
         if text:
@@ -164,7 +165,7 @@ class RunDir:
             if (found := re.match(r"step_(\d+)", entry.name)) and int(found[1]) > step:
                 remove(entry)
 
-    def owner(self) -> dict[str, Any] | None:
+    def owner(self) -> JsonObject | None:
         """``{"pid", "started"}`` of the process that is writing this run now, or None."""
         try:
             with (self.path / LOCK).open("r", encoding="utf-8") as file:
@@ -172,7 +173,7 @@ class RunDir:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
                     return _owner(file)
-                except OSError:  # a file system without locks: nobody can be seen to hold one
+                except OSError:  # a file system without locks: whether a process writes cannot be found out
                     return None
         except OSError:
             return None
@@ -241,7 +242,7 @@ def _refuse(path: Path, overwrite: bool, resume: bool) -> None:
         )
 
 
-def _owner(file: IO[str]) -> dict[str, Any]:
+def _owner(file: IO[str]) -> JsonObject:
     try:
         file.seek(0)
         found = json.loads(file.read())

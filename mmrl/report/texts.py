@@ -1,6 +1,6 @@
 """The texts of an evaluation, stored with the metrics: prompt, response, scores, and the prompt's pictures.
 
-How the report and the model card show them too: anybody's text, folded where it is long.
+Also their form in the report and the model card: escaped, and folded where it is long.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def cell(text: str, most: int = 240) -> str:
 
 
 def _encodable(text: str) -> str:
-    """Half a surrogate pair, which JSON may bring in and UTF-8 does not know, becomes a question mark."""
+    """``text`` with a question mark for half a surrogate pair, which JSON allows and UTF-8 does not."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

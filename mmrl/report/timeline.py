@@ -1,7 +1,7 @@
 """Draw the timeline of a run's devices from placement.jsonl: a few steps, and the decisions.
 
-The file may be large. It is gone through once for where each step lies and what was decided; only the steps that are
-shown are read. A line that is no record of it is counted and left out.
+The file may be large. One pass finds the byte ranges of each step and the decisions; then only the steps that are shown
+are parsed. A line that is not a record is counted and left out.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from markupsafe import Markup
 
+from mmrl.json_types import Json, JsonObject
 from mmrl.report.charts import short, ticks
 
 ROLES = {
@@ -44,8 +45,8 @@ Split = tuple[int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """What a device did, in seconds from its step's beginning; ``calls`` were drawn as one. ``of``: for which step,
-    where it was another, and in which of several rounds."""
+    """One task of a device, in seconds from the start of its step; ``calls`` tasks are drawn as one. ``of``: its step,
+    where that is another, and its round, where there are several."""
 
     role: str
     began: float
@@ -65,6 +66,16 @@ class Shown:
     drawing: Markup
 
 
+class Decision(TypedDict):
+    """A row of the table of decisions. ``changed``: the split differs from the one before."""
+
+    step: int
+    split: str
+    changed: bool
+    why: str
+    numbers: dict[str, float | None]
+
+
 @dataclass(frozen=True)
 class Timeline:
     """What the report shows. ``shares`` has a row for each device over the steps shown, all devices last: a name, and
@@ -77,7 +88,7 @@ class Timeline:
     shares: list[tuple[str, dict[str, float]]]
     hidden: int
     bad: int
-    decisions: list[dict[str, Any]]
+    decisions: list[Decision]
     numbers: list[str]
     decided: int
     same_scale: bool
@@ -88,11 +99,11 @@ class _Index:
     """Where the lines of each step lie in the file (begin and end in bytes), and the decisions by step."""
 
     places: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    decisions: dict[int, dict[str, Any]] = field(default_factory=dict)
+    decisions: dict[int, dict[str, Json]] = field(default_factory=dict)
     bad: int = 0
 
 
-def timeline(path: Path, metrics: Sequence[Mapping[str, Any]] = ()) -> Timeline | None:
+def timeline(path: Path, metrics: Sequence[JsonObject] = ()) -> Timeline | None:
     """The timeline of a run's placement.jsonl, or None where there is none or nothing in it can be drawn.
 
     ``metrics``: the run's rows, which know the split of steps that no decision came before.
@@ -167,7 +178,7 @@ def _index(path: Path) -> _Index:
 
 
 def _read(path: Path, index: _Index, step: int) -> dict[Place, list[Span]]:
-    """What each device did in a step, in the order of time."""
+    """The tasks of each device in a step, by their start."""
     work: dict[Place, list[Span]] = defaultdict(list)
     with path.open("rb") as file:
         for begin, end in index.places[step]:
@@ -182,7 +193,7 @@ def _read(path: Path, index: _Index, step: int) -> dict[Place, list[Span]]:
     return {place: sorted(spans, key=lambda s: s.began) for place, spans in work.items()}
 
 
-def _span(row: Mapping[str, Any]) -> tuple[Place, Span] | None:
+def _span(row: JsonObject) -> tuple[Place, Span] | None:
     controller, device, role = row.get("controller"), row.get("device"), row.get("role")
     began, ended = row.get("began"), row.get("ended")
     if not isinstance(role, str) or not isinstance(controller, int) or not isinstance(device, int):
@@ -197,7 +208,7 @@ def _span(row: Mapping[str, Any]) -> tuple[Place, Span] | None:
     return (controller, device), Span(role[:40], float(began), float(ended), of=of)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, Json] | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -205,17 +216,18 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _splits(index: _Index, metrics: Iterable[Mapping[str, Any]]) -> dict[int, Split]:
-    """The split that each step began with: as its metrics say, or as was decided after the one before."""
-    known = {}
+def _splits(index: _Index, metrics: Iterable[JsonObject]) -> dict[int, Split]:
+    """The split at the start of each step: from its metrics, or from the decision after the step before."""
+    known: dict[int, Split] = {}
     for step, row in index.decisions.items():
         if (split := _split(row.get("rollout"), row.get("judge"))) is not None:
             known[step + 1] = split
     for row in metrics:
         split = _split(row.get("placement/rollout_devices"), row.get("placement/judge_devices"))
-        apart = "sampling/stale_steps" in row  # others train meanwhile, so that none do both in turn
-        if split is not None and (split[1] or not apart):
-            known[row["step"]] = split
+        apart = "sampling/stale_steps" in row  # other devices train, so none samples and judges in turn
+        step = row.get("step")
+        if split is not None and isinstance(step, int) and (split[1] or not apart):
+            known[step] = split
     return known
 
 
@@ -226,8 +238,8 @@ def _split(rollout: object, judge: object) -> Split | None:
 
 
 def _choose(index: _Index, splits: Mapping[int, Split]) -> dict[int, str]:
-    """The steps that explain most, in order, and what each is: the first, both sides of the largest change of the
-    split, the last."""
+    """The steps to show, in order, with a title: the first, those before and after the largest change of the split, and
+    the last."""
     steps = sorted(index.places)
     if not steps:
         return {}
@@ -252,7 +264,7 @@ def _differ(splits: Mapping[int, Split], a: int, b: int) -> bool:
 
 
 def split_name(split: Split) -> str:
-    """``2 sampling + 1 judging``, or that all do both in turn."""
+    """``2 sampling + 1 judging``, or ``all 3 in turn`` where every device does both."""
     return f"{split[0]} sampling + {split[1]} judging" if split[1] else f"all {split[0]} in turn"
 
 
@@ -311,7 +323,7 @@ def _draw(rows: Sequence[Sequence[Span]], labels: Sequence[str], length: float, 
 
 
 def _joined(spans: Sequence[Span], axis: float) -> Iterator[Span]:
-    """Spans too narrow to tell apart as one, and not more than can be drawn."""
+    """The spans, with those too narrow to see joined, and at most ``_BARS``."""
     joined: list[Span] = []
     for span in spans:
         last = joined[-1] if joined else None
@@ -327,14 +339,14 @@ def _joined(spans: Sequence[Span], axis: float) -> Iterator[Span]:
     yield from joined
 
 
-def _decisions(index: _Index, splits: Mapping[int, Split]) -> tuple[list[dict[str, Any]], list[str]]:
+def _decisions(index: _Index, splits: Mapping[int, Split]) -> tuple[list[Decision], list[str]]:
     """Rows of the table and the names of its numbers: all decisions, or the first, those that changed the split (the
     latest of them) and the last."""
     steps = sorted(index.decisions)
     if len(steps) > DECISIONS:
         changed = [n for n in steps[1:-1] if _differ(splits, n, n + 1)]
         steps = [steps[0], *changed[-(DECISIONS - 2) :], steps[-1]]
-    rows: list[dict[str, Any]] = []
+    rows: list[Decision] = []
     for step in steps:
         row = index.decisions[step]
         numbers = row.get("numbers")
@@ -344,7 +356,7 @@ def _decisions(index: _Index, splits: Mapping[int, Split]) -> tuple[list[dict[st
                 "step": step,
                 "split": split_name(split) if split else "-",
                 "changed": _differ(splits, step, step + 1),
-                "why": row["decision"][:400],
+                "why": str(row["decision"])[:400],
                 "numbers": {str(k): _number(v) for k, v in numbers.items()} if isinstance(numbers, dict) else {},
             }
         )

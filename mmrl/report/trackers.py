@@ -6,10 +6,11 @@ import importlib.util
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
+from mmrl.json_types import JsonObject
 from mmrl.report.metrics import Tracker
 from mmrl.report.rundir import RunDir
 
@@ -46,7 +47,7 @@ def open_trackers(names: Sequence[str], run: RunDir, run_name: str) -> list[Trac
 
 
 def _identity(run: RunDir, tracker: str) -> str:
-    """What the tracker knows this run directory by, kept there so that a resumed run finds its page again."""
+    """The tracker's id of this run directory, stored there so that a resumed run continues the same page."""
     kept = run.path / tracker / "run_id"
     kept.parent.mkdir(exist_ok=True)
     if not kept.exists():
@@ -64,7 +65,7 @@ class _TensorBoard:
     """Event files in ``<run>/tensorboard``. The writer starts at the first step written, and hides from there on what
     an earlier process of the same run wrote."""
 
-    def __init__(self, run: RunDir, run_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, run: RunDir, run_name: str, config: JsonObject) -> None:
         self.path = run.path / "tensorboard"
         self.writer: SummaryWriter | None = None
 
@@ -93,7 +94,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, run: RunDir, run_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, run: RunDir, run_name: str, config: JsonObject) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         self.wandb = wandb
@@ -117,7 +118,7 @@ class _Wandb:
 
 
 class _Trackio:
-    def __init__(self, run: RunDir, run_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, run: RunDir, run_name: str, config: JsonObject) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
         self.trackio = trackio

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mmrl.json_types import Json, JsonObject
 from mmrl.judge.report import extremes
 from mmrl.judge.usage import COUNTS, PREFIX, usage_in
 from mmrl.report.texts import Folded, fold
@@ -34,11 +34,12 @@ def transcripts(folder: Path, n: int = 4) -> list[dict[str, Any]]:
     return found
 
 
-def _transcript(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One question to a judge: what it was about, what was written, and what came of it."""
+def _transcript(row: JsonObject) -> dict[str, Any]:
+    """One question to a judge: its samples, the texts of question and answers, and the scores."""
 
-    def listed(key: str) -> list[Any]:
-        return row[key] if isinstance(row.get(key), list) else []
+    def listed(key: str) -> list[Json]:
+        found = row.get(key)
+        return found if isinstance(found, list) else []
 
     def text(value: object) -> Folded | None:
         return fold(value) if isinstance(value, str) else None

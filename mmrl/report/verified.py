@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from mmrl.json_types import Json, JsonObject
 
 WIDTH = 80
 _NAME = 34
@@ -92,7 +93,7 @@ def summed(parts: Iterable[Part]) -> list[Part]:
     return [Part(kind, "", found) for kind, found in kinds.items()]
 
 
-def compared(recorded: Mapping[str, Any], replayed: Mapping[str, Any], names: Iterable[str]) -> list[Compared]:
+def compared(recorded: JsonObject, replayed: JsonObject, names: Iterable[str]) -> list[Compared]:
     """Two rows of a JSONL file, number by number; ``names``: those to compare, of which ``replayed`` may lack some."""
     found = []
     for name in names:
@@ -106,16 +107,16 @@ def compared(recorded: Mapping[str, Any], replayed: Mapping[str, Any], names: It
     return found
 
 
-def metrics_of(row: Mapping[str, Any]) -> list[str]:
+def metrics_of(row: JsonObject) -> list[str]:
     """The names of the metrics in a row."""
     return [name for name in row if name not in _OWN]
 
 
-def _number(value: Any) -> str:
+def _number(value: Json) -> str:
     return "not finite" if value is None else json.dumps(value)
 
 
-def _distance(one: Any, other: Any) -> tuple[str, ...]:
-    if one is None or other is None or one == other:
+def _distance(one: Json, other: Json) -> tuple[str, ...]:
+    if not isinstance(one, int | float) or not isinstance(other, int | float) or one == other:
         return ()
     return (f"apart by {abs(other - one) / max(abs(one), abs(other)):.1e} of it",) if math.isfinite(one) else ()
