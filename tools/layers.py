@@ -61,7 +61,8 @@ LAYERS = {
     "rollout": "controller.workload rollout",
     "training": "training",
     "planner, simulator, report": "planner report simulator",
-    "app": "checkpoint.resume contracts doctor export run sample session stopping training.divergence verify",
+    "app": "checkpoint.resume contracts doctor export hub_upload run sample session stopping training.divergence "
+    "verify",
     "runtime": "runtime",
     "cli": "__main__ cli",
 }
