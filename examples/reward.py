@@ -1,6 +1,7 @@
 """A reward of texts with options: short responses that name what they should."""
 
 import mmrl
+from mmrl.errors import UserError
 
 
 @mmrl.reward(inputs=("text",))
@@ -9,7 +10,7 @@ class Concise:
 
     def __init__(self, most: int = 40, names: tuple[str, ...] = (), weight: float = 0.5):
         if most < 1 or not 0 <= weight <= 1:
-            raise mmrl.UserError("options: most is 1 or more, and weight is from 0 to 1")
+            raise UserError("options: most is 1 or more, and weight is from 0 to 1")
         self.most, self.names, self.weight = most, [name.lower() for name in names], weight if names else 0.0
 
     def score(self, samples, *, context):

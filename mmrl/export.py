@@ -23,9 +23,10 @@ from mmrl.training.step_context import StepContext
 def export(run: Path, out: Path, what: str = "merged", checkpoint: str = "latest") -> Path:
     """Write the policy of the run directory ``run`` to the new directory ``out`` and return it.
 
-    ``what`` is ``merged`` (the whole model in the libraries' format, in ``model.dtype``) or ``lora`` (the adapter
-    alone); ``checkpoint`` is ``latest``, ``base`` or a step. The weights are those that evaluation uses. Raises
-    ``UserError`` where ``run`` is no run, ``out`` is taken, there is no adapter to write, or the disk is full.
+    ``what`` is ``merged`` (the whole model in the libraries' format, in ``model.dtype``), ``lora`` (the adapter alone)
+    or ``lora-file`` (the adapter in one file, as ComfyUI and A1111 read it); ``checkpoint`` is ``latest``, ``best``,
+    ``base`` or a step. The weights are those that evaluation uses. Raises ``UserError`` where ``run`` is no run,
+    ``out`` is taken, there is no adapter to write, its family has no such file, or the disk is full.
     """
     recipe, _ = open_run(run)
     _check(recipe, out, what)
@@ -53,12 +54,14 @@ def new_directory(out: Path, what: str) -> Generator[Path]:
 def _check(recipe: Recipe, out: Path, what: str) -> None:
     """Everything that can be refused before a model is loaded."""
     if what not in get_args(What):
-        raise UserError(f"--what {what}: there is {' and '.join(get_args(What))}")
-    if what == "lora" and recipe.model.lora is None:
+        raise UserError(f"--what {what}: there is {', '.join(get_args(What))}")
+    if what != "merged" and recipe.model.lora is None:
         raise UserError(
-            "--what lora: this run trained all weights (its recipe has no model.lora), so there is no adapter to "
+            f"--what {what}: this run trained all weights (its recipe has no model.lora), so there is no adapter to "
             "write; use --what merged"
         )
+    if what == "lora-file" and recipe.sampling.type == "text":
+        raise UserError("--what lora-file: is for programs that draw pictures; use --what lora for a language model")
     refuse_taken(out)
 
 

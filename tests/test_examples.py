@@ -9,6 +9,8 @@ import torch
 import transformers
 
 from mmrl.cli import app
+from mmrl.errors import UserError
+from mmrl.rewards.loading import build, find
 from tests import tiny_diffusion
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -70,6 +72,11 @@ def test_each_example_has_60_lines_at_most():
 def test_the_algorithm_and_the_reward_keep_their_contracts(capsys):
     assert check(capsys, "algorithm.py:SAPO", "--options", "tau_negative=2.0")[-1] == "9 passed"
     assert check(capsys, "reward.py:Concise", "--options", "names=[sum, answer]")[-1] == "5 passed"
+
+
+def test_the_reward_refuses_options_that_mean_nothing():
+    with pytest.raises(UserError, match="most is 1 or more"):
+        build(find(str(EXAMPLES / "reward.py:Concise")), {"most": 0})
 
 
 def test_the_judge_keeps_its_contract(capsys):

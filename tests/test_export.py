@@ -306,6 +306,15 @@ def test_public_names(text: str, shown: str) -> None:
     assert public(text) == shown
 
 
+def test_a_lora_file_of_a_run_draws_the_runs_pictures(root: Path, tmp_path: Path) -> None:
+    out = export(root / "lora-run", tmp_path / "out", "lora-file", "latest")
+    assert sorted(p.name for p in out.iterdir()) == ["README.md", "before_after.png", "lora.safetensors"]
+    assert 'weight_name="lora.safetensors"' in (out / "README.md").read_text()
+    pipe = fresh(root / "tiny-sd3")
+    pipe.load_lora_weights(out, weight_name="lora.safetensors")
+    assert difference(draw(pipe), of_run(root / "lora-run")) < 1e-4
+
+
 def test_what_cannot_be_exported_is_refused_before_a_model_is_loaded(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,7 +330,7 @@ def test_what_cannot_be_exported_is_refused_before_a_model_is_loaded(
         export(root / "lora-run", tmp_path / "file", "merged", "latest")
     with pytest.raises(UserError, match="name a new directory"):
         export(root / "lora-run", Path("."), "merged", "latest")
-    with pytest.raises(UserError, match="merged and lora"):
+    with pytest.raises(UserError, match="merged, lora, lora-file"):
         export(root / "lora-run", tmp_path / "out", "gguf", "latest")
     with pytest.raises(UserError, match="no run directory"):
         export(tmp_path / "taken", tmp_path / "out", "merged", "latest")

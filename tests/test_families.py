@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 
 import mmrl
 from mmrl._torchvision import allow_cpu_only
@@ -139,6 +140,37 @@ def test_an_editor_trains_on_prompts_that_carry_one_picture(folders, tmp_path):
 )
 def test_exported_lora_draws_the_same(folders, family):
     contract.exported_lora_draws_the_same(recipe(family, folders, guidance_scale=2.0))
+
+
+@pytest.mark.parametrize("family", ["sd3", "sdxl", "flux", pytest.param("sd", marks=pytest.mark.slow)])
+def test_a_lora_in_one_file_draws_the_same(folders, family):
+    """alpha is twice the rank, and the file has no metadata of peft's to say so."""
+    contract.exported_lora_draws_the_same(recipe(family, folders, guidance_scale=2.0), "lora-file")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "others"),
+    [
+        ("sdxl", "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q", {"lora_down.weight", "alpha"}),
+        ("sd3", "transformer.transformer_blocks.0.attn.to_q", {"lora_A.weight"}),
+    ],
+)
+def test_the_names_in_a_lora_file_are_those_that_other_programs_read(folders, family, name, others, tmp_path):
+    case = contract.Case(recipe(family, folders))
+    case.pipeline.write(tmp_path, "lora-file")
+    (file,) = tmp_path.iterdir()
+    with safe_open(file, framework="pt") as opened:
+        parts = {key.removeprefix(f"{name}."): opened.get_tensor(key) for key in opened.keys() if key.startswith(name)}  # noqa: SIM118
+        assert set(opened.metadata()) <= {"format", "ss_network_module", "ss_network_dim", "ss_network_alpha"}
+    assert others | {"lora_up.weight" if family == "sdxl" else "lora_B.weight"} == set(parts)
+    if family == "sdxl":
+        assert parts["alpha"].item() == 8
+
+
+def test_a_family_without_a_known_file_is_refused(folders, tmp_path):
+    case = contract.Case(recipe("wan", folders))
+    with pytest.raises(UserError, match=r"not known how other programs name .* use --what lora"):
+        case.pipeline.write(tmp_path, "lora-file")
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

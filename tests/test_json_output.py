@@ -16,6 +16,7 @@ from mmrl.planner.plan_json import as_json
 from mmrl.secrets import remember
 from tests.planning import LEFT_OUT, planned, without_the_step
 from tests.test_cli import mmrl
+from tests.tiny_diffusion import two_blocks
 
 REWARD = """
 import os
@@ -97,10 +98,11 @@ def test_score(tmp_path: Path) -> None:
 
 
 def test_plan_as_data_has_what_the_tables_have() -> None:
-    made = planned("shapes-lora")
+    less = ["device=cpu", "train.prompts_per_step=2", "train.group_size=4", "train.micro_batch_size=4"]
+    made = planned("shapes-lora", f"model.path={two_blocks()}", *less, "sampling.steps=3", "sampling.window=null")
     found = strictly(json.dumps(plain(as_json(made))))
     assert (found["possible"], found["problems"]) == (True, [])
-    assert found["step"]["samples"] == 144
+    assert found["step"]["samples"] == 8
     assert made.peak is not None
     assert found["peak"]["bytes"] == made.peak.total == sum(found["peak"]["parts"].values())
     assert {phase["name"] for phase in found["phases"]} == {"encode", "sample", "decode", "train", "optimizer"}

@@ -9,13 +9,16 @@ from mmrl.config.error_messages import _all_keys
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 
+OPTIONS = ("--out", "--resume", "--push-to-hub", "--prompt", "--n")
+"""Of commands."""
+
 
 @pytest.mark.parametrize("tool", peer_names.TOOLS)
 def test_every_name_leads_to_a_key_that_exists(tool):
     keys = {*_all_keys(), "rewards[0].name"}
     for name, here in peer_names.TOOLS[tool].items():
         assert here.keys or here.note, name
-        assert all(key in keys or key in ("--out", "--resume") for key in here.keys), name
+        assert all(key in keys or key in OPTIONS for key in here.keys), name
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,8 @@ def test_every_name_leads_to_a_key_that_exists(tool):
         ("trainer.save_freq=8", "verl's trainer.save_freq is checkpoint.every here"),
         ("clip_ratio_c=3", "verl's actor_rollout_ref.actor.clip_ratio_c is algorithm.dual_clip here"),
         ("logging_steps=1", "every step is logged; remove it"),
+        ("push_to_hub=true", "TRL's push_to_hub is --push-to-hub (an option of mmrl export"),
+        ("train.num_validation_images=4", "diffusers's num_validation_images is --n (an option of mmrl sample)"),
     ],
 )
 def test_a_key_of_another_tool_gets_ours(setting, said):

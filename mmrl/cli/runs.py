@@ -34,6 +34,7 @@ class Exported(StrEnum):
 
     merged = "merged"
     lora = "lora"
+    lora_file = "lora-file"
 
 
 def train(
@@ -142,14 +143,29 @@ def report(run: RunArgument) -> None:
 def export(
     run: RunArgument,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write; must not exist yet.")],
-    what: Annotated[Exported, typer.Option(help="The whole model, or the adapter alone.")] = Exported.merged,
+    what: Annotated[
+        Exported, typer.Option(help="The whole model, the adapter alone, or that in one file (ComfyUI).")
+    ] = Exported.merged,
     checkpoint: CheckpointOption = "latest",
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ORG/NAME", help="Upload it too, as a private repository (token: HF_TOKEN, or your login)."
+        ),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="Anybody may read the repository.")] = False,
 ) -> None:
-    """Write a run's weights in the libraries' own format."""
+    """Write a run's weights in the libraries' own format; prints where they are."""
+    if public and push_to_hub is None:
+        raise UserError("--public is for --push-to-hub ORG/NAME; add that, or leave it out")
     use_threads_of(run)
     from mmrl.export import export as write
+    from mmrl.hub_upload import Upload
 
+    upload = None if push_to_hub is None else Upload(push_to_hub, public=public)
     print(write(run, out, what.value, checkpoint))
+    if upload is not None:
+        print(upload.send(out, f"{out.name}, exported by mmrl"))
 
 
 def verify(

@@ -96,6 +96,11 @@ TRL: Mapping[str, Here] = {
     "logging_steps": _here(note="every step is logged; remove it"),
     "save_steps": _here("checkpoint.every"),
     "save_total_limit": _here("checkpoint.keep"),
+    "push_to_hub": _here("--push-to-hub", note="an option of mmrl export, after the run"),
+    "hub_model_id": _here("--push-to-hub", note="an option of mmrl export: ORG/NAME"),
+    "hub_private_repo": _here("--push-to-hub", note="an option of mmrl export; private unless --public"),
+    "hub_token": _here(note="set HF_TOKEN, or run hf auth login; remove it"),
+    "shuffle_order": _here("rewards[0].options", note="{order: random} of a judge; average asks both orders"),
     "eval_steps": _here("eval.every"),
     "sync_ref_model": _here(note="the reference stays as the run began; remove it"),
     "repetition_penalty": _here(note="mmrl has no such setting; remove it"),
@@ -127,6 +132,11 @@ DIFFUSERS: Mapping[str, Here] = {
     "lr_warmup_steps": _here("optim.warmup_steps"),
     "checkpointing_steps": _here("checkpoint.every"),
     "checkpoints_total_limit": _here("checkpoint.keep"),
+    "validation_prompt": _here("--prompt", note="an option of mmrl sample"),
+    "num_validation_images": _here("--n", note="an option of mmrl sample"),
+    "push_to_hub": _here("--push-to-hub", note="an option of mmrl export, after the run"),
+    "hub_model_id": _here("--push-to-hub", note="an option of mmrl export: ORG/NAME"),
+    "hub_token": _here(note="set HF_TOKEN, or run hf auth login; remove it"),
     "use_ema": _here("optim.ema_decay"),
 }
 """Of diffusers' training scripts and of DDPO's and Flow-GRPO's configurations."""

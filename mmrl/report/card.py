@@ -21,8 +21,9 @@ from mmrl.report.pictures import Shown, read_evaluations, score_text
 from mmrl.report.rundir import RunDir
 from mmrl.report.texts import cell
 
-What = Literal["merged", "lora"]
-"""What an export writes: the whole model with its adapter merged, or the adapter alone."""
+What = Literal["merged", "lora", "lora-file"]
+"""What an export writes: the whole model with its adapter merged, the adapter alone for diffusers and peft, or the
+adapter in one file for other programs that draw pictures."""
 
 PAIRS, TEXTS = 12, 8
 """Pictures, and texts, before and after, evenly from the run's held-out samples: chosen by place, never by score."""
@@ -84,7 +85,7 @@ def _front_matter(name: str, recipe: Recipe, rows: list[dict[str, Any]], what: W
     figures = {key.removeprefix("reward/"): last[key] for key in _figures(last) if last[key] is not None}
     head = ModelCardData(
         base_model=public(recipe.model.path),
-        base_model_relation="adapter" if what == "lora" else "finetune",
+        base_model_relation="finetune" if what == "merged" else "adapter",
         library_name=usage.library,
         pipeline_tag=usage.task,
         tags=[*usage.tags, "mmrl", *learning, recipe.algorithm.label],
@@ -219,7 +220,7 @@ def _number(value: float | None) -> str:
 
 def _place(recipe: Recipe, what: What, name: str) -> str:
     local = Path(recipe.model.path).is_absolute()
-    base = f", and `{public(recipe.model.path)}` that of the base model," if what == "lora" and local else ""
+    base = f", and `{public(recipe.model.path)}` that of the base model," if what != "merged" and local else ""
     return (
         f"`{name}` is this folder{base} as seen from the folder you start in; on a hub, its name there. "
         "The base model's licence holds for these weights too."

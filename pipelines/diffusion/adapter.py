@@ -47,6 +47,8 @@ class Adapter(ABC):
     options: ClassVar[dict[str, Any]] = {}
     """Further arguments of the class of diffusers."""
     lora_targets: ClassVar[tuple[str, ...]]
+    lora_file: ClassVar[Literal["kohya", "diffusers"] | None] = None
+    """How other programs that draw name the weights of a LoRA of this family; None where that was not looked up."""
     negative: ClassVar[str] = ""
     """The prompt that guidance moves away from."""
 

@@ -25,6 +25,7 @@ from mmrl.config.schema import Recipe
 from mmrl.controller.randomness import noise
 from mmrl.engines.policy import Policy
 from mmrl.media import Media
+from mmrl.report.card import What
 from mmrl.trajectory import Prompt, SampleId, Slot
 
 from . import pictures
@@ -144,7 +145,7 @@ def two_steps_move_every_parameter(recipe: Recipe, but: Sequence[str] = ()) -> s
     return f"{len(before) - len(still)} of {len(before)} tensors moved"
 
 
-def exported_lora_draws_the_same(recipe: Recipe) -> str:
+def exported_lora_draws_the_same(recipe: Recipe, what: What = "lora") -> str:
     """A fresh stock pipeline with the exported LoRA draws what the policy draws, and not what the base draws."""
     import diffusers
 
@@ -154,7 +155,7 @@ def exported_lora_draws_the_same(recipe: Recipe) -> str:
     ours = case.drawn()
     adapter = case.pipeline.adapter
     with tempfile.TemporaryDirectory() as folder:
-        case.pipeline.write(Path(folder), "lora")
+        case.pipeline.write(Path(folder), what)
         kind: Any = getattr(diffusers, adapter.pipeline)
         pipe = kind.from_pretrained(recipe.model.path, dtype=torch.float32, **adapter.options)
         pipe.scheduler = adapter.pipe.scheduler

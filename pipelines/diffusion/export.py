@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mmrl.config.schema import Recipe
 from mmrl.engines.merging import merged_weights
+from mmrl.errors import UserError
 from mmrl.report.card import Usage, What, public
 
 from .adapter import Adapter
 from .describe import tokenizer_of
+
+FILE = "lora.safetensors"
 
 
 def write_merged(adapter: Adapter, dtype: torch.dtype, out: Path) -> None:
@@ -52,6 +56,38 @@ def write_lora(adapter: Adapter, policy: Any, base: str, out: Path) -> None:
     type(adapter.pipe).save_lora_weights(out, **{f"{adapter.trains}_{k}": v for k, v in named.items()})
 
 
+def write_lora_file(adapter: Adapter, policy: Any, out: Path) -> None:
+    """Write the adapter of ``policy`` (a ``PeftModel``) as ``FILE`` in ``out``, for programs that take a single file.
+
+    UNets: kohya's names (``lora_unet_..._to_q.lora_down.weight``), with ``alpha``. Transformers: diffusers' names
+    (``transformer. ... .lora_A.weight``), which these programs know of Stable Diffusion 3 and FLUX.1. They take the
+    scale for 1 there, so it is multiplied into the weights. Raises ``UserError`` for another family.
+    """
+    from diffusers.utils import convert_state_dict_to_kohya
+    from peft.utils import get_peft_model_state_dict
+
+    if adapter.lora_file is None:
+        raise UserError(
+            f"--what lora-file: it is not known how other programs name the weights of a LoRA of {adapter.family}; use "
+            "--what lora, which diffusers and peft load (the file is for Stable Diffusion 1, 2, XL, 3 and FLUX.1)"
+        )
+    config = policy.peft_config["default"]
+    state = get_peft_model_state_dict(policy, save_embedding_layers=False)
+    state = {key.removeprefix("base_model.model."): value.detach().cpu() for key, value in state.items()}
+    named = {f"{adapter.trains}.{key}": value for key, value in state.items()}
+    about = {"format": "pt"}
+    if adapter.lora_file == "kohya":
+        named = convert_state_dict_to_kohya(named)
+        alpha = torch.tensor(float(config.lora_alpha))
+        named = {key: alpha.clone() if key.endswith(".alpha") else value for key, value in named.items()}
+        about |= {"ss_network_module": "networks.lora", "ss_network_dim": str(config.r)}
+        about |= {"ss_network_alpha": str(float(config.lora_alpha))}
+    else:
+        scale = config.lora_alpha / config.r
+        named = {key: value * scale if ".lora_B." in key else value for key, value in named.items()}
+    save_file({key: value.contiguous() for key, value in named.items()}, out / FILE, about)
+
+
 def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str) -> Usage:
     """Code that draws ``prompt`` with what was written to ``folder``, as the recipe's evaluation draws it."""
     pipe, dtype, sampling = adapter.pipe, recipe.model.dtype, recipe.denoising
@@ -75,6 +111,9 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     start = f"pipe = DiffusionPipeline.from_pretrained({_quoted(source)}, {options})\n{adapter.prepare}"
     if what == "merged":
         code = {"With diffusers": f"{head}\n{start}{draw}"}
+    elif what == "lora-file":
+        loads = f"pipe.load_lora_weights({_quoted(folder)}, weight_name={_quoted(FILE)})"
+        code = {"With diffusers": f"{head}\n{start}{loads}\n{draw}"}
     else:
         code = {
             "With diffusers": f"{head}\n{start}pipe.load_lora_weights({_quoted(folder)})\n{draw}",
@@ -84,7 +123,7 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
             ),
         }
     kind = type(pipe).__name__
-    tags = [kind, "lora"] if what == "lora" else [kind]
+    tags = [kind] if what == "merged" else [kind, "lora"]
     task = "image-to-image" if adapter.edits else f"text-to-{adapter.makes}"
     return Usage("diffusers", task, tags, code)
 

@@ -371,6 +371,8 @@ class FlowPipeline:
     def write(self, out: Path, what: What) -> None:
         if what == "lora":
             export.write_lora(self.adapter, self.policy, public(self.recipe.model.path), out)
+        elif what == "lora-file":
+            export.write_lora_file(self.adapter, self.policy, out)
         else:
             export.write_merged(self.adapter, getattr(torch, self.recipe.model.dtype), out)
 

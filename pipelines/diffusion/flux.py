@@ -25,6 +25,7 @@ class FluxAdapter(PackedAdapter):
     pipeline = "FluxPipeline"
     encoders = ("text_encoder", "text_encoder_2")
     unused = ("image_encoder", "feature_extractor")
+    lora_file = "diffusers"
     lora_targets = (  # Flow-GRPO's choice for FLUX.1
         "attn.add_k_proj",
         "attn.add_q_proj",

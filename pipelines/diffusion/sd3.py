@@ -24,6 +24,7 @@ class SD3Adapter(Adapter):
     pipeline = "StableDiffusion3Pipeline"
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     unused = ("image_encoder", "feature_extractor")
+    lora_file = "diffusers"
     lora_targets = (  # Flow-GRPO's choice for SD3.5
         "attn.add_k_proj",
         "attn.add_q_proj",

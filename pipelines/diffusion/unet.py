@@ -24,6 +24,7 @@ class UNetAdapter(Adapter, ABC):
     """What the families with a UNet share (abstract)."""
 
     trains = "unet"
+    lora_file = "kohya"
     lora_targets = ("to_k", "to_out.0", "to_q", "to_v")  # DDPO's choice
 
     def __init__(self, pipe: Any, sampling: Sampling, device: torch.device) -> None:
