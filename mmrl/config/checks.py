@@ -22,6 +22,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         return [
             *_device(recipe),
             *of_data(recipe.data),
+            *_sampler(recipe),
             *_groups(recipe),
             *recipe.algorithm.conflicts(recipe.sampling),
             *_batches(recipe),
@@ -38,6 +39,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
     return [
         *_device(recipe),
         *of_data(recipe.data),
+        *_sampler(recipe),
         *_groups(recipe),
         *recipe.algorithm.conflicts(recipe.sampling),
         *_diffusion(recipe),
@@ -63,6 +65,18 @@ def possible(recipe: Recipe) -> Recipe:
 def label_of(name: str, label: str | None) -> str:
     """What metrics call a reward: its label, else the attribute it is loaded from, or the file if that is ``score``."""
     return label or name.removesuffix(":score").rpartition(":")[2].rpartition("/")[2].removesuffix(".py")
+
+
+def _sampler(recipe: Recipe) -> Iterator[str]:
+    if recipe.data.sampler is None:
+        return
+    ahead = {
+        "placement": ("devices sample for later steps (disaggregated)", recipe.placement.apart),
+        "rollout.partial": ("responses of later steps begin", recipe.rollout.partial is not None),
+    }
+    for key, (what, there) in ahead.items():
+        if there:
+            yield f"{key}: {what} before data.sampler has learned from this one; remove {key} or data.sampler"
 
 
 def _device(recipe: Recipe) -> Iterator[str]:

@@ -192,6 +192,8 @@ VERL: Mapping[str, Here] = {
     "data.train_batch_size": _here("train.prompts_per_step"),
     "data.max_prompt_length": _here("sampling.max_prompt_tokens"),
     "data.max_response_length": _here("sampling.max_new_tokens"),
+    "data.sampler.class_path": _here("data.sampler", note="path/to/file.py:Class"),
+    "data.sampler.class_name": _here("data.sampler", note="path/to/file.py:Class"),
     "data.filter_overlong_prompts": _here("data.overlong"),
     "data.truncation": _here("data.overlong"),
     "custom_reward_function.path": _here("rewards[0].name", note="path/to/file.py:function"),

@@ -13,6 +13,7 @@ from mmrl.config.names import is_hub_data, resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
 from mmrl.datasets.mixture import Interleaved, Mixture, Part
 from mmrl.datasets.records import checked
+from mmrl.datasets.sampler import Chosen
 from mmrl.errors import UserError
 from mmrl.trajectory import Prompt
 
@@ -32,6 +33,13 @@ def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
     prompts = _made(data.name, root, split, both, f"data.{split}")
     checked(prompts, data.max_bad_fraction)
     return prompts
+
+
+def in_order(recipe: Recipe, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """``prompts`` as the recipe's sampler takes them in training, where it has one. Raises ``UserError``."""
+    if recipe.data.sampler is None:
+        return prompts
+    return Chosen(prompts, recipe.data.sampler, recipe.seed, recipe.train.prompts_per_step)
 
 
 def _mixed(data: Data, root: Path, split: str) -> Mixture:

@@ -15,7 +15,7 @@ from mmrl.algorithms.objective import Objective
 from mmrl.config.dtype import choose, has_bfloat16
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.objectives import load_objective
-from mmrl.datasets.loading import load_prompts
+from mmrl.datasets.loading import in_order, load_prompts
 from mmrl.engines import context, own_class, performance
 from mmrl.engines.megatron import mapping
 from mmrl.errors import UserError
@@ -154,7 +154,9 @@ def _prompts(loaded: LoadedRecipe, made: Plan) -> list[Sequence[Prompt]]:
     """The prompts of both splits, as lazy as the data set makes them; none where it cannot be read."""
 
     try:
-        return [load_prompts(loaded.recipe, loaded.root, split) for split in ("train", "heldout")]
+        found = [load_prompts(loaded.recipe, loaded.root, split) for split in ("train", "heldout")]
+        in_order(loaded.recipe, found[0])  # the sampler can be built
+        return found
     except UserError as error:
         made.problems.append(str(error))
         return []
