@@ -43,6 +43,7 @@ TRL: Mapping[str, Here] = {
     "max_prompt_length": _here("sampling.max_prompt_tokens"),
     "max_completion_length": _here("sampling.max_new_tokens"),
     "num_generations": _here("train.group_size"),
+    "num_generations_eval": _here("eval.samples_per_prompt"),
     "generation_batch_size": _here("sampling.batch_size"),
     "per_device_train_batch_size": _here("train.micro_batch_size", note="samples whose graph is held at once"),
     "per_device_eval_batch_size": _here("sampling.batch_size"),
@@ -173,6 +174,7 @@ VERL: Mapping[str, Here] = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": _here(
         "rollout.options", note="{tensor_parallel_size: ...} of vllm_server"
     ),
+    "actor_rollout_ref.rollout.val_kwargs.n": _here("eval.samples_per_prompt"),
     "actor_rollout_ref.rollout.val_kwargs.temperature": _here("eval.temperature"),
     "algorithm.adv_estimator": _here("algorithm.type"),
     "algorithm.lam": _here("algorithm.gae_lambda"),

@@ -32,7 +32,7 @@ from mmrl.planner.memory import measure
 from mmrl.planner.memory_budget import load_of, offloads, on_host, phases_of, roles_of, sizes_of
 from mmrl.planner.plan_data import PHASES, Plan
 from mmrl.planner.steps_per_forward import settle
-from mmrl.rewards.loading import Found
+from mmrl.rewards.loading import NOBODY_VOTES, Found
 from mmrl.rewards.scoring import check, reads
 from mmrl.trajectory import Prompt
 
@@ -183,6 +183,8 @@ def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozense
     if len(both) < 2:
         return frozenset()
     found, evaluated = both
+    if recipe.eval.maj_at and not any(one.votes for one in (*found, *evaluated)):
+        made.problems.append(NOBODY_VOTES)
     made.asked, problems, notes = on_devices(loaded, found, evaluated, made.device, made.device_memory)
     made.notes += notes
     made.problems += problems or refusals(made, objective)

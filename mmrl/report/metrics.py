@@ -138,6 +138,11 @@ def of_pairs(keys: Iterable[str]) -> list[str]:
     return [key for key in keys if key.startswith(("dpo/", "orpo/", "reward_model/"))]
 
 
+def of_repeated(keys: Iterable[str]) -> list[str]:
+    """Those of several samples of a prompt: ``pass@4/answer``, ``maj@4/answer``."""
+    return [key for key in keys if re.match(r"(pass|maj)@[0-9]+/", key)]
+
+
 def of_source(key: str) -> list[str]:
     """The parts of a metric of one source of a mixture (``source/math/reward/answer``); nothing of others."""
     parts = key.split("/")
