@@ -26,7 +26,11 @@ def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
 
     Raises ``UserError`` for an empty or unusable data set, and past ``data.max_bad_fraction`` of bad records.
     """
-    data = recipe.data
+    return load_data(recipe.data, root, split)
+
+
+def load_data(data: Data, root: Path, split: str) -> Sequence[Prompt]:
+    """As ``load_prompts``, of a section ``data``."""
     if data.mixture:
         return _mixed(data, root, split)
     both = {"train": data.train, "heldout": data.heldout}

@@ -60,6 +60,11 @@ def open_rows(path: str, source_split: str, subset: str | None) -> Rows:
     return Table(path, source_split, subset)
 
 
+def is_table(folder: Path) -> bool:
+    """Whether ``folder`` holds a table: Parquet files, or what ``save_to_disk`` wrote."""
+    return any((folder / name).is_file() for name in _SAVED) or next(folder.rglob("*.parquet"), None) is not None
+
+
 class Lines:
     """A JSONL file: where each line that is not blank begins, and the line itself when it is asked for."""
 
