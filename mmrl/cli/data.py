@@ -1,4 +1,4 @@
-"""``data check build index``: show what a model will read, write tar shards of a data set, and list their contents."""
+"""``data check build index convert``: show what a model reads, write and list tar shards, convert sets of prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from mmrl.planner.data_check import Checked, Record
 
 app = typer.Typer(
-    name="data", help="Check data, build tar shards, and index them.", no_args_is_help=True, rich_markup_mode=None
+    name="data",
+    help="Check and convert data, build tar shards, and index them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 _SHOWN = 20
 _MOST_META = 400
@@ -153,6 +156,27 @@ def index(
         print(f"bad  {record}")
     if len(bad) > _SHOWN:
         print(f"     and {len(bad) - _SHOWN} more, all named in the .index.json files")
+    raise typer.Exit(1 if bad else 0)
+
+
+@app.command()
+def convert(
+    name: Annotated[str, typer.Argument(metavar="SET", help="geneval, partiprompts or drawbench.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file as its authors distribute it.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", show_default="SET.jsonl here")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is there.")] = False,
+) -> None:
+    """Convert a downloaded set of prompts to JSONL. Exit code 1 where some records cannot be used."""
+    from mmrl.datasets.convert import SETS
+    from mmrl.datasets.convert import convert as run
+
+    target = out or Path(f"{name}.jsonl")
+    n, bad = run(name, file, target, overwrite=overwrite)
+    print(f"{target}: {n} prompts; licence of the source: {SETS[name].licence} ({SETS[name].source})")
+    for record in bad[:_SHOWN]:
+        print(f"bad  {record}")
+    if len(bad) > _SHOWN:
+        print(f"     and {len(bad) - _SHOWN} more")
     raise typer.Exit(1 if bad else 0)
 
 

@@ -100,13 +100,15 @@ class Lines:
 class Csv:
     """A CSV or TSV file whose first line names the columns. Values are text; an empty one is None.
 
-    A record may have line breaks inside quotes. One with another number of values than the header is bad.
+    A record may have line breaks inside quotes; not ``quoted``, these are characters like others. A record with another
+    number of values than the header is bad.
     """
 
     in_files = True
 
-    def __init__(self, file: Path, delimiter: str = ",") -> None:
+    def __init__(self, file: Path, delimiter: str = ",", *, quoted: bool = True) -> None:
         self.name = file.stem
+        self._quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
         self._file, self._delimiter = file, delimiter
         self._records: list[tuple[int, int, int]] = []
         """Number of the first line from 1, first byte, bytes."""
@@ -146,7 +148,7 @@ class Csv:
                 read, size = read + 1, size + len(line)
                 yield line.decode("latin-1")  # the bytes one by one: where quotes and delimiters are does not change
 
-        reader = csv.reader(lines(), delimiter=self._delimiter)
+        reader = csv.reader(lines(), delimiter=self._delimiter, quoting=self._quoting)
         number = at = 0
         while True:
             try:
@@ -179,7 +181,8 @@ class Csv:
         except UnicodeDecodeError:
             raise ValueError("is not UTF-8") from None
         try:
-            return next(csv.reader(io.StringIO(text, newline=""), delimiter=self._delimiter, strict=True), [])
+            lines = io.StringIO(text, newline="")
+            return next(csv.reader(lines, delimiter=self._delimiter, quoting=self._quoting, strict=True), [])
         except csv.Error as error:
             raise ValueError(f"is not CSV ({error})") from None
 
