@@ -3,12 +3,14 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
 import mmrl
 from mmrl.config.loader import RecipeError, load_recipe
+from mmrl.controller import Controller
 from mmrl.datasets.loading import load_prompts
 from mmrl.errors import UserError
 from mmrl.planner.plan import plan
@@ -139,6 +141,19 @@ def test_an_evaluation_has_the_figures_of_its_samples(folder):
     assert "maj@4/long" not in row  # says no answers
     with pytest.raises(UserError, match=r"6 samples are no multiple of eval.samples_per_prompt, 4"):
         evaluator.score(6)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_controllers_divide_prompts_and_not_their_samples(folder, size):
+    loaded = load_recipe([folder / "recipe.yaml"])
+    run = build(loaded.recipe, loaded.root)
+    prompts = load_prompts(loaded.recipe, loaded.root, "heldout")
+    parts = [
+        Evaluator(replace(run, controller=Controller(0, rank, size)), prompts, loaded.root)._slots(16)
+        for rank in range(size)
+    ]
+    assert [slot for part in parts for slot in part] == Evaluator(run, prompts, loaded.root)._slots(16)
+    assert all(len(part) % 4 == 0 for part in parts)
 
 
 def test_figures_are_in_the_report(folder, tmp_path):

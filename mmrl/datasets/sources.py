@@ -11,7 +11,7 @@ import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from mmrl.datasets.fields import parse_json
 from mmrl.errors import UserError
@@ -108,7 +108,7 @@ class Csv:
 
     def __init__(self, file: Path, delimiter: str = ",", *, quoted: bool = True) -> None:
         self.name = file.stem
-        self._quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+        self._quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
         self._file, self._delimiter = file, delimiter
         self._records: list[tuple[int, int, int]] = []
         """Number of the first line from 1, first byte, bytes."""
