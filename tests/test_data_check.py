@@ -98,3 +98,12 @@ def test_a_data_set_of_ours_and_pictures_are_shown(capsys):
     code, said = checked(capsys, "shapes-lora", "sampling.guidance_scale=2.0", "--json", "--show", 1)
     found = json.loads(said)
     assert (code, found["settings"]["negative_prompt"], found["settings"]["width"]) == (0, "", 32)
+
+
+def test_the_first_records_of_a_mixture_are_of_all_sources(folder, capsys):
+    source = "name: jsonl, train: {path: data.jsonl, heldout: 2}, heldout: {path: data.jsonl, heldout: 2}"
+    mixture = f"data={{mixture: [{{{source}, label: a}}, {{{source}, label: b}}]}}"
+    _, said = checked(capsys, folder / "recipe.yaml", mixture, "--json", "--show", 2, "--look-at", 4)
+    found = json.loads(said)["splits"]["train"]
+    assert found["sources"] == {"a": 2, "b": 2}
+    assert [record["id"].partition("/")[0] for record in found["shown"]] == ["a", "b"]

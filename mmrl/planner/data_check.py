@@ -14,7 +14,7 @@ from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
 from mmrl.datasets.checks import look
 from mmrl.datasets.loading import load_data
-from mmrl.datasets.mixture import by_source
+from mmrl.datasets.mixture import Interleaved, Mixture, by_source
 from mmrl.datasets.records import BadRecord
 from mmrl.datasets.sources import is_table
 from mmrl.errors import BadPromptError, UserError
@@ -121,6 +121,8 @@ def _splits(data: Data, root: Path, read: Reader | None, shown: int, looked_at: 
 
 
 def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: int, looked_at: int) -> Split:
+    if isinstance(prompts, Mixture):
+        prompts = Interleaved(prompts.parts)  # the first are of all sources
     bad: list[BadRecord] = list(getattr(prompts, "bad", ()))
     left_out, unusable, first = Counter[str](), Counter[str](), dict[str, str]()
     for record in bad:
