@@ -22,7 +22,8 @@ from mmrl.config.objectives import load_objective
 from mmrl.config.schema import Recipe
 from mmrl.controller import Controller
 from mmrl.controller.workload import Balance
-from mmrl.datasets.loading import load_prompts
+from mmrl.datasets.loading import in_order, load_prompts
+from mmrl.datasets.sampler import Chosen
 from mmrl.engines import performance
 from mmrl.engines.context import InContext
 from mmrl.engines.policy import Policy, snapshot_name
@@ -37,6 +38,7 @@ from mmrl.rewards.patience import Patience
 from mmrl.rewards.scoring import RewardSet
 from mmrl.rollout.async_rollout import AsyncRollout
 from mmrl.rollout.collect import SynchronousRollout
+from mmrl.rollout.curriculum import Curriculum
 from mmrl.rollout.dynamic_sampling import DynamicSampling
 from mmrl.rollout.partial_rollout import PartialRollout
 from mmrl.secrets import given_again
@@ -67,7 +69,7 @@ def build(
         torch.set_num_threads(recipe.threads)
     if recipe.features.folder and not Path(recipe.features.folder).is_dir():
         raise UserError(f"features.folder: {recipe.features.folder} is no folder here; make it, or name a local one")
-    prompts = load_prompts(recipe, root, "train") if scored else []
+    prompts = in_order(recipe, load_prompts(recipe, root, "train")) if scored else []
     later = recipe.placement.sleep or recipe.devices_per_controller > 1  # judges wake when a device first judges
     patience = Patience(recipe.scoring, controller.gather)
     listed = recipe.rewards if scored else []
@@ -91,6 +93,8 @@ def build(
     policy = Policy(pipeline.policy, recipe.optim, total, weights, recipe.performance)
     keep_copies(policy, objective, recipe.placement.staleness or 0)
     strategy, parts = strategy_of(recipe)
+    if isinstance(prompts, Chosen):
+        parts = {"sampler": Curriculum(prompts), **parts}
     streams = recipe.rollout.partial or recipe.placement.apart  # slots begin before the costs of now are known
     balance = Balance(recipe) if pipeline.makes == "text" else None
     if balance is not None:

@@ -22,7 +22,7 @@ from typing import Any
 import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards.answers import boxed as last_boxed
-from mmrl.rewards.answers import comparable, same, stated
+from mmrl.rewards.answers import comparable, same, squeezed, stated
 from mmrl.rewards.contract import Context, Failed, Value
 from mmrl.rewards.mathverify import MathVerify
 from mmrl.rewards.numerals import Quantity, last_quantity, unfinished
@@ -55,6 +55,10 @@ class Exact:
         """``correct``, ``format`` where there is a pattern, and ``score``: one number per sample, in [0, 1]."""
         return self._verifier.rows(samples, self._right)
 
+    def answer_of(self, sample: Sample) -> str | None:
+        """What the response says, as it is compared: equal answers vote together."""
+        return self._verifier.answer_of(sample, lambda response: plain(response, ignore_case=self._ignore_case))
+
     def _right(self, response: str, truth: str) -> bool:
         return plain(response, ignore_case=self._ignore_case) == plain(truth, ignore_case=self._ignore_case)
 
@@ -86,6 +90,10 @@ class Number:
         """``correct``, ``format`` where there is a pattern, and ``score``: one number per sample, in [0, 1]."""
         return self._verifier.rows(samples, self._right)
 
+    def answer_of(self, sample: Sample) -> str | None:
+        """The last number, with its unit: equal answers vote together."""
+        return self._verifier.answer_of(sample, _voted_number)
+
     def _right(self, response: str, truth: str) -> bool:
         return _same_number(response, _number(truth), self._tolerance)
 
@@ -110,6 +118,10 @@ class Boxed:
     def score(self, samples: Sequence[Sample], *, context: Context) -> Rows:
         """``correct``, ``format`` where there is a pattern, and ``score``: one number per sample, in [0, 1]."""
         return self._verifier.rows(samples, self._right)
+
+    def answer_of(self, sample: Sample) -> str | None:
+        """What the last box holds: equal answers vote together."""
+        return self._verifier.answer_of(sample, lambda response: _voted(last_boxed(response)))
 
     def _right(self, response: str, truth: str) -> bool:
         found = last_boxed(response)
@@ -143,6 +155,11 @@ class Math:
         """``correct``, ``format`` where there is a pattern, and ``score``: one number per sample, in [0, 1]."""
         self._known = {}  # a group often says the same
         return self._verifier.rows(samples, self._right)
+
+    def answer_of(self, sample: Sample) -> str | None:
+        """The answer without algebra: equal answers vote together, and ``1/2`` and ``0.5`` do, but not ``x+1`` and
+        ``1+x``."""
+        return self._verifier.answer_of(sample, lambda r: None if unfinished(r) else _voted(stated(r)))
 
     def close(self) -> None:
         """End math-verify's process."""
@@ -217,6 +234,11 @@ class _Verifier:
         except ValueError as error:
             return Failed(f"prompt {sample.prompt.id!r}: {error}")
 
+    def answer_of(self, sample: Sample, read: Callable[[str], str | None]) -> str | None:
+        """What ``read`` finds in the response; None where it is cut or has no answer."""
+        response = None if sample.text is None or sample.truncated else self._answer(sample.text)
+        return (read(response) or None) if response is not None else None
+
     def _answer(self, text: str) -> str | None:
         if self._after is None:
             return text
@@ -242,6 +264,18 @@ def _same_number(response: str, wanted: Quantity, tolerance: Fraction = Fraction
     if found is None or not found.agrees(wanted):
         return False
     return abs(found.value - wanted.value) <= tolerance * abs(wanted.value)
+
+
+def _voted_number(text: str) -> str | None:
+    found = last_quantity(text)
+    return None if found is None else f"{found.value} {found.unit}".strip()
+
+
+def _voted(answer: str | None) -> str | None:
+    """One form of ``answer``: of a number its value, else the text without spaces that say nothing."""
+    if answer is None:
+        return None
+    return _voted_number(answer) or squeezed(answer)
 
 
 def _held(truth: str) -> str:

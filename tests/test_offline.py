@@ -12,6 +12,7 @@ import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.config.schema import Recipe
+from mmrl.datasets.loading import load_prompts
 from mmrl.errors import BadPromptError, UserError
 from mmrl.export import export
 from mmrl.media import Media
@@ -260,6 +261,24 @@ def test_a_bad_pair_is_replaced_in_training_and_left_out_of_evaluation(folder, t
     assert row["policy/loss"] == pytest.approx(0.693147, abs=1e-5)
     found, _, bad = Evaluator(run, run.prompts, folder).score(40)
     assert (found["samples"], found["dropped"], len(bad)) == (38, 2, 2)
+
+
+def test_pairs_of_a_mixture_are_measured_by_their_source(folder, tmp_path):
+    sources = []
+    for label, seed, n in (("one", 1, 30), ("two", 2, 20)):
+        (tmp_path / f"{label}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(n, seed)))
+        options = f"{{path: {tmp_path}/{label}.jsonl, heldout: 8}}"
+        sources.append(f"{{name: jsonl, label: {label}, train: {options}, heldout: {options}}}")
+    loaded = load(folder, f"data={{mixture: [{', '.join(sources)}]}}")
+    run = build(loaded.recipe, loaded.root)
+    loop.train_step(run, 0, Clock(torch.device("cpu")))
+    row, _, bad = Evaluator(run, load_prompts(loaded.recipe, loaded.root, "heldout"), folder).score(16)
+    assert not bad
+    assert row["source/one/samples"] == row["source/two/samples"] == 8
+    for name in ("dpo/margin", "dpo/accuracy"):
+        each = [row[f"source/{label}/{name}"] for label in ("one", "two")]
+        assert row[name] == pytest.approx(sum(each) / 2)
+    assert row["source/one/dpo/margin"] != row["source/two/dpo/margin"]
 
 
 def test_prompts_without_pairs_stop_the_run_by_name(folder):

@@ -62,8 +62,8 @@ LAYERS = {
     "rollout": "controller.workload rollout",
     "training": "training",
     "planner, simulator, report": "planner report simulator",
-    "app": "callbacks checkpoint.resume contracts doctor export hub_upload run sample session stopping training.divergence "
-    "verify",
+    "app": "callbacks checkpoint.resume contracts doctor export hub_upload run sample session stopping "
+    "training.divergence verify",
     "runtime": "runtime",
     "python": "api",
     "cli": "__main__ cli",

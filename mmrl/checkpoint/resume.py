@@ -56,7 +56,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
             f"--resume: {', '.join(changed)} differ from {directory.resolved}{began}. Resume with the "
             "same recipe and overrides, or start a new run with --out"
         )
-    if told := [f"{key}={json.dumps(value)}" for key, value in new.items() if value is not None]:
+    if told := [f"{key}={json.dumps(value)}" for key, value in new.items() if value not in (None, [])]:
         print(f"the run began before there was {', '.join(told)}: it goes on so", file=sys.stderr)
 
 

@@ -1,20 +1,107 @@
-"""``data build``, ``data index``: write tar shards of a data set, and list the contents of a folder of shards."""
+"""``data check build index convert``: show what a model reads, write and list tar shards, convert sets of prompts."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmrl.cli.arguments import OptionsOption, console, reward_options
+from mmrl.cli.arguments import ChangesArgument, OptionsOption, console, read_recipe, reward_options
 from mmrl.errors import UserError
 
 if TYPE_CHECKING:
     from mmrl.datasets.index import ShardIndex
+    from mmrl.planner.data_check import Checked, Record
 
-app = typer.Typer(name="data", help="Build tar shards, and index them.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    name="data",
+    help="Check and convert data, build tar shards, and index them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 _SHOWN = 20
+_MOST_META = 400
+
+
+@app.command("check")
+def check_(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE|DATA", help="A recipe; or a file, a folder, a data set of ours or the hub's."),
+    ],
+    changes: ChangesArgument = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--options", metavar="KEY=VALUE", help="An option of DATA; may be given several times."),
+    ] = None,
+    show: Annotated[int, typer.Option(min=0, help="Records of each split to show.")] = 3,
+    look_at: Annotated[
+        int, typer.Option("--look-at", min=0, help="Prompts of each split the model's reader is tried on.")
+    ] = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the first records as the model will see them, and count by reason those that cannot be used.
+
+    Loads no weight. Exit code 1 where some cannot be used.
+    """
+    given = reward_options(options)
+    from mmrl.config.loader import shipped_recipes
+
+    if target.endswith((".yaml", ".yml")) or (target in shipped_recipes() and not given):
+        if given:
+            raise UserError("--options: a recipe has its own; write settings such as data.train.path=questions.jsonl")
+        loaded = read_recipe(target, changes or ())
+        from mmrl.planner.data_check import check_recipe
+
+        found = check_recipe(loaded, show, look_at)
+    else:
+        if changes:
+            raise UserError(f"{changes[0]!r} changes a recipe, and {target} is data; use --options")
+        from mmrl.planner.data_check import check_data, data_at
+
+        found = check_data(data_at(target, given), Path.cwd(), show, look_at)
+    print(json.dumps(found.as_json(), indent=2, default=str) if as_json else "\n".join(_told(found)))
+    raise typer.Exit(1 if found.faults else 0)
+
+
+def _told(found: Checked) -> Iterator[str]:
+    """The lines for a terminal."""
+    yield f"model: {found.model}"
+    if found.settings:
+        yield "       " + "  ".join(f"{name} {value!r}" for name, value in found.settings.items())
+    for name, split in found.splits.items():
+        yield ""
+        yield f"{name}: {split.prompts} prompts, of a source with {split.records} records"
+        if split.sources:
+            said = ", ".join(f"{n} of {label}" for label, n in split.sources.items())
+            yield f"  the first {split.looked_at}: {said}"
+        if split.tokens:
+            yield "  tokens of the first {}: {fewest:g} to {most:g}, mean {mean:.1f}".format(
+                split.looked_at, **split.tokens
+            )
+        for title, counts in (("cannot be used", split.left_out), ("the model cannot read", split.unusable)):
+            yield from (f"  {title}: {n} x {why}  (first: {split.first[why]})" for why, n in counts.items())
+        for record in split.shown:
+            yield from _lines_of(record)
+
+
+def _lines_of(record: Record) -> Iterator[str]:
+    about = "" if record.tokens is None else f"  {record.tokens} tokens"
+    about += "".join(f"  {name} {n} tokens" for name, n in record.responses.items())
+    yield f"  --- {record.id}{about}"
+    if record.problem is not None:
+        yield f"  left out: {record.problem}"
+    if record.rendered is None and record.system is not None:
+        yield f"  system: {record.system!r}"
+    shown = record.text if record.rendered is None else record.rendered
+    yield from (f"  | {line}" for line in shown.splitlines())
+    yield from (f"  {medium}" for medium in record.media)
+    if record.meta:
+        said = json.dumps(record.meta, ensure_ascii=False, default=str)
+        yield f"  meta: {said[:_MOST_META]}{'...' if len(said) > _MOST_META else ''}"
 
 
 @app.command()
@@ -69,6 +156,27 @@ def index(
         print(f"bad  {record}")
     if len(bad) > _SHOWN:
         print(f"     and {len(bad) - _SHOWN} more, all named in the .index.json files")
+    raise typer.Exit(1 if bad else 0)
+
+
+@app.command()
+def convert(
+    name: Annotated[str, typer.Argument(metavar="SET", help="geneval, partiprompts or drawbench.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file as its authors distribute it.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", show_default="SET.jsonl here")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is there.")] = False,
+) -> None:
+    """Convert a downloaded set of prompts to JSONL. Exit code 1 where some records cannot be used."""
+    from mmrl.datasets.convert import SETS
+    from mmrl.datasets.convert import convert as run
+
+    target = out or Path(f"{name}.jsonl")
+    n, bad = run(name, file, target, overwrite=overwrite)
+    print(f"{target}: {n} prompts; licence of the source: {SETS[name].licence} ({SETS[name].source})")
+    for record in bad[:_SHOWN]:
+        print(f"bad  {record}")
+    if len(bad) > _SHOWN:
+        print(f"     and {len(bad) - _SHOWN} more")
     raise typer.Exit(1 if bad else 0)
 
 

@@ -22,6 +22,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         return [
             *_device(recipe),
             *of_data(recipe.data),
+            *_sampler(recipe),
             *_groups(recipe),
             *recipe.algorithm.conflicts(recipe.sampling),
             *_batches(recipe),
@@ -38,6 +39,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
     return [
         *_device(recipe),
         *of_data(recipe.data),
+        *_sampler(recipe),
         *_groups(recipe),
         *recipe.algorithm.conflicts(recipe.sampling),
         *_diffusion(recipe),
@@ -63,6 +65,18 @@ def possible(recipe: Recipe) -> Recipe:
 def label_of(name: str, label: str | None) -> str:
     """What metrics call a reward: its label, else the attribute it is loaded from, or the file if that is ``score``."""
     return label or name.removesuffix(":score").rpartition(":")[2].rpartition("/")[2].removesuffix(".py")
+
+
+def _sampler(recipe: Recipe) -> Iterator[str]:
+    if recipe.data.sampler is None:
+        return
+    ahead = {
+        "placement": ("devices sample for later steps (disaggregated)", recipe.placement.apart),
+        "rollout.partial": ("responses of later steps begin", recipe.rollout.partial is not None),
+    }
+    for key, (what, there) in ahead.items():
+        if there:
+            yield f"{key}: {what} before data.sampler has learned from this one; remove {key} or data.sampler"
 
 
 def _device(recipe: Recipe) -> Iterator[str]:
@@ -254,6 +268,32 @@ def _weights(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _repeated(recipe: Recipe) -> Iterator[str]:
+    """Several samples of a held-out prompt."""
+    evaluation, n = recipe.eval, recipe.eval.samples_per_prompt
+    if evaluation.samples % n:
+        yield (
+            f"eval.samples: {evaluation.samples} is no multiple of eval.samples_per_prompt, {n}; set it to "
+            f"{-(-evaluation.samples // n) * n}"
+        )
+    for key in ("pass_at", "maj_at"):
+        for k in getattr(evaluation, key):
+            if k > n:
+                yield f"eval.{key}: {k} of {n} samples cannot be; set eval.samples_per_prompt to {k} or more"
+    if n > 1 and recipe.algorithm.kind == "offline":
+        yield "eval.samples_per_prompt: given pairs are compared once each; remove it"
+    if recipe.sampling.type != "text":
+        if evaluation.maj_at:
+            yield "eval.maj_at: pictures have no answers to vote for; remove it (eval.pass_at works)"
+        return
+    temperature = evaluation.temperature if evaluation.temperature is not None else recipe.decoding.temperature
+    if n > 1 and temperature == 0:
+        yield (
+            f"eval.samples_per_prompt: at temperature 0 the {n} responses to a prompt are the same; set "
+            "eval.temperature above 0, or remove it"
+        )
+
+
 def _evaluation(recipe: Recipe) -> Iterator[str]:
     evaluation, stopping = recipe.eval, recipe.eval.early_stopping
     if evaluation.tuned_fraction < 1 and recipe.sampling.type == "text":
@@ -263,6 +303,7 @@ def _evaluation(recipe: Recipe) -> Iterator[str]:
             "eval.tuned_fraction: without an adapter there is no base model to take the last steps; set model.lora="
             "{rank: 32}, or remove eval.tuned_fraction"
         )
+    yield from _repeated(recipe)
     if stopping is None:
         return
     if evaluation.every is None:
@@ -275,7 +316,9 @@ def _evaluation(recipe: Recipe) -> Iterator[str]:
         )
         return
     kind, _, rest = stopping.metric.partition("/")
-    known = rest.partition("/")[0] in labels if kind == "reward" else recipe.algorithm.kind == "offline"
+    repeated = [f"pass@{k}" for k in evaluation.pass_at] + [f"maj@{k}" for k in evaluation.maj_at]
+    of_reward = kind in ("reward", *repeated)
+    known = rest.partition("/")[0] in labels if of_reward else recipe.algorithm.kind == "offline"
     if not known:
         named = " or ".join(f"reward/{label}" for label in labels) or "a figure of the data, such as dpo/accuracy"
         yield (

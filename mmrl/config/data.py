@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import BeforeValidator, Field, PositiveFloat
 
-from mmrl.config.section import Fraction, Options, Section
+from mmrl.config.section import Fraction, Options, OwnClass, Section
 from mmrl.json_types import JsonObject
 
 MOST_SOURCES = 64
@@ -28,6 +28,18 @@ class Source(Section):
     """Its options; null takes nothing of it for evaluation."""
 
 
+class Sampler(Section):
+    """A class that chooses the prompts of each step (``mmrl.datasets.sampler``)."""
+
+    name: OwnClass
+    options: Options = Field(default_factory=dict)
+    """Keyword arguments of its constructor."""
+
+
+def _sampler_settings(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
 class Data(Section):
     """A data set by name or path/to/file.py:function, and its keyword arguments."""
 
@@ -37,6 +49,8 @@ class Data(Section):
     heldout: Options = Field(default_factory=dict)
     mixture: Annotated[list[Source], Field(max_length=MOST_SOURCES)] = Field(default_factory=list)
     """Several data sets in place of one, with weights."""
+    sampler: Annotated[Sampler | None, BeforeValidator(_sampler_settings)] = None
+    """``path/to/file.py:Class``, or a section: which prompts each step takes. None goes through them in epochs."""
     max_bad_fraction: Fraction = 0.01
     """Records that cannot be used are left out, counted and named in failures.jsonl; past this share the run stops."""
     overlong: Literal["skip", "cut", "error"] = "skip"

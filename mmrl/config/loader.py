@@ -134,6 +134,9 @@ def load_recipe(
     if recipe.rollout.own_class:  # every process of a run finds the file, whatever folder it runs in
         rollout = recipe.rollout.model_copy(update={"engine": resolve_drop_in(root, recipe.rollout.engine)})
         recipe = recipe.model_copy(update={"rollout": rollout})
+    if recipe.data.sampler:
+        sampler = recipe.data.sampler.model_copy(update={"name": resolve_drop_in(root, recipe.data.sampler.name)})
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"sampler": sampler})})
     return LoadedRecipe(recipe, files[0], root, tuple(files), tuple(overrides), tree)
 
 

@@ -111,10 +111,11 @@ def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
     architecture = _text(tree.values, ("architecture",))
     if architecture and _look_up(root, architecture) is None:
         yield ("architecture",), f"there is no file {architecture!r} ({_looked(root)}); correct the path"
-    engine = _text(tree.values, ("rollout", "engine"))
-    own = split_file(engine)[0] is not None and split_file(engine)[1]
-    if own and (wrong := missing_class(resolve_drop_in(root, engine), _looked(root))):
-        yield ("rollout", "engine"), wrong
+    for key in (("rollout", "engine"), ("data", "sampler"), ("data", "sampler", "name")):
+        name = _text(tree.values, key)
+        own = split_file(name)[0] is not None and split_file(name)[1]
+        if own and (wrong := missing_class(resolve_drop_in(root, name), _looked(root))):
+            yield key, wrong
     for kind, key in _drop_in_keys(tree.values):
         name = _text(tree.values, key)
         if kind == "datasets" and is_hub_data(name):  # reading it says what is wrong

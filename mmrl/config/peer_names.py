@@ -43,6 +43,7 @@ TRL: Mapping[str, Here] = {
     "max_prompt_length": _here("sampling.max_prompt_tokens"),
     "max_completion_length": _here("sampling.max_new_tokens"),
     "num_generations": _here("train.group_size"),
+    "num_generations_eval": _here("eval.samples_per_prompt"),
     "generation_batch_size": _here("sampling.batch_size"),
     "per_device_train_batch_size": _here("train.micro_batch_size", note="samples whose graph is held at once"),
     "per_device_eval_batch_size": _here("sampling.batch_size"),
@@ -186,6 +187,7 @@ VERL: Mapping[str, Here] = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": _here(
         "rollout.options", note="{tensor_parallel_size: ...} of vllm_server"
     ),
+    "actor_rollout_ref.rollout.val_kwargs.n": _here("eval.samples_per_prompt"),
     "actor_rollout_ref.rollout.val_kwargs.temperature": _here("eval.temperature"),
     "algorithm.adv_estimator": _here("algorithm.type"),
     "algorithm.lam": _here("algorithm.gae_lambda"),
@@ -206,6 +208,8 @@ VERL: Mapping[str, Here] = {
     "data.train_batch_size": _here("train.prompts_per_step"),
     "data.max_prompt_length": _here("sampling.max_prompt_tokens"),
     "data.max_response_length": _here("sampling.max_new_tokens"),
+    "data.sampler.class_path": _here("data.sampler", note="path/to/file.py:Class"),
+    "data.sampler.class_name": _here("data.sampler", note="path/to/file.py:Class"),
     "data.filter_overlong_prompts": _here("data.overlong"),
     "data.truncation": _here("data.overlong"),
     "custom_reward_function.path": _here("rewards[0].name", note="path/to/file.py:function"),

@@ -216,6 +216,14 @@ class Eval(Section):
 
     every: Count | None = 10
     samples: Many = 64
+    samples_per_prompt: Many = 1
+    """So many of ``samples`` are of one prompt, in a row; ``samples`` is a multiple of it."""
+    pass_at: Annotated[list[Many], Field(max_length=MOST_REWARDS)] = Field(default_factory=list)
+    """``pass@k`` for each of these k (arXiv 2107.03374): whether one of k samples of a prompt is right, for each
+    reward. Right is a sample whose part ``correct`` is 1, or without such a part one whose reward is 1 or more."""
+    maj_at: Annotated[list[Many], Field(max_length=MOST_REWARDS)] = Field(default_factory=list)
+    """Text: ``maj@k``, whether the answer of most of k samples is right, for each reward that says what the answer of a
+    response is (``answer:*``; ``answer_of`` of a class)."""
     steps: Count | None = None
     """Denoising steps of evaluation; None takes sampling.steps. Always without noise."""
     temperature: NonNegative | None = None

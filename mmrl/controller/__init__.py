@@ -24,7 +24,7 @@ T = TypeVar("T")
 @runtime_checkable
 class Ordered(Protocol):
     """Prompts that know in which order training takes them, in place of one permutation of all for every epoch. Both
-    methods are functions of their arguments alone."""
+    methods give the same on every controller."""
 
     def place(self, seed: int, number: int) -> int:
         """The index of the prompt at place ``number``, counted from the first step on."""
@@ -107,9 +107,13 @@ class Controller:
 
     def replacement(self, slot: Slot, attempt: int, prompts: Sequence[Prompt]) -> Slot:
         """The ``attempt``-th prompt tried in the place of ``slot``: the same whoever runs it."""
-        drawn = seed_of(self.seed, slot.step, slot.index, attempt, "replacement")
-        n = prompts.draw(drawn) if isinstance(prompts, Ordered) else drawn % len(prompts)
+        n = self.other_index(slot.step, slot.index, attempt, prompts)
         return Slot(slot.step, slot.index, attempt, self._read(prompts, n))
+
+    def other_index(self, step: int, index: int, attempt: int, prompts: Sequence[Prompt]) -> int:
+        """The index of the prompt of ``replacement``."""
+        drawn = seed_of(self.seed, step, index, attempt, "replacement")
+        return prompts.draw(drawn) if isinstance(prompts, Ordered) else drawn % len(prompts)
 
     def _read(self, prompts: Sequence[Prompt], n: int) -> Prompt:
         with self._reading:  # steps drawn ahead read replacements in a thread of their own, and data sets are lazy

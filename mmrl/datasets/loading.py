@@ -13,6 +13,7 @@ from mmrl.config.names import is_hub_data, resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
 from mmrl.datasets.mixture import Interleaved, Mixture, Part
 from mmrl.datasets.records import checked
+from mmrl.datasets.sampler import Chosen
 from mmrl.errors import UserError
 from mmrl.trajectory import Prompt
 
@@ -25,13 +26,24 @@ def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
 
     Raises ``UserError`` for an empty or unusable data set, and past ``data.max_bad_fraction`` of bad records.
     """
-    data = recipe.data
+    return load_data(recipe.data, root, split)
+
+
+def load_data(data: Data, root: Path, split: str) -> Sequence[Prompt]:
+    """As ``load_prompts``, of a section ``data``."""
     if data.mixture:
         return _mixed(data, root, split)
     both = {"train": data.train, "heldout": data.heldout}
     prompts = _made(data.name, root, split, both, f"data.{split}")
     checked(prompts, data.max_bad_fraction)
     return prompts
+
+
+def in_order(recipe: Recipe, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """``prompts`` as the recipe's sampler takes them in training, where it has one. Raises ``UserError``."""
+    if recipe.data.sampler is None:
+        return prompts
+    return Chosen(prompts, recipe.data.sampler, recipe.seed, recipe.train.prompts_per_step)
 
 
 def _mixed(data: Data, root: Path, split: str) -> Mixture:

@@ -11,7 +11,7 @@ import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from mmrl.datasets.fields import Cell, parse_json
 from mmrl.errors import UserError
@@ -60,6 +60,11 @@ def open_rows(path: str, source_split: str, subset: str | None) -> Rows:
     return Table(path, source_split, subset)
 
 
+def is_table(folder: Path) -> bool:
+    """Whether ``folder`` holds a table: Parquet files, or what ``save_to_disk`` wrote."""
+    return any((folder / name).is_file() for name in _SAVED) or next(folder.rglob("*.parquet"), None) is not None
+
+
 class Lines:
     """A JSONL file: where each line that is not blank begins, and the line itself when it is asked for."""
 
@@ -95,13 +100,15 @@ class Lines:
 class Csv:
     """A CSV or TSV file whose first line names the columns. Values are text; an empty one is None.
 
-    A record may have line breaks inside quotes. One with another number of values than the header is bad.
+    A record may have line breaks inside quotes; not ``quoted``, these are characters like others. A record with another
+    number of values than the header is bad.
     """
 
     in_files = True
 
-    def __init__(self, file: Path, delimiter: str = ",") -> None:
+    def __init__(self, file: Path, delimiter: str = ",", *, quoted: bool = True) -> None:
         self.name = file.stem
+        self._quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
         self._file, self._delimiter = file, delimiter
         self._records: list[tuple[int, int, int]] = []
         """Number of the first line from 1, first byte, bytes."""
@@ -141,7 +148,7 @@ class Csv:
                 read, size = read + 1, size + len(line)
                 yield line.decode("latin-1")  # the bytes one by one: where quotes and delimiters are does not change
 
-        reader = csv.reader(lines(), delimiter=self._delimiter)
+        reader = csv.reader(lines(), delimiter=self._delimiter, quoting=self._quoting)
         number = at = 0
         while True:
             try:
@@ -174,7 +181,8 @@ class Csv:
         except UnicodeDecodeError:
             raise ValueError("is not UTF-8") from None
         try:
-            return next(csv.reader(io.StringIO(text, newline=""), delimiter=self._delimiter, strict=True), [])
+            lines = io.StringIO(text, newline="")
+            return next(csv.reader(lines, delimiter=self._delimiter, quoting=self._quoting, strict=True), [])
         except csv.Error as error:
             raise ValueError(f"is not CSV ({error})") from None
 

@@ -15,7 +15,7 @@ from mmrl.algorithms.objective import Objective
 from mmrl.config.dtype import choose, has_bfloat16
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.objectives import load_objective
-from mmrl.datasets.loading import load_prompts
+from mmrl.datasets.loading import in_order, load_prompts
 from mmrl.engines import context, own_class, performance
 from mmrl.engines.megatron import mapping
 from mmrl.errors import UserError
@@ -32,7 +32,7 @@ from mmrl.planner.memory import measure
 from mmrl.planner.memory_budget import load_of, offloads, on_host, phases_of, roles_of, sizes_of
 from mmrl.planner.plan_data import PHASES, Plan
 from mmrl.planner.steps_per_forward import settle
-from mmrl.rewards.loading import Found
+from mmrl.rewards.loading import NOBODY_VOTES, Found
 from mmrl.rewards.scoring import check, reads
 from mmrl.trajectory import Prompt
 
@@ -154,7 +154,9 @@ def _prompts(loaded: LoadedRecipe, made: Plan) -> list[Sequence[Prompt]]:
     """The prompts of both splits, as lazy as the data set makes them; none where it cannot be read."""
 
     try:
-        return [load_prompts(loaded.recipe, loaded.root, split) for split in ("train", "heldout")]
+        found = [load_prompts(loaded.recipe, loaded.root, split) for split in ("train", "heldout")]
+        in_order(loaded.recipe, found[0])  # the sampler can be built
+        return found
     except UserError as error:
         made.problems.append(str(error))
         return []
@@ -181,6 +183,8 @@ def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozense
     if len(both) < 2:
         return frozenset()
     found, evaluated = both
+    if recipe.eval.maj_at and not any(one.votes for one in (*found, *evaluated)):
+        made.problems.append(NOBODY_VOTES)
     made.asked, problems, notes = on_devices(loaded, found, evaluated, made.device, made.device_memory)
     made.notes += notes
     made.problems += problems or refusals(made, objective)

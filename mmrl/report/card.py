@@ -16,7 +16,7 @@ from mmrl.config.sampling import Sampling
 from mmrl.config.schema import Recipe
 from mmrl.json_types import Json, JsonObject
 from mmrl.report.grids import before_after
-from mmrl.report.metrics import of_pairs, read
+from mmrl.report.metrics import of_pairs, of_repeated, read
 from mmrl.report.pictures import Shown, read_evaluations, score_text
 from mmrl.report.rundir import RunDir
 from mmrl.report.texts import cell
@@ -207,7 +207,7 @@ def _table(rows: list[dict[str, Any]], step: int, drawn: str) -> str:
 
 
 def _figures(row: dict[str, Any]) -> list[str]:
-    return [*of_pairs(row), *(key for key in row if key.startswith("reward/"))]
+    return [*of_pairs(row), *(key for key in row if key.startswith("reward/")), *of_repeated(row)]
 
 
 def _label(key: str) -> str:

@@ -23,7 +23,7 @@ from mmrl.json_types import Json, JsonObject
 from mmrl.report.charts import LINES, Series, line_chart, short, stacked_chart
 from mmrl.report.curve import curve_png
 from mmrl.report.durations import duration
-from mmrl.report.metrics import describe, of_pairs, of_source, read
+from mmrl.report.metrics import describe, of_pairs, of_repeated, of_source, read
 from mmrl.report.pictures import Evaluation, extremes, pairs, read_evaluations
 from mmrl.report.rundir import RunDir, looks_like_run
 from mmrl.report.timeline import timeline
@@ -79,7 +79,8 @@ class _Run:
         watched = "not trained on" if self.resolved else ""
         rewards = [(f"reward/{x}", x, "" if x in self.trained else watched) for x in self.labels]
         apart = [(key, f"{parts[1]}: {parts[-1]}", "one source") for key in seen if len(parts := of_source(key)) == 4]
-        return [*((key, key, "") for key in of_pairs(seen)), *rewards, *apart]
+        repeated = [(key, key, "held-out") for key in of_repeated(seen)]
+        return [*((key, key, "") for key in of_pairs(seen)), *rewards, *repeated, *apart]
 
     def column(self, key: str) -> list[tuple[float, float | None]]:
         """(step, value) of a metric in training."""

@@ -32,6 +32,7 @@ METRICS: dict[str, str] = {
     "source/<label>/samples": "data.mixture: samples of the step whose prompts come from this source.",
     "source/<label>/reward/<name>": "data.mixture: as reward/<name>, mean over the samples of this source.",
     "source/<label>/reward/<name>/<part>": "data.mixture: a named part of that reward, mean.",
+    "sampler/<name>": "data.sampler: what its method learn returned.",
     "advantage/zero_std_groups": "Fraction of groups whose samples all got the same reward and so give no gradient.",
     "policy/first_ratio_max_dev": "Largest |ratio - 1| before the step's first update; above 1e-5 a float32 run stops.",
     "policy/ratio_max_dev": "Largest |ratio - 1| over all updates of the step.",
@@ -136,6 +137,11 @@ made from this table (a test compares them)."""
 def of_pairs(keys: Iterable[str]) -> list[str]:
     """Those that say how a model judges given texts (``dpo/accuracy``), which stand where others have rewards."""
     return [key for key in keys if key.startswith(("dpo/", "orpo/", "reward_model/", "sft/"))]
+
+
+def of_repeated(keys: Iterable[str]) -> list[str]:
+    """Those of several samples of a prompt: ``pass@4/answer``, ``maj@4/answer``."""
+    return [key for key in keys if re.match(r"(pass|maj)@[0-9]+/", key)]
 
 
 def of_source(key: str) -> list[str]:

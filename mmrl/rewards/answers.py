@@ -59,6 +59,11 @@ def same(found: str, wanted: str) -> bool:
     return _same(found, wanted)
 
 
+def squeezed(answer: str) -> str:
+    """One form of an answer, without white space and signs that say nothing."""
+    return _squeezed(_bare(clean(answer).strip()))
+
+
 def comparable(found: str, wanted: str) -> tuple[str, str] | None:
     """Two answers as algebra may compare them; None where it would misread one, or ``same`` says all there is to say.
 

@@ -21,6 +21,7 @@ from mmrl.json_types import JsonObject
 from mmrl.python_objects import in_this_process
 from mmrl.report.notices import tell
 from mmrl.rewards.contract import Declaration, Input, Sleeper, declaration_of
+from mmrl.trajectory import Sample
 from mmrl.user_code import defined_at, describe, option_problems, place_of
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ CLOSE_S = 10.0
 """Seconds that a reward's ``close`` may take."""
 _FORM = "def score(samples, *, context)"
 T = TypeVar("T")
+
+
+NOBODY_VOTES = (
+    "eval.maj_at: no reward says what the answer of a response is; take one that does (answer:number), give your class "
+    "a method answer_of(sample) that returns it as text, or remove eval.maj_at"
+)
+"""Where a majority is asked for, and there are no votes."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,11 @@ class Found:
         return asked_of_options(self, lambda: replace(declared, inputs=tuple(declared.reads(options))).inputs)  # type: ignore[misc]
 
     @property
+    def votes(self) -> bool:
+        """Whether it says which answer a response gives."""
+        return callable(getattr(self.target, "answer_of", None))
+
+    @property
     def place(self) -> str:
         """``file:line`` of its definition, for messages."""
         return defined_at(self.target, self.file, self.name)
@@ -68,6 +81,11 @@ class Loaded:
     is_async: bool
     file: str | None
     place: str
+
+    @property
+    def answer_of(self) -> Callable[[Sample], str | None] | None:
+        """What says which answer a response gives, of a class that has such a method: equal answers vote together."""
+        return getattr(getattr(self.call, "__self__", None), "answer_of", None)
 
     @property
     def sleeper(self) -> Sleeper | None:

@@ -170,6 +170,30 @@ class RewardSet:
         return [entry.label for entry in self._entries if entry.loaded.declaration.spans]
 
     @property
+    def votes(self) -> bool:
+        """Whether any of the rewards says what the answer of a response is."""
+        return any(entry.loaded.answer_of is not None for entry in self._entries)
+
+    def answers(self, samples: Sequence[Sample]) -> dict[str, list[str | None]]:
+        """The answer of each sample, None without one, by the label of each reward that says what it is.
+
+        Raises ``UserError`` from a mistake there.
+        """
+        found: dict[str, list[str | None]] = {}
+        for entry in self._entries:
+            ask = entry.loaded.answer_of
+            if ask is None:
+                continue
+            try:
+                found[entry.label] = [ask(sample) for sample in views(samples)]
+            except Exception as error:
+                place = place_of(error, entry.loaded.file)
+                raise UserError(
+                    f"answer_of of {entry.label} raised {describe(error)} at {place}; mend that line"
+                ) from error
+        return found
+
+    @property
     def on_device(self) -> list[str]:
         """The labels of the rewards that compute with a model on a device."""
         return [entry.label for entry in self._entries if entry.loaded.declaration.device]

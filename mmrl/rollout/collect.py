@@ -190,6 +190,7 @@ def assemble(context: StepContext, rounds: list[Round], groups: list[tuple[int, 
     rewards = rewards_of(context, rounds, groups)
     token_rewards, all_sum = span_rewards(context, batch, rounds, rows), context.controller.total
     parts, labels = parts_of(context, rounds, groups), context.rewards.weights
+    batch.rewards = parts
     each = [
         (weight, torch.where(rewards.isnan(), torch.nan, parts[label])) for label, weight in labels.items() if weight
     ]

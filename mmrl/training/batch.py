@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TypeVar
@@ -47,6 +47,8 @@ class Batch:
     keys: list[str] = field(default_factory=list)
     prepared: dict[str, Tensor] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
+    rewards: Mapping[str, Tensor] = field(default_factory=dict)
+    """By label as their authors returned them, ``[B]``; nan where a sample has none."""
 
     @property
     def ids(self) -> list[SampleId]:

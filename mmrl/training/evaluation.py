@@ -22,11 +22,13 @@ from mmrl.report.metrics import MetricsLog
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 from mmrl.report.texts import write_texts
+from mmrl.rewards.loading import NOBODY_VOTES
 from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rollout.collect import encode, prompts_only
 from mmrl.training.batch import chunks
 from mmrl.training.micro_batches import split_micro_batches
+from mmrl.training.repeated import sums_at
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 
@@ -53,11 +55,15 @@ class Evaluator:
         self.run, self.prompts = context, prompts
         self.rewards = [context.rewards, RewardSet(context.recipe.eval.rewards, root, context.rewards.device)]
         self.rewards[1].can_read(context.recipe.makes)
+        if context.recipe.eval.maj_at and not any(rewards.votes for rewards in self.rewards):
+            raise UserError(NOBODY_VOTES)
+        self.each = context.recipe.eval.samples_per_prompt
 
     def score(self, samples: int) -> tuple[dict[str, float], Made, list[Failure]]:
         """Evaluate ``samples`` samples; returns the means, the samples, and those that could not be scored.
 
-        Sample ``i`` is of prompt ``i mod n``, always from the same noise; where that prompt cannot be used it is named,
+        Sample ``i`` is of prompt ``i mod n``, or where each has several, ``eval.samples_per_prompt``, these come in a
+        row; always from the same noise. Where that prompt cannot be used it is named,
         and another, always the same, takes its place. An offline run is measured on its first
         ``samples`` records by the objective's own figures, and samples only where the recipe has ``eval.rewards``.
         """
@@ -73,8 +79,12 @@ class Evaluator:
         return row, made, [*bad, *failures]
 
     def _slots(self, samples: int) -> list[Slot]:
-        """This controller's share of the evaluation's slots."""
-        return [Slot(-1, i, 0, self.prompts[i % len(self.prompts)]) for i in self.run.controller.share(samples)]
+        """This controller's share of the evaluation's slots: all of a prompt."""
+        if samples % self.each:
+            raise UserError(f"{samples} samples are no multiple of eval.samples_per_prompt, {self.each}; change one")
+        groups = self.run.controller.share(samples // self.each)
+        prompts = {n: self.prompts[n % len(self.prompts)] for n in groups}
+        return [Slot(-1, n * self.each + k, 0, prompts[n]) for n in groups for k in range(self.each)]
 
     def _score(self, slots: list[Slot]) -> tuple[dict[str, float], Made, list[Failure]]:
         """Sample ``slots`` and score the samples with all rewards."""
@@ -101,9 +111,32 @@ class Evaluator:
         failed = Counter(f.reward for f in failures)
         counts = gather((len(slots), len({f.sample.slot for f in failures}), dict(failed)))
         row |= {"samples": sum(n for n, _, _ in counts), "dropped": sum(n for _, n, _ in counts)}
-        row |= counts_of_sources(everyone)
+        row |= self._repeated(made, mine) | counts_of_sources(everyone)
         row |= {f"{FAILED}{label}": n for label, n in sum((Counter(of) for _, _, of in counts), Counter()).items()}
         return row, Made(made, rows), [*bad, *failures]
+
+    def _repeated(self, made: Sequence[Sample], values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """``pass@k`` and ``maj@k`` of every reward, mean over the prompts of all controllers."""
+        settings = self.run.recipe.eval
+        if not settings.pass_at and not settings.maj_at:
+            return {}
+        answers = (
+            {k: v for rewards in self.rewards for k, v in rewards.answers(made).items()} if settings.maj_at else {}
+        )
+        mine: dict[str, tuple[float, int]] = {}
+        groups = list(chunks(list(range(len(made))), self.each))
+        for label in [*self.rewards[0].labels, *self.rewards[1].labels]:
+            if label not in values:  # no sample has a score
+                continue
+            right = values.get(f"{label}/correct", values[label])
+            found = sums_at(groups, right, answers.get(label), settings.pass_at, settings.maj_at)
+            mine |= {f"{name}/{label}": summed for name, summed in found.items()}
+        everyone = self.run.controller.gather(mine)
+        totals: dict[str, list[float]] = {}
+        for name, (total, n) in (item for one in everyone for item in one.items()):
+            so_far = totals.setdefault(name, [0.0, 0.0])
+            so_far[0], so_far[1] = so_far[0] + total, so_far[1] + n
+        return {name: total / n for name, (total, n) in totals.items()}
 
     def _compare(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, float], list[Failure]]:
         """The objective's figures, mean over the records of ``slots`` (or their tokens) under the evaluation's weights;
@@ -165,7 +198,7 @@ class Evaluator:
 
     def _other(self, slot: Slot, attempt: int) -> Slot:
         """The slot with a prompt in place of an unusable one, the same in every run."""
-        n = seed_of(SEED, slot.index, attempt, "replacement") % len(self.prompts)
+        n = seed_of(SEED, slot.index // self.each, attempt, "replacement") % len(self.prompts)
         return Slot(slot.step, slot.index, attempt, self.prompts[n])
 
     def _make(self, slots: list[Slot]) -> tuple[list[Sample], list[Failure]]:

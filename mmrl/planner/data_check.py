@@ -1,0 +1,222 @@
+"""``mmrl data check``: records as the model will see them, and why others cannot be used."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import mmrl
+from mmrl.config.data import Data
+from mmrl.config.loader import LoadedRecipe
+from mmrl.config.schema import Recipe
+from mmrl.datasets.checks import look
+from mmrl.datasets.loading import load_data
+from mmrl.datasets.mixture import Interleaved, Mixture, by_source
+from mmrl.datasets.records import BadRecord
+from mmrl.datasets.sources import is_table
+from mmrl.errors import BadPromptError, UserError
+from mmrl.json_types import Json
+from mmrl.media import BadMediaError, Media, describe
+from mmrl.text.pairs import TEXTS
+from mmrl.text.pipeline import LanguagePipeline
+from mmrl.trajectory import Prompt
+
+_VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,.]*")
+"""What of a reason is of one record alone."""
+
+
+@dataclass
+class Record:
+    """A prompt as it is read. ``rendered``: as the model reads it, with its special tokens, ``tokens`` of them; None
+    where no model is known, or where ``problem`` says why it would be left out. ``media`` have their sizes."""
+
+    id: str
+    text: str
+    system: str | None = None
+    meta: Mapping[str, Json] = field(default_factory=dict)
+    media: list[str] = field(default_factory=list)
+    rendered: str | None = None
+    tokens: int | None = None
+    responses: dict[str, int] = field(default_factory=dict)
+    """Of pairs: the tokens of each."""
+    problem: str | None = None
+
+
+@dataclass
+class Split:
+    """``records``: of the whole source, before it is split; ``prompts``: of this split. ``left_out``: how many records
+    of the source cannot be used, by reason, and the first of each reason; ``unusable``: of ``looked_at`` prompts, those
+    that the model cannot read, in the same way."""
+
+    records: int
+    prompts: int
+    left_out: dict[str, int]
+    unusable: dict[str, int]
+    first: dict[str, str]
+    looked_at: int
+    shown: list[Record]
+    sources: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, float] = field(default_factory=dict)
+    """Of the prompts that were looked at: the fewest, the mean, the most."""
+
+
+@dataclass
+class Checked:
+    """``model``: what the prompts are read by, or why that is not known; ``settings``: what else goes with each."""
+
+    splits: dict[str, Split]
+    model: str
+    settings: dict[str, Json] = field(default_factory=dict)
+
+    @property
+    def faults(self) -> int:
+        """Records and prompts that cannot be used."""
+        return sum(sum(of.left_out.values()) + sum(of.unusable.values()) for of in self.splits.values())
+
+    def as_json(self) -> Mapping[str, Json]:
+        return asdict(self)
+
+
+Reader = Callable[[Prompt, Record], None]
+"""Fills in how a model reads a prompt. Raises ``BadPromptError`` where it cannot."""
+
+
+def check_recipe(loaded: LoadedRecipe, shown: int, looked_at: int) -> Checked:
+    """The data of a recipe, read by its model where its configuration and tokenizer are there; no weight is loaded."""
+    read, model, settings = _reader(loaded)
+    return Checked(_splits(loaded.recipe.data, loaded.root, read, shown, looked_at), model, settings)
+
+
+def check_data(data: Data, root: Path, shown: int, looked_at: int) -> Checked:
+    """A data set without a model."""
+    return Checked(_splits(data, root, None, shown, looked_at), "none: name a recipe to see what its model reads")
+
+
+def data_at(target: str, options: Mapping[str, Json]) -> Data:
+    """The data set that ``target`` names: a file, a folder, a name of ours or the hub's, or ``file.py:function``."""
+    path = Path(target)
+    if path.suffix.lower() == ".txt":
+        name = "prompts"
+    elif path.is_dir() and sorted(path.rglob("*.tar")):
+        name = "shards"
+    elif (path.is_file() and path.suffix != ".py") or (path.is_dir() and is_table(path)):
+        name = "jsonl"
+    elif path.is_dir():
+        name = "folder"
+    else:
+        return Data(name=target, train=dict(options), heldout=dict(options))
+    given = {"path": str(path.resolve()), **options}
+    return Data(name=name, train=given, heldout=given)
+
+
+def _splits(data: Data, root: Path, read: Reader | None, shown: int, looked_at: int) -> dict[str, Split]:
+    lenient = data.model_copy(update={"max_bad_fraction": 1.0})  # all of it is to be told
+    return {
+        split: _split(lenient, load_data(lenient, root, split), read, shown, looked_at)
+        for split in ("train", "heldout")
+    }
+
+
+def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: int, looked_at: int) -> Split:
+    if isinstance(prompts, Mixture):
+        prompts = Interleaved(prompts.parts)  # the first are of all sources
+    bad: list[BadRecord] = list(getattr(prompts, "bad", ()))
+    left_out, unusable, first = Counter[str](), Counter[str](), dict[str, str]()
+    for record in bad:
+        left_out[_kind(record.why)] += 1
+        first.setdefault(_kind(record.why), str(record))
+    records, counts, seen = list[Record](), list[int](), list[Prompt]()
+    for n in range(min(len(prompts), max(shown, looked_at if read else 0))):
+        seen.append(prompts[n])
+        record = _record(seen[-1], read, sizes=n < shown)
+        if record.problem is not None:
+            unusable[_kind(record.problem)] += 1
+            first.setdefault(_kind(record.problem), f"{record.id}: {record.problem}")
+        elif record.tokens is not None:
+            counts.append(record.tokens)
+        records += [record] if n < shown else []
+    total = getattr(prompts, "seen", len(prompts) + len(bad))
+    parts = by_source(seen, data.labels)
+    tokens = {"fewest": min(counts), "mean": sum(counts) / len(counts), "most": max(counts)} if counts else {}
+    return Split(
+        total,
+        len(prompts),
+        dict(left_out),
+        dict(unusable),
+        first,
+        len(seen),
+        records,
+        {label: len(of) for label, of in parts.items()},
+        tokens,
+    )
+
+
+def _record(prompt: Prompt, read: Reader | None, *, sizes: bool) -> Record:
+    found = Record(prompt.id, prompt.text, prompt.system, dict(prompt.meta))
+    try:
+        found.media = [_size(medium) for medium in prompt.media] if sizes else []
+        if read is not None:
+            read(prompt, found)
+    except BadPromptError as error:
+        found.problem = error.reason
+    except (BadMediaError, UserError) as error:
+        found.problem = str(error)
+    return found
+
+
+def _size(medium: Media) -> str:
+    """What it is, with its pixels. Raises ``BadMediaError``."""
+    found = look(medium, "headers")
+    frames = f", {found['frames']} frames at {found['fps']:g} per second" if "frames" in found else ""
+    return f"{medium.kind} {found['width']} x {found['height']}{frames} ({describe(medium)})"
+
+
+def _reader(loaded: LoadedRecipe) -> tuple[Reader | None, str, dict[str, Json]]:
+    """How the recipe's model reads a prompt, what it is, and what else goes with each prompt."""
+    recipe = loaded.recipe
+    architecture = Path(loaded.resolve(recipe.architecture)) if recipe.architecture else None
+    path = loaded.resolve(recipe.model.path)
+    try:
+        module = mmrl.load("pipelines", loaded.resolve_drop_in(recipe.pipeline))
+        if not hasattr(module, "describe"):
+            return None, f"not known: {recipe.pipeline} has no describe(recipe, path, architecture)", {}
+        description = module.describe(recipe, path, architecture)
+    except UserError as error:
+        return None, f"not known: {error}", {}
+    pipeline = description.pipeline
+    if recipe.makes == "text":
+        settings: dict[str, Json] = {"overlong": recipe.data.overlong, "max_new_tokens": recipe.decoding.max_new_tokens}
+        return _of_text(pipeline), description.source, settings
+    return None, description.source, _of_pictures(recipe, getattr(pipeline, "adapter", None))
+
+
+def _of_text(pipeline: LanguagePipeline) -> Reader:
+    def read(prompt: Prompt, record: Record) -> None:
+        skip = None if pipeline.recipe.data.overlong == "cut" else "skip"
+        used, features = pipeline.fitter.encode(prompt, pipeline.limit, skip)
+        record.rendered, record.tokens = pipeline.conditioner.render(used), len(features["input_ids"])
+        if pipeline.pairs is not None:
+            pair = pipeline.pairs.encoded(used, record.tokens)
+            record.responses = {name: len(pair[name]) for name in TEXTS}
+
+    return read
+
+
+def _of_pictures(recipe: Recipe, adapter: object) -> dict[str, Json]:
+    """The size of what is made, and the text that guidance compares with."""
+    sampling = recipe.denoising
+    settings: dict[str, Json] = {"width": sampling.width, "height": sampling.height, "steps": sampling.steps}
+    if sampling.frames is not None:
+        settings["frames"] = sampling.frames
+    settings["guidance_scale"] = sampling.guidance_scale
+    if sampling.guidance_scale > 1:
+        settings["negative_prompt"] = getattr(adapter, "negative", None)
+    return settings
+
+
+def _kind(why: str) -> str:
+    """A reason without what is of one record alone."""
+    return _VARIES.sub("...", why.splitlines()[0] if why else why)
