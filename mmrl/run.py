@@ -80,7 +80,8 @@ def build(
     total = recipe.train.steps * recipe.train.updates_per_step
     critic = critic_of(pipeline, recipe, total, controller)  # a copy of the policy, so before the policy is in shards
     weights = weights_of(pipeline.policy, recipe, controller)
-    policy = Policy(pipeline.policy, recipe.optim, total, weights, recipe.performance)
+    continues = recipe.model.continues_adapter
+    policy = Policy(pipeline.policy, recipe.optim, total, weights, recipe.performance, continues=continues)
     keep_copies(policy, objective, recipe.placement.staleness or 0)
     strategy, parts = strategy_of(recipe)
     streams = recipe.rollout.partial or recipe.placement.apart  # slots begin before the costs of now are known

@@ -120,6 +120,11 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
             f"rewards: {algorithm.type} trains on given {one}s and samples nothing that could be rewarded; remove "
             "rewards (eval.rewards measures held-out samples)"
         )
+    if algorithm.trains_scores and recipe.model.continues_adapter:
+        yield (
+            "model.lora.path: the adapter of a reward model begins anew; merge the saved one (mmrl export) and set "
+            "model.path to that folder"
+        )
     if algorithm.trains_scores and recipe.eval.rewards:
         yield "eval.rewards: a reward model writes no text that could be rewarded; remove eval.rewards"
     if recipe.rollout.engine != "transformers" and not recipe.eval.rewards:
@@ -202,7 +207,7 @@ def _half(recipe: Recipe) -> Iterator[str]:
 
 def _performance(recipe: Recipe) -> Iterator[str]:
     asked = recipe.performance
-    if asked.offload_reference and recipe.model.lora is not None:
+    if asked.offload_reference and recipe.model.lora is not None and not recipe.model.continues_adapter:
         yield (
             "performance.offload_reference: with LoRA the reference is the base model with its adapter off, which the "
             "policy needs itself; remove it"

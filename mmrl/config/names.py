@@ -88,10 +88,16 @@ def resolve_options(root: Path, options: Mapping[str, Any], paths: Sequence[str]
     return resolved
 
 
-def with_algorithm_found(root: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` of a recipe with the absolute path of an algorithm in a file, which is imported when it is read."""
-    name = _text(values, ("algorithm", "type"))
-    return {**values, **({"algorithm": {**values["algorithm"], "type": resolve_drop_in(root, name)}} if name else {})}
+def with_files_found(root: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` of a recipe with the absolute paths of what is read with it: an algorithm in a file, which is
+    imported, and a LoRA adapter, whose settings are taken."""
+    found, name, adapter = dict(values), _text(values, ("algorithm", "type")), _text(values, ("model", "lora", "path"))
+    if name:
+        found["algorithm"] = {**values["algorithm"], "type": resolve_drop_in(root, name)}
+    if adapter and (place := _look_up(root, adapter)) is not None:
+        model = values["model"]
+        found["model"] = {**model, "lora": {**model["lora"], "path": str(place)}}
+    return found
 
 
 def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
@@ -99,6 +105,9 @@ def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
     path = _text(tree.values, ("model", "path"))
     if path and (wrong := _missing_model(root, path)):
         yield ("model", "path"), wrong
+    adapter = _text(tree.values, ("model", "lora", "path"))
+    if adapter and _look_up(root, adapter) is None:
+        yield ("model", "lora", "path"), f"there is no {adapter!r} ({_looked(root)}); correct the path"
     architecture = _text(tree.values, ("architecture",))
     if architecture and _look_up(root, architecture) is None:
         yield ("architecture",), f"there is no file {architecture!r} ({_looked(root)}); correct the path"

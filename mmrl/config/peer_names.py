@@ -127,6 +127,7 @@ VERL: Mapping[str, Here] = {
     "actor_rollout_ref.model.path": _here("model.path"),
     "actor_rollout_ref.model.lora_rank": _here("model.lora.rank"),
     "actor_rollout_ref.model.lora_alpha": _here("model.lora.alpha"),
+    "actor_rollout_ref.model.lora_adapter_path": _here("model.lora.path"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": _here("model.gradient_checkpointing"),
     "actor_rollout_ref.actor.strategy": _here("train.backend"),
     "actor_rollout_ref.actor.optim.lr": _here("optim.lr"),

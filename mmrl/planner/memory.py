@@ -147,7 +147,8 @@ def _trained(description: Description, recipe: Recipe, objective: Objective, for
     how = recipe.performance
     if how.optimizer == "adamw_8bit":  # its kernels take no tensors without data
         how = how.model_copy(update={"optimizer": "adamw"})
-    policy = Policy(description.pipeline.policy, recipe.optim, total, performance=how)
+    continues = recipe.model.continues_adapter
+    policy = Policy(description.pipeline.policy, recipe.optim, total, performance=how, continues=continues)
     for name in kept_copies(objective):
         policy.keep(name)
     others = [c.module for c in description.components if c.role == "critic"]

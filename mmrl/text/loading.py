@@ -13,6 +13,7 @@ from torch import nn
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.pipelines.lora import adapted, saved_adapter
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """The linear layers of the common decoder layer; vision towers are left out."""
@@ -127,6 +128,8 @@ def _adapted(model: Any, recipe: Recipe) -> nn.Module:
 
     lora = recipe.model.lora
     assert lora is not None
+    if saved := saved_adapter(lora):
+        return adapted(model, saved, recipe.model.path)
     torch.manual_seed(recipe.seed)
     sees = any(re.fullmatch(_VISION, name) for name, _ in model.named_modules())
     config = LoraConfig(
