@@ -33,10 +33,11 @@ RECIPES = {
         "sums-dpo",
         ["train.prompts_per_step=5", "algorithm={type: sft, completion: chosen}", "model.dtype=float32"],
     ),
+    "kto": ("sums-dpo", ["train.prompts_per_step=5", "algorithm={type: kto, beta: 0.5}", "model.dtype=float32"]),
     "resampled": ("sums", [*RESAMPLED, "rewards[0].normalize=batch", "sampling.temperature=0.3"]),
 }
 
-GIVEN = {"sft"}
+GIVEN = {"sft", "kto"}
 """Of given texts: nothing is sampled."""
 
 LOAD = {"balance/load", "balance/load_predicted"}
@@ -135,7 +136,7 @@ def check(name, sizes, folder):
     return sampled
 
 
-@pytest.mark.parametrize("name", ["diffusion", "text", "resampled", "sft"])
+@pytest.mark.parametrize("name", ["diffusion", "text", "resampled", "sft", "kto"])
 def test_two_controllers_do_what_one_does(name, tmp_path):
     check(name, [2], tmp_path)
 

@@ -27,6 +27,7 @@ from mmrl.algorithms import (
     grpo,
     grpo_guard,
     gspo,
+    kto,
     orpo,
     picture_dpo,
     ppo,
@@ -89,6 +90,7 @@ PATHWISE: list[type[Pathwise]] = [
 ]
 OFFLINE: list[type[Offline]] = [
     dpo.DPO,
+    kto.KTO,
     orpo.ORPO,
     picture_dpo.PictureDPO,
     reward_model.RewardModel,

@@ -170,6 +170,13 @@ class ResponseSettings(GivenSettings):
     trains_on: ClassVar[TrainsOn] = "responses"
     completion: str = "completion"
     """The column of the data that has the response. ``chosen`` takes the better text of pairs."""
+    mismatches: ClassVar[bool] = False
+    """Whether each prompt is compared with the response of another, too."""
+
+    @property
+    def label_column(self) -> str | None:
+        """The column of the data that says whether a response is good; None where all are."""
+        return None
 
     @property
     def given_texts(self) -> Mapping[str, str]:

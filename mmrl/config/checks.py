@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from mmrl.algorithms.settings import ResponseSettings
 from mmrl.config.performance import NEEDS_HALF, PICTURE_ATTENTION, TEXT_ATTENTION
 from mmrl.config.picture_checks import of_pictures
 from mmrl.config.placement_checks import of_placement
@@ -114,6 +115,11 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
         yield (
             f"train.group_size: {algorithm.type} trains on one given {one} per prompt and samples no group; "
             "set train.group_size to 1"
+        )
+    if isinstance(algorithm, ResponseSettings) and algorithm.mismatches and recipe.train.prompts_per_step < 2:
+        yield (
+            f"train.prompts_per_step: {algorithm.type} compares each prompt with the response of another one of its "
+            "step, and a step of 1 has no other; set it to 2 or more"
         )
     if recipe.rewards:
         yield (

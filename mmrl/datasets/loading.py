@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mmrl
+from mmrl.algorithms.settings import ResponseSettings
 from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
 from mmrl.datasets.records import checked
+from mmrl.datasets.unpaired import Unpaired, is_paired
 from mmrl.errors import UserError
 from mmrl.trajectory import Prompt
 
@@ -32,4 +34,9 @@ def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
     if not prompts:
         raise UserError(f"data.{split}: {name} gave no prompts for {options or 'its defaults'}; change data.{split}")
     checked(prompts, recipe.data.max_bad_fraction)
+    algorithm = recipe.algorithm
+    if isinstance(algorithm, ResponseSettings) and (label := algorithm.label_column) is not None:
+        return (
+            Unpaired(prompts, algorithm.completion, label) if is_paired(prompts[0], algorithm.completion) else prompts
+        )
     return prompts

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages
 from mmrl.algorithms.multi_reward import aggregated
-from mmrl.algorithms.objective import Scored, advantages_of, prepared_by, sampler
+from mmrl.algorithms.objective import Scored, advantages_of, compares_batch, prepared_by, sampler
 from mmrl.algorithms.settings import AdvantageAggregation
 from mmrl.config.checks import label_of
 from mmrl.engines.policy import Version
@@ -21,6 +21,7 @@ from mmrl.pipelines.protocol import entries_of, of_text, recorded_steps
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scores
+from mmrl.rollout.mismatched import mismatched, of_batch, prompt_of_step
 from mmrl.training.batch import Batch, Groups, Round, chunks, rows_of_update, samples_of
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import SamplingSpec, StepContext
@@ -293,12 +294,19 @@ def mask_of(batch: Batch) -> Tensor | None:
     return mask
 
 
-def unsampled_batch(context: StepContext, slots: list[Slot], clock: Clock) -> Batch:
+def unsampled_batch(context: StepContext, slots: list[Slot], step: int, clock: Clock) -> Batch:
     """The rows of a step that has nothing to sample: a pathwise one samples in its update, an offline one has given
     pairs or responses."""
     with clock("encode"):
         slots, keys, bad = encode(context, slots)
-    return prompts_alone(context, slots, keys, bad)
+    objective = context.objective
+    if not compares_batch(objective):
+        return prompts_alone(context, slots, keys, bad)
+    slots = mismatched(context, slots, prompt_of_step(context, step))
+    batch = prompts_alone(context, slots, keys, bad)
+    with clock("prepare"):
+        batch.prepared = of_batch(context, objective, batch)
+    return batch
 
 
 def prompts_alone(context: StepContext, slots: list[Slot], keys: list[str], failures: Sequence[Failure] = ()) -> Batch:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mmrl.algorithms.objective import ComparesBatch, compares_batch
 from mmrl.controller.randomness import seed_of
 from mmrl.errors import BadPromptError, UserError
 from mmrl.pipelines.protocol import pairs_of
@@ -24,6 +25,7 @@ from mmrl.report.texts import write_texts
 from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rollout.collect import encode, prompts_alone
+from mmrl.rollout.mismatched import mismatched
 from mmrl.training.batch import chunks
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
@@ -104,7 +106,7 @@ class Evaluator:
         """The objective's figures, mean over the records of ``slots`` (or their tokens) under the evaluation's weights;
         the slots whose records can be used, and why the others cannot."""
         run, good, bad = self.run, list[Slot](), list[Failure]()
-        pairs = pairs_of(run.pipeline)
+        pairs, prepared = pairs_of(run.pipeline), dict[str, Tensor]()
         sums: defaultdict[str, float] = defaultdict(float)
         total = 0.0
         with (
@@ -112,10 +114,13 @@ class Evaluator:
             torch.no_grad(),
             Progress(len(slots), "evaluate", "records") as progress,
         ):
+            if compares_batch(run.objective):
+                slots, bad, prepared = self._prepared(slots, run.objective)
             for chunk in chunks(slots, run.recipe.train.micro_batch_size):
                 usable, keys, unusable = self._encode(chunk)
-                good, bad = good + usable, bad + unusable
                 batch = prompts_alone(run, usable, keys)
+                batch.prepared = {name: of[len(good) :][: len(usable)] for name, of in prepared.items()}
+                good, bad = good + usable, bad + unusable
                 total += run.objective.loss_denominator(batch.weights, batch.lengths)
                 for micro_batch in split_micro_batches(run, batch, list(range(len(usable)))):
                     new = pairs.compare(micro_batch.rows, run.objective.needs, run.policy.using)
@@ -130,6 +135,28 @@ class Evaluator:
             raise UserError(f"data.heldout: none of its records can be used{named}")
         names = dict.fromkeys(name for _, sums in everyone for name in sums)
         return good, {name: sum(sums.get(name, 0.0) for _, sums in everyone) / count for name in names}, bad
+
+    def _prepared(
+        self, slots: list[Slot], objective: ComparesBatch
+    ) -> tuple[list[Slot], list[Failure], dict[str, Tensor]]:
+        """The slots whose records can be used, each with another's response; why the others cannot; and what the
+        objective reads of all of them, ``[B]``."""
+        run, good, bad = self.run, list[Slot](), list[Failure]()
+        columns: defaultdict[str, list[Tensor]] = defaultdict(list)
+        for chunk in chunks(slots, run.recipe.train.micro_batch_size):
+            usable, keys, unusable = self._encode(chunk)
+            good, bad = good + usable, bad + unusable
+            run.pipeline.features.release(keys)
+        good = mismatched(run, good, lambda place: self.prompts[place[0] % len(self.prompts)])
+        for chunk in chunks(good, run.recipe.train.micro_batch_size):
+            keys = run.pipeline.encode(chunk)
+            batch = prompts_alone(run, chunk, keys)
+            new = pairs_of(run.pipeline).compare(batch.micro_batches[0], objective.prepares, run.policy.using)
+            for name in objective.prepares:
+                columns[name].append(new[name].cpu())
+            run.pipeline.features.release(keys)
+        whole = {name: torch.cat(of) if (of := columns[name]) else torch.zeros(0) for name in objective.prepares}
+        return good, bad, objective.of_batch(whole, torch.ones(len(good)), run.controller.total)
 
     def _encode(self, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Failure]]:
         """Encode what can be; nothing takes the place of the rest, so that every evaluation is of the same

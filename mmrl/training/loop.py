@@ -47,7 +47,9 @@ def train_step(
     metrics = StepMetrics(len(slots))
     objective = context.objective
     sampled = objective.kind in ("policy_gradient", "forward_process")
-    batch = collect_batch(context, slots, step, clock, metrics) if sampled else unsampled_batch(context, slots, clock)
+    batch = (
+        collect_batch(context, slots, step, clock, metrics) if sampled else unsampled_batch(context, slots, step, clock)
+    )
     for update in range(train.updates_per_step):
         rows = rows_of_update(batch, update, train.updates_per_step)
         if objective.kind == "forward_process":
