@@ -30,7 +30,7 @@ from mmrl.config.rollout import Rejection, Rollout
 from mmrl.config.sampling import TextSampling
 from mmrl.errors import UserError
 
-TOKEN_TYPES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "sapo", "ppo", "capo"]
+TOKEN_TYPES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "gmpo", "cispo", "sapo", "ppo", "capo"]
 MODES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 
@@ -367,6 +367,26 @@ def test_gspo_is_verls():
     assert gradient(algorithm).flatten().tolist() == pytest.approx(verl, abs=1e-8)
 
 
+def test_gmpo_is_verls():
+    """Of ``compute_policy_loss_geo_mean`` of verl 0.9.1 (called in float64 with its own masked_sum and masked_mean)."""
+    algorithm = objective("gmpo", clip_low=0.15, clip_high=0.25)
+    loss = run(algorithm)[0]
+    assert loss.value.item() == pytest.approx(-0.3866915567163661, rel=1e-7)
+    verl = [-0.08195595, 0, -0.08195595, 0.11890368, 0, 0, 0.11310468, 0, 0, -0.16391191, 0, -0.16391191]
+    assert gradient(algorithm).flatten().tolist() == pytest.approx(verl, abs=1e-7)
+    assert loss.sums["policy/clip_fraction_high"].item() == pytest.approx(2 / 3)  # one token of three, in two responses
+    assert loss.sums["policy/clip_fraction_low"].item() == pytest.approx(1 / 2)  # one of two
+
+
+def test_gmpo_of_one_token_is_a_clipped_ratio_in_log_space():
+    one, x = f64([[1.0]] * 4), f64([[0.6], [-0.6], [0.6], [-0.6]])
+    algorithm = objective("gmpo")
+    made = algorithm.surrogate(x, x, f64([[1.0], [1.0], [-1.0], [-1.0]]), one)
+    assert made.loss.flatten().tolist() == pytest.approx(
+        [-math.exp(0.4), -math.exp(-0.6), math.exp(0.6), math.exp(-0.4)]
+    )
+
+
 def test_cispo_is_verls():
     algorithm = objective("cispo", ratio_max=1.2)
     assert run(algorithm)[0].value.item() == pytest.approx(0.63263493, abs=1e-8)
@@ -444,11 +464,11 @@ def test_asymmetric_clip_fractions_say_where_gradients_were_taken():
     assert low.sums["policy/clip_fraction_low"] / total == pytest.approx(2 / 9)
 
 
-# In rloo and gspo a response has one loss, and nothing to choose.
-AGGREGATED = [(n, {"aggregation": m}) for n in TOKEN_TYPES for m in MODES if n not in ("rloo", "gspo")]
+# In rloo, gspo and gmpo a response has one loss, and nothing to choose.
+AGGREGATED = [(n, {"aggregation": m}) for n in TOKEN_TYPES for m in MODES if n not in ("rloo", "gspo", "gmpo")]
 
 
-@pytest.mark.parametrize(("name", "aggregation"), [*AGGREGATED, ("rloo", {}), ("gspo", {})])
+@pytest.mark.parametrize(("name", "aggregation"), [*AGGREGATED, ("rloo", {}), ("gspo", {}), ("gmpo", {})])
 def test_any_split_into_micro_batches_and_controllers_has_the_same_gradient(name, aggregation):
     """Padding of a slice is cut to its own longest response, rows are dropped and one is empty."""
     generator = torch.Generator().manual_seed(3)

@@ -65,7 +65,7 @@ TRL: Mapping[str, Here] = {
     "delta": _here("algorithm.dual_clip"),
     "scale_rewards": _here("algorithm.advantage_std", note="group, batch or none"),
     "loss_type": _here("algorithm.type", "algorithm.aggregation"),
-    "importance_sampling_level": _here("algorithm.type", note="gspo has one ratio for a response"),
+    "importance_sampling_level": _here("algorithm.type", note="gspo and gmpo have one ratio for a response"),
     "multi_objective_aggregation": _here("algorithm.advantage_aggregation"),
     "mask_truncated_completions": _here("algorithm.mask_truncated"),
     "sapo_temperature_pos": _here("algorithm.tau_pos"),
@@ -147,7 +147,7 @@ VERL: Mapping[str, Here] = {
     "actor_rollout_ref.actor.tau_pos": _here("algorithm.tau_pos"),
     "actor_rollout_ref.actor.tau_neg": _here("algorithm.tau_neg"),
     "actor_rollout_ref.actor.freeze_vision_tower": _here("model.freeze"),
-    "actor_rollout_ref.actor.policy_loss.loss_mode": _here("algorithm.type"),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": _here("algorithm.type", note="gmpo for geo_mean"),
     "actor_rollout_ref.actor.loss_agg_mode": _here(
         "algorithm.aggregation", note="token_mean, seq_mean_token_mean, seq_mean_token_sum, seq_mean_token_sum_norm"
     ),
