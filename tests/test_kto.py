@@ -35,7 +35,7 @@ data: {{name: jsonl, train: {DATA}, heldout: {DATA}}}
 sampling: {{max_new_tokens: 8}}
 algorithm: {{type: kto}}
 train: {{steps: 25, prompts_per_step: 16, group_size: 1, micro_batch_size: 16}}
-optim: {{lr: 3.0e-3, weight_decay: 0.0}}
+optim: {{lr: 3.0e-3, weight_decay: 0.0, max_grad_norm: 1.0e+9}} # gradients are compared
 eval: {{every: 25, samples: 24}}
 """
 LORA = "model.lora={rank: 4, alpha: 8}"

@@ -29,6 +29,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_text(recipe),
             *_pairs(recipe),
             *_partial(recipe),
+            *_normalize(recipe),
             *of_placement(recipe),
             *_labels(recipe),
             *_weights(recipe),
@@ -39,6 +40,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_groups(recipe),
         *recipe.algorithm.conflicts(recipe.sampling),
         *_diffusion(recipe),
+        *_normalize(recipe),
         *_pairs(recipe),
         *of_pictures(recipe),
         *_batches(recipe),
@@ -172,6 +174,19 @@ def _partial(recipe: Recipe) -> Iterator[str]:
             f"rollout.partial.pools: {partial.pools} do not divide among {recipe.controllers} controllers, which have "
             f"whole ones; set it to {-(-partial.pools // recipe.controllers) * recipe.controllers}, or controllers to "
             "a divisor of it"
+        )
+
+
+def _normalize(recipe: Recipe) -> Iterator[str]:
+    rollout = recipe.rollout
+    if rollout.importance_normalize == "none":
+        return
+    if recipe.sampling.type != "text" or recipe.algorithm.kind != "policy_gradient":
+        yield "rollout.importance_normalize: only sampled text has such weights; remove it"
+    elif rollout.engine == "transformers" and rollout.importance == "auto" and not recipe.placement.apart:
+        yield (
+            "rollout.importance_normalize: the weights that train sample as well, so that nothing is weighed; remove "
+            "it, or set rollout.importance"
         )
 
 

@@ -179,7 +179,7 @@ VERL: Mapping[str, Here] = {
     "algorithm.rollout_correction.rollout_is_threshold": _here("rollout.importance_cap"),
     "algorithm.rollout_correction.rollout_rs": _here("rollout.rejection[0].statistic"),
     "algorithm.rollout_correction.rollout_rs_threshold": _here("rollout.rejection[0].high", "rollout.rejection[0].low"),
-    "algorithm.rollout_correction.rollout_is_batch_normalize": _here(note="mmrl has no such setting; remove it"),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": _here("rollout.importance_normalize", note="batch"),
     "critic.optim.lr": _here("algorithm.critic_lr"),
     "data.train_files": _here("data.train"),
     "data.val_files": _here("data.heldout"),

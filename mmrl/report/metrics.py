@@ -71,6 +71,7 @@ METRICS: dict[str, str] = {
     "balance/load": "Several controllers, text: work seconds of the busiest, without waiting, over the mean.",
     "balance/load_predicted": "The same ratio, as predicted when the step's prompts were assigned.",
     "balance/residual": "Absolute errors of the predicted seconds over the measured seconds, all controllers.",
+    "mismatch/normalizer": "rollout.importance_normalize: mean importance weight that all are divided by.",
     "policy/kl_k2": "reinforce_pp, variant baseline: half the squared log-ratio to the reference, mean.",
     "advantage/overlong_fraction": "dapo: fraction of responses punished for their length.",
     "advantage/kl": "KL divergence from the reference, subtracted from the reward, nats (reinforce_pp, ppo, rloo).",

@@ -21,6 +21,7 @@ from mmrl.pipelines.protocol import entries_of, of_text, recorded_steps
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scores
+from mmrl.rollout.importance import SCALE, mean_weight, normalizes
 from mmrl.rollout.mismatched import mismatched, of_batch, prompt_of_step
 from mmrl.training.batch import Batch, Groups, Round, chunks, rows_of_update, samples_of
 from mmrl.training.micro_batches import split_micro_batches
@@ -45,6 +46,10 @@ def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clo
     how: AdvantageAggregation = getattr(context.recipe.algorithm, "advantage_aggregation", "sum")
     advantages = aggregated(advantages_of(context.objective), scored, how)
     batch.advantages, batch.weights = advantages.values, row_weights(context, batch, scored.groups, advantages)
+    if normalizes(context) and scored.mask is not None:
+        mean = mean_weight(context, batch, scored.mask)
+        batch.prepared[SCALE] = torch.full((len(batch.places),), mean)
+        metrics.set({"mismatch/normalizer": mean})
     if advantages.returns is not None:
         batch.prepared["returns"] = advantages.returns
     if scored.mask is not None:
@@ -256,12 +261,12 @@ def group_of_row(groups: int, context: StepContext) -> Tensor:
 def prepare(context: StepContext, batch: Batch, scored: Scored) -> Scored:
     """Recompute what must be known of the whole batch before its first update, in the very slices of the updates.
 
-    Log-probs of the policy before the update are needed only where something moves between: with one update per step
-    the first replay is that policy, and its ratio is 1. Of pictures they were recorded (but see
-    ``StepContext.another_drew``).
+    Log-probs of the policy before the update are needed only where something moves between, or where the mean of
+    importance weights is asked for: with one update per step the first replay is that policy, and its ratio is 1. Of
+    pictures they were recorded (but see ``StepContext.another_drew``).
     """
     updates, mask = context.recipe.train.updates_per_step, mask_of(batch)
-    moves = updates > 1 and "log_probs" in context.objective.needs
+    moves = (updates > 1 or normalizes(context)) and "log_probs" in context.objective.needs
     kept = {"log_probs", "values"}
     wanted = prepared_by(context.objective) | (frozenset({"log_probs"}) if moves else frozenset())
     if context.policy.weights.stages is not None:  # where an update calls the model once

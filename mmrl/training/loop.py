@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmrl import finite
-from mmrl.algorithms.mismatch import Correction, mismatch
+from mmrl.algorithms.mismatch import mismatch
 from mmrl.algorithms.objective import Pathwise, copies_of
 from mmrl.controller.randomness import generator
 from mmrl.engines.policy import snapshot_name
@@ -25,6 +25,7 @@ from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, RewardError
 from mmrl.rollout.collect import collect_batch, unsampled_batch
+from mmrl.rollout.importance import SCALE, correction_of
 from mmrl.samples import make_samples
 from mmrl.training.batch import MicroBatch, counted, of_group, rows_of_update
 from mmrl.training.micro_batches import split_micro_batches
@@ -141,15 +142,9 @@ def importance_weights(
     Where ``old`` has no log-probs of the policy, those of ``new`` are taken, detached: no weight has moved yet.
     """
     own = old.get("log_probs", new["log_probs"].detach())
-    rollout = context.recipe.rollout
-    # The weights that train also sampled, in the same process.
-    same = rollout.engine == "transformers" and not context.rollout.strategy.staleness
-    how = ("none" if same else "token") if rollout.importance == "auto" else rollout.importance
     counted = old["mask"] * old["weights"].unsqueeze(1)
-    correction = Correction(
-        how, rollout.importance_cap, rollout.importance_floor, rollout.importance_mode, rollout.rejection
-    )
-    gap = mismatch(own, old["rollout_log_probs"], counted, correction)
+    scale = old[SCALE].unsqueeze(1) if SCALE in old else 1.0
+    gap = mismatch(own, old["rollout_log_probs"], counted, correction_of(context), scale)
     metrics.gather(gap.sums, gap.maxima, gap.tokens)
     return old | {"log_probs": own} | ({} if gap.weights is None else {"importance": gap.weights})
 
