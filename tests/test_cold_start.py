@@ -20,7 +20,7 @@ from tests.test_sft import RECIPE, answers, write
 
 GRPO = [
     "algorithm={type: grpo, kl_coef: 0.1}",
-    "rewards=[{name: even.py}]",
+    "rewards=[{name: digits.py}]",
     "train={steps: 3, prompts_per_step: 4, group_size: 4, micro_batch_size: 16}",
     "eval.every=3",
     "eval.samples=8",
@@ -46,9 +46,9 @@ def folder(tmp_path_factory):
     tiny.language_model(made / "model", sharp=0.05)
     write(made / "answers.jsonl", answers(60))
     (made / "recipe.yaml").write_text(RECIPE)
-    (made / "even.py").write_text(
+    (made / "digits.py").write_text(
         "import mmrl\n\n@mmrl.reward(inputs=('text',))\ndef score(samples, *, context):\n"
-        "    return [float(s.text[-1:] in tuple('02468')) for s in samples]\n"
+        "    return [float(sum(map(ord, s.text)) % 3) for s in samples]  # of any texts some differ\n"
     )
     short = ["train.steps=12", "eval.every=12", "eval.samples=8"]
     train(load(made, *short, "optim.lr=1e-2", "model.lora={rank: 4, alpha: 12, targets: [q_proj, v_proj]}"), made / "l")
