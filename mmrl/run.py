@@ -61,14 +61,7 @@ def build(
     ``scored``: False leaves out rewards and training prompts, for who only samples.
     """
     controller = controller or Controller(recipe.seed)
-    device = choose_device(recipe.device)
-    if refused := list(performance.refusals(recipe, performance.ability(str(device)))):
-        raise UserError("\n".join(refused))
-    performance.settle(recipe.performance, device)
-    if recipe.threads:
-        torch.set_num_threads(recipe.threads)
-    if recipe.features.folder and not Path(recipe.features.folder).is_dir():
-        raise UserError(f"features.folder: {recipe.features.folder} is no folder here; make it, or name a local one")
+    device = _settled_device(recipe)
     prompts = in_order(recipe, load_prompts(recipe, root, "train")) if scored else []
     later = recipe.placement.sleep or recipe.devices_per_controller > 1  # judges wake when a device first judges
     patience = Patience(recipe.scoring, controller.gather)
@@ -109,6 +102,19 @@ def build(
         Rollout(strategy, parts, None if balance is None or streams else balance.cost),
         critic,
     )
+
+
+def _settled_device(recipe: Recipe) -> torch.device:
+    """The recipe's device, with its settings made. Raises ``UserError`` for what this machine cannot do."""
+    device = choose_device(recipe.device)
+    if refused := list(performance.refusals(recipe, performance.ability(str(device)))):
+        raise UserError("\n".join(refused))
+    performance.settle(recipe.performance, device)
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+    if recipe.features.folder and not Path(recipe.features.folder).is_dir():
+        raise UserError(f"features.folder: {recipe.features.folder} is no folder here; make it, or name a local one")
+    return device
 
 
 def _require_gradients(recipe: Recipe, rewards: RewardSet) -> None:
