@@ -107,3 +107,32 @@ def test_the_first_records_of_a_mixture_are_of_all_sources(folder, capsys):
     found = json.loads(said)["splits"]["train"]
     assert found["sources"] == {"a": 2, "b": 2}
     assert [record["id"].partition("/")[0] for record in found["shown"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "record", "shown"),
+    [
+        ("sft", {"completion": "Two."}, [["completion"]]),
+        ("kto", {"chosen": "Two.", "rejected": "Three."}, [["completion"]] * 2),
+        ("dpo", {"chosen": "Two.", "rejected": "Three."}, [["chosen", "rejected"]]),
+    ],
+)
+def test_given_responses_are_counted(folder, tmp_path, capsys, algorithm, record, shown):
+    lines(tmp_path / "given.jsonl", [{"prompt": "1 + 1?", **record}])
+    data = f"{{path: {tmp_path}/given.jsonl, heldout: 0}}"
+    (tmp_path / "recipe.yaml").write_text(
+        f"""
+name: tiny
+pipeline: llm/chat
+model: {{path: {folder}/model}}
+data: {{name: jsonl, train: {data}, heldout: {data}}}
+sampling: {{max_new_tokens: 6}}
+algorithm: {{type: {algorithm}}}
+train: {{steps: 1, prompts_per_step: 2, group_size: 1, micro_batch_size: 4}}
+"""
+    )
+    code, said = checked(capsys, tmp_path / "recipe.yaml", "--json")
+    found = json.loads(said)["splits"]["train"]["shown"]
+    assert code == 0
+    assert [list(one["responses"]) for one in found] == shown
+    assert all(count > 1 for one in found for count in one["responses"].values())

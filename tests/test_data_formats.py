@@ -170,6 +170,14 @@ def test_pairs_of_trl_need_no_options(tmp_path):
     assert d.meta == {"chosen": "Hello.", "rejected": "No."}
 
 
+def test_responses_with_labels_need_no_options(tmp_path):
+    rated = {"prompt": "Hi?", "completion": "Hello.", "label": True}
+    (found,) = jsonl("train", path=lines(tmp_path / "q.jsonl", rated), heldout=0)
+    assert found.meta == {"completion": "Hello.", "label": True}
+    (other,) = jsonl("train", path=lines(tmp_path / "r.jsonl", {"prompt": "Hi?", "label": True}), heldout=0)
+    assert not other.meta
+
+
 def test_records_of_verl_have_their_answer(tmp_path):
     record = {"prompt": [{"role": "user", "content": "1 + 1?"}], "reward_model": {"style": "rule", "ground_truth": "2"}}
     (found,) = jsonl("train", path=lines(tmp_path / "q.jsonl", record), heldout=0)

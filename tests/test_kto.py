@@ -26,7 +26,7 @@ from mmrl.trajectory import Prompt
 from tests import tiny
 from tests.test_sft import SLICES, flat, gradient_of, lines, write
 
-DATA = "{path: rated.jsonl, meta: [completion, label], heldout: 24}"
+DATA = "{path: rated.jsonl, heldout: 24}"
 RECIPE = f"""
 name: tiny-kto
 pipeline: llm/chat
@@ -162,7 +162,7 @@ def test_the_policy_that_began_has_no_divergence(folder):
 
 
 def test_pairs_become_two_records_each(folder):
-    paired = "{path: pairs.jsonl, meta: [chosen, rejected], heldout: 0}"
+    paired = "{path: pairs.jsonl, heldout: 0}"
     loaded = load(folder, f"data={{name: jsonl, train: {paired}, heldout: {paired}}}")
     prompts = load_prompts(loaded.recipe, loaded.root, "train")
     assert len(prompts) == 40
@@ -174,6 +174,27 @@ def test_pairs_become_two_records_each(folder):
     row, failures = loop.train_step(build(loaded.recipe, loaded.root), 0, Clock(torch.device("cpu")))
     assert not failures
     assert row["policy/loss"] == pytest.approx(0.5, abs=1e-5)
+
+
+def test_sources_of_a_mixture_have_pairs_or_labels(folder):
+    pairs, labelled = "{path: pairs.jsonl, heldout: 0}", "{path: rated.jsonl, heldout: 24}"
+    sources = [f"{{name: jsonl, label: {n}, train: {d}, heldout: {d}}}" for n, d in (("p", pairs), ("r", labelled))]
+    loaded = load(folder, f"data={{mixture: [{', '.join(sources)}]}}")
+    assert len(load_prompts(loaded.recipe, loaded.root, "train")) == 40 + 176
+    run = build(loaded.recipe, loaded.root)
+    for step in range(2):  # so that the divergence is not 0
+        _, failures = loop.train_step(run, step, Clock(torch.device("cpu")))
+        assert not failures
+    held = Evaluator(run, load_prompts(loaded.recipe, loaded.root, "heldout"), folder)
+    whole, _, bad = held.score(24)
+    assert not bad
+    shares = {name: whole[f"source/{name}/samples"] / 24 for name in ("p", "r")}
+    assert sum(shares.values()) == 1
+    for figure in ("policy/loss", "kto/margin"):
+        of = sum(share * whole[f"source/{name}/{figure}"] for name, share in shares.items())
+        assert whole[figure] == pytest.approx(of, rel=1e-5)
+    assert whole["source/p/kto/kl"] == pytest.approx(whole["kto/kl"], rel=1e-5)  # one estimate for all
+    assert whole["kto/kl"] > 0
 
 
 @pytest.mark.parametrize("label", [None, "yes", 2])

@@ -27,8 +27,8 @@ TEXT = ("prompt", "question", "text", "messages")
 ANSWER = ("answer", "solution")
 PAIR = ("chosen", "rejected")
 """A better and a worse response, by the columns of TRL's preference data."""
-COMPLETION = "completion"
-"""A given response, as TRL calls it."""
+COMPLETION, LABEL = "completion", "label"
+"""A given response and whether it is good, as TRL calls them."""
 _TRUTH = "reward_model.ground_truth"
 """Where verl's records have the answer."""
 IMAGES = ("images", "image")
@@ -178,6 +178,7 @@ def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
         *VIDEOS,
         *PAIR,
         COMPLETION,
+        LABEL,
         "margin",
         *_OTHERS,
         *(str(name) for name in named if name),
@@ -267,7 +268,7 @@ def _meta(record: Mapping[str, Cell], columns: Columns) -> dict[str, Cell]:
         meta["answer"] = answer
     meta |= _pair(record, columns)
     if _is_response(record.get(COMPLETION)):
-        meta[COMPLETION] = record[COMPLETION]
+        meta |= {name: record[name] for name in (COMPLETION, LABEL) if name in record}
     meta |= {name: _pick(record, name, ()) for name in columns.meta}
     meta |= {name: _pick(record, column, ()) for name, column in columns.renamed.items()}
     try:

@@ -92,6 +92,6 @@ def label_of(prompt: Prompt, column: str) -> bool:
     if said is None or said not in (True, False):
         raise BadPromptError(
             prompt.id,
-            f"meta[{column!r}] is {said!r}; a response is good (true) or bad (false), name the column in meta",
+            f"meta[{column!r}] is {said!r}, neither true (good) nor false (bad); algorithm.labels names the column",
         )
     return bool(said)
