@@ -50,6 +50,7 @@ def prompts(
     images: str | Sequence[str] | None = None,
     videos: str | None = None,
     system: str | None = None,
+    negative_prompt: str | None = None,
     meta: Sequence[str] = (),
 ) -> Records:
     """The prompts of ``split``, in the order of the source; a record is read when its prompt is asked for.
@@ -59,11 +60,11 @@ def prompts(
     them (below 1, rounded up), are held out; 0 gives all of them to either split. ``root``: the folder that media must
     be in, the file's own unless given. ``verify``: how media are looked at before the start, ``decode`` or ``headers``;
     the default is ``decode`` for files and, since it would read a whole table, nothing for media inside one.
-    ``prompt``, ``answer``, ``images``, ``videos``, ``system``: columns, ``a.b`` for a key inside another, and several
-    of ``images`` for pairs (``[chosen, rejected]``); ``meta``: further columns that a reward may know. ``.bad`` names
-    what was left out. Raises ``UserError``.
+    ``prompt``, ``answer``, ``images``, ``videos``, ``system``, ``negative_prompt``: columns, ``a.b`` for a key inside
+    another, and several of ``images`` for pairs (``[chosen, rejected]``); ``meta``: further columns that a reward may
+    know. ``.bad`` names what was left out. Raises ``UserError``.
     """
-    columns = Columns(prompt, answer, images, videos, system, meta)
+    columns = Columns(prompt, answer, images, videos, system, negative_prompt, meta)
     file = Path(path)
     home = Path(root) if root else file.parent if file.is_file() else file
     if file.suffix.lower() == ".jsonl" or (file.suffix.lower() == ".json" and _is_lines(file)):

@@ -105,6 +105,8 @@ DIFFUSERS: Mapping[str, Here] = {
     "num_frames": _here("sampling.frames"),
     "sample_num_steps": _here("sampling.steps"),
     "sample_guidance_scale": _here("sampling.guidance_scale"),
+    "true_cfg_scale": _here("sampling.guidance_scale"),
+    "negative_prompt": _here("sampling.negative_prompt", note="a column negative_prompt of the records wins"),
     "sample_batch_size": _here("sampling.batch_size"),
     "train_batch_size": _here("train.micro_batch_size"),
     "train_clip_range": _here("algorithm.clip_range"),

@@ -12,6 +12,7 @@ def of_pictures(recipe: Recipe) -> list[str]:
     """All of it, at once; each names the key to change."""
     return [
         *_window(recipe),
+        *_negative_prompt(recipe),
         *_noise(recipe),
         *_levels(recipe),
         *_steps(recipe),
@@ -37,6 +38,15 @@ def _window(recipe: Recipe) -> Iterator[str]:
         yield (
             f"sampling.window: {window.size} steps do not fit into [{window.first}, {last}); "
             "lower sampling.window.size or raise sampling.steps"
+        )
+
+
+def _negative_prompt(recipe: Recipe) -> Iterator[str]:
+    scale = recipe.denoising.guidance_scale
+    if recipe.denoising.negative_prompt is not None and max(scale, recipe.algorithm.loss_guidance(scale)) <= 1:
+        yield (
+            f"sampling.negative_prompt: sampling.guidance_scale is {scale:g}, and without guidance no negative prompt "
+            "is used; set sampling.guidance_scale above 1 (4.5, say), or remove sampling.negative_prompt"
         )
 
 

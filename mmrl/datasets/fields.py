@@ -22,7 +22,7 @@ TEXT = ("prompt", "question", "text", "messages")
 ANSWER = ("answer", "solution")
 IMAGES = ("images", "image")
 VIDEOS = ("videos", "video")
-_OTHERS = ("system", "meta", "id", "file_name", "file_names")
+_OTHERS = ("system", "negative_prompt", "meta", "id", "file_name", "file_names")
 """Further keys that are read, or say nothing of the prompt."""
 _NAMED = 8
 
@@ -37,6 +37,7 @@ class Columns:
     """Several columns: one after the other, each of which must be there."""
     videos: str | None = None
     system: str | None = None
+    negative_prompt: str | None = None
     meta: Sequence[str] = ()
     """Further keys that a reward may know, by their own names."""
 
@@ -49,6 +50,7 @@ class Fields:
     system: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     media: list[tuple[Kind, Any]] = field(default_factory=list)
+    negative_prompt: str | None = None
     shown: int = 0
     """Pictures and clips that are parts of its messages, wherever their bytes are."""
 
@@ -70,6 +72,7 @@ def read_fields(record: Any, columns: Columns | None = None) -> Fields:
         if not isinstance(system, str):
             raise ValueError(f"{columns.system or 'system'!r} is not text")
         found.system = clean_text(system)
+    found.negative_prompt = negative_of(record, columns.negative_prompt)
     images = [columns.images] if columns.images is None or isinstance(columns.images, str) else columns.images
     lists: list[tuple[str | None, Sequence[str], Kind]] = [
         *((name, IMAGES, "image") for name in images),
@@ -93,7 +96,9 @@ def make_prompt(name: str, fields: Fields, media: Sequence[Media]) -> Prompt:
     """
     if fields.shown and not media:
         raise ValueError(f"its messages show {fields.shown} pictures or clips, and the record has none of them")
-    return Prompt(name, fields.text, fields.meta, tuple(arranged(fields.text, media)), fields.system)
+    return Prompt(
+        name, fields.text, fields.meta, tuple(arranged(fields.text, media)), fields.system, fields.negative_prompt
+    )
 
 
 def arranged(text: str, media: Sequence[Media]) -> list[Media]:
@@ -120,7 +125,8 @@ class UnreadColumns(UserWarning):
 def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
     """Name the keys of records that neither a prompt is made of nor a reward may know, once."""
     images = [columns.images] if isinstance(columns.images, str) else columns.images or ()
-    named = (columns.prompt, columns.answer, columns.videos, columns.system, *images, *columns.meta)
+    texts = (columns.prompt, columns.answer, columns.system, columns.negative_prompt)
+    named = (*texts, columns.videos, *images, *columns.meta)
     read = {*TEXT, *ANSWER, *IMAGES, *VIDEOS, *_OTHERS, *(str(name) for name in named if name)}
     read |= {name.partition(".")[0] for name in read}
     unread = [key for key in keys if key not in read]
@@ -164,10 +170,25 @@ def clean_text(text: str) -> str:
     text = text.replace("\r\n", "\n").strip()
     if not text:
         raise ValueError("the prompt is empty")
+    return _without_strange_characters(text, "the prompt")
+
+
+def negative_of(record: Mapping[str, Any], name: str | None = None) -> str | None:
+    """The negative prompt of ``record``, under ``name`` or ``negative_prompt``, without white space around it; the
+    empty text is one. None where the record has none, or null. Raises ``ValueError``."""
+    said = _pick(record, name, ("negative_prompt",))
+    if said is None:
+        return None
+    if not isinstance(said, str):
+        raise ValueError(f"{name or 'negative_prompt'!r} is not text")
+    return _without_strange_characters(said.replace("\r\n", "\n").strip(), "the negative prompt")
+
+
+def _without_strange_characters(text: str, what: str) -> str:
     if any(ord(c) < 32 and c not in "\t\n" for c in text):
-        raise ValueError("the prompt has control characters")
+        raise ValueError(f"{what} has control characters")
     if any("\ud800" <= c <= "\udfff" for c in text):
-        raise ValueError("the prompt has half of a surrogate pair")
+        raise ValueError(f"{what} has half of a surrogate pair")
     return text
 
 

@@ -2,7 +2,8 @@
 
 ``GET /health``   -> ``{"mmrl": 1, "reward": name, "inputs": [...], "per": "sample", "spans": false, "max_bytes": n}``
 ``POST /score``   ``{"version": 1, "step": 7, "groups": [[0, 1]], "files": [BYTES],``
-                  `` "samples": [{"id": "", "prompt": "", "meta": {}, "system": null, "place": [7, 0, 0, 1],``
+                  `` "samples": [{"id": "", "prompt": "", "meta": {}, "system": null,``
+                  ``   "negative_prompt": null, "place": [7, 0, 0, 1],``
                   ``   "media": [{"kind": "video", "file": 0, "frames": null}],``
                   ``   "image": PNG, "video": [PNG, ...], "text": null, "truncated": false}]}``
                   -> ``{"version": 1, "scores": [0.5, null], "parts": {"name": [...]}, "errors": [null, "why"],``
@@ -89,6 +90,8 @@ def encode_and_weigh(samples: Sequence[Sample], groups: Sequence[Sequence[int]],
         item["place"] = [place.step, place.slot, place.attempt, place.sample]
         if prompt.system is not None:
             item["system"] = prompt.system
+        if prompt.negative_prompt is not None:
+            item["negative_prompt"] = prompt.negative_prompt
         if prompt.media:
             item["media"] = [_sent(media, files) for media in prompt.media]
         if sample.image is not None:
@@ -263,10 +266,10 @@ def _place(item: dict[str, Any], index: int) -> SampleId:
 
 def _sample(item: dict[str, Any], index: int, files: list[bytes], max_pixels: int, tensor: bool) -> Sample:
     where = f"samples[{index}]"
-    text, system, truncated = item.get("text"), item.get("system"), item.get("truncated", False)
-    for name, value in (("text", text), ("system", system)):
-        if value is not None:
-            _typed(value, str, f"{where}.{name}")
+    optional, truncated = ("text", "system", "negative_prompt"), item.get("truncated", False)
+    for name in optional:
+        if item.get(name) is not None:
+            _typed(item[name], str, f"{where}.{name}")
     if not isinstance(truncated, bool):
         raise WireError(f"{where}.truncated: expected true or false")
     prompt = Prompt(
@@ -274,13 +277,14 @@ def _sample(item: dict[str, Any], index: int, files: list[bytes], max_pixels: in
         text=_typed(item.get("prompt", ""), str, f"{where}.prompt"),
         meta=_typed(item.get("meta", {}), dict, f"{where}.meta"),
         media=_media(item.get("media", []), files, f"{where}.media"),
-        system=system,
+        system=item.get("system"),
+        negative_prompt=item.get("negative_prompt"),
     )
     place, still, clip = _place(item, index), item.get("image"), item.get("video")
     image = None if still is None else _picture(still, f"{where}.image", max_pixels)
     video = None if clip is None else _clip(clip, f"{where}.video", max_pixels)
     pixels = _pixels(image, video) if tensor else None
-    return Sample(prompt, place, image=image, tensor=pixels, text=text, truncated=truncated, video=video)
+    return Sample(prompt, place, image=image, tensor=pixels, text=item.get("text"), truncated=truncated, video=video)
 
 
 def _png(image: Image) -> str:
