@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mmrl.config.checks import label_of
 from mmrl.controller.randomness import seed_of
 from mmrl.errors import BadPromptError, UserError
 from mmrl.pipelines.protocol import pairs_of
@@ -24,10 +25,12 @@ from mmrl.report.texts import write_texts
 from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rollout.collect import encode, prompts_alone
+from mmrl.training import guards
 from mmrl.training.batch import chunks
+from mmrl.training.guards import MOST, Measures
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot
+from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 
 SEED = 20_261_121
 """Of all held-out noise, whatever the run's seed: runs are compared on the same pictures-to-be."""
@@ -42,6 +45,8 @@ class Made:
 
     samples: list[Sample] = field(default_factory=list)
     scores: list[dict[str, float]] = field(default_factory=list)
+    gaps: tuple[float, int] = (0.0, 0)
+    """Of texts: the sum of what its tokens' log-probs are above those of the base model, and how many tokens."""
 
 
 class Evaluator:
@@ -51,6 +56,9 @@ class Evaluator:
         self.run, self.prompts = context, prompts
         self.rewards = [context.rewards, RewardSet(context.recipe.eval.rewards, root, context.rewards.device)]
         self.rewards[1].can_read(context.recipe.makes)
+        watched = [*context.recipe.rewards, *context.recipe.eval.rewards] if context.recipe.eval.rewards else []
+        labels = [label_of(reward.name, reward.label) for reward in watched]
+        self.guards = Measures(context.controller, len(prompts), labels)
 
     def score(self, samples: int) -> tuple[dict[str, float], Made, list[Failure]]:
         """Means over ``samples`` samples, what was made, and what could not be scored.
@@ -70,13 +78,29 @@ class Evaluator:
         row |= {"samples": count(len(slots)), "dropped": row.get("dropped", 0) + count(len(bad))}
         return row, made, [*bad, *failures]
 
-    def _slots(self, samples: int) -> list[Slot]:
-        """This controller's share of the evaluation's slots."""
-        return [Slot(-1, i, 0, self.prompts[i % len(self.prompts)]) for i in self.run.controller.share(samples)]
+    def draw_base(self) -> None:
+        """Have the guards know what the base model makes: before a checkpoint is taken up, whose evaluation of it was
+        in another process. Texts are compared by their likelihood instead. All controllers call it together."""
+        recipe = self.run.recipe
+        if recipe.makes == "text" or recipe.eval.every is None:
+            return
+        if self.run.objective.kind == "offline" and not recipe.eval.rewards:
+            return
+        self.guards.keep(self._make(self._slots(recipe.eval.samples, MOST))[0].samples)
+
+    def _slots(self, samples: int, most: int | None = None) -> list[Slot]:
+        """This controller's share of the evaluation's slots, or of the first ``most``: all of a prompt, where prompts
+        have several."""
+        count, controller = len(self.prompts), self.run.controller
+        mine = controller.share(samples)
+        if samples > count >= controller.size:
+            mine = [i for i in range(samples) if i % count % controller.size == controller.rank]
+        return [Slot(-1, i, 0, self.prompts[i % count]) for i in mine if most is None or i < most]
 
     def _score(self, slots: list[Slot]) -> tuple[dict[str, float], Made, list[Failure]]:
         """Sample ``slots`` and have the rewards score what was made."""
-        (made, bad), gather = self._make(slots), self.run.controller.gather
+        (whole, bad), gather = self._make(slots), self.run.controller.gather
+        made = whole.samples
         places: defaultdict[str, list[int]] = defaultdict(list)  # of each prompt
         for i, sample in enumerate(made):
             places[sample.prompt.id].append(i)
@@ -98,7 +122,8 @@ class Evaluator:
         counts = gather((len(slots), len({f.sample.slot for f in failures}), dict(failed)))
         row |= {"samples": sum(n for n, _, _ in counts), "dropped": sum(n for _, n, _ in counts)}
         row |= {f"{FAILED}{label}": n for label, n in sum((Counter(of) for _, _, of in counts), Counter()).items()}
-        return row, Made(made, rows), [*bad, *failures]
+        whole.scores = rows
+        return row, whole, [*bad, *failures]
 
     def _compare(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, float], list[Failure]]:
         """The objective's figures, mean over the pairs of ``slots`` under the evaluation's weights; the slots whose
@@ -147,7 +172,7 @@ class Evaluator:
         n = seed_of(SEED, slot.index, attempt, "replacement") % len(self.prompts)
         return Slot(slot.step, slot.index, attempt, self.prompts[n])
 
-    def _make(self, slots: list[Slot]) -> tuple[list[Sample], list[Failure]]:
+    def _make(self, slots: list[Slot]) -> tuple[Made, list[Failure]]:
         """Sample as the recipe's evaluation says, under its weights; and the prompts that others took the place of."""
         run, recipe = self.run, self.run.recipe
         inputs = self.rewards[0].inputs | self.rewards[1].inputs
@@ -163,14 +188,36 @@ class Evaluator:
                 bad.extend(unusable)
                 yield usable, [SampleId(-1, s.index, s.attempt, 0) for s in usable]
 
-        made: dict[int, list[Sample]] = {}
+        made, gaps = dict[int, list[Sample]](), (0.0, 0)
         with run.compute.devices.alone(run, how.weights), Progress(len(slots), "evaluate", "samples") as progress:
-            for n, _, samples in run.compute.devices.sample(run, asked(), how, Clock(run.compute.device)):
+            for n, trajectory, samples in run.compute.devices.sample(run, asked(), how, Clock(run.compute.device)):
                 made[n] = samples
+                total, tokens = self._gaps(trajectory)
+                gaps = gaps[0] + total, gaps[1] + tokens
                 run.pipeline.features.release(keys[n])
                 progress.advance(len(samples))
         run.compute.devices.others(run, device_tasks.release)
-        return [sample for n in sorted(made) for sample in made[n]], bad
+        return Made([sample for n in sorted(made) for sample in made[n]], gaps=gaps), bad
+
+    def _gaps(self, trajectory: Trajectory) -> tuple[float, int]:
+        """See ``Made.gaps``; 0 and 0 where it is not at hand: of pictures, where an engine samples, where the model
+        lies on several devices, or where full weights are trained without a reference."""
+        run, train = self.run, self.run.recipe.train
+        kept = run.policy.has_adapter or "reference" in run.policy.copies
+        beside = run.recipe.rollout.engine == "transformers" and train.backend == "replicated" and train.width == 1
+        if run.pipeline.makes != "text" or not (kept and beside):
+            return 0.0, 0
+        longest = max(trajectory.responses)
+        size = max(1, min(train.micro_batch_size, (train.micro_batch_tokens or math.inf) // max(1, longest)))
+        total, tokens = 0.0, 0
+        with torch.no_grad(), run.policy.using(run.policy.evaluated):
+            for rows in chunks(list(range(len(trajectory))), int(size)):
+                part = trajectory.rows(rows)
+                found = run.pipeline.replay(part, [], frozenset({"log_probs", "reference_log_probs"}), run.policy.using)
+                assert part.mask is not None
+                gap = (found["log_probs"] - found["reference_log_probs"]).double() * part.mask
+                total, tokens = total + gap.sum().item(), tokens + sum(part.responses)
+        return total, tokens
 
 
 def finite_mean(values: Tensor) -> float:
@@ -181,7 +228,7 @@ def told(row: Mapping[str, float], failures: Sequence[Failure]) -> str:
     """A row of heldout.jsonl for the terminal; what has no value says why. ``failures``: of this controller."""
     said = []
     for key, value in row.items():
-        if key in ("samples", "dropped") or key.startswith(FAILED):
+        if key in ("samples", "dropped") or key.startswith((FAILED, guards.PREFIX)):
             continue
         name = key.removeprefix("reward/")
         said.append(f"{name} {value:.3f}" if math.isfinite(value) else f"{name} -")
@@ -203,6 +250,8 @@ def measure(
 ) -> tuple[dict[str, float], str]:
     """Evaluate after ``step`` steps: a row of heldout.jsonl and samples to look at. Returns the row, and as a text."""
     row, made, failures = heldout.score(samples)
+    if context.controller.count(len(made.samples)):
+        row |= _guarded(heldout.guards, step, row, made)
     for f in failures:
         directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
     log.write(step, row)
@@ -212,4 +261,15 @@ def measure(
         log.picture(step, "samples", write_samples(directory, step, images, [s.prompt.text for s in shown], scores))
     elif shown:
         write_texts(directory, step, shown, scores)
-    return row, told(row, failures)
+    watched = [label_of(reward.name, reward.label) for reward in context.recipe.eval.rewards]
+    return row, "  ".join(filter(None, (told(row, failures), guards.told(row, watched))))
+
+
+def _guarded(measures: Measures, step: int, row: dict[str, float], made: Made) -> dict[str, float]:
+    """The guards' figures of an evaluation after ``step`` steps."""
+    if step == 0:
+        measures.keep(made.samples)
+    found = measures.of(made.samples, made.scores, made.gaps)
+    if step == 0:
+        measures.base = row | found
+    return found | measures.beside(row | found)
