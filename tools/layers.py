@@ -61,7 +61,7 @@ LAYERS = {
     "rollout": "controller.workload rollout",
     "training": "training",
     "planner, simulator, report": "planner report simulator",
-    "app": "checkpoint.resume contracts doctor export run session stopping training.divergence verify",
+    "app": "checkpoint.resume contracts doctor export run session stopping strength training.divergence verify",
     "runtime": "runtime",
     "cli": "__main__ cli",
 }

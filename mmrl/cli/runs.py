@@ -100,9 +100,18 @@ def evaluate(
         int | None, typer.Option(min=1, help="How many held-out samples.", show_default="eval.samples of the recipe")
     ] = None,
     checkpoint: CheckpointOption = "latest",
+    lora_strength: Annotated[
+        str | None,
+        typer.Option(metavar="0,0.5,1", help="Scale the adapter of a LoRA run; the report shows the curve and a grid."),
+    ] = None,
 ) -> None:
     """Measure a run on held-out prompts; prints JSON."""
     use_threads_of(run)
+    if lora_strength is not None:
+        from mmrl.strength import parse_strengths, sweep
+
+        print(json.dumps(sweep(run, parse_strengths(lora_strength), samples, checkpoint), indent=2))
+        return
     from mmrl.run import evaluate as measure
 
     print(json.dumps(measure(run, samples, checkpoint), indent=2))

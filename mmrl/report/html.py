@@ -23,6 +23,7 @@ from mmrl.report.durations import duration
 from mmrl.report.metrics import describe, of_pairs, read
 from mmrl.report.pictures import Evaluation, extremes, pairs, read_evaluations
 from mmrl.report.rundir import RunDir, looks_like_run
+from mmrl.report.strengths import read_sweep
 from mmrl.report.timeline import timeline
 from mmrl.report.transcripts import transcripts
 from mmrl.secrets import hidden
@@ -104,6 +105,7 @@ def write_report(run: Path | str) -> Path:
         pairs=before_after,
         table=_reward_table(found),
         extremes=extremes(found.evaluations, found.trained),
+        strength=read_sweep(found.path, found.labels, found.trained),
         judges=transcripts(found.path),
         failures=_failures(found),
         config=_config(found),

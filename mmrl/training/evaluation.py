@@ -251,7 +251,7 @@ def measure(
     """Evaluate after ``step`` steps: a row of heldout.jsonl and samples to look at. Returns the row, and as a text."""
     row, made, failures = heldout.score(samples)
     if context.controller.count(len(made.samples)):
-        row |= _guarded(heldout.guards, step, row, made)
+        row |= guarded(heldout.guards, row, made, base=step == 0)
     for f in failures:
         directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
     log.write(step, row)
@@ -265,11 +265,12 @@ def measure(
     return row, "  ".join(filter(None, (told(row, failures), guards.told(row, watched))))
 
 
-def _guarded(measures: Measures, step: int, row: dict[str, float], made: Made) -> dict[str, float]:
-    """The guards' figures of an evaluation after ``step`` steps."""
-    if step == 0:
+def guarded(measures: Measures, row: Mapping[str, float], made: Made, *, base: bool) -> dict[str, float]:
+    """The guards' figures of an evaluation, whose ``row`` has its rewards; ``base``: it is of the base model."""
+    if base:
         measures.keep(made.samples)
     found = measures.of(made.samples, made.scores, made.gaps)
-    if step == 0:
-        measures.base = row | found
-    return found | measures.beside(row | found)
+    both = {**row, **found}
+    if base:
+        measures.base = both
+    return found | measures.beside(both)
