@@ -61,6 +61,12 @@ class AlgorithmSettings(Section):
         """Whether a sample is judged against the others of its prompt, so that a group of one teaches nothing."""
         return True
 
+    @property
+    def attempts(self) -> int | None:
+        """How many groups may be drawn for a slot, where those whose rewards are all equal are drawn anew; else
+        None."""
+        return None
+
     def loss_guidance(self, sampling: float) -> float:
         """The guidance scale of the predictions that train; ``sampling`` is sampling.guidance_scale."""
         return sampling
@@ -96,6 +102,10 @@ class TokenSettings(AlgorithmSettings):
     """Draw other prompts in place of groups whose rewards are all equal (DAPO)."""
     max_attempts: PositiveInt = 10
     """Rounds of sampling in a step at most, where dynamic_sampling is on."""
+
+    @property
+    def attempts(self) -> int | None:
+        return self.max_attempts if self.dynamic_sampling else None
 
     @property
     def divergence_in_loss(self) -> bool:
@@ -159,6 +169,14 @@ class PictureSettings(AlgorithmSettings):
     advantage_aggregation: AdvantageAggregation = "sum"
     drop_zero_std_groups: bool = False
     """Leave groups in which no sample has an advantage out of the loss's mean, to which they add 0 otherwise."""
+    dynamic_sampling: bool = False
+    """Draw other prompts in place of groups whose rewards are all equal (DAPO, arXiv 2503.14476)."""
+    max_attempts: PositiveInt = 10
+    """Groups drawn for a slot at most, where dynamic_sampling is on."""
+
+    @property
+    def attempts(self) -> int | None:
+        return self.max_attempts if self.dynamic_sampling else None
 
 
 class StepSettings(PictureSettings):

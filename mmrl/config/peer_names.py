@@ -123,6 +123,8 @@ DIFFUSERS: Mapping[str, Here] = {
 """Of diffusers' training scripts and of DDPO's and Flow-GRPO's configurations."""
 
 VERL: Mapping[str, Here] = {
+    "algorithm.filter_groups.enable": _here("algorithm.dynamic_sampling"),
+    "algorithm.filter_groups.max_num_gen_batches": _here("algorithm.max_attempts", note="of each slot"),
     "actor_rollout_ref.model.path": _here("model.path"),
     "actor_rollout_ref.model.lora_rank": _here("model.lora.rank"),
     "actor_rollout_ref.model.lora_alpha": _here("model.lora.alpha"),

@@ -17,6 +17,7 @@ def of_pictures(recipe: Recipe) -> list[str]:
         *_levels(recipe),
         *_steps(recipe),
         *_compiled(recipe),
+        *_replaced(recipe),
         *_whole(recipe),
         *_pathwise(recipe),
     ]
@@ -93,6 +94,25 @@ def _compiled(recipe: Recipe) -> Iterator[str]:
             f"performance.compile: compiled kernels round {recipe.model.dtype} otherwise with a gradient than without, "
             f"which is more than {algorithm.type} tolerates between the mean of a step and the one it was drawn from; "
             "set performance.compile to false, model.dtype to float32, or algorithm.type to flow_grpo"
+        )
+
+
+def _replaced(recipe: Recipe) -> Iterator[str]:
+    """Of dynamic sampling."""
+    algorithm = recipe.algorithm
+    if algorithm.attempts is None:
+        return
+    if recipe.placement.apart:
+        yield (
+            "algorithm.dynamic_sampling: replacements of pictures would be encoded while another step trains with the "
+            "same modules; set it to false, or placement to colocate"
+        )
+    if algorithm.exact_replay and recipe.model.dtype != "float32":
+        yield (
+            "algorithm.dynamic_sampling: replaced groups are trained in other batches than they were drawn in, which "
+            f"rounds {recipe.model.dtype} otherwise, by more than {algorithm.type} tolerates between the mean of a "
+            "step and the one it was drawn from; set it to false, model.dtype to float32, or algorithm.type to "
+            "flow_grpo"
         )
 
 

@@ -245,8 +245,9 @@ class StepContext:
     @property
     def another_drew(self) -> bool:
         """Whether the log-probs that sampling recorded of pictures are not those of the first replay: older weights
-        drew them, or code that rounds otherwise."""
-        return self.rollout.strategy.staleness > 0 or self.recipe.replays_first
+        drew them, or code that rounds otherwise, or they were drawn in batches of another shape, as replaced groups."""
+        strategy = self.rollout.strategy
+        return strategy.staleness > 0 or self.recipe.replays_first or strategy.replaces_groups
 
     @property
     def trained(self) -> dict[str, Policy]:
