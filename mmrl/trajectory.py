@@ -25,6 +25,7 @@ class Prompt:
 
     ``media`` are its pictures and clips, in the order of the ``<image>`` and ``<video>`` placeholders in ``text``
     (before it where it has none). ``system`` is a system message for models with a chat template.
+    ``negative_prompt`` is what classifier-free guidance moves away from (pictures and clips); None takes the recipe's.
     """
 
     id: str
@@ -32,6 +33,7 @@ class Prompt:
     meta: Mapping[str, Any] = field(default_factory=dict)
     media: tuple[Media, ...] = ()
     system: str | None = None
+    negative_prompt: str | None = None
 
 
 @dataclass(frozen=True)

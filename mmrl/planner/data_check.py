@@ -20,7 +20,6 @@ from mmrl.datasets.sources import is_table
 from mmrl.errors import BadPromptError, UserError
 from mmrl.json_types import Json
 from mmrl.media import BadMediaError, Media, describe
-from mmrl.text.pairs import TEXTS
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
 
@@ -170,7 +169,7 @@ def _record(prompt: Prompt, read: Reader | None, *, sizes: bool) -> Record:
 def _size(medium: Media) -> str:
     """What it is, with its pixels. Raises ``BadMediaError``."""
     found = look(medium, "headers")
-    frames = f", {found['frames']} frames at {found['fps']:g} per second" if "frames" in found else ""
+    frames = f", {found['frames']} frames at {found.get('fps', 0):g} per second" if "frames" in found else ""
     return f"{medium.kind} {found['width']} x {found['height']}{frames} ({describe(medium)})"
 
 
@@ -200,7 +199,7 @@ def _of_text(pipeline: LanguagePipeline) -> Reader:
         record.rendered, record.tokens = pipeline.conditioner.render(used), len(features["input_ids"])
         if pipeline.pairs is not None:
             pair = pipeline.pairs.encoded(used, record.tokens)
-            record.responses = {name: len(pair[name]) for name in TEXTS}
+            record.responses = {name: len(pair[name]) for name in pipeline.pairs.columns}
 
     return read
 

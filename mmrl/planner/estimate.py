@@ -75,7 +75,7 @@ def estimated(step: Step, gpu: Gpu, description: Description, objective: Objecti
         found["decode"] = turns * o.decode / (OF_PEAK * gpu.rate("float32"))  # a VAE stays float32
     found["judge"] = step.judged / bandwidth
     slices = c.optimizer_steps * ceil(c.slices / c.optimizer_steps / step.models)
-    if recipe.sampling.type == "text" or recipe.placement.apart or recipe.replays_first:
+    if recipe.sampling.type == "text" or recipe.placement.apart or recipe.replays_first or recipe.algorithm.attempts:
         found["prepare"] = slices * len(_prepared(objective, c.optimizer_steps)) * o.forward / recipe.train.width / rate
     found["train"] = slices * o.train / recipe.train.width / rate
     moved = 3 * step.trained + 2 * step.adam  # all are read, gradients too, and all but those written

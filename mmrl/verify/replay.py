@@ -23,6 +23,7 @@ from mmrl.report.varying_values import MEASURED, OF_PROCESS, why_not_compared
 from mmrl.report.verified import Compared, Part, compared, metrics_of
 from mmrl.run import build
 from mmrl.training.evaluation import Evaluator, measure
+from mmrl.training.guards import PREFIX
 from mmrl.training.loop import train_step
 from mmrl.training.step_context import StepContext
 from mmrl.verify.span import Rows, Span, fault
@@ -49,6 +50,9 @@ class Replay:
     def parts(self, span: Span, rows: Rows, evaluated: Rows) -> Iterator[Part]:
         """Compare every step of ``span`` with its row; of the last one also an evaluation, its samples, and the
         checkpoint, where the run has them."""
+        if span.last in evaluated:
+            compares = f"{PREFIX}distance" in evaluated[span.last]
+            self._open_evaluation(evaluated.get(0, {}), compares=compares)
         try:
             if span.found is not None:
                 restore(self.run, span.found)
@@ -96,11 +100,19 @@ class Replay:
         self._new |= dict.fromkeys(new)
         return compared(recorded, replayed, [name for name, reason in why.items() if reason is None])
 
-    def _evaluation(self, step: int, recorded: JsonObject) -> Iterator[Part]:
+    def _open_evaluation(self, base: JsonObject, *, compares: bool) -> None:
+        """Load what evaluates, before a checkpoint is loaded. ``base``: the row of the evaluation before training;
+        ``compares``: with the base model's samples, too."""
         root = self.directory.path
         self._heldout = Evaluator(self.run, load_prompts(self.recipe, root, "heldout"), root)
         for rewards in self._heldout.rewards:
             rewards.folder = self.scratch.path
+        self._heldout.guards.base = {name: float(v) for name, v in base.items() if isinstance(v, int | float)}
+        if compares:
+            self._heldout.draw_base()
+
+    def _evaluation(self, step: int, recorded: JsonObject) -> Iterator[Part]:
+        assert self._heldout is not None
         with MetricsLog(self.scratch.heldout) as log:
             measure(self.run, self._heldout, self.recipe.eval.samples, self.scratch, step, log)
         row = read(self.scratch.heldout)[-1]

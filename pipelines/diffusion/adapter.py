@@ -7,6 +7,7 @@ that predict the noise of ``a x0 + b eps`` with ``a^2 + b^2 = 1`` (``unet.py``) 
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -50,7 +51,7 @@ class Adapter(ABC):
     lora_file: ClassVar[Literal["kohya", "diffusers"] | None] = None
     """How other programs that draw name the weights of a LoRA of this family; None where that was not looked up."""
     negative: ClassVar[str] = ""
-    """The prompt that guidance moves away from."""
+    """The prompt that guidance moves away from where the user gives none."""
 
     def __init__(self, pipe: Any, sampling: Sampling, device: torch.device) -> None:
         self.pipe, self.sampling, self.device = pipe, sampling, device
@@ -95,6 +96,11 @@ class Adapter(ABC):
     def encode(self, text: str) -> dict[str, Tensor]:
         """Features of one prompt, each without a batch dimension, and of the same shape for every prompt."""
 
+    def encode_negative(self, text: str) -> dict[str, Tensor]:
+        """As ``encode``, of a negative prompt that the user gives, as the stock call does with ``negative_prompt``.
+        Where nobody gives one, guidance moves away from ``encode(self.negative)``."""
+        return self.encode(text)
+
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """Of one sample. Raises ``UserError`` where the family cannot make that size."""
@@ -122,6 +128,11 @@ class Adapter(ABC):
     def call(self) -> dict[str, Any]:
         """Arguments of the stock pipeline's call, beside prompt, steps and size, that sample as this adapter does."""
         return {"guidance_scale": self.sampling.guidance_scale}
+
+    def call_negative(self, text: str) -> dict[str, str]:
+        """Further arguments of that call for the negative prompt ``text``, as Python code; ``pipe`` is the stock
+        pipeline in it."""
+        return {"negative_prompt": json.dumps(text, ensure_ascii=False)}
 
     def as_given(self, noise: Tensor) -> Tensor:
         """Initial noise ``[B, ...]`` as the stock pipeline's call takes ``latents``."""

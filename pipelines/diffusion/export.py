@@ -88,8 +88,9 @@ def write_lora_file(adapter: Adapter, policy: Any, out: Path) -> None:
     save_file({key: value.contiguous() for key, value in named.items()}, out / FILE, about)
 
 
-def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str) -> Usage:
-    """Code that draws ``prompt`` with what was written to ``folder``, as the recipe's evaluation draws it."""
+def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str, negative: str | None) -> Usage:
+    """Code that draws ``prompt`` with what was written to ``folder``, as the recipe's evaluation draws it; with a
+    ``negative`` prompt, where one is given."""
     pipe, dtype, sampling = adapter.pipe, recipe.model.dtype, recipe.denoising
     encoders = [*adapter.encoders, *map(tokenizer_of, adapter.encoders)]
     absent = [f"{n}=None" for n in encoders if pipe.components.get(n, "") is None]
@@ -98,13 +99,15 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     picture = "from PIL import Image\n" if adapter.edits else ""
     head = f"import torch\nfrom diffusers import DiffusionPipeline\n{picture}"
     size = {"num_inference_steps": recipe.eval.steps or sampling.steps, "height": sampling.height}
-    arguments = size | {"width": sampling.width} | adapter.call()
+    asked = size | {"width": sampling.width} | adapter.call()
+    arguments = {name: repr(value) for name, value in asked.items()}
+    arguments |= {} if negative is None else adapter.call_negative(negative)
     shown = "images" if adapter.makes == "image" else "frames"
     draw = (
         'pipe.to("cuda" if torch.cuda.is_available() else "cpu")\n'
         f"{adapter.makes} = pipe(\n    prompt={_quoted(prompt)},\n"
         + (f'    image=Image.open("picture.png").resize(({sampling.width}, {sampling.height})),\n' if picture else "")
-        + "".join(f"    {name}={value!r},\n" for name, value in arguments.items())
+        + "".join(f"    {name}={value},\n" for name, value in arguments.items())
         + f"    generator=torch.Generator().manual_seed(0),\n).{shown}[0]\n"
     )
     source = folder if what == "merged" else public(recipe.model.path)

@@ -95,6 +95,12 @@ class Flux2KleinAdapter(Adapter):
         length = self.sampling.max_sequence_length
         return super().call() | {"max_sequence_length": length, "text_encoder_out_layers": self._layers}
 
+    def call_negative(self, text: str) -> dict[str, str]:
+        # The stock call takes a negative prompt as embeddings alone.
+        said, length = super().call_negative(text)["negative_prompt"], self.sampling.max_sequence_length
+        code = f"pipe.encode_prompt({said}, max_sequence_length={length}, text_encoder_out_layers={self._layers})[0]"
+        return {"negative_prompt_embeds": code}
+
     def _statistics(self) -> tuple[Tensor, Tensor]:
         """Mean and deviation of patches, ``[1, 128, 1, 1]`` each."""
         vae = self.pipe.vae

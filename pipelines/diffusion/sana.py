@@ -37,12 +37,18 @@ class SanaAdapter(EulerAdapter):
     def encode(self, text: str) -> dict[str, Tensor]:
         # The stock call puts its long instruction before the prompt, and never before the negative one.
         stock = inspect.signature(type(self.pipe).__call__).parameters["complex_human_instruction"].default
+        return self._encoded(text, None if text == self.negative else stock)
+
+    def encode_negative(self, text: str) -> dict[str, Tensor]:
+        return self._encoded(text, None)
+
+    def _encoded(self, text: str, instruction: list[str] | None) -> dict[str, Tensor]:
         embeds, mask, _, _ = self.pipe.encode_prompt(
             text,
             do_classifier_free_guidance=False,
             device=self.text_encoders[0].device,
             max_sequence_length=self.sampling.max_sequence_length,
-            complex_human_instruction=None if text == self.negative else stock,
+            complex_human_instruction=instruction,
         )
         return {"embeds": embeds[0].to(self.device), "mask": mask[0].to(self.device)}
 

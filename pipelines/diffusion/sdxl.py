@@ -26,10 +26,14 @@ class SDXLAdapter(UNetAdapter):
     options = {"add_watermarker": False}  # noqa: RUF012
 
     def encode(self, text: str) -> dict[str, Tensor]:
+        found = self.encode_negative(text)
+        if text == self.negative and self.pipe.config.force_zeros_for_empty_prompt:  # as where no prompt was given
+            found |= {name: torch.zeros_like(found[name]) for name in ("embeds", "pooled")}
+        return found
+
+    def encode_negative(self, text: str) -> dict[str, Tensor]:
         device = self.text_encoders[0].device
         embeds, _, pooled, _ = self.pipe.encode_prompt(text, device=device, do_classifier_free_guidance=False)
-        if text == self.negative and self.pipe.config.force_zeros_for_empty_prompt:  # as where no prompt was given
-            embeds, pooled = torch.zeros_like(embeds), torch.zeros_like(pooled)
         size = (self.sampling.height, self.sampling.width)
         told = torch.tensor([*size, 0, 0, *size], dtype=embeds.dtype)
         found = {"embeds": embeds[0], "pooled": pooled[0], "sizes": told}
