@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -28,7 +28,11 @@ from mmrl.media import Media
 from mmrl.trajectory import Prompt, SampleId, Slot
 
 from . import pictures
+from .adapter import set_scheduler
 from .flow import FlowPipeline
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 PROMPTS = ("a red circle", "two blue squares beside a green triangle")
 CLOSE = 1e-5
@@ -81,7 +85,7 @@ class Case:
     def _of_each_prompt(self) -> list[tuple[Slot, SampleId]]:
         return list(zip(self.slots, self.ids, strict=True))[::2]
 
-    def _given(self, prompt: Prompt) -> dict[str, Any]:
+    def _given(self, prompt: Prompt) -> dict[str, Image.Image]:
         """What the stock call takes of a prompt beside its text."""
         if not self.pipeline.adapter.edits:
             return {}
@@ -155,9 +159,9 @@ def exported_lora_draws_the_same(recipe: Recipe) -> str:
     adapter = case.pipeline.adapter
     with tempfile.TemporaryDirectory() as folder:
         case.pipeline.write(Path(folder), "lora")
-        kind: Any = getattr(diffusers, adapter.pipeline)
+        kind: type[DiffusionPipeline] = getattr(diffusers, adapter.pipeline)
         pipe = kind.from_pretrained(recipe.model.path, dtype=torch.float32, **adapter.options)
-        pipe.scheduler = adapter.pipe.scheduler
+        set_scheduler(pipe, adapter.pipe.scheduler)
         pipe.load_lora_weights(folder)
         theirs = case.stock(pipe)
     gap, moved = (ours - theirs).abs().max().item(), (ours - base).abs().max().item()
