@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -30,8 +30,12 @@ from mmrl.report.card import What
 from mmrl.trajectory import Prompt, SampleId, Slot
 
 from . import pictures
+from .adapter import set_scheduler
 from .flow import FlowPipeline
 from .negative import Negatives
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 PROMPTS = ("a red circle", "two blue squares beside a green triangle")
 CLOSE = 1e-5
@@ -189,9 +193,9 @@ def exported_lora_draws_the_same(recipe: Recipe, what: What = "lora") -> str:
     adapter = case.pipeline.adapter
     with tempfile.TemporaryDirectory() as folder:
         case.pipeline.write(Path(folder), what)
-        kind: Any = getattr(diffusers, adapter.pipeline)
+        kind: type[DiffusionPipeline] = getattr(diffusers, adapter.pipeline)
         pipe = kind.from_pretrained(recipe.model.path, dtype=torch.float32, **adapter.options)
-        pipe.scheduler = adapter.pipe.scheduler
+        set_scheduler(pipe, adapter.pipe.scheduler)
         pipe.load_lora_weights(folder)
         theirs = case.stock(pipe)
     gap, moved = (ours - theirs).abs().max().item(), (ours - base).abs().max().item()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.engines.merging import merged_weights
@@ -24,7 +25,11 @@ from mmrl.report.card import Usage, What, public
 from .adapter import Adapter
 from .describe import tokenizer_of
 
+if TYPE_CHECKING:  # slow to import
+    from peft import PeftModel
+
 FILE = "lora.safetensors"
+_SAVE_LORA = "save_lora_weights"
 
 
 def write_merged(adapter: Adapter, dtype: torch.dtype, out: Path) -> None:
@@ -33,7 +38,7 @@ def write_merged(adapter: Adapter, dtype: torch.dtype, out: Path) -> None:
         name: _copy(module, merged_weights(module), dtype) if name in (adapter.trains, "vae") else module
         for name, module in adapter.pipe.components.items()
     }
-    kind: Any = type(adapter.pipe)
+    kind = type(adapter.pipe)
     taken = inspect.signature(kind).parameters
     settings = {k: v for k, v in adapter.pipe.config.items() if k in taken and k not in plain}
     kind(**plain, **(settings | adapter.options)).save_pretrained(out)
@@ -41,22 +46,23 @@ def write_merged(adapter: Adapter, dtype: torch.dtype, out: Path) -> None:
         _forget_origin(path)
 
 
-def write_lora(adapter: Adapter, policy: Any, base: str, out: Path) -> None:
+def write_lora(adapter: Adapter, policy: PeftModel, base: str, out: Path) -> None:
     """Write the adapter of ``policy`` (a ``PeftModel``) for ``PeftModel.from_pretrained`` and ``load_lora_weights``."""
     from peft.utils import get_peft_model_state_dict
 
     config = policy.peft_config["default"]
     config.base_model_name_or_path = base
-    # save_embedding_layers: peft would ask the hub for the base model's vocabulary, which a transformer has not
-    policy.save_pretrained(out, save_embedding_layers=False)
+    # save_embedding_layers: peft would ask the hub for the base model's vocabulary, which a transformer does not have
+    policy.save_pretrained(str(out), save_embedding_layers=False)
     (out / "README.md").unlink(missing_ok=True)  # peft's empty template
     state = get_peft_model_state_dict(policy, save_embedding_layers=False)
     layers = {key.removeprefix("base_model.model."): value.cpu() for key, value in state.items()}
     named = {"lora_layers": layers, "lora_adapter_metadata": config.to_dict()}
-    type(adapter.pipe).save_lora_weights(out, **{f"{adapter.trains}_{k}": v for k, v in named.items()})
+    save: Callable[..., None] = getattr(adapter.pipe, _SAVE_LORA)
+    save(out, **{f"{adapter.trains}_{k}": v for k, v in named.items()})
 
 
-def write_lora_file(adapter: Adapter, policy: Any, out: Path) -> None:
+def write_lora_file(adapter: Adapter, policy: PeftModel, out: Path) -> None:
     """Write the adapter of ``policy`` (a ``PeftModel``) as ``FILE`` in ``out``, for programs that take a single file.
 
     UNets: kohya's names (``lora_unet_..._to_q.lora_down.weight``), with ``alpha``. Transformers: diffusers' names
@@ -131,8 +137,9 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     return Usage("diffusers", task, tags, code)
 
 
-def _copy(module: Any, state: dict[str, Tensor], dtype: torch.dtype) -> Any:
-    """A module of the same class and configuration over ``state``, whose tensors are shared where nothing is cast."""
+def _copy(module: Any, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+    """A module of the same class and configuration with the weights ``state`` in ``dtype``; tensors that have it
+    are not copied."""
     with torch.device("meta"):
         copy = type(module).from_config(module.config)
     cast = {k: v.detach().to(dtype) if v.is_floating_point() else v for k, v in state.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from mmrl.frozen_modules import Offloaded, apart
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What, public
 from mmrl.samples import make_samples
+from mmrl.text.base_model import peft_model
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from mmrl.transfer import picked, to_device
 
@@ -342,14 +343,14 @@ class FlowPipeline:
         x = self._initial(ids, seed, schedule)
         distances = []
 
-        def velocity(x: Tensor, i: int) -> Any:
+        def velocity(x: Tensor, i: int) -> Tensor:
             timestep = self._timestep(schedule, i, len(ids))
             if i < path.first:
                 with torch.no_grad():
                     return self._velocity(x, timestep, features)
             return with_graph(x, timestep)
 
-        def with_graph(x: Tensor, timestep: Tensor) -> Any:
+        def with_graph(x: Tensor, timestep: Tensor) -> Tensor:
             v = checkpoint(self._velocity, x, timestep, features, use_reentrant=False)
             if "reference_distance" in needs:
                 with torch.no_grad(), weights("reference"):
@@ -380,9 +381,9 @@ class FlowPipeline:
 
     def write(self, out: Path, what: What) -> None:
         if what == "lora":
-            export.write_lora(self.adapter, self.policy, public(self.recipe.model.path), out)
+            export.write_lora(self.adapter, peft_model(self.policy), public(self.recipe.model.path), out)
         elif what == "lora-file":
-            export.write_lora_file(self.adapter, self.policy, out)
+            export.write_lora_file(self.adapter, peft_model(self.policy), out)
         else:
             export.write_merged(self.adapter, getattr(torch, self.recipe.model.dtype), out)
 

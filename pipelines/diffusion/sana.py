@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
+from mmrl.json_types import Json
 from mmrl.pipelines.description import Description
 
 from . import loading
@@ -69,7 +69,7 @@ class SanaAdapter(EulerAdapter):
     def encode_image(self, pixels: Tensor) -> Tensor:
         return self.pipe.vae.encode(pixels).latent * self.pipe.vae.config.scaling_factor
 
-    def call(self) -> dict[str, Any]:
+    def call(self) -> dict[str, Json]:
         length = self.sampling.max_sequence_length
         return super().call() | {"max_sequence_length": length, "use_resolution_binning": False}
 

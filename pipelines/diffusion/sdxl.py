@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from mmrl.config.schema import Recipe
 from mmrl.pipelines.description import Description
 
 from . import loading
+from .adapter import Conditions
 from .flow import FlowPipeline
 from .unet import UNetAdapter
 
@@ -27,7 +27,7 @@ class SDXLAdapter(UNetAdapter):
 
     def encode(self, text: str) -> dict[str, Tensor]:
         found = self.encode_negative(text)
-        if text == self.negative and self.pipe.config.force_zeros_for_empty_prompt:  # as where no prompt was given
+        if text == self.negative and self.pipe.config["force_zeros_for_empty_prompt"]:  # as where no prompt was given
             found |= {name: torch.zeros_like(found[name]) for name in ("embeds", "pooled")}
         return found
 
@@ -39,7 +39,7 @@ class SDXLAdapter(UNetAdapter):
         found = {"embeds": embeds[0], "pooled": pooled[0], "sizes": told}
         return {name: value.to(self.device) for name, value in found.items()}
 
-    def conditions(self, features: dict[str, Tensor]) -> dict[str, Any]:
+    def conditions(self, features: dict[str, Tensor]) -> Conditions:
         added = {"text_embeds": features["pooled"], "time_ids": features["sizes"]}
         return {"encoder_hidden_states": features["embeds"], "added_cond_kwargs": added}
 
