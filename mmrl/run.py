@@ -155,7 +155,7 @@ def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Wei
 
 
 def _weight_layout(module: nn.Module, recipe: Recipe, controller: Controller) -> Weights:
-    """One controller alone holds them whole."""
+    """The layout of the trained weights on the ranks; a single controller holds all of them."""
     if controller.size * recipe.devices_per_controller == 1:
         return Replicated(module)
     if recipe.train.backend == "replicated":

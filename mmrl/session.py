@@ -63,7 +63,7 @@ class Outcome:
     save_failed: str | None = None
     divergence: Divergence | None = None
     exit_code: int = UserError.exit_code
-    """Of the process, where there is an error."""
+    """The exit code of the process, if there is an error."""
 
 
 class Session:
@@ -255,7 +255,7 @@ class Session:
 
     @property
     def _spent(self) -> float:
-        """The share of train.max_cpu_seconds that the steps so far took; 0 where there is no limit."""
+        """The share of train.max_cpu_seconds that the steps so far have used; 0 without a limit."""
         limit = self.recipe.train.max_cpu_seconds
         return 0.0 if limit is None else self.cpu_seconds / limit
 
@@ -365,7 +365,7 @@ class Session:
 
     @property
     def _others(self) -> dict[str, Stateful]:
-        """What a checkpoint keeps of the session besides the run."""
+        """The parts of the session that a checkpoint keeps."""
         early = {} if self.early is None else {BEST: self.early}
         return {"placement": self.run.compute.devices, **early}
 
@@ -385,7 +385,7 @@ def largest(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Peak memory so far in MiB: of the accelerator where there is one, else of the process."""
+    """Peak memory so far in MiB, of the accelerator, or without one of the process."""
     if device.type == "cuda":
         return {"perf/peak_memory_mib": torch.cuda.max_memory_allocated(device) / 2**20}
     import resource

@@ -48,7 +48,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class SampleId:
-    """Where a sample's randomness comes from, together with the run's seed and a purpose."""
+    """The identity of a sample. With the run's seed and a purpose it determines the sample's randomness."""
 
     step: int
     slot: int
@@ -111,7 +111,7 @@ class Trajectory:
 
     @cached_property
     def responses(self) -> list[int]:
-        """Of text, the tokens of each response, read from the device once."""
+        """Text: the number of tokens of each response, copied from the device once."""
         assert self.mask is not None
         return self.mask.sum(1).long().tolist()
 
@@ -131,7 +131,7 @@ class Trajectory:
         )
 
     def rows(self, index: list[int]) -> Trajectory:
-        """The trajectory of the rows ``index`` alone; responses end with the longest of them."""
+        """The trajectory of the rows ``index``; padding after the longest of their responses is removed."""
         longest = None if self.mask is None else max(1, *(self.responses[i] for i in index))
         columns = {name: getattr(self, name) for name in _ROWS}
         found = {name: None if column is None else picked(column, index) for name, column in columns.items()}

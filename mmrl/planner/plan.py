@@ -84,14 +84,14 @@ def plan(
 
 
 def resolved(loaded: LoadedRecipe) -> LoadedRecipe:
-    """The recipe with what it leaves to the plan chosen; itself where it leaves nothing."""
+    """The recipe with the values that the plan chose for ``auto``."""
     if loaded.recipe.train.steps_per_forward != "auto":
         return loaded
     return replace(loaded, recipe=plan(loaded).recipe)
 
 
 def _time(made: Plan, description: Description, objective: Objective) -> Estimate | None:
-    """Of a step on the GPU that is planned for."""
+    """The estimated time of a step on the planned GPU."""
     c, m, split = made.counts, made.measured, split_of(made)
     if made.gpu is None or c is None or m is None:
         return None

@@ -1,4 +1,4 @@
-"""Replay the steps, and compare."""
+"""Replay the steps of a run, and compare the results with its records."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from mmrl.training.step_context import StepContext
 from mmrl.verify.span import Rows, Span, fault
 
 NOT_COMPARED = MEASURED["metrics"] | OF_PROCESS
-"""Metrics that say nothing of what was computed, and why."""
+"""Metrics that do not depend on what was computed, and why."""
 
 
 class Replay:
-    """Final class: takes steps of the run in ``directory`` again; what they leave goes into ``scratch``."""
+    """Final class: repeats steps of the run in ``directory``, and writes their records into ``scratch``."""
 
     def __init__(self, recipe: Recipe, directory: RunDir, scratch: RunDir) -> None:
         self.recipe, self.directory, self.scratch = recipe, directory, scratch
@@ -84,7 +84,7 @@ class Replay:
         self.run.compute.devices.close()
 
     def _step(self, n: int, spent: float) -> JsonObject:
-        """The row of step ``n``, as it would be recorded."""
+        """Repeat step ``n``; returns its row of metrics.jsonl."""
         try:
             row, _ = train_step(self.run, n - 1, Clock(self.run.compute.device), spent)
         except UnscoredError as error:
@@ -128,7 +128,7 @@ class Replay:
                 yield file.relative_to(folder).as_posix()
 
     def _checkpoint(self, step: int) -> Part | None:
-        """The tensors that are trained, against those that the run saved after this step."""
+        """Compare the trained tensors with those that the run saved after this step."""
         entry = next((e for e in entries(self.directory.checkpoints) if e.step == step), None)
         if entry is None:
             return None
@@ -146,7 +146,7 @@ class Replay:
         return Part("tensors", of, found)
 
     def _about(self) -> list[str]:
-        """What was not compared, and why."""
+        """The metrics that were not compared, and why."""
         reasons: dict[str, list[str]] = {}
         for name, why in self._skipped.items():
             reasons.setdefault(why, []).append(name)
@@ -156,7 +156,7 @@ class Replay:
 
 
 def _spent(n: int, span: Span, rows: Rows, limit: float | None) -> float:
-    """The share of train.max_cpu_seconds that the run took before step ``n``, as it recorded that."""
+    """The recorded share of train.max_cpu_seconds that the run had used before step ``n``."""
     if limit is None or n == 1:
         return 0.0
     if span.found is not None and span.found.step == n - 1:
