@@ -70,6 +70,7 @@ def write_lora_file(adapter: Adapter, policy: PeftModel, out: Path) -> None:
     scale for 1 there, so it is multiplied into the weights. Raises ``UserError`` for another family.
     """
     from diffusers.utils import convert_state_dict_to_kohya
+    from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
     if adapter.lora_file is None:
@@ -78,6 +79,7 @@ def write_lora_file(adapter: Adapter, policy: PeftModel, out: Path) -> None:
             "--what lora, which diffusers and peft load (the file is for Stable Diffusion 1, 2, XL, 3 and FLUX.1)"
         )
     config = policy.peft_config["default"]
+    assert isinstance(config, LoraConfig)
     state = get_peft_model_state_dict(policy, save_embedding_layers=False)
     state = {key.removeprefix("base_model.model."): value.detach().cpu() for key, value in state.items()}
     named = {f"{adapter.trains}.{key}": value for key, value in state.items()}
