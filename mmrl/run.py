@@ -61,14 +61,7 @@ def build(
     ``scored``: False leaves out rewards and training prompts, for who only samples.
     """
     controller = controller or Controller(recipe.seed)
-    device = choose_device(recipe.device)
-    if refused := list(performance.refusals(recipe, performance.ability(str(device)))):
-        raise UserError("\n".join(refused))
-    performance.settle(recipe.performance, device)
-    if recipe.threads:
-        torch.set_num_threads(recipe.threads)
-    if recipe.features.folder and not Path(recipe.features.folder).is_dir():
-        raise UserError(f"features.folder: {recipe.features.folder} is no folder here; make it, or name a local one")
+    device = _settled_device(recipe)
     prompts = in_order(recipe, load_prompts(recipe, root, "train")) if scored else []
     later = recipe.placement.sleep or recipe.devices_per_controller > 1  # judges wake when a device first judges
     patience = Patience(recipe.scoring, controller.gather)
@@ -78,11 +71,8 @@ def build(
     if recipe.placement.sleep:
         rewards.sleep()
     objective = load_objective(recipe)
-    if scored and objective.kind == "pathwise" and not rewards.differentiable:
-        raise UserError(
-            f"algorithm.type: {recipe.algorithm.type} follows the reward's gradient, and not every reward declares "
-            "@mmrl.reward(differentiable=True); use a differentiable one (colour:target), or algorithm.type=flow_grpo"
-        )
+    if scored and objective.kind == "pathwise":
+        _require_gradients(recipe, rewards)
     pipeline = mmrl.load("pipelines", resolve_drop_in(root, recipe.pipeline)).build(
         recipe, resolve(root, recipe.model.path), device
     )
@@ -90,7 +80,8 @@ def build(
     total = recipe.train.steps * recipe.train.updates_per_step
     critic = critic_of(pipeline, recipe, total, controller)  # a copy of the policy, so before the policy is in shards
     weights = weights_of(pipeline.policy, recipe, controller)
-    policy = Policy(pipeline.policy, recipe.optim, total, weights, recipe.performance)
+    continues = recipe.model.continues_adapter
+    policy = Policy(pipeline.policy, recipe.optim, total, weights, recipe.performance, continues=continues)
     keep_copies(policy, objective, recipe.placement.staleness or 0)
     strategy, parts = strategy_of(recipe)
     if isinstance(prompts, Chosen):
@@ -111,6 +102,28 @@ def build(
         Rollout(strategy, parts, None if balance is None or streams else balance.cost),
         critic,
     )
+
+
+def _settled_device(recipe: Recipe) -> torch.device:
+    """The recipe's device, with its settings made. Raises ``UserError`` for what this machine cannot do."""
+    device = choose_device(recipe.device)
+    if refused := list(performance.refusals(recipe, performance.ability(str(device)))):
+        raise UserError("\n".join(refused))
+    performance.settle(recipe.performance, device)
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+    if recipe.features.folder and not Path(recipe.features.folder).is_dir():
+        raise UserError(f"features.folder: {recipe.features.folder} is no folder here; make it, or name a local one")
+    return device
+
+
+def _require_gradients(recipe: Recipe, rewards: RewardSet) -> None:
+    """Raises ``UserError`` where a reward has no gradient."""
+    if not rewards.differentiable:
+        raise UserError(
+            f"algorithm.type: {recipe.algorithm.type} follows the reward's gradient, and not every reward declares "
+            "@mmrl.reward(differentiable=True); use a differentiable one (colour:target), or algorithm.type=flow_grpo"
+        )
 
 
 def strategy_of(recipe: Recipe) -> tuple[RolloutStrategy, dict[str, StepPart]]:

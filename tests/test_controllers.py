@@ -33,10 +33,12 @@ RECIPES = {
         "sums-dpo",
         ["train.prompts_per_step=5", "algorithm={type: sft, completion: chosen}", "model.dtype=float32"],
     ),
+    "kto": ("sums-dpo", ["train.prompts_per_step=5", "algorithm={type: kto, beta: 0.5}", "model.dtype=float32"]),
+    "normalized": ("sums", [*EQUAL_SHAPES, "rollout={importance: token, importance_normalize: batch}"]),
     "resampled": ("sums", [*RESAMPLED, "rewards[0].normalize=batch", "sampling.temperature=0.3"]),
 }
 
-GIVEN = {"sft"}
+GIVEN = {"sft", "kto"}
 """Of given texts: nothing is sampled."""
 
 LOAD = {"balance/load", "balance/load_predicted"}
@@ -47,9 +49,25 @@ def make(name, controller=None, *overrides):
     recipe, changes = RECIPES[name]
     loaded = load_recipe([recipe], [*changes, *overrides])
     run = build(loaded.recipe, loaded.root, controller)
+    if name == "normalized":
+        with_gaps(run)
     if "attempts" in run.rollout.parts:
         run.rollout.parts["attempts"].valid = 0.4  # as if steps before had taught that
     return run
+
+
+def with_gaps(run):
+    """Have the engine say other log-probs than the trainer, by sample."""
+    sample = run.pipeline.sample
+
+    def off(slots, ids, *args, **named):
+        made = sample(slots, ids, *args, **named)
+        for row, one in enumerate(ids):
+            draw = torch.Generator().manual_seed(100 * one.slot + one.sample)
+            made.log_probs[row] += (0.5 * torch.rand(len(made.log_probs[row]), generator=draw) - 0.35) * made.mask[row]
+        return made
+
+    run.pipeline.sample = off
 
 
 def work(run):
@@ -135,7 +153,7 @@ def check(name, sizes, folder):
     return sampled
 
 
-@pytest.mark.parametrize("name", ["diffusion", "text", "resampled", "sft"])
+@pytest.mark.parametrize("name", ["diffusion", "text", "resampled", "sft", "kto", "normalized"])
 def test_two_controllers_do_what_one_does(name, tmp_path):
     check(name, [2], tmp_path)
 

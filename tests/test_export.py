@@ -25,7 +25,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.export import export
 from mmrl.report.card import public
-from mmrl.run import restored
+from mmrl.run import build, restored
 from mmrl.runtime.start import train
 from mmrl.training.evaluation import SEED
 from mmrl.trajectory import Prompt, SampleId, Slot
@@ -178,6 +178,21 @@ def test_lora_loads_with_peft(root: Path, exported: SimpleNamespace) -> None:
     pipe = fresh(root / "tiny-sd3")
     pipe.transformer = PeftModel.from_pretrained(pipe.transformer, exported.lora)
     assert difference(draw(pipe), of_run(root / "lora-run")) == 0
+
+
+@pytest.mark.parametrize("kept", ["adapter_config.json adapter_model.safetensors", "pytorch_lora_weights.safetensors"])
+def test_a_run_goes_on_with_the_lora_as_peft_or_diffusers_wrote_it(
+    root: Path, exported: SimpleNamespace, tmp_path: Path, kept: str
+) -> None:
+    for name in kept.split():
+        shutil.copy(exported.lora / name, tmp_path)
+    loaded = load_recipe([root / "recipe.yaml"], [f"model.lora={{path: {tmp_path}}}", "algorithm.kl_coef=0.1"])
+    lora = loaded.recipe.model.lora
+    assert lora is not None
+    assert (lora.rank, lora.alpha) == (4, 12.0)
+    run = build(loaded.recipe, loaded.root)
+    assert difference(draw(run.pipeline.adapter.pipe), of_run(root / "lora-run")) == 0  # type: ignore[attr-defined]
+    assert run.policy.copies["reference"].keys() == run.policy.trainable.keys()
 
 
 def test_the_lora_guards_can_fail(root: Path, exported: SimpleNamespace, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.planner.plan import plan
 from mmrl.planner.render import _arithmetic
-from mmrl.training.batch import of_group
+from mmrl.training.batch import with_group_noise
 from mmrl.trajectory import SampleId, Slot
 from tests.test_training_loop import SMALL, make
 
@@ -61,7 +61,7 @@ def known(kind):
 
 
 def ours(run, kind, trajectory):
-    rows = of_group(trajectory) if run.objective.shares_noise else trajectory
+    rows = with_group_noise(trajectory) if run.objective.shares_noise else trajectory
     new = run.pipeline.renoise(rows, 1, 0, run.objective.needs, run.policy.using)
     return new, gradients(run, run.objective.loss(new, known(kind), float(ROWS)).value)
 

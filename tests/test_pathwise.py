@@ -10,7 +10,7 @@ import mmrl
 from mmrl.algorithms.objective import GraphSteps
 from mmrl.controller.randomness import noise
 from mmrl.report.clock import Clock
-from mmrl.training.batch import groups_of, of_group
+from mmrl.training.batch import groups_of, with_group_noise
 from mmrl.training.loop import train_step
 from mmrl.trajectory import SampleId, Slot
 from tests.test_training_loop import make
@@ -206,7 +206,7 @@ def test_samples_of_a_group_are_noised_alike_where_asked(small):
     pipeline.encode(slots)
     trajectory = pipeline.sample(slots, ids, [], 0)
     assert groups_of(trajectory).tolist() == [0] * 4 + [1] * 4
-    new = pipeline.renoise(of_group(trajectory), 1, 0, frozenset({"v", "target"}), policy.using)
+    new = pipeline.renoise(with_group_noise(trajectory), 1, 0, frozenset({"v", "target"}), policy.using)
     eps = new["target"] + new["x0"]
     torch.testing.assert_close(eps[1], eps[0])
     assert new["sigma"][:4].unique().numel() == 1
@@ -215,7 +215,7 @@ def test_samples_of_a_group_are_noised_alike_where_asked(small):
     torch.testing.assert_close(new["x_s"], (1 - s) * new["x0"] + s * eps)
     other = pipeline.renoise(trajectory, 1, 0, frozenset({"v", "target"}), policy.using)
     assert not torch.allclose(other["target"][1] + other["x0"][1], other["target"][0] + other["x0"][0])
-    assert of_group(trajectory.rows([5])).ids == [replace(ids[5], sample=0)]
+    assert with_group_noise(trajectory.rows([5])).ids == [replace(ids[5], sample=0)]
 
 
 def test_the_last_steps_of_an_evaluation_may_be_the_base_models():

@@ -25,9 +25,11 @@ from mmrl.algorithms import (
     draft,
     flow_dppo,
     flow_grpo,
+    gmpo,
     grpo,
     grpo_guard,
     gspo,
+    kto,
     orpo,
     picture_dpo,
     ppo,
@@ -111,6 +113,7 @@ POLICY_GRADIENT: list[type[PolicyGradient]] = [
     dr_grpo.DrGRPO,
     flow_dppo.FlowDPPO,
     flow_grpo.FlowGRPO,
+    gmpo.GMPO,
     grpo.GRPO,
     grpo_guard.GRPOGuard,
     gspo.GSPO,
@@ -134,6 +137,7 @@ PATHWISE: list[type[Pathwise]] = [
 ]
 OFFLINE: list[type[Offline]] = [
     dpo.DPO,
+    kto.KTO,
     orpo.ORPO,
     picture_dpo.PictureDPO,
     reward_model.RewardModel,

@@ -88,6 +88,7 @@ ALGORITHMS = {
     "reinforce_pp baseline": "{type: reinforce_pp, variant: baseline}",
     "dapo": "{type: dapo}",
     "gspo": "{type: gspo}",
+    "gmpo": "{type: gmpo}",
     "cispo": "{type: cispo, entropy_coef: 0.01}",
     "sapo": "{type: sapo, kl_coef: 0.01, kl_estimator: k3+}",
     "ppo": "{type: ppo, critic_lr: 1.0e-3}",

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mmrl.algorithms.advantages import flat_groups, group_advantages, group_statistics, leave_one_out
 from mmrl.algorithms.dapo import overlong_punishment
 from mmrl.algorithms.dr_grpo import DrGRPO, DrGRPOSettings
-from mmrl.algorithms.mismatch import Correction, mismatch
+from mmrl.algorithms.mismatch import Correction, mismatch, summed_weights
 from mmrl.algorithms.objective import Scored
 from mmrl.algorithms.policy_gradient import clipped_surrogate, divergence, k3
 from mmrl.algorithms.ppo import clipped_value_loss
@@ -30,7 +30,7 @@ from mmrl.config.rollout import Rejection, Rollout
 from mmrl.config.sampling import TextSampling
 from mmrl.errors import UserError
 
-TOKEN_TYPES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "sapo", "ppo", "capo"]
+TOKEN_TYPES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "gmpo", "cispo", "sapo", "ppo", "capo"]
 MODES = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 
@@ -367,6 +367,26 @@ def test_gspo_is_verls():
     assert gradient(algorithm).flatten().tolist() == pytest.approx(verl, abs=1e-8)
 
 
+def test_gmpo_is_verls():
+    """Of ``compute_policy_loss_geo_mean`` of verl 0.9.1 (called in float64 with its own masked_sum and masked_mean)."""
+    algorithm = objective("gmpo", clip_low=0.15, clip_high=0.25)
+    loss = run(algorithm)[0]
+    assert loss.value.item() == pytest.approx(-0.3866915567163661, rel=1e-7)
+    verl = [-0.08195595, 0, -0.08195595, 0.11890368, 0, 0, 0.11310468, 0, 0, -0.16391191, 0, -0.16391191]
+    assert gradient(algorithm).flatten().tolist() == pytest.approx(verl, abs=1e-7)
+    assert loss.sums["policy/clip_fraction_high"].item() == pytest.approx(2 / 3)  # one token of three, in two responses
+    assert loss.sums["policy/clip_fraction_low"].item() == pytest.approx(1 / 2)  # one of two
+
+
+def test_gmpo_of_one_token_is_a_clipped_ratio_in_log_space():
+    one, x = f64([[1.0]] * 4), f64([[0.6], [-0.6], [0.6], [-0.6]])
+    algorithm = objective("gmpo")
+    made = algorithm.surrogate(x, x, f64([[1.0], [1.0], [-1.0], [-1.0]]), one)
+    assert made.loss.flatten().tolist() == pytest.approx(
+        [-math.exp(0.4), -math.exp(-0.6), math.exp(0.6), math.exp(-0.4)]
+    )
+
+
 def test_cispo_is_verls():
     algorithm = objective("cispo", ratio_max=1.2)
     assert run(algorithm)[0].value.item() == pytest.approx(0.63263493, abs=1e-8)
@@ -444,11 +464,11 @@ def test_asymmetric_clip_fractions_say_where_gradients_were_taken():
     assert low.sums["policy/clip_fraction_low"] / total == pytest.approx(2 / 9)
 
 
-# In rloo and gspo a response has one loss, and nothing to choose.
-AGGREGATED = [(n, {"aggregation": m}) for n in TOKEN_TYPES for m in MODES if n not in ("rloo", "gspo")]
+# In rloo, gspo and gmpo a response has one loss, and nothing to choose.
+AGGREGATED = [(n, {"aggregation": m}) for n in TOKEN_TYPES for m in MODES if n not in ("rloo", "gspo", "gmpo")]
 
 
-@pytest.mark.parametrize(("name", "aggregation"), [*AGGREGATED, ("rloo", {}), ("gspo", {})])
+@pytest.mark.parametrize(("name", "aggregation"), [*AGGREGATED, ("rloo", {}), ("gspo", {}), ("gmpo", {})])
 def test_any_split_into_micro_batches_and_controllers_has_the_same_gradient(name, aggregation):
     """Padding of a slice is cut to its own longest response, rows are dropped and one is empty."""
     generator = torch.Generator().manual_seed(3)
@@ -692,14 +712,14 @@ COUNTED = f64([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
 @pytest.mark.parametrize(
     ("statistic", "of", "high", "low"),
     [
-        ("token_k1", lambda d: [math.exp(x) for x in d], 1.25, None),
-        ("token_k1", lambda d: [math.exp(x) for x in d], 1.25, 0.5),
+        ("token_k1", lambda d: [math.exp(-x) for x in d], 1.25, None),
+        ("token_k1", lambda d: [math.exp(-x) for x in d], 1.25, 0.5),
         ("token_k2", lambda d: [x * x / 2 for x in d], 0.03, None),
         ("token_k3", lambda d: [math.exp(x) - 1 - x for x in d], 0.03, None),
-        ("seq_sum_k1", lambda d: math.exp(sum(d)), 1.25, 0.8),
+        ("seq_sum_k1", lambda d: math.exp(-sum(d)), 1.25, 0.8),
         ("seq_sum_k2", lambda d: sum(x * x / 2 for x in d), 0.05, None),
         ("seq_sum_k3", lambda d: sum(math.exp(x) - 1 - x for x in d), 0.05, None),
-        ("seq_mean_k1", lambda d: math.exp(sum(d) / len(d)), 1.15, None),
+        ("seq_mean_k1", lambda d: math.exp(-sum(d) / len(d)), 1.15, None),
         ("seq_mean_k2", lambda d: sum(x * x / 2 for x in d) / len(d), 0.03, None),
         ("seq_mean_k3", lambda d: sum(math.exp(x) - 1 - x for x in d) / len(d), 0.03, None),
         ("seq_max_k2", lambda d: max(x * x / 2 for x in d), 0.05, None),
@@ -719,6 +739,79 @@ def test_rejection_leaves_out_what_is_beyond(statistic, of, high, low):
         rejected, tokens = rejected + expected.count(0.0), tokens + len(expected)
     assert 0 < rejected < tokens
     assert out.metrics()["mismatch/rejected"] == pytest.approx(rejected / tokens)
+
+
+# Printed by compute_rollout_rejection_mask of verl 0.9.1 for GAPS (trainer less engine) and COUNTED: which tokens stay.
+VERL_KEEPS = [
+    ("token_k1", 1.5, 0.75, [[1, 1, 0], [0, 1, 0], [1, 0, 0]]),
+    ("token_k2", 0.03, None, [[1, 1, 0], [0, 1, 0], [1, 0, 0]]),
+    ("token_k3", 0.03, None, [[1, 1, 0], [0, 1, 0], [1, 0, 0]]),
+    ("seq_sum_k1", 1.2, 0.8, [[0, 0, 0], [1, 1, 0], [0, 0, 0]]),
+    ("seq_sum_k2", 0.05, None, [[0, 0, 0], [1, 1, 0], [1, 0, 0]]),
+    ("seq_sum_k3", 0.05, None, [[0, 0, 0], [0, 0, 0], [1, 0, 0]]),
+    ("seq_mean_k1", 1.15, 0.95, [[1, 1, 1], [0, 0, 0], [0, 0, 0]]),
+    ("seq_mean_k1", 1.12, None, [[1, 1, 1], [1, 1, 0], [0, 0, 0]]),
+    ("seq_mean_k2", 0.03, None, [[0, 0, 0], [1, 1, 0], [1, 0, 0]]),
+    ("seq_mean_k3", 0.03, None, [[0, 0, 0], [1, 1, 0], [1, 0, 0]]),
+    ("seq_max_k2", 0.05, None, [[0, 0, 0], [1, 1, 0], [1, 0, 0]]),
+    ("seq_max_k3", 0.05, None, [[0, 0, 0], [1, 1, 0], [1, 0, 0]]),
+]
+
+
+@pytest.mark.parametrize(("statistic", "high", "low", "kept"), VERL_KEEPS)
+def test_rejection_keeps_what_verl_keeps(statistic, high, low, kept):
+    out = mismatch(GAPS, torch.zeros_like(GAPS), COUNTED, rejecting(statistic, high, low))
+    assert (out.weights * COUNTED).tolist() == kept
+
+
+# Printed by compute_rollout_correction_weights of verl 0.9.1, rollout_is_batch_normalize, for the same tensors: level,
+# threshold (a pair: weights beyond are 0), the mean, the weights inside the mask.
+VERL_NORMALIZED = [
+    (Correction("token", cap=1.2), 0.9629251192757273,
+     [[1.1477225964, 1.2462028209, 0.5699421742], [1.2462028209, 0.9396757857, 0.0], [0.8502538117, 0.0, 0.0]]),
+    (Correction("sequence", cap=1.2), 0.9198496523676661,
+     [[0.8053688108] * 3, [1.3045610192, 1.3045610192, 0.0], [0.8900701881, 0.0, 0.0]]),
+    (Correction("token", cap=1.25, floor=0.85, mode="mask"), 0.5385685148143486,
+     [[2.0520525944, 2.2678688497, 0.0], [0.0, 1.680078566, 0.0], [0.0, 0.0, 0.0]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("correction", "mean", "weights"), VERL_NORMALIZED)
+@pytest.mark.parametrize("slices", [[slice(0, 3)], [slice(0, 1), slice(1, 3)]])
+def test_weights_are_divided_by_their_mean_over_all_slices_as_verls(correction, mean, weights, slices):
+    none = torch.zeros_like(GAPS)
+    sums = [summed_weights(GAPS[s], none[s], COUNTED[s], correction) for s in slices]
+    scale = sum(total for total, _ in sums) / sum(count for _, count in sums)
+    assert scale.item() == pytest.approx(mean, rel=1e-7)
+    found = torch.cat([mismatch(GAPS[s], none[s], COUNTED[s], correction, scale).weights * COUNTED[s] for s in slices])
+    torch.testing.assert_close(found, f64(weights), rtol=1e-6, atol=1e-9)
+
+
+def test_normalized_weights_are_those_before_rejection():
+    tests = [Rejection(statistic="token_k1", high=1.25)]
+    plain, cut = Correction("token"), Correction("token", rejection=tests)
+    none = torch.zeros_like(GAPS)
+    assert summed_weights(GAPS, none, COUNTED, plain) == summed_weights(GAPS, none, COUNTED, cut)
+
+
+# Printed by kl_penalty of verl 0.9.1 for the log-probs FAR of the policy and AWAY of the reference: value and gradient.
+FAR, AWAY = f64([[-1.0, -9.0, -0.2]]), f64([[-1.5, -2.0, -6.0]])
+VERL_KL = [
+    ("k1", None, [0.5, -7.0, 5.8], [1.0, 1.0, 1.0]),  # kl
+    ("k2", None, [0.125, 24.5, 16.82], [0.5, -7.0, 5.8]),  # mse
+    ("k3", 10.0, [0.10653065971263342, 10.0, 4.803027554745376], [0.3934693402873666, 0, 0.9969724452546241]),
+    ("k1+", None, [0.5, -7.0, 5.8], [0.5, -7.0, 5.8]),
+    ("k3+", 10.0, [0.10653065971263342, 10.0, 4.803027554745376], [0.5, -7.0, 5.8]),  # low_var_kl+
+]
+
+
+@pytest.mark.parametrize(("name", "limit", "values", "slopes"), VERL_KL)
+def test_estimators_are_verls_far_from_the_reference_too(name, limit, values, slopes):
+    x = FAR.clone().requires_grad_()
+    found = divergence(x, AWAY, torch.ones(1, 3, dtype=torch.bool), name, limit)
+    found.sum().backward()
+    assert found.flatten().tolist() == pytest.approx(values)
+    assert x.grad.flatten().tolist() == pytest.approx(slopes)
 
 
 def test_masked_weights_beyond_the_limits_are_zero_as_trls_sequence_mask():
@@ -765,11 +858,11 @@ def test_estimators_have_schulmans_values_and_gradients(name, limit):
         "k3": (lambda d: math.exp(d) - d - 1, lambda d: 1 - math.exp(d)),
     }
     of, slope_of = values[name[:2]][0], values["k2" if name.endswith("+") else name][1]
-    sloped = values["k2"][0] if name.endswith("+") else of
     for i, t in itertools.product(range(4), range(3)):
         d = (REFERENCE - NEW)[i, t].item()
         value = of(d) if limit is None else max(-limit, min(limit, of(d)))
-        slope = slope_of(d) if limit is None or abs(sloped(d)) < limit else 0.0
+        straight = name.endswith("+")
+        slope = slope_of(d) if limit is None or straight or abs(of(d)) < limit else 0.0
         inside = MASK[i, t].item()
         assert found[i, t].item() == pytest.approx(value * inside, abs=1e-12)
         assert x.grad[i, t].item() == pytest.approx(slope * inside, abs=1e-12)

@@ -51,7 +51,7 @@ LAYERS = {
     "datasets": "datasets",
     "controllers": "controller",
     "protocols": "engines.optimizer_state engines.optimizers engines.policy engines.weights pipelines.description "
-    "pipelines.protocol",
+    "pipelines.lora pipelines.protocol",
     "text": "text",
     "engines": "engines",
     "pipelines": "pipelines text.assembly text.engine_sampling text.export text.meta_model text.pipeline text.scoring",

@@ -7,12 +7,16 @@ The two compute the same log-probs with other kernels, precision or (an engine t
 - sequence  c   = min(exp(sum_t d_t), cap), one a response
 
 ``mode: mask`` sets a weight beyond its limits to 0 in place of the limit. Rejection leaves out tokens or responses by
-other statistics of ``d``: ``k1 = exp(d)``, ``k2 = d^2 / 2``, ``k3 = exp(d) - d - 1``, of a token, or their sum, mean or
-maximum over a response (of ``k1`` those of ``d``, before exp). What is left out still counts in the loss's denominator.
+other statistics of ``d``: ``k1 = exp(-d)``, ``k2 = d^2 / 2``, ``k3 = exp(d) - d - 1``, of a token, or their sum, mean
+or maximum over a response (of ``k1`` those of ``-d``, before exp). What is left out still counts in the loss's
+denominator.
 
 Token weights are biased and steady, a response's product unbiased and wild. The cap of 2 is that of TIS (Yao et al.
 2025, "Your efficient RL framework secretly brings you off-policy RL training") and verl's. TRL's default is one weight
 a response, 0 past 3.
+
+The weights of a batch may be divided by their mean over all its tokens, or responses (verl's
+``rollout_is_batch_normalize``).
 
 Departs: verl takes rejected tokens out of the denominator, too. Here it is known before the first slice is recomputed.
 """
@@ -64,8 +68,13 @@ class Correction:
     rejection: Sequence[Rejection] = ()
 
 
-def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, correction: Correction) -> Mismatch:
+def mismatch(
+    trainer: Tensor, engine: Tensor, mask: Tensor, correction: Correction, scale: Tensor | float = 1.0
+) -> Mismatch:
     """Compare log-probs of the same tokens, ``trainer`` and ``engine`` ``[B, T]``, inside ``mask`` ``[B, T]``.
+
+    ``scale``: what weights are divided by, after their limits (their mean over the batch, as ``summed_weights`` has it
+    of all slices).
 
     The engine drew the tokens, so that ``mismatch/kl`` (k1) and ``mismatch/kl_k3`` estimate the divergence of the
     engine from the trainer, in nats per token. ``mismatch/log_prob_gap`` is the mean of ``|d|``;
@@ -83,11 +92,8 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, correction: Correcti
     }
     weights = None
     if correction.level != "none":
-        log_weights = d if correction.level == "token" else d.sum(1, keepdim=True)
-        raw = log_weights.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-        beyond = (raw > correction.cap) | (raw < correction.floor)
-        limited = raw.clamp(correction.floor, correction.cap)
-        weights = torch.where(beyond, 0.0, raw) if correction.mode == "mask" else limited
+        weights, beyond = limited(d, correction)
+        weights = weights / scale
         logged |= {"mismatch/weight_mean": weights, "mismatch/weight_clipped": beyond.to(d.dtype)}
     if correction.rejection:
         kept = accepted(d, inside, correction.rejection)
@@ -96,6 +102,25 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor, correction: Correcti
     sums = {name: (value * inside).sum() for name, value in logged.items()}
     maxima = {"mismatch/log_prob_gap_max": gap.max() if gap.numel() else gap.sum()}
     return Mismatch(weights, sums, maxima, inside.sum().float())
+
+
+def limited(d: Tensor, correction: Correction) -> tuple[Tensor, Tensor]:
+    """Weights within their limits, and which were beyond, ``[B, T]`` of tokens or ``[B, 1]`` of responses; of ``d``
+    ``[B, T]``, 0 outside the mask."""
+    log_weights = d if correction.level == "token" else d.sum(1, keepdim=True)
+    raw = log_weights.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    beyond = (raw > correction.cap) | (raw < correction.floor)
+    cut = raw.clamp(correction.floor, correction.cap)
+    return torch.where(beyond, 0.0, raw) if correction.mode == "mask" else cut, beyond
+
+
+def summed_weights(trainer: Tensor, engine: Tensor, mask: Tensor, correction: Correction) -> tuple[Tensor, Tensor]:
+    """The sum of the weights, within their limits and before rejection, and how many they are: tokens, or responses
+    with a token. The arguments are those of ``mismatch``."""
+    inside = mask > 0
+    weights, _ = limited(torch.where(inside, trainer.detach() - engine.detach(), 0.0), correction)
+    counted = inside if correction.level == "token" else inside.any(1, keepdim=True)
+    return (weights * counted).sum(), counted.sum().to(weights.dtype)
 
 
 def accepted(d: Tensor, inside: Tensor, rejection: Sequence[Rejection]) -> Tensor:
@@ -120,4 +145,4 @@ def statistic(d: Tensor, inside: Tensor, name: Statistic) -> Tensor:
         values = torch.where(inside, values, 0.0)
         whole = values.amax(1, keepdim=True) if of == "seq_max" else values.sum(1, keepdim=True)
         values = whole / inside.sum(1, keepdim=True).clamp(min=1) if of == "seq_mean" else whole
-    return values.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() if estimator == "k1" else values
+    return (-values).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() if estimator == "k1" else values

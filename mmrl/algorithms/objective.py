@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor
 
@@ -161,6 +161,21 @@ class Offline(_Objective, Protocol):
     kind: Literal["offline"]
 
 
+@runtime_checkable
+class ComparesBatch(Offline, Protocol):
+    """One of given responses whose loss reads a figure of all responses of a step."""
+
+    @property
+    def prepares(self) -> frozenset[str]:
+        """What is recomputed of each response for it before the updates, without a graph."""
+        ...
+
+    def of_batch(self, columns: Mapping[str, Tensor], weights: Tensor, all_sum: AllSum) -> dict[str, Tensor]:
+        """What ``loss`` finds in ``old``, ``[B]`` each, of ``columns`` ``[B]`` and ``weights`` ``[B]`` of this
+        controller; ``all_sum`` adds over all."""
+        ...
+
+
 Objective = PolicyGradient | ForwardProcess | Pathwise | Offline
 PROTOCOLS: Mapping[Kind, type] = {
     "policy_gradient": PolicyGradient,
@@ -185,6 +200,11 @@ def copies_of(objective: Objective) -> Mapping[str, Callable[[int], float]]:
 def sampler(objective: Objective, step: int) -> str:
     """The copy of the weights that samples in training step ``step``; ``"current"`` are those that train."""
     return objective.samples_with(step) if objective.kind == "forward_process" else "current"
+
+
+def compares_batch(objective: Objective) -> TypeGuard[ComparesBatch]:
+    """Whether the loss of an offline objective reads a figure of all responses of a step."""
+    return objective.kind == "offline" and isinstance(objective, ComparesBatch)
 
 
 def prepared_by(objective: Objective) -> frozenset[str]:

@@ -151,8 +151,8 @@ def divergence(
 ) -> Tensor:
     """An estimate of the divergence from the reference, ``[B, T]``, in nats; 0 outside ``inside`` ``[B, T]`` (bool).
 
-    ``limit`` clamps each value, whose gradient is 0 beyond it. The limit of a straight-through estimator clamps both of
-    its parts.
+    ``limit`` clamps each value, whose gradient is 0 beyond it. Of a straight-through estimator it clamps the value
+    alone: the gradient is that of k2 everywhere, as in verl.
     """
     d = torch.where(inside, reference - log_probs, 0.0)
 
@@ -162,7 +162,7 @@ def divergence(
 
     if not estimator.endswith("+"):
         return one(estimator)
-    slope = one("k2")
+    slope = 0.5 * d.square()
     return one(estimator[:2]).detach() + slope - slope.detach()
 
 

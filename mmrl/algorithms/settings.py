@@ -91,8 +91,8 @@ class TokenSettings(AlgorithmSettings):
     """Estimator of that divergence in the loss (Schulman 2020). ``k1+`` and ``k3+`` have the value of k1 and k3 and the
     gradient of k2, which is the unbiased one (straight-through; verl's ``kl+`` and ``low_var_kl+``)."""
     kl_max: PositiveFloat | None = None
-    """Limit of the estimate of a token, in nats: it is clamped to [-kl_max, kl_max], and has no gradient beyond
-    (verl: 10 for k3)."""
+    """Limit of the estimate of a token, in nats: it is clamped to [-kl_max, kl_max], and has no gradient beyond;
+    ``k1+`` and ``k3+`` keep that of k2 (verl: 10 for k3, no limit for others)."""
     entropy_coef: NonNegative = 0.0
     """Weight of the policy's entropy, which is raised."""
     max_new_tokens: PositiveInt | None = None
@@ -180,6 +180,13 @@ class ResponseSettings(GivenSettings):
     trains_on: ClassVar[TrainsOn] = "responses"
     completion: str = "completion"
     """The column of the data that has the response. ``chosen`` takes the better text of pairs."""
+    mismatches: ClassVar[bool] = False
+    """Whether each prompt is compared with the response of another, too."""
+
+    @property
+    def label_column(self) -> str | None:
+        """The column of the data that says whether a response is good; None where all are."""
+        return None
 
     @property
     def given_texts(self) -> Mapping[str, str]:

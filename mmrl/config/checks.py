@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from mmrl.algorithms.settings import ResponseSettings
 from mmrl.config.data import of_data
 from mmrl.config.performance import NEEDS_HALF, PICTURE_ATTENTION, TEXT_ATTENTION
 from mmrl.config.picture_checks import of_pictures
@@ -31,6 +32,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_text(recipe),
             *_pairs(recipe),
             *_partial(recipe),
+            *_normalize(recipe),
             *of_placement(recipe),
             *_labels(recipe),
             *_weights(recipe),
@@ -43,6 +45,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_groups(recipe),
         *recipe.algorithm.conflicts(recipe.sampling),
         *_diffusion(recipe),
+        *_normalize(recipe),
         *_pairs(recipe),
         *of_pictures(recipe),
         *_batches(recipe),
@@ -132,10 +135,20 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
             f"train.group_size: {algorithm.type} trains on one given {one} per prompt and samples no group; "
             "set train.group_size to 1"
         )
+    if isinstance(algorithm, ResponseSettings) and algorithm.mismatches and recipe.train.prompts_per_step < 2:
+        yield (
+            f"train.prompts_per_step: {algorithm.type} compares each prompt with the response of another one of its "
+            "step, and a step of 1 has no other; set it to 2 or more"
+        )
     if recipe.rewards:
         yield (
             f"rewards: {algorithm.type} trains on given {one}s and samples nothing that could be rewarded; remove "
             "rewards (eval.rewards measures held-out samples)"
+        )
+    if algorithm.trains_scores and recipe.model.continues_adapter:
+        yield (
+            "model.lora.path: the adapter of a reward model begins anew; merge the saved one (mmrl export) and set "
+            "model.path to that folder"
         )
     if algorithm.trains_scores and recipe.eval.rewards:
         yield "eval.rewards: a reward model writes no text that could be rewarded; remove eval.rewards"
@@ -181,6 +194,19 @@ def _partial(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _normalize(recipe: Recipe) -> Iterator[str]:
+    rollout = recipe.rollout
+    if rollout.importance_normalize == "none":
+        return
+    if recipe.sampling.type != "text" or recipe.algorithm.kind != "policy_gradient":
+        yield "rollout.importance_normalize: only sampled text has such weights; remove it"
+    elif rollout.engine == "transformers" and rollout.importance == "auto" and not recipe.placement.apart:
+        yield (
+            "rollout.importance_normalize: the weights that train sample as well, so that nothing is weighed; remove "
+            "it, or set rollout.importance"
+        )
+
+
 def _diffusion(recipe: Recipe) -> Iterator[str]:
     if recipe.algorithm.trains_on in ("pairs", "responses"):
         yield (
@@ -219,7 +245,7 @@ def _half(recipe: Recipe) -> Iterator[str]:
 
 def _performance(recipe: Recipe) -> Iterator[str]:
     asked = recipe.performance
-    if asked.offload_reference and recipe.model.lora is not None:
+    if asked.offload_reference and recipe.model.lora is not None and not recipe.model.continues_adapter:
         yield (
             "performance.offload_reference: with LoRA the reference is the base model with its adapter off, which the "
             "policy needs itself; remove it"

@@ -22,7 +22,7 @@ from mmrl.config.names import (
     resolve_drop_in,
     resolve_options,
     shipped_recipes,
-    with_algorithm_found,
+    with_files_found,
 )
 from mmrl.config.older_keys import MOVED
 from mmrl.config.schema import Recipe
@@ -120,7 +120,7 @@ def load_recipe(
     findings += [Finding(tree.source(key), key, _MASKED) for key in masks(tree.values)]
     missing = [Finding(tree.source(key), key, message) for key, message in missing_names(tree, root)]
     recipe = None
-    values = with_algorithm_found(root, prepare(tree.values) if prepare else tree.values)
+    values = with_files_found(root, prepare(tree.values) if prepare else tree.values)
     try:
         recipe = Recipe.model_validate(values)
         found = list(contradictions("\n".join(impossibilities(recipe)), tree))

@@ -95,12 +95,18 @@ def resolve_options(root: Path, options: JsonObject, paths: Sequence[str]) -> Js
     return resolved
 
 
-def with_algorithm_found(root: Path, values: JsonObject) -> JsonObject:
-    """``values`` of a recipe with the absolute path of an algorithm in a file, which is imported when it is read."""
-    name, section = _text(values, ("algorithm", "type")), values.get("algorithm")
-    if not name or not isinstance(section, Mapping):
-        return values
-    return {**values, "algorithm": {**section, "type": resolve_drop_in(root, name)}}
+def with_files_found(root: Path, values: JsonObject) -> JsonObject:
+    """``values`` of a recipe with the absolute paths of what is read with it: an algorithm in a file, which is
+    imported, and a LoRA adapter, whose settings are taken."""
+    found, algorithm, model = dict(values), values.get("algorithm"), values.get("model")
+    name = _text(values, ("algorithm", "type"))
+    if name and isinstance(algorithm, Mapping):
+        found["algorithm"] = {**algorithm, "type": resolve_drop_in(root, name)}
+    adapter = _text(values, ("model", "lora", "path"))
+    place = _look_up(root, adapter) if adapter else None
+    if place is not None and isinstance(model, Mapping) and isinstance(lora := model.get("lora"), Mapping):
+        found["model"] = {**model, "lora": {**lora, "path": str(place)}}
+    return found
 
 
 def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
@@ -108,6 +114,9 @@ def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
     path = _text(tree.values, ("model", "path"))
     if path and (wrong := _missing_model(root, path)):
         yield ("model", "path"), wrong
+    adapter = _text(tree.values, ("model", "lora", "path"))
+    if adapter and _look_up(root, adapter) is None:
+        yield ("model", "lora", "path"), f"there is no {adapter!r} ({_looked(root)}); correct the path"
     architecture = _text(tree.values, ("architecture",))
     if architecture and _look_up(root, architecture) is None:
         yield ("architecture",), f"there is no file {architecture!r} ({_looked(root)}); correct the path"

@@ -172,7 +172,11 @@ def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
             f"placement.sleep: {recipe.rollout.engine_name} would wake without weights, which {what} give to the "
             "engines of all devices together; remove it, or set train.backend to replicated"
         )
-    compared = isinstance(algorithm, GivenSettings) and algorithm.needs_reference and recipe.model.lora is None
+    compared = (
+        isinstance(algorithm, GivenSettings)
+        and algorithm.needs_reference
+        and (recipe.model.lora is None or recipe.model.continues_adapter)
+    )
     if compared and recipe.eval.every is not None:
         yield (
             f"train.backend: held-out records are compared under the weights and the reference in turn, which {what} "

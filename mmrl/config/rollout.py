@@ -26,8 +26,8 @@ Statistic = Literal[
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 ]  # fmt: skip
-"""Of a token, or the sum, mean or maximum over a response, by verl's names: ``k1`` is the ratio of the trainer's
-probability to the engine's (``seq_mean_k1``: its geometric mean), ``k2`` and ``k3`` are estimates of their
+"""Of a token, or the sum, mean or maximum over a response, by verl's names: ``k1`` is the ratio of the engine's
+probability to the trainer's (``seq_mean_k1``: its geometric mean), ``k2`` and ``k3`` are estimates of their
 divergence."""
 
 
@@ -66,6 +66,10 @@ class Rollout(Section):
     importance_mode: Literal["truncate", "mask"] = "truncate"
     """What becomes of a weight beyond its limits: it is set to the limit, or to 0, which leaves the token or the
     response out. TRL's default is ``importance: sequence`` with ``importance_mode: mask`` and ``importance_cap: 3``."""
+    importance_normalize: Literal["none", "batch"] = "none"
+    """``batch`` divides weights, after their limits, by their mean over the step's tokens (``sequence``: responses) of
+    all controllers (verl's rollout_is_batch_normalize). Log-probs are then recomputed before the update, in one more
+    pass without a gradient; with several updates a step they are anyway."""
     rejection: list[Rejection] = Field(default_factory=list)
     """Further tests that a token must pass, all of them, whatever its weight."""
     update_bucket_mib: Count = 512
@@ -81,6 +85,12 @@ class Rollout(Section):
                 f"importance_floor: {self.importance_floor:g} is not below importance_cap, {self.importance_cap:g}; "
                 "lower it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_to_normalize(self) -> Rollout:
+        if self.importance_normalize == "batch" and self.importance == "none":
+            raise ValueError("importance_normalize: importance is none, so there are no weights; remove one of the two")
         return self
 
     @property

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from mmrl.algorithms.settings import AlgorithmSettings
+from mmrl.config.adapters import with_adapters_settings
 from mmrl.config.algorithms import as_settings, samples_nothing
 from mmrl.config.data import Data, without_name
 from mmrl.config.dtype import Dtype, with_choice
@@ -66,6 +67,14 @@ class Lora(Section):
     targets: list[str] | None = None
     """Names of the modules that take an adapter; None takes the pipeline's own list."""
     init: Literal["gaussian", "default"] = "gaussian"
+    path: str | None = None
+    """A folder that peft wrote (or a LoRA of diffusers): training goes on with that adapter, whose rank, alpha and
+    targets are taken. The reference is then the model with the adapter as it was."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_saved(cls, values: object) -> object:
+        return with_adapters_settings(values) if isinstance(values, Mapping) else values
 
 
 class Model(Section):
@@ -81,6 +90,11 @@ class Model(Section):
     """Names of modules (``visual``) whose weights do not train; with LoRA only adapters train anyway."""
     offload: bool = True
     """Move text encoders and VAE off the accelerator while they are idle (no effect on a CPU)."""
+
+    @property
+    def continues_adapter(self) -> bool:
+        """Whether training begins with a saved adapter."""
+        return self.lora is not None and self.lora.path is not None
 
 
 class Reward(Section):

@@ -30,7 +30,7 @@ MADE = {
         *(f"{prefix}{side}_{what}" for prefix in ("", "reference_") for side in ("chosen", "rejected")
           for what in ("log_probs", "error")),
         "chosen_scores", "rejected_scores", "chosen_tokens", "rejected_tokens", "completion_log_probs",
-        "reference_completion_log_probs",
+        "reference_completion_log_probs", "mismatched_log_ratio",
     },
 }  # fmt: skip
 """What pipelines recompute for an objective of each kind."""

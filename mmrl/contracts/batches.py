@@ -81,7 +81,12 @@ def batch_for(objective: Objective, settings: AlgorithmSettings, *, fresh: bool 
         new = {name: normal(ROWS) for name in sorted(objective.needs)}
         made = Batch(
             {name: _of_pair(name, t) for name, t in new.items()},
-            {"weights": weights, "margins": normal(ROWS).abs()},
+            {
+                "weights": weights,
+                "margins": normal(ROWS).abs(),
+                "labels": (normal(ROWS) > 0).double(),
+                "kl": torch.full((ROWS,), 0.3, dtype=torch.float64),
+            },
             torch.ones(ROWS, dtype=torch.float64),
             tuple(name for name in new if not name.startswith("reference_") and not name.endswith("_tokens")),
         )

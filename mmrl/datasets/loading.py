@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import mmrl
+from mmrl.algorithms.settings import AlgorithmSettings, ResponseSettings
 from mmrl.config.data import Data, source_label
 from mmrl.config.names import is_hub_data, resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
 from mmrl.datasets.mixture import Interleaved, Mixture, Part
 from mmrl.datasets.records import checked
 from mmrl.datasets.sampler import Chosen
+from mmrl.datasets.unpaired import Unpaired, is_paired
 from mmrl.errors import UserError
 from mmrl.trajectory import Prompt
 
@@ -26,17 +28,18 @@ def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
 
     Raises ``UserError`` for an empty or unusable data set, and past ``data.max_bad_fraction`` of bad records.
     """
-    return load_data(recipe.data, root, split)
+    return load_data(recipe.data, root, split, recipe.algorithm)
 
 
-def load_data(data: Data, root: Path, split: str) -> Sequence[Prompt]:
-    """As ``load_prompts``, of a section ``data``."""
+def load_data(data: Data, root: Path, split: str, algorithm: AlgorithmSettings | None = None) -> Sequence[Prompt]:
+    """As ``load_prompts``, of a section ``data``; pairs are split up where ``algorithm`` trains on responses with
+    labels."""
     if data.mixture:
-        return _mixed(data, root, split)
+        return _mixed(data, root, split, algorithm)
     both = {"train": data.train, "heldout": data.heldout}
     prompts = _made(data.name, root, split, both, f"data.{split}")
     checked(prompts, data.max_bad_fraction)
-    return prompts
+    return _labelled(prompts, algorithm)
 
 
 def in_order(recipe: Recipe, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
@@ -46,7 +49,16 @@ def in_order(recipe: Recipe, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     return Chosen(prompts, recipe.data.sampler, recipe.seed, recipe.train.prompts_per_step)
 
 
-def _mixed(data: Data, root: Path, split: str) -> Mixture:
+def _labelled(prompts: Sequence[Prompt], algorithm: AlgorithmSettings | None) -> Sequence[Prompt]:
+    """``prompts``; pairs as responses with labels where ``algorithm`` trains on those."""
+    if not isinstance(algorithm, ResponseSettings) or algorithm.label_column is None:
+        return prompts
+    if not is_paired(prompts[0], algorithm.completion):
+        return prompts
+    return Unpaired(prompts, algorithm.completion, algorithm.label_column)
+
+
+def _mixed(data: Data, root: Path, split: str, algorithm: AlgorithmSettings | None) -> Mixture:
     """The prompts of ``split`` of all sources that have it."""
     parts = []
     for i, source in enumerate(data.mixture):
@@ -60,7 +72,7 @@ def _mixed(data: Data, root: Path, split: str) -> Mixture:
         except UserError as error:
             said = str(error)
             raise UserError(said if said.startswith(where) else f"{where}: {label}: {said}") from error
-        parts.append(Part(label, source.weight, made))
+        parts.append(Part(label, source.weight, _labelled(made, algorithm)))
     return Mixture(parts) if split == "train" else Interleaved(parts)
 
 

@@ -49,7 +49,8 @@ class Policy:
     """Final class. Gradients accumulate over ``backward`` calls until ``apply``.
 
     Copies hold the trainable weights only: a few megabytes for LoRA. The reference of a LoRA policy is the base model
-    with the adapter switched off; otherwise it is a copy of the weights the run began with.
+    with the adapter switched off; otherwise, and where a saved adapter goes on (``continues``), it is a copy of the
+    weights the run began with.
 
     ``weights``: how they lie on the ranks that train them; None for one rank. Optimizer and copies lie as they do.
     ``prefix``: how the names of its files in a checkpoint begin.
@@ -63,8 +64,11 @@ class Policy:
         weights: Weights | None = None,
         performance: Performance | None = None,
         prefix: str = "",
+        *,
+        continues: bool = False,
     ) -> None:
         self.prefix = prefix
+        self.base_is_reference = hasattr(module, "disable_adapter") and not continues
         self.module, self.settings, self.total_updates = module, settings, total_updates
         self.weights = weights or Replicated(module)
         self.trainable = self.weights.mine
@@ -86,17 +90,13 @@ class Policy:
             self.keep("ema")
 
     @property
-    def has_adapter(self) -> bool:
-        return hasattr(self.module, "disable_adapter")
-
-    @property
     def tag(self) -> tuple[int, str]:
         """Names the weights as they are now: an engine with weights of its own asks whether it has these."""
         return self.updates, self.active
 
     def keep(self, name: str) -> None:
         """Begin a copy ``name`` of the weights as they are now."""
-        if name == "reference" and self.has_adapter:
+        if name == "reference" and self.base_is_reference:
             return
         kept = to_host if name in self._away else torch.clone
         self.copies[name] = {k: kept(p.detach()) for k, p in self.trainable.items()}
@@ -104,7 +104,7 @@ class Policy:
     @contextmanager
     def using(self, name: str) -> Generator[None]:
         """Compute under the copy ``name``; ``"current"`` is the weights themselves. Raises ``KeyError``."""
-        if name == "reference" and self.has_adapter:
+        if name == "reference" and self.base_is_reference:
             with self.module.disable_adapter():  # type: ignore[operator]
                 yield
         elif name == self.active:

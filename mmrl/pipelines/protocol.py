@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -36,6 +36,16 @@ class PairUpdates(Protocol):
     def sizes(self, trajectory: Trajectory) -> Sequence[int]:
         """What each row counts in an update's denominator, where the objective counts by length: the tokens of a given
         response, 1 of a pair."""
+        ...
+
+
+@runtime_checkable
+class ResponseUpdates(Protocol):
+    """What an objective that compares given responses with those of other prompts asks as well."""
+
+    def beside(self, slot: Slot, other: Prompt) -> Slot:
+        """``slot`` with the response of ``other``, of which ``compare`` recomputes ``mismatched_log_ratio`` ``[B]``,
+        the log-ratio of policy and reference behind the prompt of ``slot``."""
         ...
 
 

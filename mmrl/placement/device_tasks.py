@@ -17,7 +17,7 @@ from mmrl.algorithms.objective import copies_of
 from mmrl.engines.policy import Version
 from mmrl.errors import NotFiniteError
 from mmrl.out_of_memory import in_parts, in_phase
-from mmrl.pipelines.protocol import of_text
+from mmrl.pipelines.protocol import of_text, pairs_of
 from mmrl.placement.utilisation import of_gpu
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
@@ -159,7 +159,11 @@ def prepare(
             def made(
                 micro_batch: MicroBatch, names: frozenset[str] = names
             ) -> tuple[list[int], list[int], dict[str, Tensor]]:
-                new = context.pipeline.replay(micro_batch.rows, micro_batch.entries, names, context.policy.using)
+                rows, using = micro_batch.rows, context.policy.using
+                if context.objective.kind == "offline":
+                    new = pairs_of(context.pipeline).compare(rows, names, using)
+                else:
+                    new = context.pipeline.replay(rows, micro_batch.entries, names, using)
                 kept = torch.stack([new[name].detach() for name in names]).cpu()  # one wait for all
                 return micro_batch.index, micro_batch.entries, dict(zip(names, kept, strict=True))
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import mmrl
+from mmrl.algorithms.settings import AlgorithmSettings
 from mmrl.config.data import Data
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
@@ -40,7 +41,7 @@ class Record:
     rendered: str | None = None
     tokens: int | None = None
     responses: dict[str, int] = field(default_factory=dict)
-    """Of pairs: the tokens of each."""
+    """Of given texts (both of a pair, or a response): the tokens of each."""
     problem: str | None = None
 
 
@@ -86,7 +87,9 @@ Reader = Callable[[Prompt, Record], None]
 def check_recipe(loaded: LoadedRecipe, shown: int, looked_at: int) -> Checked:
     """The data of a recipe, read by its model where its configuration and tokenizer are there; no weight is loaded."""
     read, model, settings = _reader(loaded)
-    return Checked(_splits(loaded.recipe.data, loaded.root, read, shown, looked_at), model, settings)
+    return Checked(
+        _splits(loaded.recipe.data, loaded.root, read, shown, looked_at, loaded.recipe.algorithm), model, settings
+    )
 
 
 def check_data(data: Data, root: Path, shown: int, looked_at: int) -> Checked:
@@ -111,10 +114,12 @@ def data_at(target: str, options: Mapping[str, Json]) -> Data:
     return Data(name=name, train=given, heldout=given)
 
 
-def _splits(data: Data, root: Path, read: Reader | None, shown: int, looked_at: int) -> dict[str, Split]:
+def _splits(
+    data: Data, root: Path, read: Reader | None, shown: int, looked_at: int, algorithm: AlgorithmSettings | None = None
+) -> dict[str, Split]:
     lenient = data.model_copy(update={"max_bad_fraction": 1.0})  # all of it is to be told
     return {
-        split: _split(lenient, load_data(lenient, root, split), read, shown, looked_at)
+        split: _split(lenient, load_data(lenient, root, split, algorithm), read, shown, looked_at)
         for split in ("train", "heldout")
     }
 
@@ -169,7 +174,9 @@ def _record(prompt: Prompt, read: Reader | None, *, sizes: bool) -> Record:
 def _size(medium: Media) -> str:
     """What it is, with its pixels. Raises ``BadMediaError``."""
     found = look(medium, "headers")
-    frames = f", {found['frames']} frames at {found.get('fps', 0):g} per second" if "frames" in found else ""
+    frames = ""
+    if "frames" in found and "fps" in found:
+        frames = f", {found['frames']} frames at {found['fps']:g} per second"
     return f"{medium.kind} {found['width']} x {found['height']}{frames} ({describe(medium)})"
 
 
@@ -198,8 +205,8 @@ def _of_text(pipeline: LanguagePipeline) -> Reader:
         used, features = pipeline.fitter.encode(prompt, pipeline.limit, skip)
         record.rendered, record.tokens = pipeline.conditioner.render(used), len(features["input_ids"])
         if pipeline.pairs is not None:
-            pair = pipeline.pairs.encoded(used, record.tokens)
-            record.responses = {name: len(pair[name]) for name in pipeline.pairs.columns}
+            given = pipeline.pairs.encoded(used, record.tokens)
+            record.responses = {name: len(tokens) for name, tokens in given.items()}
 
     return read
 

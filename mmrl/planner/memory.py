@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import PyTree, tree_leaves, tree_map
 
-from mmrl.algorithms.objective import Objective, copies_of, prepared_by, sampler
+from mmrl.algorithms.advantages import alone
+from mmrl.algorithms.objective import Objective, compares_batch, copies_of, prepared_by, sampler
 from mmrl.config.schema import Recipe
 from mmrl.engines.context import imagined
 from mmrl.engines.optimizers import bytes_in_8_bits
@@ -146,7 +147,8 @@ def _trained(description: Description, recipe: Recipe, objective: Objective, for
     how = recipe.performance
     if how.optimizer == "adamw_8bit":  # its kernels take no tensors without data
         how = how.model_copy(update={"optimizer": "adamw"})
-    policy = Policy(description.pipeline.policy, recipe.optim, total, performance=how)
+    continues = recipe.model.continues_adapter
+    policy = Policy(description.pipeline.policy, recipe.optim, total, performance=how, continues=continues)
     for name in kept_copies(objective):
         policy.keep(name)
     others = [c.module for c in description.components if c.role == "critic"]
@@ -259,6 +261,9 @@ def _slice(
             case "offline":
                 new = pairs_of(pipeline).compare(rows, objective.needs, policy.using)
                 old |= pipeline.recorded(rows, [0])
+                if compares_batch(objective):
+                    none = {name: torch.zeros(n) for name in objective.prepares}
+                    old |= objective.of_batch(none, torch.ones(n), alone)
             case _:
                 with once(pipeline, live):
                     path = objective.graph_steps(recipe.denoising.steps, 0.0)

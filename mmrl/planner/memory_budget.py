@@ -89,9 +89,10 @@ def keeps_reference(made: Plan) -> bool:
 
 
 def copies_of(recipe: Recipe, objective: Objective) -> list[str]:
-    """Copies of the trained weights that the run keeps; LoRA's reference is the base with the adapter off."""
-
-    kept = [name for name in kept_copies(objective) if name != "reference" or recipe.model.lora is None]
+    """Copies of the trained weights that the run keeps; LoRA's reference is the base with the adapter off, unless it
+    began as a saved one."""
+    base = recipe.model.lora is not None and not recipe.model.continues_adapter
+    kept = [name for name in kept_copies(objective) if name != "reference" or not base]
     kept += [snapshot_name(name, n + 1) for name in kept_by(objective) for n in range(recipe.placement.staleness or 0)]
     return [*kept, *(["ema"] if recipe.optim.ema_decay else [])]
 
@@ -156,7 +157,7 @@ def _trained_roles(made: Plan, component: Component, size: Size, where: str, obj
             stays = name != "reference" or keeps_reference(made)
             where = "always" if stays else "train, else in host memory"
             yield Role(f"copy: {name}", "float32", size.trained_parameters, size.trained, where)
-        if lora and any("reference" in name for name in objective.needs | prepared_by(objective)):
+        if lora and lora.path is None and any("reference" in name for name in objective.needs | prepared_by(objective)):
             yield Role("reference", "the policy with its adapter switched off", 0, 0, "train")
 
 

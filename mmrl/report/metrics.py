@@ -75,6 +75,7 @@ METRICS: dict[str, str] = {
     "balance/load": "Several controllers, text: work seconds of the busiest, without waiting, over the mean.",
     "balance/load_predicted": "The same ratio, as predicted when the step's prompts were assigned.",
     "balance/residual": "Absolute errors of the predicted seconds over the measured seconds, all controllers.",
+    "mismatch/normalizer": "rollout.importance_normalize: mean importance weight that all are divided by.",
     "policy/kl_k2": "reinforce_pp, variant baseline: half the squared log-ratio to the reference, mean.",
     "advantage/overlong_fraction": "dapo: fraction of responses punished for their length.",
     "advantage/kl": "KL divergence from the reference, subtracted from the reward, nats (reinforce_pp, ppo, rloo).",
@@ -83,6 +84,9 @@ METRICS: dict[str, str] = {
     "dpo/margin": "dpo: implicit reward of the better text minus that of the worse one, mean.",
     "dpo/chosen_reward": "dpo: implicit reward of the better text, mean.",
     "dpo/rejected_reward": "dpo: implicit reward of the worse text, mean.",
+    "kto/accuracy": "kto: fraction of responses on the right side of the divergence: above it if good, below if bad.",
+    "kto/margin": "kto: implicit reward minus that of the divergence, its negative for bad responses, mean.",
+    "kto/kl": "kto: divergence from the reference on mismatched responses, nats a response, at least 0.",
     "sft/log_prob": "sft: log-prob of a token of the given responses, nats, mean.",
     "orpo/accuracy": "orpo: fraction of pairs whose better text has the larger odds.",
     "orpo/log_odds_ratio": "orpo: log odds of the better text minus those of the worse one, mean.",
@@ -136,7 +140,7 @@ made from this table (a test compares them)."""
 
 def of_pairs(keys: Iterable[str]) -> list[str]:
     """Those that say how a model judges given texts (``dpo/accuracy``), which stand where others have rewards."""
-    return [key for key in keys if key.startswith(("dpo/", "orpo/", "reward_model/", "sft/"))]
+    return [key for key in keys if key.startswith(("dpo/", "orpo/", "reward_model/", "sft/", "kto/"))]
 
 
 def of_repeated(keys: Iterable[str]) -> list[str]:

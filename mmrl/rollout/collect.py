@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmrl.algorithms.advantages import Advantages
 from mmrl.algorithms.multi_reward import aggregated
-from mmrl.algorithms.objective import Scored, advantages_of, prepared_by, sampler
+from mmrl.algorithms.objective import Scored, advantages_of, compares_batch, prepared_by, sampler
 from mmrl.algorithms.settings import AdvantageAggregation
 from mmrl.config.checks import label_of
 from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
@@ -25,6 +25,8 @@ from mmrl.pipelines.protocol import entries_of, of_text, recorded_steps
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scores
+from mmrl.rollout.importance import SCALE, mean_weight, normalizes
+from mmrl.rollout.mismatched import mismatched, of_batch, prompt_of_step
 from mmrl.training.batch import Batch, Groups, Round, chunks, rows_of_update, samples_of
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import SamplingSpec, StepContext
@@ -48,6 +50,10 @@ def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clo
     how: AdvantageAggregation = getattr(context.recipe.algorithm, "advantage_aggregation", "sum")
     advantages = aggregated(advantages_of(context.objective), scored, how)
     batch.advantages, batch.weights = advantages.values, row_weights(context, batch, scored.groups, advantages)
+    if normalizes(context) and scored.mask is not None:
+        mean = mean_weight(context, batch, scored.mask)
+        batch.prepared[SCALE] = torch.full((len(batch.places),), mean)
+        metrics.set({"mismatch/normalizer": mean})
     if advantages.returns is not None:
         batch.prepared["returns"] = advantages.returns
     if scored.mask is not None:
@@ -261,11 +267,12 @@ def prepare(context: StepContext, batch: Batch, scored: Scored) -> Scored:
     """Recompute the tensors that are needed of the whole batch before its first update (old log-probs, reference
     log-probs, a critic's values), in the same slices as the updates.
 
-    With one update per step text needs no old log-probs: the update's own forward pass is the old policy, and the
-    ratio is 1. Of pictures sampling recorded them (but see ``StepContext.recomputes_old_log_probs``).
+    With one update per step text needs no old log-probs, unless the mean of the importance weights is wanted: the
+    update's own forward pass is the old policy, and the ratio is 1. Of pictures sampling recorded them (but see
+    ``StepContext.recomputes_old_log_probs``).
     """
     updates, mask = context.recipe.train.updates_per_step, mask_of(batch)
-    moves = updates > 1 and "log_probs" in context.objective.needs
+    moves = (updates > 1 or normalizes(context)) and "log_probs" in context.objective.needs
     kept = {"log_probs", "values"}
     wanted = prepared_by(context.objective) | (frozenset({"log_probs"}) if moves else frozenset())
     if context.policy.weights.stages is not None:  # pipeline stages: an update calls the model once
@@ -301,12 +308,19 @@ def mask_of(batch: Batch) -> Tensor | None:
     return mask
 
 
-def unsampled_batch(context: StepContext, slots: list[Slot], clock: Clock) -> Batch:
+def unsampled_batch(context: StepContext, slots: list[Slot], step: int, clock: Clock) -> Batch:
     """The rows of a step that has nothing to sample: a pathwise one samples in its update, an offline one has given
     pairs or responses."""
     with clock("encode"):
         slots, keys, bad = encode(context, slots)
-    return prompts_only(context, slots, keys, bad)
+    objective = context.objective
+    if not compares_batch(objective):
+        return prompts_only(context, slots, keys, bad)
+    slots = mismatched(context, slots, prompt_of_step(context, step))
+    batch = prompts_only(context, slots, keys, bad)
+    with clock("prepare"):
+        batch.prepared = of_batch(context, objective, batch)
+    return batch
 
 
 def prompts_only(context: StepContext, slots: list[Slot], keys: list[str], failures: Sequence[Failure] = ()) -> Batch:

@@ -17,6 +17,7 @@ from mmrl.text.conditioner import Tokenizer
 
 if TYPE_CHECKING:  # slow to import
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from mmrl.pipelines.lora import adapted, saved_adapter
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """The linear layers of the common decoder layer; vision towers are left out."""
@@ -161,6 +162,8 @@ def _adapted(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
 
     lora = recipe.model.lora
     assert lora is not None
+    if saved := saved_adapter(lora):
+        return adapted(model, saved, recipe.model.path)
     torch.manual_seed(recipe.seed)
     sees = any(re.fullmatch(_VISION, name) for name, _ in model.named_modules())
     config = LoraConfig(

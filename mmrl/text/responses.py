@@ -1,19 +1,26 @@
 """Given responses, one a prompt: tokens and log-probs.
 
 A prompt carries its response in ``meta``, by the columns of TRL's prompt-completion data: ``completion``, a text or a
-list of messages that ends with the assistant's.
+list of messages that ends with the assistant's, and of its unpaired preference data ``label`` as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from mmrl.algorithms.settings import ResponseSettings
+from mmrl.errors import BadPromptError
 from mmrl.pipelines.protocol import Weights
-from mmrl.text.given import GivenTexts, given_text
-from mmrl.trajectory import Prompt, Trajectory
+from mmrl.text.features import key_of
+from mmrl.text.given import GivenTexts, WritingModel, given_text, response_tokens
+from mmrl.trajectory import Prompt, Slot, Trajectory
+
+OTHER = "response of another prompt"
+"""In ``meta``, beside a prompt's own response."""
 
 
 class Responses(GivenTexts):
@@ -23,23 +30,68 @@ class Responses(GivenTexts):
 
     every_token = True
 
+    def __init__(self, pipeline: WritingModel) -> None:
+        super().__init__(pipeline)
+        settings = pipeline.recipe.algorithm
+        self.label = settings.label_column if isinstance(settings, ResponseSettings) else None
+
     def texts(self, prompt: Prompt) -> Mapping[str, str]:
         column = self.columns["completion"]
-        return {"completion": given_text(prompt, column, [column])}
+        if self.label is not None:
+            label_of(prompt, self.label)
+        columns = [column] if self.label is None else [column, self.label]
+        return {"completion": given_text(prompt, column, columns)}
 
     def recorded(self, trajectory: Trajectory) -> dict[str, Tensor]:
-        return {}
+        """``labels``, 1 for good responses, where the data has labels."""
+        if self.label is None:
+            return {}
+        labels = [float(label_of(slot.prompt, self.label)) for slot in trajectory.slots]
+        return {"labels": torch.tensor(labels, device=self.pipeline.device)}
 
     def sizes(self, trajectory: Trajectory) -> list[int]:
         """The tokens of each response, its end among them."""
         return [self.pipeline.features.ref(self.key(slot.prompt)).shapes["completion"][0] for slot in trajectory.slots]
 
+    def beside(self, slot: Slot, other: Prompt) -> Slot:
+        """See ``mmrl.pipelines.protocol.ResponseUpdates``."""
+        meta = {**slot.prompt.meta, OTHER: self.texts(other)["completion"]}
+        return replace(slot, prompt=replace(slot.prompt, meta=meta))
+
     def compare(self, trajectory: Trajectory, needs: frozenset[str], weights: Weights) -> dict[str, Tensor]:
         """What is needed of completion_log_probs, summed over the response and its end, and the same of the reference
-        without a graph: ``[B]`` float32 each."""
-        rows = self.rows(trajectory.slots)
-        out = self.by_name("log_probs", self.log_probs(rows))
-        if "reference_completion_log_probs" in needs:
-            with torch.no_grad(), weights("reference"):
-                out |= {f"reference_{k}": v for k, v in self.by_name("log_probs", self.log_probs(rows)).items()}
+        without a graph; of mismatched_log_ratio, both without: ``[B]`` float32 each."""
+        out: dict[str, Tensor] = {}
+        if "completion_log_probs" in needs:
+            rows = self.rows(trajectory.slots)
+            out = self.by_name("log_probs", self.log_probs(rows))
+            if "reference_completion_log_probs" in needs:
+                with torch.no_grad(), weights("reference"):
+                    out["reference_completion_log_probs"] = self.log_probs(rows)
+        if "mismatched_log_ratio" in needs:
+            rows = self._mismatched(trajectory.slots)
+            with torch.no_grad():
+                own = self.log_probs(rows)
+                with weights("reference"):
+                    out["mismatched_log_ratio"] = own - self.log_probs(rows)
         return out
+
+    def _mismatched(self, slots: list[Slot]) -> Trajectory:
+        """Each prompt with the response of another, cut where the model's context ends."""
+        texts, context = [], self.pipeline.context
+        for slot in slots:
+            tokens = [*response_tokens(self.pipeline.conditioner, str(slot.prompt.meta[OTHER])), *self.ending]
+            length = self.pipeline.features.ref(key_of(slot.prompt)).shapes["input_ids"][0]
+            texts.append(torch.tensor(tokens if context is None else tokens[: max(1, context - length)]))
+        return self.trajectory(slots, texts)
+
+
+def label_of(prompt: Prompt, column: str) -> bool:
+    """Whether the prompt's response is good. Raises ``BadPromptError`` where the data does not say."""
+    said = prompt.meta.get(column)
+    if said is None or said not in (True, False):
+        raise BadPromptError(
+            prompt.id,
+            f"meta[{column!r}] is {said!r}; a response is good (true) or bad (false), name the column in meta",
+        )
+    return bool(said)

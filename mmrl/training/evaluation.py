@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mmrl.algorithms.objective import ComparesBatch, compares_batch
 from mmrl.config.checks import label_of
 from mmrl.controller.randomness import seed_of
 from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
@@ -27,6 +28,7 @@ from mmrl.rewards.loading import NOBODY_VOTES
 from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rollout.collect import encode, prompts_only
+from mmrl.rollout.mismatched import mismatched
 from mmrl.training import guards
 from mmrl.training.batch import chunks
 from mmrl.training.guards import MOST, Measures
@@ -166,7 +168,7 @@ class Evaluator:
         """The objective's figures, mean over the records of ``slots`` (or their tokens) under the evaluation's weights;
         the slots whose records can be used, and why the others cannot."""
         run, good, bad = self.run, list[Slot](), list[Failure]()
-        pairs = pairs_of(run.pipeline)
+        pairs, prepared = pairs_of(run.pipeline), dict[str, Tensor]()
         sums: defaultdict[str, float] = defaultdict(float)
         total = 0.0
         with (
@@ -174,10 +176,14 @@ class Evaluator:
             torch.no_grad(),
             Progress(len(slots), "evaluate", "records") as progress,
         ):
+            if compares_batch(run.objective):
+                slots, bad, prepared = self._prepared(slots, run.objective)
+            rows = {slot.index: n for n, slot in enumerate(slots)}  # a mixture's records are taken source by source
             for source, chunk in self._by_source(slots):
                 usable, keys, unusable = self._encode(chunk)
                 good, bad = good + usable, bad + unusable
                 batch = prompts_only(run, usable, keys)
+                batch.prepared = {name: of[[rows[slot.index] for slot in usable]] for name, of in prepared.items()}
                 total += run.objective.loss_denominator(batch.weights, batch.lengths)
                 for micro_batch in split_micro_batches(run, batch, list(range(len(usable)))):
                     new = pairs.compare(micro_batch.rows, run.objective.needs, run.policy.using)
@@ -205,6 +211,28 @@ class Evaluator:
         for source, of in sources.items() or [("", range(len(slots)))]:
             for chunk in chunks([slots[i] for i in of], size):
                 yield source, chunk
+
+    def _prepared(
+        self, slots: list[Slot], objective: ComparesBatch
+    ) -> tuple[list[Slot], list[Failure], dict[str, Tensor]]:
+        """The slots whose records can be used, each with another's response; why the others cannot; and what the
+        objective reads of all of them, ``[B]``."""
+        run, good, bad = self.run, list[Slot](), list[Failure]()
+        columns: defaultdict[str, list[Tensor]] = defaultdict(list)
+        for chunk in chunks(slots, run.recipe.train.micro_batch_size):
+            usable, keys, unusable = self._encode(chunk)
+            good, bad = good + usable, bad + unusable
+            run.pipeline.features.release(keys)
+        good = mismatched(run, good, lambda place: self.prompts[place[0] // self.each % len(self.prompts)])
+        for chunk in chunks(good, run.recipe.train.micro_batch_size):
+            keys = run.pipeline.encode(chunk)
+            batch = prompts_only(run, chunk, keys)
+            new = pairs_of(run.pipeline).compare(batch.micro_batches[0], objective.prepares, run.policy.using)
+            for name in objective.prepares:
+                columns[name].append(new[name].cpu())
+            run.pipeline.features.release(keys)
+        whole = {name: torch.cat(of) if (of := columns[name]) else torch.zeros(0) for name in objective.prepares}
+        return good, bad, objective.of_batch(whole, torch.ones(len(good)), run.controller.total)
 
     def _encode(self, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Failure]]:
         """Encode what can be; nothing takes the place of the rest, so that every evaluation is of the same

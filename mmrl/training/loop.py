@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmrl import finite
-from mmrl.algorithms.mismatch import Correction, mismatch
+from mmrl.algorithms.mismatch import mismatch
 from mmrl.algorithms.objective import Pathwise, copies_of
 from mmrl.controller.randomness import generator
 from mmrl.datasets.mixture import SOURCE, by_source
@@ -27,6 +27,7 @@ from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, RewardError
 from mmrl.rollout.collect import collect_batch, unsampled_batch
+from mmrl.rollout.importance import SCALE, correction_of
 from mmrl.samples import make_samples
 from mmrl.training.batch import Batch, MicroBatch, rows_of_update, rows_with_weight, with_group_noise
 from mmrl.training.micro_batches import split_micro_batches
@@ -50,7 +51,7 @@ def train_step(
     if objective.kind in ("policy_gradient", "forward_process"):
         batch = collect_batch(context, slots, step, clock, metrics)
     else:  # pathwise objectives sample in the update, offline ones train on given pairs
-        batch = unsampled_batch(context, slots, clock)
+        batch = unsampled_batch(context, slots, step, clock)
     for update in range(train.updates_per_step):
         optimizer_step(context, batch, step, update, spent, clock, metrics)
     if copies_of(objective):
@@ -152,15 +153,9 @@ def importance_weights(
     Where ``old`` lacks the policy's log-probs, the detached ``new`` ones serve: no weight has changed since then.
     """
     own = old.get("log_probs", new["log_probs"].detach())
-    rollout = context.recipe.rollout
-    # The weights that train also sampled, in the same process.
-    same = rollout.engine == "transformers" and not context.rollout.strategy.staleness
-    how = ("none" if same else "token") if rollout.importance == "auto" else rollout.importance
     counted = old["mask"] * old["weights"].unsqueeze(1)
-    correction = Correction(
-        how, rollout.importance_cap, rollout.importance_floor, rollout.importance_mode, rollout.rejection
-    )
-    gap = mismatch(own, old["rollout_log_probs"], counted, correction)
+    scale = old[SCALE].unsqueeze(1) if SCALE in old else 1.0
+    gap = mismatch(own, old["rollout_log_probs"], counted, correction_of(context), scale)
     metrics.gather(gap.sums, gap.maxima, gap.tokens)
     return old | {"log_probs": own} | ({} if gap.weights is None else {"importance": gap.weights})
 

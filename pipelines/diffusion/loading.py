@@ -11,6 +11,7 @@ from torch import nn
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.pipelines.description import Component, Description, Phase
+from mmrl.pipelines.lora import adapted, saved_adapter
 
 from .adapter import Adapter
 from .caching import cache_of
@@ -130,19 +131,22 @@ def _trainable(adapter: Adapter, recipe: Recipe) -> nn.Module:
         return adapter.model.requires_grad_(True)
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(recipe.seed)
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        init_lora_weights="gaussian" if lora.init == "gaussian" else True,
-        target_modules=lora.targets or list(adapter.lora_targets),
-    )
-    try:
-        policy = get_peft_model(adapter.model, config)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise UserError(
-            f"model.lora.targets: {error}\n  Leave model.lora.targets out to take the pipeline's own list."
-        ) from error
+    if saved := saved_adapter(lora):
+        policy: nn.Module = adapted(adapter.model, saved, recipe.model.path)
+    else:
+        torch.manual_seed(recipe.seed)
+        config = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,  # type: ignore[arg-type]
+            init_lora_weights="gaussian" if lora.init == "gaussian" else True,
+            target_modules=lora.targets or list(adapter.lora_targets),
+        )
+        try:
+            policy = get_peft_model(adapter.model, config)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UserError(
+                f"model.lora.targets: {error}\n  Leave model.lora.targets out to take the pipeline's own list."
+            ) from error
     for parameter in policy.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

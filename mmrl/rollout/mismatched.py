@@ -1,0 +1,59 @@
+"""Give each row the response of another prompt, whatever controller has that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mmrl.algorithms.objective import ComparesBatch
+from mmrl.pipelines.protocol import ResponseUpdates, pairs_of
+from mmrl.placement import device_tasks
+from mmrl.training.batch import Batch
+from mmrl.training.micro_batches import split_micro_batches
+from mmrl.training.step_context import StepContext
+from mmrl.trajectory import Prompt, Slot
+
+Place = tuple[int, int]
+"""The index and the attempt of a slot, which say on every controller what its prompt is."""
+
+
+def mismatched(context: StepContext, slots: Sequence[Slot], prompt_at: Callable[[Place], Prompt]) -> list[Slot]:
+    """``slots``, each with the response of the slot before it among those of all controllers; the first has the last
+    one's. Only places cross. Controllers call it together."""
+    given = pairs_of(context.pipeline)
+    if not isinstance(given, ResponseUpdates):
+        raise TypeError(f"{type(given).__name__} has no responses that could be exchanged")
+    everyone = sorted(
+        place for own in context.controller.gather([(s.index, s.attempt) for s in slots]) for place in own
+    )
+    before = {place: everyone[n - 1] for n, place in enumerate(everyone)}
+    return [given.beside(slot, prompt_at(before[slot.index, slot.attempt])) for slot in slots]
+
+
+def prompt_of_step(context: StepContext, step: int) -> Callable[[Place], Prompt]:
+    """The prompt of a training step at a place."""
+    per_step = context.recipe.train.prompts_per_step
+
+    def prompt_at(place: Place) -> Prompt:
+        index, attempt = place
+        (slot,) = context.controller.slots_at([index], step, context.prompts, per_step)
+        return context.controller.replacement(slot, attempt, context.prompts).prompt if attempt else slot.prompt
+
+    return prompt_at
+
+
+def of_batch(context: StepContext, objective: ComparesBatch, batch: Batch) -> dict[str, Tensor]:
+    """What the objective reads of ``batch`` as a whole, on all controllers, ``[B]`` each: recomputed without a graph,
+    in slices."""
+    columns = {name: torch.zeros(len(batch.places)) for name in objective.prepares}
+    devices = context.compute.devices
+    rows, lockstep_count = list(range(len(batch.places))), partial(devices.lockstep_count, context)
+    micro_batches = split_micro_batches(context, batch, rows, lockstep_count)
+    for made in devices.map_micro_batches(context, device_tasks.prepare, micro_batches, objective.prepares):
+        for index, _, new in made:
+            for name in new:
+                columns[name][index] = new[name]
+    return objective.of_batch(columns, batch.weights, context.controller.total)
