@@ -291,7 +291,7 @@ def trajectories(theirs: Theirs, context: StepContext) -> dict[str, float]:
         ],
         1,
     )
-    features = pipeline.batch_features(mine.features)
+    features = pipeline.batch_features(mine.slots)
     return {
         "embeddings": difference(rows["prompt_embeds"], features["embeds"]),
         "states": difference(rows["all_latents"], mine.states),

@@ -318,7 +318,7 @@ def trajectories(theirs: Theirs, context: StepContext) -> dict[str, float]:
         ],
         1,
     )
-    features = pipeline.batch_features(mine.features)
+    features = pipeline.batch_features(mine.slots)
     return {
         "embeddings": difference(embeds, features["embeds"]),
         "states": difference(torch.cat([rows["latents"], rows["next_latents"][:, -1:]], 1), mine.states),

@@ -51,6 +51,7 @@ def prompts(
     images: str | Sequence[str] | None = None,
     videos: str | None = None,
     system: str | None = None,
+    negative_prompt: str | None = None,
     meta: Sequence[str] = (),
     columns: Mapping[str, str | Sequence[str]] | None = None,
     pairs: Form | None = None,
@@ -63,16 +64,18 @@ def prompts(
     held out; 0 gives all of them to either split. ``root``: the folder that media must be in, the file's own unless
     given. ``verify``: how media are looked at before the start, ``decode`` or ``headers``; the default is ``decode``
     for files and, since it would read a whole table, nothing for media inside one.
-    ``prompt``, ``answer``, ``images``, ``videos``, ``system``: columns, ``a.b`` for a key inside another, and several
-    of ``images`` for pairs (``[chosen, rejected]``); ``meta``: further columns that a reward may know. ``columns`` says
-    the same in one option, ``{prompt: question, answer: solution, level: difficulty}``, where other names than those
-    above are of what a reward may know. ``pairs``: the form of published pairs of pictures, ``pick_a_pic`` or ``hpd``
-    (``mmrl.datasets.preferences``); ties among them are left out and counted in a warning. ``.bad`` names
-    what was left out. Raises ``UserError``.
+    ``prompt``, ``answer``, ``images``, ``videos``, ``system``, ``negative_prompt``: columns, ``a.b`` for a key inside
+    another, and several of ``images`` for pairs (``[chosen, rejected]``); ``meta``: further columns that a reward may
+    know. ``columns`` says the same in one option, ``{prompt: question, answer: solution, level: difficulty}``, where
+    other names than those above are of what a reward may know. ``pairs``: the form of published pairs of pictures,
+    ``pick_a_pic`` or ``hpd`` (``mmrl.datasets.preferences``); ties among them are left out and counted in a warning.
+    ``.bad`` names what was left out. Raises ``UserError``.
     """
     if pairs is not None and pairs not in FORMS:
         raise UserError(f"pairs is {pairs!r}; the forms are {', '.join(FORMS)}")
-    named = read_columns(Columns(prompt, answer, images, videos, system, meta), columns, pairs and (BETTER, WORSE))
+    named = read_columns(
+        Columns(prompt, answer, images, videos, system, negative_prompt, meta), columns, pairs and (BETTER, WORSE)
+    )
     file = Path(path)
     home = Path(root) if root else file.parent if file.is_file() else file
     made = _Maker(open_rows(path, source_split, subset), named, str(home), pairs)

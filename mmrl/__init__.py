@@ -23,7 +23,21 @@ _LAZY = {
     "UserError": "mmrl.errors",
 }
 
-__all__ = ["load", "reward", *_LAZY]
+__all__ = [  # noqa: RUF022 - load and reward first: they are here at once
+    "load",
+    "reward",
+    "Callback",
+    "Prompt",
+    "Recipe",
+    "Run",
+    "Sample",
+    "UserError",
+    "load_run",
+    "plan",
+    "score",
+    "start",
+    "train",
+]
 
 
 def __getattr__(name: str) -> object:

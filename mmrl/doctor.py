@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mmrl.json_types import as_list, as_object
 from mmrl.report.environment import environment
 
 LEAST_DISK_GIB = 5.0
@@ -88,11 +89,14 @@ def _machine(found: Examination) -> None:
         return
     build = torch.__version__  # its metadata may leave out for what it was built: 2.13.0 is 2.13.0+cu130
     found.rows = [(name, build if name == "torch" else value) for name, value in found.rows]
-    cpu, limit = known["cpu"], _cpu_limit()
+    cpu, limit = as_object(known["cpu"]), _cpu_limit()
     limited = "" if limit is None else f", limited to {limit:g} by the container"
     found.rows.append(("cpu", f"{cpu['name']}: {cpu['usable']} of {cpu['count']} usable{limited}"))
     found.rows.append(("memory", f"{cpu['memory_gib']} GiB"))
-    devices = [f"{d['name']}" + (f" ({d['memory_gib']} GiB)" if "memory_gib" in d else "") for d in known["devices"]]
+    devices = [
+        f"{d['name']}" + (f" ({d['memory_gib']} GiB)" if "memory_gib" in d else "")
+        for d in map(as_object, as_list(known["devices"]))
+    ]
     found.rows.append(("accelerators", ", ".join(devices) or "none (recipes run on the CPU)"))
     threads = torch.get_num_threads()
     settings = [f"{name}={os.environ[name]}" for name in _THREADS if name in os.environ]

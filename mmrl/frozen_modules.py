@@ -123,7 +123,7 @@ class Offloaded:
                 self._users.subtract(used)
 
     def rest(self) -> None:
-        """Have nothing on the device but what is in use."""
+        """Move everything that is not in use off the device."""
         with self._turn:
             for key, frozen in self._frozen.items():
                 if not self._users[key]:

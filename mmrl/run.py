@@ -12,7 +12,7 @@ from torch import nn
 
 import mmrl
 from mmrl.algorithms.objective import Objective, copies_of, prepared_by
-from mmrl.algorithms.settings import CriticSettings, TokenSettings
+from mmrl.algorithms.settings import CriticSettings
 from mmrl.checkpoint import reader
 from mmrl.checkpoint.reader import Saved
 from mmrl.checkpoint.resume import as_it_worked
@@ -129,9 +129,8 @@ def _require_gradients(recipe: Recipe, rewards: RewardSet) -> None:
 def strategy_of(recipe: Recipe) -> tuple[RolloutStrategy, dict[str, StepPart]]:
     """How a step of the recipe gets its groups, and the parts of the step that it is made of."""
     partial = PartialRollout(recipe.rollout.partial) if recipe.rollout.partial else None
-    algorithm, dynamic = recipe.algorithm, None
-    if isinstance(algorithm, TokenSettings) and algorithm.dynamic_sampling:
-        dynamic = DynamicSampling(algorithm.max_attempts)
+    attempts = recipe.algorithm.attempts
+    dynamic = None if attempts is None else DynamicSampling(attempts)
     ahead = AsyncRollout(recipe.placement.staleness or 1, partial, dynamic) if recipe.placement.apart else None
     parts = {"flight": partial, "attempts": dynamic, "ahead": ahead}
     return ahead or partial or dynamic or SynchronousRollout(), {
@@ -169,7 +168,7 @@ def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Wei
 
 
 def _weight_layout(module: nn.Module, recipe: Recipe, controller: Controller) -> Weights:
-    """One controller alone holds them whole."""
+    """The layout of the trained weights on the ranks; a single controller holds all of them."""
     if controller.size * recipe.devices_per_controller == 1:
         return Replicated(module)
     if recipe.train.backend == "replicated":

@@ -18,6 +18,7 @@ from mmrl.checkpoint import reader
 from mmrl.checkpoint.manifest import directory_of
 from mmrl.checkpoint.reader import BEST, Saved, Stateful
 from mmrl.checkpoint.run_state import of_run, restore, saver_of, take_up
+from mmrl.config.checks import label_of
 from mmrl.config.loader import LoadedRecipe
 from mmrl.controller import Controller
 from mmrl.datasets.loading import load_prompts
@@ -42,6 +43,7 @@ from mmrl.stopping import Stop
 from mmrl.training.divergence import Divergence, divergence
 from mmrl.training.early_stopping import EarlyStop
 from mmrl.training.evaluation import Evaluator, measure, unmeasured
+from mmrl.training.guards import Limits
 from mmrl.training.loop import train_step
 from mmrl.training.step_context import Devices
 
@@ -61,7 +63,7 @@ class Outcome:
     save_failed: str | None = None
     divergence: Divergence | None = None
     exit_code: int = UserError.exit_code
-    """Of the process, where there is an error."""
+    """The exit code of the process, if there is an error."""
 
 
 class Session:
@@ -111,6 +113,8 @@ class Session:
         self.trackers: list[Tracker] = []
         settings = self.recipe.eval.early_stopping
         self.early = None if settings is None else EarlyStop(settings)
+        watched = [label_of(reward.name, reward.label) for reward in self.recipe.eval.rewards]
+        self.limits = Limits(self.recipe.eval.guards, watched)
         self.spending = Spending({"rewards": self.recipe.rewards, "eval.rewards": self.recipe.eval.rewards})
 
     def _name_bad_records(self) -> None:
@@ -164,6 +168,9 @@ class Session:
         """
         found = found or reader.newest(self.checkpoints, ANEW)
         if found is not None:
+            if found.step < self.recipe.train.steps:
+                with self.pulse("evaluation"), in_phase("evaluation"):
+                    self.heldout.draw_base()
             restore(self.run, found, self._others)
             self.run.compute.devices.run_on_other_trainers(self.run, take_up, self.checkpoints, found.step)
             self.done, self.cpu_seconds = found.step, found.cpu_seconds
@@ -193,6 +200,7 @@ class Session:
                 Progress(recipe.train.steps, recipe.name, "steps", self.done, spent=self._spent) as progress,
             ):
                 measured = {row["step"] for row in read(self.directory.heldout)}
+                self._known_evaluations()
                 due = self._due() and self.done not in measured and not self.spending.over()
                 if self.controller.gather(due)[0] and not self._agreed(stop.asked):  # others may be new to the run
                     progress.line(self._measure(heldout))
@@ -206,6 +214,8 @@ class Session:
                     yield row
                 if self.early is not None and self.early.stopped:
                     progress.line(self.early.told())
+                elif self.limits.stopped:
+                    progress.line(self.limits.told())
             self._save_rest()
             if not self.finished and (why := self.spending.over()):
                 self._agreed(True)  # nobody ends the others while they save
@@ -239,13 +249,13 @@ class Session:
 
     @property
     def finished(self) -> bool:
-        if self.early is not None and self.early.stopped:
+        if (self.early is not None and self.early.stopped) or self.limits.stopped:
             return True
         return self.done >= self.recipe.train.steps or self._spent >= 1
 
     @property
     def _spent(self) -> float:
-        """The share of train.max_cpu_seconds that the steps so far took; 0 where there is no limit."""
+        """The share of train.max_cpu_seconds that the steps so far have used; 0 without a limit."""
         limit = self.recipe.train.max_cpu_seconds
         return 0.0 if limit is None else self.cpu_seconds / limit
 
@@ -319,12 +329,23 @@ class Session:
         self._evaluating, self._measured = False, self.done
         if self.callbacks is not None:
             self.callbacks.evaluated(self.done, row)
+        beyond = self.limits.saw(self.done, row)
+        if beyond and not self.limits.stopped:
+            text += f"\nwarning: {'; '.join(beyond)}: the reward may be over-optimised (docs/reward_hacking.md)"
         if self.early is not None:
             if not unmeasured(row, self.early.settings.metric, self.recipe.scoring.max_failed):
                 self.early.saw(self.done, row)
             else:
                 text += f"; not counted by eval.early_stopping: too few samples have {self.early.settings.metric}"
         return f"held-out: {text}"
+
+    def _known_evaluations(self) -> None:
+        """Have the guards know the evaluations of before, which the leader has: controllers may be new to the run."""
+        mine = [{name: v for name, v in row.items() if v is not None} for row in read(self.directory.heldout)]
+        for row in self.controller.gather(mine)[0]:
+            if row["step"] == 0:
+                self.heldout.guards.base = row
+            self.limits.saw(row["step"], row)
 
     def _save(self) -> None:
         together = self.saver.ranks is not None
@@ -344,7 +365,7 @@ class Session:
 
     @property
     def _others(self) -> dict[str, Stateful]:
-        """What a checkpoint keeps of the session besides the run."""
+        """The parts of the session that a checkpoint keeps."""
         early = {} if self.early is None else {BEST: self.early}
         return {"placement": self.run.compute.devices, **early}
 
@@ -364,7 +385,7 @@ def largest(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Peak memory so far in MiB: of the accelerator where there is one, else of the process."""
+    """Peak memory so far in MiB, of the accelerator, or without one of the process."""
     if device.type == "cuda":
         return {"perf/peak_memory_mib": torch.cuda.max_memory_allocated(device) / 2**20}
     import resource

@@ -25,6 +25,7 @@ class Prompt:
 
     ``media`` are its pictures and clips, in the order of the ``<image>`` and ``<video>`` placeholders in ``text``
     (before it where it has none). ``system`` is a system message for models with a chat template.
+    ``negative_prompt`` is what classifier-free guidance moves away from (pictures and clips); None takes the recipe's.
     """
 
     id: str
@@ -32,6 +33,7 @@ class Prompt:
     meta: Mapping[str, Any] = field(default_factory=dict)
     media: tuple[Media, ...] = ()
     system: str | None = None
+    negative_prompt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class SampleId:
-    """Where a sample's randomness comes from, together with the run's seed and a purpose."""
+    """The identity of a sample. With the run's seed and a purpose it determines the sample's randomness."""
 
     step: int
     slot: int
@@ -109,7 +111,7 @@ class Trajectory:
 
     @cached_property
     def responses(self) -> list[int]:
-        """Of text, the tokens of each response, read from the device once."""
+        """Text: the number of tokens of each response, copied from the device once."""
         assert self.mask is not None
         return self.mask.sum(1).long().tolist()
 
@@ -129,7 +131,7 @@ class Trajectory:
         )
 
     def rows(self, index: list[int]) -> Trajectory:
-        """The trajectory of the rows ``index`` alone; responses end with the longest of them."""
+        """The trajectory of the rows ``index``; padding after the longest of their responses is removed."""
         longest = None if self.mask is None else max(1, *(self.responses[i] for i in index))
         columns = {name: getattr(self, name) for name in _ROWS}
         found = {name: None if column is None else picked(column, index) for name, column in columns.items()}

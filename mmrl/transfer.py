@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``. The host does not wait for a GPU to have done what it was given before."""
+    """``tensor`` on ``device``. The host does not wait until the GPU has finished earlier work."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
@@ -30,7 +30,7 @@ def to_host(tensor: Tensor, room: Tensor | None = None) -> Tensor:
 
 
 def arrived(device: torch.device) -> None:
-    """Wait for what ``to_host`` has begun to copy."""
+    """Wait for the copies that ``to_host`` has started."""
     import torch
 
     if device.type == "cuda":

@@ -168,7 +168,7 @@ def test_draft_over_all_steps_is_full_back_propagation():
         return found
 
     def by_hand(detached):
-        features = pipeline.batch_features([s.prompt.text for s in slots])
+        features = pipeline.batch_features(slots)
         sigmas, timesteps, *_ = pipeline.adapter.schedule(3)
         x = noise(0, ids, "initial", pipeline.shape)
         for i in range(3):
@@ -197,7 +197,7 @@ def test_policy_gradient_matches_finite_differences():
         row.update({k: v.double() for k, v in row.items()})
 
     def objective():
-        features = pipeline.batch_features(trajectory.features)
+        features = pipeline.batch_features(trajectory.slots)
         sigmas, timesteps, *_ = pipeline.adapter.schedule(4)
         v = pipeline.adapter.predict(policy.module, trajectory.states[:, 0], timesteps[1].expand(4), features)
         from mmrl.algorithms import sde

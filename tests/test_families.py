@@ -68,6 +68,13 @@ def test_without_noise_it_is_the_stock_pipeline(folders, family, guidance):
     contract.sampling_is_the_stock_pipelines(recipe(family, folders, guidance_scale=guidance))
 
 
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "flux"])
+def test_negative_prompts_are_the_stock_pipelines(folders, family):
+    longer = {"max_sequence_length": 320} if family == "qwen_image" else {}  # its template alone has 220 tiny tokens
+    asked = recipe(family, folders, guidance_scale=4.0, steps=2, **longer)
+    contract.negative_prompts_are_the_stock_pipelines(asked)
+
+
 @pytest.mark.parametrize(("family", "kind"), [*((f, "flow") for f in FAMILIES), ("sd", "ddim"), ("sdxl", "cps")])
 def test_the_first_ratio_is_one(folders, family, kind):
     contract.first_ratio_is_one(recipe(family, folders, guidance_scale=3.0, sde={"kind": kind, "noise_level": 0.7}))
@@ -121,9 +128,7 @@ def test_an_editor_trains_on_prompts_that_carry_one_picture(folders, tmp_path):
     case = contract.Case(loaded.recipe)
     with pytest.raises(BadPromptError, match="has 0 media; give every prompt the one picture"):
         case.pipeline.encode([Slot(0, 0, 0, Prompt("bare", "make it red"))])
-    first, second = case.pipeline.batch_features([case.pipeline._key(s.prompt) for s in case.slots[1:3]], guided=False)[
-        "source"
-    ]
+    first, second = case.pipeline.batch_features(case.slots[1:3], guided=False)["source"]
     assert not torch.equal(first, second)
     prompt = case.slots[0].prompt
     (tmp_path / "a.png").write_bytes(prompt.media[0].data)

@@ -169,7 +169,7 @@ def test_the_loss_may_be_guided_where_sampling_is_not():
     assert run.pipeline.adapter.negative in run.pipeline.features
     new, _ = ours(run, "rwr", trajectory)
     assert not run.pipeline.guided
-    features = run.pipeline.batch_features(trajectory.features, guided=True)
+    features = run.pipeline.batch_features(trajectory.slots, guided=True)
     with torch.no_grad():
         negative, positive = run.pipeline.adapter.predict(
             run.pipeline.policy, torch.cat([new["x_s"]] * 2), (1000 * new["sigma"]).repeat(2), features

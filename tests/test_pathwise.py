@@ -49,7 +49,7 @@ def gradient(policy, loss):
 def by_hand(pipeline, slots, ids, last, detached):
     """The picture predicted at step ``last``, where predictions of the steps ``detached`` carry no graph, but latents
     always do: AlignProp's way."""
-    features = pipeline.batch_features([s.prompt.text for s in slots])
+    features = pipeline.batch_features(slots)
     sigmas, timesteps, *_ = pipeline.adapter.schedule(4)
     x = noise(0, ids, "initial", pipeline.shape).requires_grad_()
     for i in range(last + 1):
@@ -82,7 +82,7 @@ def test_the_distance_to_the_reference_is_of_the_steps_with_a_graph(small):
     pipeline, policy, slots, ids = small
     made = pipeline.generate(slots, ids, GraphSteps(2, 3), 0, frozenset({"reference_distance"}), policy.using)
     ours = gradient(policy, made["reference_distance"].sum())
-    features = pipeline.batch_features([s.prompt.text for s in slots])
+    features = pipeline.batch_features(slots)
     sigmas, timesteps, *_ = pipeline.adapter.schedule(4)
     x, distances = noise(0, ids, "initial", pipeline.shape), []
     for i in range(4):
@@ -224,7 +224,7 @@ def test_the_last_steps_of_an_evaluation_may_be_the_base_models():
     move(policy)
     slots, ids = rows(2)
     pipeline.encode(slots)
-    features = pipeline.batch_features([s.prompt.text for s in slots])
+    features = pipeline.batch_features(slots)
     sigmas, timesteps, *_ = pipeline.adapter.schedule(4)
     drawn = {}
     for tuned in (0, 2, 4):

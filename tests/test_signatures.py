@@ -1,6 +1,7 @@
 """Booleans are passed by name; constructors, functions and modules stay small; pyright is strict everywhere."""
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 10
 LINES_OF_A_FUNCTION, LINES_OF_A_MODULE = 60, 400
+MOST_ANY = 10
+"""Uses of ``Any`` in 1,000 lines of mmrl/, imports and comments counted."""
 FOLDERS = ("mmrl", "pipelines", "rewards", "datasets")
 BY_PLACE = {
     "mmrl/placement/device_tasks.py": "arguments of a task travel in their order to the device's process",
@@ -114,3 +117,11 @@ def test_pyright_is_strict_for_every_file():
     weaker = ("# pyright: basic", "# pyright: standard", "# type: ignore\n")
     texts = {path: (ROOT / path).read_text() for path, _ in trees()}
     assert [path for path, text in texts.items() if any(word in text for word in weaker)] == []
+
+
+def test_any_is_rare():
+    texts = {path: path.read_text() for path in (ROOT / "mmrl").rglob("*.py")}
+    uses = {str(path.relative_to(ROOT)): len(re.findall(r"\bAny\b", text)) for path, text in texts.items()}
+    lines = sum(len(text.splitlines()) for text in texts.values())
+    most = sorted(uses.items(), key=lambda item: -item[1])[:10]
+    assert 1000 * sum(uses.values()) / lines <= MOST_ANY, f"{sum(uses.values())} in {lines} lines; the most: {most}"

@@ -62,7 +62,7 @@ LAYERS = {
     "rollout": "controller.workload rollout",
     "training": "training",
     "planner, simulator, report": "planner report simulator",
-    "app": "callbacks checkpoint.resume contracts doctor export hub_upload run sample session stopping "
+    "app": "callbacks checkpoint.resume contracts doctor export hub_upload run sample session stopping strength "
     "training.divergence verify",
     "runtime": "runtime",
     "python": "api",

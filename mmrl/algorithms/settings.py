@@ -66,6 +66,12 @@ class AlgorithmSettings(Section):
         """Of given texts: what each text of a row is called, and the column of the data that has it."""
         return {}
 
+    @property
+    def attempts(self) -> int | None:
+        """How many groups may be sampled for a slot, where groups whose rewards are all equal are replaced; None where
+        they are kept."""
+        return None
+
     def loss_guidance(self, sampling: float) -> float:
         """The guidance scale of the predictions that train; ``sampling`` is sampling.guidance_scale."""
         return sampling
@@ -101,6 +107,10 @@ class TokenSettings(AlgorithmSettings):
     """Draw other prompts in place of groups whose rewards are all equal (DAPO)."""
     max_attempts: PositiveInt = 10
     """Rounds of sampling in a step at most, where dynamic_sampling is on."""
+
+    @property
+    def attempts(self) -> int | None:
+        return self.max_attempts if self.dynamic_sampling else None
 
     @property
     def divergence_in_loss(self) -> bool:
@@ -192,6 +202,14 @@ class PictureSettings(AlgorithmSettings):
     advantage_aggregation: AdvantageAggregation = "sum"
     drop_zero_std_groups: bool = False
     """Leave groups in which no sample has an advantage out of the loss's mean, to which they add 0 otherwise."""
+    dynamic_sampling: bool = False
+    """Draw other prompts in place of groups whose rewards are all equal (DAPO, arXiv 2503.14476)."""
+    max_attempts: PositiveInt = 10
+    """Groups drawn for a slot at most, where dynamic_sampling is on."""
+
+    @property
+    def attempts(self) -> int | None:
+        return self.max_attempts if self.dynamic_sampling else None
 
 
 class StepSettings(PictureSettings):

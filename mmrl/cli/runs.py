@@ -123,10 +123,19 @@ def evaluate(
     ] = None,
     checkpoint: CheckpointOption = "latest",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as without it: for scripts.")] = False,
+    lora_strength: Annotated[
+        str | None,
+        typer.Option(metavar="0,0.5,1", help="Scale the adapter of a LoRA run; the report shows the curve and a grid."),
+    ] = None,
 ) -> None:
     """Measure a run on held-out prompts; prints JSON (docs/json.md), and nothing else on stdout."""
     use_threads_of(run)
     with json_alone() as write:
+        if lora_strength is not None:
+            from mmrl.strength import parse_strengths, sweep
+
+            write({"strengths": sweep(run, parse_strengths(lora_strength), samples, checkpoint)})
+            return
         from mmrl.run import evaluate as measure
 
         write(measure(run, samples, checkpoint))

@@ -320,6 +320,21 @@ def _repeated(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _no_distance(recipe: Recipe) -> str | None:
+    """Why evaluations do not measure the distance to the base model, with the edit."""
+    if recipe.algorithm.kind == "offline" and not recipe.eval.rewards:
+        return "an evaluation on given pairs samples nothing; name a reward under eval.rewards"
+    if recipe.sampling.type != "text":
+        return None
+    if recipe.rollout.engine != "transformers":
+        return f"{recipe.rollout.engine_name} samples, and holds no base model; set rollout.engine to transformers"
+    if recipe.train.backend != "replicated" or recipe.train.width > 1:
+        return "the model lies on several devices, and has no base model beside it; set train.backend to replicated"
+    if recipe.model.lora is None and not getattr(recipe.algorithm, "kl_coef", 0):
+        return "without LoRA and without algorithm.kl_coef no base model is kept; set one of the two"
+    return None
+
+
 def _evaluation(recipe: Recipe) -> Iterator[str]:
     evaluation, stopping = recipe.eval, recipe.eval.early_stopping
     if evaluation.tuned_fraction < 1 and recipe.sampling.type == "text":
@@ -330,6 +345,10 @@ def _evaluation(recipe: Recipe) -> Iterator[str]:
             "{rank: 32}, or remove eval.tuned_fraction"
         )
     yield from _repeated(recipe)
+    if evaluation.guards.action == "stop" and evaluation.every is None:
+        yield "eval.guards.action: nothing is evaluated, so nothing would stop; set eval.every, or action to warn"
+    if evaluation.guards.distance_max is not None and (why := _no_distance(recipe)):
+        yield f"eval.guards.distance_max: {why}, or remove distance_max"
     if stopping is None:
         return
     if evaluation.every is None:

@@ -122,6 +122,8 @@ DIFFUSERS: Mapping[str, Here] = {
     "num_frames": _here("sampling.frames"),
     "sample_num_steps": _here("sampling.steps"),
     "sample_guidance_scale": _here("sampling.guidance_scale"),
+    "true_cfg_scale": _here("sampling.guidance_scale"),
+    "negative_prompt": _here("sampling.negative_prompt", note="a column negative_prompt of the records wins"),
     "sample_batch_size": _here("sampling.batch_size"),
     "train_batch_size": _here("train.micro_batch_size"),
     "train_clip_range": _here("algorithm.clip_range"),
@@ -143,6 +145,8 @@ DIFFUSERS: Mapping[str, Here] = {
 """Of diffusers' training scripts and of DDPO's and Flow-GRPO's configurations."""
 
 VERL: Mapping[str, Here] = {
+    "algorithm.filter_groups.enable": _here("algorithm.dynamic_sampling"),
+    "algorithm.filter_groups.max_num_gen_batches": _here("algorithm.max_attempts", note="of each slot"),
     "actor_rollout_ref.model.path": _here("model.path"),
     "actor_rollout_ref.model.lora_rank": _here("model.lora.rank"),
     "actor_rollout_ref.model.lora_alpha": _here("model.lora.alpha"),

@@ -12,10 +12,12 @@ def of_pictures(recipe: Recipe) -> list[str]:
     """All of it, at once; each names the key to change."""
     return [
         *_window(recipe),
+        *_negative_prompt(recipe),
         *_noise(recipe),
         *_levels(recipe),
         *_steps(recipe),
         *_compiled(recipe),
+        *_replaced(recipe),
         *_whole(recipe),
         *_pathwise(recipe),
     ]
@@ -37,6 +39,15 @@ def _window(recipe: Recipe) -> Iterator[str]:
         yield (
             f"sampling.window: {window.size} steps do not fit into [{window.first}, {last}); "
             "lower sampling.window.size or raise sampling.steps"
+        )
+
+
+def _negative_prompt(recipe: Recipe) -> Iterator[str]:
+    scale = recipe.denoising.guidance_scale
+    if recipe.denoising.negative_prompt is not None and max(scale, recipe.algorithm.loss_guidance(scale)) <= 1:
+        yield (
+            f"sampling.negative_prompt: sampling.guidance_scale is {scale:g}, and without guidance no negative prompt "
+            "is used; set sampling.guidance_scale above 1 (4.5, say), or remove sampling.negative_prompt"
         )
 
 
@@ -83,6 +94,25 @@ def _compiled(recipe: Recipe) -> Iterator[str]:
             f"performance.compile: compiled kernels round {recipe.model.dtype} otherwise with a gradient than without, "
             f"which is more than {algorithm.type} tolerates between the mean of a step and the one it was drawn from; "
             "set performance.compile to false, model.dtype to float32, or algorithm.type to flow_grpo"
+        )
+
+
+def _replaced(recipe: Recipe) -> Iterator[str]:
+    """Of dynamic sampling."""
+    algorithm = recipe.algorithm
+    if algorithm.attempts is None:
+        return
+    if recipe.placement.apart:
+        yield (
+            "algorithm.dynamic_sampling: replacements of pictures would be encoded while another step trains with the "
+            "same modules; set it to false, or placement to colocate"
+        )
+    if algorithm.exact_replay and recipe.model.dtype != "float32":
+        yield (
+            "algorithm.dynamic_sampling: replaced groups are trained in other batches than they were drawn in, which "
+            f"rounds {recipe.model.dtype} otherwise, by more than {algorithm.type} tolerates between the mean of a "
+            "step and the one it was drawn from; set it to false, model.dtype to float32, or algorithm.type to "
+            "flow_grpo"
         )
 
 

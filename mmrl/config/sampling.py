@@ -42,6 +42,9 @@ class Sampling(Section):
     guidance_scale: NonNegative = 1.0
     """1 (or less) samples without classifier-free guidance, at half the cost. A policy gradient replays what it
     sampled, and so trains with the same; a loss on the forward process has its own (algorithm.guidance)."""
+    negative_prompt: str | None = None
+    """What guidance moves away from, where a prompt has no ``negative_prompt`` of its own. None is what the pipeline of
+    diffusers does without one: the empty text; SDXL's zeros; a space for Qwen-Image."""
     height: Count
     width: Count
     frames: Count | None = None

@@ -225,6 +225,21 @@ class EarlyStopping(Section):
     """How much higher than the best counts as better."""
 
 
+class Guards(Section):
+    """Limits to what held-out samples show of over-optimisation (docs/reward_hacking.md). The figures are measured at
+    every evaluation, whatever this says."""
+
+    diversity_min: Fraction | None = 0.5
+    """The least diversity of a prompt's samples, as a share of the base model's."""
+    distance_max: PositiveFloat | None = None
+    """The largest distance to the base model: of pixels in [0, 1], or nats per token of text."""
+    untrained_drop: PositiveFloat | None = 0.5
+    """How far a reward of eval.rewards may fall, in standard deviations of the base model's scores."""
+    action: Literal["warn", "stop"] = "warn"
+    """What becomes of a run that is beyond a limit for ``patience`` evaluations in a row."""
+    patience: Count = 1
+
+
 class Eval(Section):
     """Held-out prompts with fixed seeds: the curve, the grids and the before/after of the report."""
 
@@ -250,6 +265,7 @@ class Eval(Section):
     """Of the denoising steps of evaluation, the first so many are the tuned model's and the others the base model's
     (MixGRPO's hybrid inference, arXiv 2507.21802), which lessens what reward hacking does to a picture. Needs LoRA."""
     early_stopping: EarlyStopping | None = None
+    guards: Guards = Guards()
 
 
 class Checkpoint(Section):

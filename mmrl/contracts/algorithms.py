@@ -73,7 +73,7 @@ def loss_of(objective: Objective, batch: Batch, total: float | None = None) -> L
 
 
 def gradients(objective: Objective, batch: Batch) -> dict[str, Tensor]:
-    """Of the loss, by the name of what it is of."""
+    """The gradients of the loss, by the name of the tensor."""
     leaves = {name: batch.new[name].clone().requires_grad_() for name in batch.leaves}
     value = loss_of(objective, _with(batch, leaves)).value
     expect(value.requires_grad, f"the loss has no graph to {', '.join(leaves)}; nothing would train")
@@ -214,7 +214,8 @@ class _Held(TorchFunctionMode):
 
 
 def gradient_is_the_slope(case: Case) -> str:
-    """Along random directions, against differences in float64; what is detached is held where it was."""
+    """Compare gradients along random directions with finite differences in float64; detached tensors are held
+    constant."""
     objective, batch = case.objective, case.batch()
     found, held = gradients(objective, batch), _Held()
     draw = torch.Generator().manual_seed(11)

@@ -23,7 +23,8 @@ OF_PICTURES = {"v", "target", "x_s", "x0", "v_old", "v_average", "v_reference"}
 
 @dataclass(frozen=True)
 class Batch:
-    """``new`` and ``old`` as ``loss`` takes them, and the sizes of each row; ``leaves``: what has a gradient."""
+    """``new`` and ``old`` as ``loss`` takes them, and the sizes of each row; ``leaves``: the tensors with a
+    gradient."""
 
     new: dict[str, Tensor]
     old: dict[str, Tensor]

@@ -28,7 +28,7 @@ class Case:
     options: JsonObject
 
     def made(self, split: str) -> Sequence[Prompt]:
-        """The prompts of a split, made anew."""
+        """Build the prompts of a split again."""
         return prompts_of(self.name, split, self.options)
 
     @cached_property
@@ -150,7 +150,7 @@ CHECKS: Mapping[str, Callable[[Case], str]] = {
 
 
 def checks(case: Case) -> Iterator[Check]:
-    """All checks; that of media where there are any."""
+    """All checks; the check of media only if there are media."""
     media = any(prompt.media for prompt in case.few["train"][:5])
     left_out = set() if media else {"pictures and clips open"}
     yield from (Check(name, partial(check, case)) for name, check in CHECKS.items() if name not in left_out)

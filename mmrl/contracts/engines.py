@@ -56,7 +56,7 @@ def request(seed: int = 0, length: int = 17, vocabulary: int = 256, **more: obje
 
 @torch.no_grad()
 def log_probs(model: nn.Module, asked: Request, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
-    """Of ``tokens`` after the prompt, under ``model``."""
+    """The log-probs of ``tokens`` after the prompt, computed by ``model``."""
     prompt = [*asked.prompt_ids, *asked.partial]
     logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
     return torch.log_softmax(logits / temperature, -1).gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Of which kind a plug-in is, found from what it is."""
+"""Find the kind of a plug-in from its file or name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a judge owes the training loop: what a reward does, and that its verdicts are scores of what it was shown."""
+"""Checks of a judge: those of a reward, and that its verdicts are scores of the sample that it was shown."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ TEXTS = ("2 + 3 = 5\n\nanswer: 5", "A red circle is round.", "no", "answer: 6", 
 
 @dataclass(frozen=True)
 class Case:
-    """A reward, its samples (three of each of two prompts), and what calls it."""
+    """A reward, six samples for it (three of each of two prompts), and its caller."""
 
     found: Found
     options: JsonObject

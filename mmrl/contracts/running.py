@@ -1,4 +1,4 @@
-"""Run checks and print what came of each, a line for one: ok, FAILED with the reason, or not run."""
+"""Run checks and print a line for each: ok, FAILED with the reason, or not run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """``run`` returns a sentence with what it found; see the package for what it raises."""
+    """``run`` returns a sentence on the result; the package documents the errors that it raises."""
 
     name: str
     run: Callable[[], str]
@@ -64,7 +64,7 @@ def refused(call: Callable[[], object], what: str, change: str) -> str:
 
 
 def results(checks: Iterable[Check], file: str | None) -> Iterator[Result]:
-    """Run ``checks`` one after the other. ``file``: the user's, for the places of what it raises."""
+    """Run ``checks`` one after the other. ``file``: the user's file, to name the lines of its errors."""
     for check in checks:
         with _named(check.name):
             result = _result(check, file)

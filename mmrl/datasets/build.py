@@ -110,6 +110,8 @@ def _members(prompt: Prompt, picture: str) -> dict[str, bytes]:
     record: dict[str, Json] = {"id": prompt.id, "prompt": prompt.text, "meta": dict(prompt.meta)}
     if prompt.system is not None:
         record["system"] = prompt.system
+    if prompt.negative_prompt is not None:
+        record["negative_prompt"] = prompt.negative_prompt
     members: dict[str, bytes] = {}
     frames: dict[str, list[int]] = {}
     for i, medium in enumerate(prompt.media):

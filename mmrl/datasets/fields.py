@@ -33,7 +33,7 @@ _TRUTH = "reward_model.ground_truth"
 """Where verl's records have the answer."""
 IMAGES = ("images", "image")
 VIDEOS = ("videos", "video")
-_OTHERS = ("system", "meta", "id", "file_name", "file_names")
+_OTHERS = ("system", "negative_prompt", "meta", "id", "file_name", "file_names")
 """Further keys that are read, or that say nothing about the prompt: no warning names them."""
 _NAMED = 8
 _PICTURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
@@ -50,6 +50,7 @@ class Columns:
     """Several columns: their media in this order; a record must have all of them."""
     videos: str | None = None
     system: str | None = None
+    negative_prompt: str | None = None
     meta: Sequence[str] = ()
     """Further keys that go into the prompt's ``meta``, where a reward finds them, under their own names."""
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +72,7 @@ def read_columns(
     renamed: dict[str, str] = {}
     for said, column in (given or {}).items():
         name = _PARTS.get(said, said)
-        if name in ("prompt", "answer", "images", "videos", "system"):
+        if name in ("prompt", "answer", "images", "videos", "system", "negative_prompt"):
             if name in parts or getattr(columns, name) is not None:
                 raise UserError(f"columns: {said} is given twice; take one of them out")
             parts[name] = column
@@ -95,6 +96,7 @@ class Fields:
     system: str | None = None
     meta: dict[str, Cell] = field(default_factory=dict)
     media: list[tuple[Kind, Cell]] = field(default_factory=list)
+    negative_prompt: str | None = None
     shown: int = 0
     """The number of pictures and clips in its messages, with or without a source there."""
     keys: tuple[str, ...] = ()
@@ -120,6 +122,7 @@ def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
         if not isinstance(system, str):
             raise ValueError(f"{columns.system or 'system'!r} is not text")
         found.system = clean_text(system)
+    found.negative_prompt = negative_of(record, columns.negative_prompt)
     images = [columns.images] if columns.images is None or isinstance(columns.images, str) else columns.images
     lists: list[tuple[str | None, Sequence[str], Kind]] = [
         *((name, IMAGES, "image") for name in images),
@@ -143,7 +146,9 @@ def make_prompt(name: str, fields: Fields, media: Sequence[Media]) -> Prompt:
     """
     if fields.shown and not media:
         raise ValueError(f"its messages show {fields.shown} pictures or clips, and the record has none of them")
-    return Prompt(name, fields.text, fields.meta, tuple(arranged(fields.text, media)), fields.system)
+    return Prompt(
+        name, fields.text, fields.meta, tuple(arranged(fields.text, media)), fields.system, fields.negative_prompt
+    )
 
 
 def arranged(text: str, media: Sequence[Media]) -> list[Media]:
@@ -170,7 +175,8 @@ class UnreadColumns(UserWarning):
 def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
     """Warn once of the keys of records that go neither into a prompt nor into its ``meta``."""
     images = [columns.images] if isinstance(columns.images, str) else columns.images or ()
-    named = (columns.prompt, columns.answer, columns.videos, columns.system, *images, *columns.meta)
+    texts = (columns.prompt, columns.answer, columns.system, columns.negative_prompt)
+    named = (*texts, columns.videos, *images, *columns.meta)
     read = {
         *TEXT,
         *ANSWER,
@@ -228,10 +234,25 @@ def clean_text(text: str) -> str:
     text = text.replace("\r\n", "\n").strip()
     if not text:
         raise ValueError("the prompt is empty")
+    return _without_strange_characters(text, "the prompt")
+
+
+def negative_of(record: Mapping[str, Cell], name: str | None = None) -> str | None:
+    """The negative prompt of ``record``, under ``name`` or ``negative_prompt``, without white space around it; the
+    empty text is one. None where the record has none, or null. Raises ``ValueError``."""
+    said = _pick(record, name, ("negative_prompt",))
+    if said is None:
+        return None
+    if not isinstance(said, str):
+        raise ValueError(f"{name or 'negative_prompt'!r} is not text")
+    return _without_strange_characters(said.replace("\r\n", "\n").strip(), "the negative prompt")
+
+
+def _without_strange_characters(text: str, what: str) -> str:
     if any(ord(c) < 32 and c not in "\t\n" for c in text):
-        raise ValueError("the prompt has control characters")
+        raise ValueError(f"{what} has control characters")
     if any("\ud800" <= c <= "\udfff" for c in text):
-        raise ValueError("the prompt has half of a surrogate pair")
+        raise ValueError(f"{what} has half of a surrogate pair")
     return text
 
 

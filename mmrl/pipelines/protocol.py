@@ -70,6 +70,11 @@ class _Pipeline(Protocol):
         """Have each prompt's features in the store, encoded once, and held; returns the keys to release."""
         ...
 
+    def unused_negative(self, prompt: Prompt) -> str | None:
+        """Why the negative prompt that ``prompt`` carries would not be used, with the edit; None where it is, or where
+        it carries none. ``encode`` raises ``UserError`` with it."""
+        ...
+
     def sample(
         self,
         slots: Sequence[Slot],

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mmrl.planner.operations import Operations
 
 OF_PEAK = 0.4
-"""The share of a GPU's peak that sampling and training come to."""
+"""The share of a GPU's peak operations that sampling and training reach."""
 OF_BANDWIDTH = 0.6
 """The share of its memory's bandwidth."""
 _AT_ONCE = 256
@@ -35,7 +35,7 @@ class Estimate:
 
     @property
     def step(self) -> float:
-        """Of a whole step."""
+        """Seconds of a whole step."""
         total, training = sum(self.seconds.values()), sum(self.seconds.get(name, 0.0) for name in _TRAINING)
         return max(training, total - training) if self.beside else total
 
@@ -75,7 +75,7 @@ def estimated(step: Step, gpu: Gpu, description: Description, objective: Objecti
         found["decode"] = turns * o.decode / (OF_PEAK * gpu.rate("float32"))  # a VAE stays float32
     found["judge"] = step.judged / bandwidth
     slices = c.optimizer_steps * ceil(c.slices / c.optimizer_steps / step.models)
-    if recipe.sampling.type == "text" or recipe.placement.apart or recipe.replays_first:
+    if recipe.sampling.type == "text" or recipe.placement.apart or recipe.replays_first or recipe.algorithm.attempts:
         found["prepare"] = slices * len(_prepared(objective, c.optimizer_steps)) * o.forward / recipe.train.width / rate
     found["train"] = slices * o.train / recipe.train.width / rate
     moved = 3 * step.trained + 2 * step.adam  # all are read, gradients too, and all but those written
@@ -107,7 +107,7 @@ def _tokens(step: Step, description: Description, rate: float, bandwidth: float)
 
 
 def assumptions(gpu: Gpu, dtype: str) -> str:
-    """What an estimate rests on, to be read beside it."""
+    """The assumptions of an estimate, which are printed with it."""
     return (
         f"Operations at {OF_PEAK:.0%} of {gpu.rate(dtype) / 1e12:,.0f} TFLOP/s ({dtype}; {gpu.source}); tokens, "
         f"optimizer and judges at {OF_BANDWIDTH:.0%} of {gpu.bandwidth:,.0f} GB/s where that takes longer. A judge is "

@@ -44,7 +44,8 @@ class _Known(NamedTuple):
 
 
 class Shapes(FakeTensorMode):
-    """Final. What has real tensors among its inputs, or would not come out the same again, is left to torch."""
+    """Final class. Operations with real tensors among their inputs, or whose result is not always the same, are left to
+    torch."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -117,7 +118,7 @@ def _key(func: Operator, args: Sequence[object], kwargs: Mapping[str, object]) -
 
 @cache
 def _by_shapes(func: Callable[..., object]) -> bool:
-    """Whether what it returns depends on nothing but the shapes of its inputs."""
+    """Whether the shape of its result depends only on the shapes of its inputs."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False
     return not any(tag in _UNLIKE for tag in func.tags)

@@ -72,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
     def again(self, working: int, operations: int) -> None:
-        """Count work that was measured before: it takes ``working`` bytes more than what is alive now."""
+        """Count work that was measured before: ``working`` bytes on top of what is alive now, and its operations."""
         self.peak = max(self.peak, self.now + working)
         self.operations += operations
 

@@ -38,22 +38,22 @@ from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
 
 def known_masks(pipeline: Pipeline, live: LiveBytes) -> AbstractContextManager[object]:
-    """``KnownMasks`` where a model may see; it costs time, and diffusion needs none."""
+    """``KnownMasks`` for text, whose models may take pictures; diffusion does not need it, and it costs time."""
     return KnownMasks(live) if pipeline.makes == "text" else nullcontext()
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes. Per prompt: ``features``. Kept of a sample: ``trajectory``, and of its picture ``picture`` (float32).
+    """The measured memory of a step, in bytes.
 
-    ``encode`` (one prompt), ``sample`` and ``decode`` (a micro-batch), ``train`` (a slice: forward and backward) and
-    ``optimizer`` are what each phase works with beyond everything that stays. ``adam`` is the optimizer's state,
-    ``trained`` the weights that it steps on.
-    ``train_token``: by how much ``train`` grows with a token more in every row of the slice, ``train_step`` with a step
-    more in its forward; 0 where that is not asked.
-    ``forwards`` and ``graph_forwards`` are calls of the policy in a slice, without and with a graph; ``guided``: each
-    forward of sampling is of twice the rows, with the prompt and with the negative one; ``guided_loss``: each of
-    training is.
+    ``features``: of a prompt. ``trajectory`` and ``picture`` (float32): kept of a sample. ``encode`` (one prompt),
+    ``sample`` and ``decode`` (a micro-batch), ``train`` (forward and backward of a slice) and ``optimizer``: the
+    working memory of each phase, on top of what stays. ``adam``: the optimizer's state. ``trained``: the weights that
+    it steps on. ``train_token``: the growth of ``train`` per additional token in every row of the slice.
+    ``train_step``: the growth per additional denoising step in a forward; 0 where it was not measured.
+
+    ``forwards`` and ``graph_forwards``: calls of the policy in a slice, without and with an autograd graph. ``guided``:
+    whether a forward of sampling has twice the rows (classifier-free guidance); ``guided_loss``: the same of training.
     """
 
     features: int
@@ -78,10 +78,10 @@ class Measured:
 def measure(
     description: Description, recipe: Recipe, objective: Objective, counts: Counts, prompt: Prompt, *, foreach: bool
 ) -> Measured:
-    """Run the parts of a step for the largest micro-batch of sampling and slice of training, each row ``prompt``'s.
+    """Run the parts of a step on fake tensors, for the largest micro-batch and slice; every row has ``prompt``.
 
-    ``foreach``: the optimizer works on all parameters at once, as it does on CUDA, and takes more memory for it. The
-    description's modules are made fake, so that this is the last thing done with them.
+    ``foreach``: the optimizer works on all parameters at once, as on CUDA, and needs more memory. The modules of
+    ``description`` become fake and cannot be used afterwards.
     """
     fake(component.module for component in description.components)
     pipeline = description.pipeline
@@ -142,7 +142,7 @@ def _uncut(recipe: Recipe) -> Recipe:
 
 
 def _trained(description: Description, recipe: Recipe, objective: Objective, foreach: bool) -> list[Policy]:
-    """The policy with its copies, and the critic where there is one."""
+    """The policy with its copies, and the critic, if there is one."""
     total = recipe.train.steps * recipe.train.updates_per_step
     how = recipe.performance
     if how.optimizer == "adamw_8bit":  # its kernels take no tensors without data
@@ -160,7 +160,7 @@ def _trained(description: Description, recipe: Recipe, objective: Objective, for
 
 
 def _optimizers(trained: Sequence[Policy], recipe: Recipe) -> tuple[int, int]:
-    """Bytes that one step of their optimizers takes at most beside what it keeps, and what they keep."""
+    """The peak working memory of an optimizer step, and the size of the optimizers' state, in bytes."""
     most = kept = 0
     for one in trained:
         with LiveBytes() as live:
@@ -181,8 +181,8 @@ def _growth(
     counts: Counts,
     train: int,
 ) -> tuple[float, int]:
-    """By how much the ``train`` bytes of a slice grow with a token more in every row, and with a step more in its
-    forward; 0 where that is not asked."""
+    """The growth of a slice's ``train`` bytes per additional token in every row, and per additional denoising step in a
+    forward; 0 where the recipe does not need it."""
     token, step = 0.0, 0
     if recipe.train.context_parallel > 1 and trajectory.mask is not None:
         less = trajectory.clean.shape[1] // 2
@@ -195,11 +195,12 @@ def _growth(
 
 
 _COLUMNS = ("clean", "mask", "log_probs")
-"""Of a text's trajectory, what has an entry for each token of a response."""
+"""The tensors of a text trajectory that have an entry per response token."""
 
 
 def kept_copies(objective: Objective) -> list[str]:
-    """Copies of the trained weights that the objective keeps; ``reference`` among them is none where LoRA trains."""
+    """The copies of the trained weights that the objective keeps; with LoRA ``reference`` is the base model, no
+    copy."""
     asks = any("reference" in name for name in objective.needs | prepared_by(objective))
     return [*sorted(copies_of(objective)), *(["reference"] if asks else [])]
 
@@ -213,8 +214,8 @@ def _rows(n: int, prompt: Prompt) -> tuple[list[Slot], list[SampleId]]:
 def _micro_batch(
     pipeline: Pipeline, recipe: Recipe, objective: Objective, slots: list[Slot], ids: list[SampleId]
 ) -> tuple[Trajectory, int, int, int, tuple[int, int]]:
-    """A micro-batch sampled and decoded, the bytes of sampling, of a picture for rewards and of decoding, and the
-    operations of both."""
+    """Sample and decode a micro-batch. Returns its trajectory, the bytes of sampling, of a picture and of decoding, and
+    the operations of sampling and decoding."""
     actions = recorded_steps(pipeline, 0) if "log_probs" in objective.needs else []
     with LiveBytes() as live, once(pipeline, live), known_masks(pipeline, live):
         trajectory = pipeline.sample(slots, ids, actions, recipe.seed)
@@ -230,15 +231,15 @@ class _Slice(NamedTuple):
     calls: dict[bool, int]
     operations: int
     forward: int
-    """Operations of the first call of the policy."""
+    """Operations of the first forward of the policy."""
 
 
 def _slice(
     pipeline: Pipeline, recipe: Recipe, objective: Objective, trained: list[Policy], trajectory: Trajectory, n: int
 ) -> _Slice:
-    """One training slice of ``n`` rows, forward and backward, with gradients already there from an earlier one.
+    """Run forward and backward of a training slice of ``n`` rows; gradients of an earlier slice exist already.
 
-    ``trained``: the policy, and the critic where there is one.
+    ``trained``: the policy, and the critic, if there is one.
     """
     policy = trained[0]
     for p in (p for one in trained for p in one.trainable.values()):
@@ -277,8 +278,8 @@ def _slice(
 
 @contextmanager
 def counted(module: nn.Module, live: LiveBytes) -> Generator[tuple[dict[bool, int], list[int]]]:
-    """Count the module's forwards inside the block, by whether gradients are on; recomputed ones count again. And the
-    operations of each, as ``live`` counts them."""
+    """Count the module's forwards inside the block, with and without gradients, and the operations of each. Recomputed
+    forwards (gradient checkpointing) count again."""
     calls, spent, begun = {False: 0, True: 0}, list[int](), list[int]()
 
     def count(*_: object) -> None:
@@ -337,7 +338,7 @@ def once(pipeline: Pipeline, live: LiveBytes) -> Generator[None]:
 
 @dataclass(frozen=True)
 class Blank:
-    """What is remembered of a tensor: ``like`` is empty and has its dtype and device."""
+    """The shape of a tensor; ``like`` is an empty tensor of its dtype and device."""
 
     like: Tensor
     shape: torch.Size

@@ -74,7 +74,7 @@ def _in_shards(module: nn.Module, whole: Size, shards: int | Fraction, by_block:
 
 
 def offloads(made: Plan) -> bool:
-    """Whether what idles leaves the device."""
+    """Whether idle models leave the device."""
     return made.recipe.model.offload and made.device != "cpu"
 
 

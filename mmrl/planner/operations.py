@@ -53,7 +53,7 @@ _Formula = Callable[[Sequence[object], object], int]
 
 
 def operations_of(func: Operator, args: Sequence[object], out: object) -> int:
-    """Of one call of an operator."""
+    """The operations of one call of an operator."""
     formula = _formula(func)
     return 0 if formula is None else formula(args, out)
 

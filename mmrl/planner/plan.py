@@ -84,14 +84,14 @@ def plan(
 
 
 def resolved(loaded: LoadedRecipe) -> LoadedRecipe:
-    """The recipe with what it leaves to the plan chosen; itself where it leaves nothing."""
+    """The recipe with the values that the plan chose for ``auto``."""
     if loaded.recipe.train.steps_per_forward != "auto":
         return loaded
     return replace(loaded, recipe=plan(loaded).recipe)
 
 
 def _time(made: Plan, description: Description, objective: Objective) -> Estimate | None:
-    """Of a step on the GPU that is planned for."""
+    """The estimated time of a step on the planned GPU."""
     c, m, split = made.counts, made.measured, split_of(made)
     if made.gpu is None or c is None or m is None:
         return None
@@ -219,6 +219,8 @@ def _account(
     media = _pair()[: 2 if objective.kind == "offline" else description.pictures]
     prompt, row_tokens = Prompt("plan", "plan", media=media), 0
     try:
+        if unused := _unused_negative(prompts, description):
+            made.problems.append(unused)
         if description.longest is not None:
             if not prompts:
                 return
@@ -239,8 +241,9 @@ def _account(
     of_optimizer = trainers if recipe.train.distributed_optimizer else shards
     divided = {name: -(-getattr(measured, name) // of_optimizer) for name in ("adam", "trained", "optimizer")}
     made.measured = measured = replace(measured, **divided)
-    different = _different(prompts, description)
-    in_use = min(counts.prompts, max(counts.batch, counts.slice_rows)) + 1  # the others may lie on disk
+    different, negatives = _different(prompts, description)
+    in_use = min(counts.prompts, max(counts.batch, counts.slice_rows))  # the others may lie on disk
+    in_use += max(1, min(negatives, in_use))
     kept = min(different or store.budget_bytes, max(in_use, store.budget_bytes // max(1, measured.features)))
     features = measured.features * kept
     made.roles = list(roles_of(made, description, sizes, objective, features))
@@ -284,9 +287,20 @@ def _pair() -> tuple[Media, ...]:
     return Media("image", data=files[0].getvalue()), Media("image", data=files[1].getvalue())
 
 
-def _different(prompts: list[Sequence[Prompt]], description: Description) -> int:
-    """How many different prompts the run may encode, at most; 0 where that is not known."""
+def _different(prompts: list[Sequence[Prompt]], description: Description) -> tuple[int, int]:
+    """How many different prompts the run may encode, at most, negative ones among them, and how many these are; 0 where
+    that is not known."""
     if description.longest is not None:
-        return sum(map(len, prompts))
-    found = {(prompt.text, prompt.media if description.pictures else ()) for split in prompts for prompt in split}
-    return len(found) + 1 if found else 0  # the empty prompt of guidance
+        return sum(map(len, prompts)), 0
+    every = [prompt for split in prompts for prompt in split]
+    found = {(prompt.text, prompt.media if description.pictures else ()) for prompt in every}
+    negatives = len({prompt.negative_prompt for prompt in every})  # without one of its own: the recipe's, or the empty
+    return len(found) + negatives, negatives
+
+
+def _unused_negative(prompts: list[Sequence[Prompt]], description: Description) -> str | None:
+    """Why the negative prompts of the data would not be used, with the edit."""
+    looked_at = (
+        prompt for split in prompts for prompt in (split if description.longest is None else _looked_at(split))
+    )
+    return next(filter(None, map(description.pipeline.unused_negative, looked_at)), None)

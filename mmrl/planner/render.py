@@ -28,7 +28,7 @@ NOT_COUNTED = (
 
 
 def render(plan: Plan, console: Console, *, short: bool = False) -> None:
-    """Print it; ``short`` is three lines, without the problems (for a caller who raises them)."""
+    """Print the plan. ``short``: three lines, without the problems, which the caller raises."""
     (_render_short if short else _render_whole)(plan, console)
 
 
@@ -162,7 +162,7 @@ def _phases(plan: Plan) -> Table:
 
 
 def _placed(plan: Plan, console: Console) -> None:
-    """Who does what when, where there are several devices."""
+    """The roles of the devices in each phase, if there are several devices."""
     recipe = plan.recipe
     if recipe.controllers * recipe.devices_per_controller == 1:
         return

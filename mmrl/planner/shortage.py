@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def explained(error: OutOfMemoryError, loaded: LoadedRecipe) -> str:
-    """The error with what the plan expected in its phase, and the edits that lower it."""
+    """The error, with the memory that the plan expected in its phase, and the edits that need less."""
     free()
     try:
         made = plan(loaded)

@@ -66,7 +66,7 @@ def _even(entries: int, most: int) -> int:
 
 
 def _room(made: Plan) -> int:
-    """Bytes that the update may take beyond what it takes with one step in a forward."""
+    """Free bytes for the update beyond its need with one denoising step per forward."""
     assert made.peak is not None
     most = made.peak.total  # another phase may need it anyhow
     if made.device_memory is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from mmrl.report.durations import duration
 from mmrl.report.metrics import describe, of_pairs, of_repeated, of_source, read
 from mmrl.report.pictures import Evaluation, extremes, pairs, read_evaluations
 from mmrl.report.rundir import RunDir, looks_like_run
+from mmrl.report.strengths import read_sweep
 from mmrl.report.timeline import timeline
 from mmrl.report.transcripts import transcripts
 from mmrl.secrets import hidden
@@ -109,6 +110,7 @@ def write_report(run: Path | str) -> Path:
         pairs=before_after,
         table=_reward_table(found),
         extremes=extremes(found.evaluations, found.trained),
+        strength=read_sweep(found.path, found.labels, found.trained),
         judges=transcripts(found.path),
         failures=_failures(found),
         config=_config(found),
@@ -248,7 +250,20 @@ def _heldout_charts(run: _Run) -> list[Markup]:
         parts = sorted({k for row in run.heldout for k in row if k.startswith(f"{key}/")})
         lines = [Series(k.removeprefix(f"{key}/"), [(r["step"], r.get(k)) for r in run.heldout], "dots") for k in parts]
         charts.append(line_chart(f"{label}: parts", lines, note="held-out"))
-    return [chart for chart in charts if chart is not None]
+    return [chart for chart in [*charts, *_guard_charts(run)] if chart is not None]
+
+
+def _guard_charts(run: _Run) -> Iterator[Any]:
+    """What shows over-optimisation (docs/reward_hacking.md)."""
+    notes = {"diversity": "of a prompt's held-out samples", "distance": "of held-out samples to the base model's"}
+    for name, note in notes.items():
+        held = Series("held-out", [(row["step"], row.get(f"guard/{name}")) for row in run.heldout], "dots")
+        yield line_chart(name, [held], note=note)
+    changes = sorted({key for row in run.heldout for key in row if key.startswith("guard/change/")})
+    labels = {key: key.removeprefix("guard/change/") for key in changes}
+    named = {key: label if label in run.trained else f"{label} (not trained on)" for key, label in labels.items()}
+    lines = [Series(named[key], [(row["step"], row.get(key)) for row in run.heldout], "dots") for key in changes]
+    yield line_chart("change of rewards", lines, note="standard deviations of the base model's scores")
 
 
 def _training_charts(run: _Run) -> list[Markup]:

@@ -48,7 +48,7 @@ FILES = (
     "judge-usage.jsonl",
     "report.html",
 )
-FOLDERS = ("samples", "checkpoints", "controllers", "profile", "tensorboard", "wandb", "trackio")
+FOLDERS = ("samples", "checkpoints", "controllers", "profile", "strength", "tensorboard", "wandb", "trackio")
 LOCK = "run.lock"
 _OVERRIDE = "# override: "
 _LOCK_PATIENCE = 0.5

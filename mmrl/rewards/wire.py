@@ -2,7 +2,8 @@
 
 ``GET /health``   -> ``{"mmrl": 1, "reward": name, "inputs": [...], "per": "sample", "spans": false, "max_bytes": n}``
 ``POST /score``   ``{"version": 1, "step": 7, "groups": [[0, 1]], "files": [BYTES],``
-                  `` "samples": [{"id": "", "prompt": "", "meta": {}, "system": null, "place": [7, 0, 0, 1],``
+                  `` "samples": [{"id": "", "prompt": "", "meta": {}, "system": null,``
+                  ``   "negative_prompt": null, "place": [7, 0, 0, 1],``
                   ``   "media": [{"kind": "video", "file": 0, "frames": null}],``
                   ``   "image": PNG, "video": [PNG, ...], "text": null, "truncated": false}]}``
                   -> ``{"version": 1, "scores": [0.5, null], "parts": {"name": [...]}, "errors": [null, "why"],``
@@ -95,6 +96,8 @@ def encode_and_weigh(samples: Sequence[Sample], groups: Sequence[Sequence[int]],
         item["place"] = [place.step, place.slot, place.attempt, place.sample]
         if prompt.system is not None:
             item["system"] = prompt.system
+        if prompt.negative_prompt is not None:
+            item["negative_prompt"] = prompt.negative_prompt
         if prompt.media:
             item["media"] = [_sent(media, files) for media in prompt.media]
         if sample.image is not None:
@@ -272,8 +275,9 @@ def _place(item: JsonObject, index: int) -> SampleId:
 
 def _sample(item: JsonObject, index: int, files: list[bytes], max_pixels: int, tensor: bool) -> Sample:
     where = f"samples[{index}]"
-    text, system = (
-        None if item.get(name) is None else _typed(item[name], str, f"{where}.{name}") for name in ("text", "system")
+    text, system, negative = (
+        None if item.get(name) is None else _typed(item[name], str, f"{where}.{name}")
+        for name in ("text", "system", "negative_prompt")
     )
     truncated = item.get("truncated", False)
     if not isinstance(truncated, bool):
@@ -284,6 +288,7 @@ def _sample(item: JsonObject, index: int, files: list[bytes], max_pixels: int, t
         meta=_typed(item.get("meta", {}), dict, f"{where}.meta"),
         media=_media(item.get("media", []), files, f"{where}.media"),
         system=system,
+        negative_prompt=negative,
     )
     place, still, clip = _place(item, index), item.get("image"), item.get("video")
     image = None if still is None else _picture(still, f"{where}.image", max_pixels)

@@ -4,11 +4,10 @@
 
     {"step": 3, "controller": 0, "device": 1, "role": "rollout", "began": 0.1, "ended": 2.3}
 
-where the role is rollout, judge, train or wake (a move from one role to another; ``priced`` is false there where a move
-inside a phase would take another time) and ``round``, if it is there, is the round of dynamic sampling. Of devices that
-sample ahead ``of`` is the step that something was for, where that was a later one, and ``cut`` says that it went on in
-the next step. Lines with ``decision`` are what the adaptive split said. Without that file ``metrics.jsonl`` has the
-phases of a step as a whole.
+where the role is rollout, judge, train or wake (a change of role; ``priced`` is false if its time is not typical of a
+change inside a phase). ``round`` is the round of dynamic sampling. With asynchronous rollout ``of`` is the later step
+that the work was for, and ``cut`` says that the work continued in the next step. Lines with ``decision`` are decisions
+of the adaptive placement. Without that file ``metrics.jsonl`` has the total time of each phase of a step.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run's trace, and the shape it ran in: ``controllers`` of ``devices`` each."""
+    """The trace of a run with ``controllers`` controllers of ``devices`` devices each."""
 
     trace: Trace
     controllers: int
@@ -41,7 +40,7 @@ class Recorded:
 
 
 def read_run(run: Path) -> Recorded:
-    """Of a run directory. Raises ``UserError`` where nothing was recorded, or what was cannot be read."""
+    """Read a run directory. Raises ``UserError`` if nothing was recorded, or the records cannot be read."""
     metrics = {row["step"]: row for row in read(run / "metrics.jsonl") if "time/step" in row}
     events = [row for row in read(run / "placement.jsonl") if "role" in row]
     if any("sampling/stale_tokens" in row for row in metrics.values()):
@@ -65,10 +64,10 @@ def read_run(run: Path) -> Recorded:
 
 
 def fitted(recorded: Recorded, controllers: int, devices: int, micro_batches: int, seed: int = 0) -> Trace:
-    """The trace on another shape; in the run's own it is the trace itself.
+    """The trace for another number of controllers and devices; unchanged for those of the run.
 
-    Every step has ``micro_batches`` drawn from those of the run's step, in one round, dealt to ``controllers``. It
-    trains as long as the training of so many takes on ``devices`` in all.
+    Every step gets ``micro_batches`` random ones of the run's step, in one round, divided over ``controllers``.
+    Training time grows with their number, and falls with the total of ``devices``.
     """
     own = recorded.controllers * recorded.devices
     if (controllers, devices) == (recorded.controllers, own):
@@ -106,8 +105,8 @@ def _of_events(run: Path, events: Sequence[Row], metrics: Mapping[int, Row], apa
 
 
 def _by_their_step(events: Sequence[Row], metrics: Mapping[int, Row]) -> list[Row]:
-    """Of devices that trained while others sampled: everything in the step that it was for, with times from the run's
-    beginning. What a step's end had cut in two is whole."""
+    """Asynchronous rollout: the events with the step that they were for, and with times from the start of the run. An
+    event that the end of a step had divided is joined."""
     starts, began = {}, 0.0
     for step in range(min(metrics, default=1), 1 + max(int(row["step"]) for row in events)):
         starts[step] = began
@@ -135,8 +134,8 @@ def _rounds(rows: Sequence[Row]) -> Rounds:
 
 
 def _pairs(rows: Sequence[Row]) -> list[MicroBatch]:
-    """Samplings with their judging: the first to end is the first to be judged. Where they are not as many, each has
-    the same part of all judging."""
+    """Pair each sampling with its judging, in the order of their ends. If their numbers differ, each sampling gets an
+    equal part of all judging."""
     sampled = sorted((row for row in rows if row["role"] == ROLLOUT), key=lambda row: row["ended"])
     judged = sorted((row for row in rows if row["role"] == JUDGE), key=lambda row: row["began"])
     seconds = [row["ended"] - row["began"] for row in judged]
@@ -148,7 +147,7 @@ def _pairs(rows: Sequence[Row]) -> list[MicroBatch]:
 
 
 def _after(rows: Sequence[Row], metrics: Row | None) -> float:
-    """Seconds of a step outside its generate phase: of the whole step where that was measured, else of training."""
+    """Seconds of a step outside its generate phase: of the whole step, if it was measured, else of training."""
     generate = [row for row in rows if row["role"] in (ROLLOUT, JUDGE)]
     if metrics is not None:
         phase = max(row["ended"] for row in generate) - min(row["began"] for row in generate)
@@ -158,8 +157,8 @@ def _after(rows: Sequence[Row], metrics: Row | None) -> float:
 
 
 def _of_metrics(run: Path, metrics: Mapping[int, Row]) -> Recorded:
-    """Every micro-batch has the mean of its step; judging is what was waited for, which is less than what it took where
-    it went on beside sampling."""
+    """Every micro-batch has the mean duration of its step. Judging is only the time that was waited for it, which is
+    less than its duration if it overlapped with sampling."""
     settings = json.loads((run / "resolved.json").read_text(encoding="utf-8"))
     train, sampling = settings["train"], settings["sampling"]
     controllers = settings.get("controllers", 1)

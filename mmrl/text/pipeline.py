@@ -23,6 +23,7 @@ from mmrl.engines.context import Rows
 from mmrl.engines.lazy_engine import LazyEngine, unfailing
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
+from mmrl.errors import UserError
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What
 from mmrl.text import engine_sampling, export, scoring
@@ -87,7 +88,18 @@ class LanguagePipeline:
         with self._encoding:  # asynchronous rollouts encode prompts while another step is trained
             return self._encode(slots)
 
+    def unused_negative(self, prompt: Prompt) -> str | None:
+        if prompt.negative_prompt is None:
+            return None
+        return (
+            f"data: the prompt {prompt.id} has a negative_prompt, which guidance of pictures and clips moves away "
+            "from, and text has none; take negative_prompt out of the records"
+        )
+
     def _encode(self, slots: Sequence[Slot]) -> list[str]:
+        for slot in slots:
+            if why := self.unused_negative(slot.prompt):
+                raise UserError(why)
         prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
         paired = {} if self.pairs is None else {self.pairs.key(slot.prompt): slot.prompt for slot in slots}
         keys = [*prompts, *paired]

@@ -13,6 +13,7 @@ from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.schema import EarlyStopping
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject, as_integer, as_number
+from mmrl.training.guards import PREFIX
 
 
 class EarlyStop:
@@ -32,9 +33,8 @@ class EarlyStop:
         """
         name = self.settings.metric
         if name not in row:
-            raise UserError(
-                f"eval.early_stopping.metric: evaluations have no {name!r}; they have {', '.join(sorted(row))}"
-            )
+            has = ", ".join(sorted(key for key in row if not key.startswith(PREFIX)))
+            raise UserError(f"eval.early_stopping.metric: evaluations have no {name!r}; they have {has}")
         value = row[name]
         beaten = self.best is None or value > self.best + self.settings.threshold
         if not (beaten and math.isfinite(value)):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmrl.algorithms.objective import ComparesBatch, compares_batch
+from mmrl.config.checks import label_of
 from mmrl.controller.randomness import seed_of
 from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
 from mmrl.errors import BadPromptError, UserError
@@ -28,11 +29,13 @@ from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rollout.collect import encode, prompts_only
 from mmrl.rollout.mismatched import mismatched
+from mmrl.training import guards
 from mmrl.training.batch import chunks
+from mmrl.training.guards import MOST, Measures
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.repeated import sums_at
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
-from mmrl.trajectory import Prompt, Sample, SampleId, Slot
+from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 
 SEED = 20_261_121
 """The seed of all held-out noise. It does not depend on the run's seed, so that runs are compared with equal noise."""
@@ -48,6 +51,8 @@ class Made:
 
     samples: list[Sample] = field(default_factory=list)
     scores: list[dict[str, float]] = field(default_factory=list)
+    gaps: tuple[float, int] = (0.0, 0)
+    """Of texts: the sum of what its tokens' log-probs are above those of the base model, and how many tokens."""
 
 
 class Evaluator:
@@ -60,6 +65,9 @@ class Evaluator:
         if context.recipe.eval.maj_at and not any(rewards.votes for rewards in self.rewards):
             raise UserError(NOBODY_VOTES)
         self.each = context.recipe.eval.samples_per_prompt
+        watched = [*context.recipe.rewards, *context.recipe.eval.rewards] if context.recipe.eval.rewards else []
+        labels = [label_of(reward.name, reward.label) for reward in watched]
+        self.guards = Measures(context.controller, len(prompts), labels)
 
     def score(self, samples: int) -> tuple[dict[str, float], Made, list[Failure]]:
         """Evaluate ``samples`` samples; returns the means, the samples, and those that could not be scored.
@@ -80,17 +88,32 @@ class Evaluator:
         row |= {"samples": count(len(slots)), "dropped": row.get("dropped", 0) + count(len(bad))}
         return row, made, [*bad, *failures]
 
-    def _slots(self, samples: int) -> list[Slot]:
-        """This controller's share of the evaluation's slots: all of a prompt."""
+    def draw_base(self) -> None:
+        """Sample the base model for the guards, before a checkpoint is loaded: another process made its evaluation.
+        Texts are compared by their likelihood instead. All controllers call it together."""
+        recipe = self.run.recipe
+        if recipe.makes == "text" or recipe.eval.every is None:
+            return
+        if self.run.objective.kind == "offline" and not recipe.eval.rewards:
+            return
+        self.guards.keep(self._make(self._slots(recipe.eval.samples, MOST))[0].samples)
+
+    def _slots(self, samples: int, most: int | None = None) -> list[Slot]:
+        """This controller's share of the evaluation's slots, or of the first ``most``: all slots of a prompt."""
         if samples % self.each:
             raise UserError(f"{samples} samples are no multiple of eval.samples_per_prompt, {self.each}; change one")
-        groups = self.run.controller.share(samples // self.each)
-        prompts = {n: self.prompts[n % len(self.prompts)] for n in groups}
-        return [Slot(-1, n * self.each + k, 0, prompts[n]) for n in groups for k in range(self.each)]
+        groups, count, controller = samples // self.each, len(self.prompts), self.run.controller
+        mine = controller.share(groups)
+        if groups > count >= controller.size:
+            mine = [n for n in range(groups) if n % count % controller.size == controller.rank]
+        prompts = {n: self.prompts[n % count] for n in mine}
+        slots = [Slot(-1, n * self.each + k, 0, prompts[n]) for n in mine for k in range(self.each)]
+        return [slot for slot in slots if most is None or slot.index < most]
 
     def _score(self, slots: list[Slot]) -> tuple[dict[str, float], Made, list[Failure]]:
         """Sample ``slots`` and score the samples with all rewards."""
-        (made, bad), gather = self._make(slots), self.run.controller.gather
+        (whole, bad), gather = self._make(slots), self.run.controller.gather
+        made = whole.samples
         places: defaultdict[str, list[int]] = defaultdict(list)  # of each prompt
         for i, sample in enumerate(made):
             places[sample.prompt.id].append(i)
@@ -115,7 +138,8 @@ class Evaluator:
         row |= {"samples": sum(n for n, _, _ in counts), "dropped": sum(n for _, n, _ in counts)}
         row |= self._repeated(made, mine) | counts_of_sources(everyone)
         row |= {f"{FAILED}{label}": n for label, n in sum((Counter(of) for _, _, of in counts), Counter()).items()}
-        return row, Made(made, rows), [*bad, *failures]
+        whole.scores = rows
+        return row, whole, [*bad, *failures]
 
     def _repeated(self, made: Sequence[Sample], values: Mapping[str, Sequence[float]]) -> dict[str, float]:
         """``pass@k`` and ``maj@k`` of every reward, mean over the prompts of all controllers."""
@@ -229,7 +253,7 @@ class Evaluator:
         n = seed_of(SEED, slot.index // self.each, attempt, "replacement") % len(self.prompts)
         return Slot(slot.step, slot.index, attempt, self.prompts[n])
 
-    def _make(self, slots: list[Slot]) -> tuple[list[Sample], list[Failure]]:
+    def _make(self, slots: list[Slot]) -> tuple[Made, list[Failure]]:
         """Sample with the settings and the weights of the evaluation. Returns the samples and the replaced prompts."""
         run, recipe = self.run, self.run.recipe
         inputs = self.rewards[0].inputs | self.rewards[1].inputs
@@ -245,17 +269,39 @@ class Evaluator:
                 bad.extend(unusable)
                 yield usable, [SampleId(-1, s.index, s.attempt, 0) for s in usable]
 
-        made: dict[int, list[Sample]] = {}
+        made, gaps = dict[int, list[Sample]](), (0.0, 0)
         with (
             run.compute.devices.sampling_phase(run, how.weights),
             Progress(len(slots), "evaluate", "samples") as progress,
         ):
-            for n, _, samples in run.compute.devices.sample(run, asked(), how, Clock(run.compute.device)):
+            for n, trajectory, samples in run.compute.devices.sample(run, asked(), how, Clock(run.compute.device)):
                 made[n] = samples
+                total, tokens = self._gaps(trajectory)
+                gaps = gaps[0] + total, gaps[1] + tokens
                 run.pipeline.features.release(keys[n])
                 progress.advance(len(samples))
         run.compute.devices.run_on_other_trainers(run, device_tasks.release)
-        return [sample for n in sorted(made) for sample in made[n]], bad
+        return Made([sample for n in sorted(made) for sample in made[n]], gaps=gaps), bad
+
+    def _gaps(self, trajectory: Trajectory) -> tuple[float, int]:
+        """See ``Made.gaps``; 0 and 0 where it is not at hand: of pictures, where an engine samples, where the model
+        lies on several devices, or where full weights are trained without a reference."""
+        run, train = self.run, self.run.recipe.train
+        kept = run.policy.has_adapter or "reference" in run.policy.copies
+        beside = run.recipe.rollout.engine == "transformers" and train.backend == "replicated" and train.width == 1
+        if run.pipeline.makes != "text" or not (kept and beside):
+            return 0.0, 0
+        longest = max(trajectory.responses)
+        size = max(1, min(train.micro_batch_size, (train.micro_batch_tokens or math.inf) // max(1, longest)))
+        total, tokens = 0.0, 0
+        with torch.no_grad(), run.policy.using(run.policy.evaluated):
+            for rows in chunks(list(range(len(trajectory))), int(size)):
+                part = trajectory.rows(rows)
+                found = run.pipeline.replay(part, [], frozenset({"log_probs", "reference_log_probs"}), run.policy.using)
+                assert part.mask is not None
+                gap = (found["log_probs"] - found["reference_log_probs"]).double() * part.mask
+                total, tokens = total + gap.sum().item(), tokens + sum(part.responses)
+        return total, tokens
 
 
 def means_of_pairs(sums: Mapping[str, float], count: float) -> dict[str, float]:
@@ -278,7 +324,7 @@ def told(row: Mapping[str, float], failures: Sequence[Failure]) -> str:
     this controller."""
     said = []
     for key, value in row.items():
-        if key in ("samples", "dropped") or key.startswith((FAILED, SOURCE)):
+        if key in ("samples", "dropped") or key.startswith((FAILED, SOURCE, guards.PREFIX)):
             continue
         name = key.removeprefix("reward/")
         said.append(f"{name} {value:.3f}" if math.isfinite(value) else f"{name} -")
@@ -301,6 +347,8 @@ def measure(
     """Evaluate after ``step`` steps: write a row of heldout.jsonl and a grid of samples. Returns the row, also as
     text."""
     row, made, failures = heldout.score(samples)
+    if context.controller.count(len(made.samples)):
+        row |= guarded(heldout.guards, row, made, base=step == 0)
     for f in failures:
         directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
     log.write(step, row)
@@ -310,4 +358,16 @@ def measure(
         log.picture(step, "samples", write_samples(directory, step, images, [s.prompt.text for s in shown], scores))
     elif shown:
         write_texts(directory, step, shown, scores)
-    return row, told(row, failures)
+    watched = [label_of(reward.name, reward.label) for reward in context.recipe.eval.rewards]
+    return row, "  ".join(filter(None, (told(row, failures), guards.told(row, watched))))
+
+
+def guarded(measures: Measures, row: Mapping[str, float], made: Made, *, base: bool) -> dict[str, float]:
+    """The guards' figures of an evaluation, whose ``row`` has its rewards; ``base``: it is of the base model."""
+    if base:
+        measures.keep(made.samples)
+    found = measures.of(made.samples, made.scores, made.gaps)
+    both = {**row, **found}
+    if base:
+        measures.base = both
+    return found | measures.beside(both)

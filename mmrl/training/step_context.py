@@ -261,8 +261,10 @@ class StepContext:
     @property
     def recomputes_old_log_probs(self) -> bool:
         """Pictures: whether the log-probs that sampling recorded are not the old policy's, and are recomputed before
-        the updates: older weights sampled, or code that rounds differently."""
-        return self.rollout.strategy.staleness > 0 or self.recipe.replays_first
+        the updates: older weights sampled, or code that rounds differently, or batches of another shape, as replaced
+        groups."""
+        strategy = self.rollout.strategy
+        return strategy.staleness > 0 or self.recipe.replays_first or strategy.replaces_groups
 
     @property
     def trained(self) -> dict[str, Policy]:

@@ -21,7 +21,7 @@ from mmrl.verify.span import Rows
 
 
 def of_judges(recorded: Recorded) -> list[str]:
-    """What was taken from the run's records, and what was asked again."""
+    """What the replay took from the run's records, and what it computed or asked again."""
     taken, missing = (dict(sorted(counts.items())) for counts in (recorded.taken, recorded.missing))
     notes = [f"{n} verdicts of {label} were taken from the run's records." for label, n in taken.items() if n]
     asked = [
@@ -31,7 +31,7 @@ def of_judges(recorded: Recorded) -> list[str]:
 
 
 def of_servers(recipe: Recipe, *, evaluated: bool) -> list[str]:
-    """The rewards that a server computed anew: it may have changed since."""
+    """The rewards that a server computed again; the server may have changed since the run."""
     rewards = [*recipe.rewards, *(recipe.eval.rewards if evaluated else ())]
     asked = {
         label_of(r.name, r.label): r.options["url"]
@@ -42,7 +42,7 @@ def of_servers(recipe: Recipe, *, evaluated: bool) -> list[str]:
 
 
 def of_environment(directory: RunDir) -> list[str]:
-    """What is not as it was when the run was started last."""
+    """The differences between this machine and the one on which the run was last started."""
     try:
         before = json.loads(directory.env.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -59,7 +59,7 @@ def of_environment(directory: RunDir) -> list[str]:
 
 
 def _that_counts(env: JsonObject) -> JsonObject:
-    """Of env.json what may change the last bits of a number."""
+    """The entries of env.json that may change the last bits of a number."""
     kept = {key: env.get(key) for key in ("python", "devices", "versions", "threads", "git")}
     return kept | {"cpu": {"name": as_object(env.get("cpu") or {}).get("name")}}
 
@@ -69,7 +69,7 @@ def _word(value: Json) -> str:
 
 
 def of_weights(directory: RunDir, rows: Rows, verified: int, step: int | None) -> list[str]:
-    """Where no step was named: a later one of which weights can be compared too."""
+    """If no step was named: a later step whose weights can be compared too."""
     kept = [e.step for e in entries(directory.checkpoints) if e.usable and e.step in rows and e.step >= verified]
     if step is not None or not kept or verified in kept:
         return []
@@ -77,7 +77,7 @@ def of_weights(directory: RunDir, rows: Rows, verified: int, step: int | None) -
 
 
 def hints(recipe: Recipe, parts: list[Part]) -> list[str]:
-    """Where numbers differ, what is known to make them differ."""
+    """If numbers differ: the known reasons."""
     if all(part.equal for part in parts):
         return []
     differ = dict.fromkeys(one.name for part in parts for one in part.found if not one.same)

@@ -1,4 +1,4 @@
-"""Replay the steps, and compare."""
+"""Replay the steps of a run, and compare the results with its records."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from mmrl.report.varying_values import MEASURED, OF_PROCESS, why_not_compared
 from mmrl.report.verified import Compared, Part, compared, metrics_of
 from mmrl.run import build
 from mmrl.training.evaluation import Evaluator, measure
+from mmrl.training.guards import PREFIX
 from mmrl.training.loop import train_step
 from mmrl.training.step_context import StepContext
 from mmrl.verify.span import Rows, Span, fault
 
 NOT_COMPARED = MEASURED["metrics"] | OF_PROCESS
-"""Metrics that say nothing of what was computed, and why."""
+"""Metrics that do not depend on what was computed, and why."""
 
 
 class Replay:
-    """Final class: takes steps of the run in ``directory`` again; what they leave goes into ``scratch``."""
+    """Final class: repeats steps of the run in ``directory``, and writes their records into ``scratch``."""
 
     def __init__(self, recipe: Recipe, directory: RunDir, scratch: RunDir) -> None:
         self.recipe, self.directory, self.scratch = recipe, directory, scratch
@@ -49,6 +50,9 @@ class Replay:
     def parts(self, span: Span, rows: Rows, evaluated: Rows) -> Iterator[Part]:
         """Compare every step of ``span`` with its row; of the last one also an evaluation, its samples, and the
         checkpoint, where the run has them."""
+        if span.last in evaluated:
+            compares = f"{PREFIX}distance" in evaluated[span.last]
+            self._open_evaluation(evaluated.get(0, {}), compares=compares)
         try:
             if span.found is not None:
                 restore(self.run, span.found)
@@ -80,7 +84,7 @@ class Replay:
         self.run.compute.devices.close()
 
     def _step(self, n: int, spent: float) -> JsonObject:
-        """The row of step ``n``, as it would be recorded."""
+        """Repeat step ``n``; returns its row of metrics.jsonl."""
         try:
             row, _ = train_step(self.run, n - 1, Clock(self.run.compute.device), spent)
         except UnscoredError as error:
@@ -96,11 +100,19 @@ class Replay:
         self._new |= dict.fromkeys(new)
         return compared(recorded, replayed, [name for name, reason in why.items() if reason is None])
 
-    def _evaluation(self, step: int, recorded: JsonObject) -> Iterator[Part]:
+    def _open_evaluation(self, base: JsonObject, *, compares: bool) -> None:
+        """Load what evaluates, before a checkpoint is loaded. ``base``: the row of the evaluation before training;
+        ``compares``: with the base model's samples, too."""
         root = self.directory.path
         self._heldout = Evaluator(self.run, load_prompts(self.recipe, root, "heldout"), root)
         for rewards in self._heldout.rewards:
             rewards.folder = self.scratch.path
+        self._heldout.guards.base = {name: float(v) for name, v in base.items() if isinstance(v, int | float)}
+        if compares:
+            self._heldout.draw_base()
+
+    def _evaluation(self, step: int, recorded: JsonObject) -> Iterator[Part]:
+        assert self._heldout is not None
         with MetricsLog(self.scratch.heldout) as log:
             measure(self.run, self._heldout, self.recipe.eval.samples, self.scratch, step, log)
         row = read(self.scratch.heldout)[-1]
@@ -116,7 +128,7 @@ class Replay:
                 yield file.relative_to(folder).as_posix()
 
     def _checkpoint(self, step: int) -> Part | None:
-        """The tensors that are trained, against those that the run saved after this step."""
+        """Compare the trained tensors with those that the run saved after this step."""
         entry = next((e for e in entries(self.directory.checkpoints) if e.step == step), None)
         if entry is None:
             return None
@@ -134,7 +146,7 @@ class Replay:
         return Part("tensors", of, found)
 
     def _about(self) -> list[str]:
-        """What was not compared, and why."""
+        """The metrics that were not compared, and why."""
         reasons: dict[str, list[str]] = {}
         for name, why in self._skipped.items():
             reasons.setdefault(why, []).append(name)
@@ -144,7 +156,7 @@ class Replay:
 
 
 def _spent(n: int, span: Span, rows: Rows, limit: float | None) -> float:
-    """The share of train.max_cpu_seconds that the run took before step ``n``, as it recorded that."""
+    """The recorded share of train.max_cpu_seconds that the run had used before step ``n``."""
     if limit is None or n == 1:
         return 0.0
     if span.found is not None and span.found.step == n - 1:

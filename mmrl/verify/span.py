@@ -20,7 +20,8 @@ Rows = Mapping[int, JsonObject]
 
 @dataclass(frozen=True)
 class Span:
-    """The steps to take: after ``found``, None is the base model, up to and with ``last``."""
+    """The steps to repeat: those after the checkpoint ``found`` (None: the base model), up to and including
+    ``last``."""
 
     found: Saved | None
     last: int
@@ -83,7 +84,7 @@ def _can(oldest: int, every: int, last: int) -> str:
 
 
 def fault(entry: Entry) -> str | None:
-    """As ``fault_of``; a run that goes on may remove the checkpoint meanwhile."""
+    """As ``fault_of``; a run in progress may remove the checkpoint meanwhile."""
     with Progress(1, "check", "checkpoint") as progress:
         try:
             return fault_of(entry)

@@ -7,14 +7,35 @@ that predict the noise of ``a x0 + b eps`` with ``a^2 + b^2 = 1`` (``unet.py``) 
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.config.sampling import Sampling
 from mmrl.errors import UserError
+from mmrl.json_types import Json
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline, SchedulerMixin
+
+Conditions = dict[str, Tensor | dict[str, Tensor]]
+"""Arguments of a model besides latents and timestep."""
+_SCHEDULER = "scheduler"
+
+
+class Shown(Protocol):
+    """The output of a stock pipeline: pictures or clips."""
+
+    images: Tensor
+    frames: Tensor
+
+
+def set_scheduler(pipe: DiffusionPipeline, scheduler: SchedulerMixin) -> None:
+    """Replace the scheduler of ``pipe``."""
+    setattr(pipe, _SCHEDULER, scheduler)  # diffusers declares no components
 
 
 class Schedule(NamedTuple):
@@ -44,15 +65,15 @@ class Adapter(ABC):
     """Components that encode text; those a checkpoint lacks are left out."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Components that are not loaded: a checker of contents, an encoder of pictures."""
-    options: ClassVar[dict[str, Any]] = {}
+    options: ClassVar[dict[str, Json]] = {}
     """Further arguments of the class of diffusers."""
     lora_targets: ClassVar[tuple[str, ...]]
     lora_file: ClassVar[Literal["kohya", "diffusers"] | None] = None
     """How other programs that draw name the weights of a LoRA of this family; None where that was not looked up."""
     negative: ClassVar[str] = ""
-    """The prompt that guidance moves away from."""
+    """The prompt that guidance moves away from where the user gives none."""
 
-    def __init__(self, pipe: Any, sampling: Sampling, device: torch.device) -> None:
+    def __init__(self, pipe: DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
         self.pipe, self.sampling, self.device = pipe, sampling, device
         found = [getattr(pipe, name, None) for name in self.encoders]
         self.text_encoders: list[nn.Module] = [encoder for encoder in found if encoder is not None]
@@ -63,12 +84,12 @@ class Adapter(ABC):
 
     @property
     def model(self) -> nn.Module:
-        """What predicts, without adapters."""
+        """The model that predicts, without adapters."""
         return getattr(self.pipe, self.trains)
 
     @property
     def prepare(self) -> str:
-        """Python that makes a stock ``pipe`` sample as this adapter does, where its own settings are others."""
+        """Python that makes a stock ``pipe`` sample as this adapter does, if its own settings differ."""
         if self.sampling.shift is None:
             return ""
         return (
@@ -78,8 +99,8 @@ class Adapter(ABC):
 
     @property
     def combines(self) -> bool:
-        """Whether guidance combines two predictions, with the prompt and with ``negative``. Some models are told the
-        scale, or need none."""
+        """Whether guidance combines two predictions, with the prompt and with ``negative``. Other models get the scale
+        as an input, or need no guidance."""
         return True
 
     @property
@@ -95,9 +116,14 @@ class Adapter(ABC):
     def encode(self, text: str) -> dict[str, Tensor]:
         """Features of one prompt, each without a batch dimension, and of the same shape for every prompt."""
 
+    def encode_negative(self, text: str) -> dict[str, Tensor]:
+        """As ``encode``, of a negative prompt that the user gives, as the stock call does with ``negative_prompt``.
+        Where nobody gives one, guidance moves away from ``encode(self.negative)``."""
+        return self.encode(text)
+
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Of one sample. Raises ``UserError`` where the family cannot make that size."""
+        """The shape of one sample. Raises ``UserError`` if the family cannot make this size."""
 
     @abstractmethod
     def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
@@ -110,18 +136,24 @@ class Adapter(ABC):
         return self.pipe.vae.decode(latents / config.scaling_factor + shift, return_dict=False)[0]
 
     def encode_image(self, pixels: Tensor) -> Tensor:
-        """Clean latents of pictures ``[B, 3, H, W]`` in [-1, 1]: what ``decode`` undoes, the VAE's likeliest."""
+        """Clean latents of pictures ``[B, 3, H, W]`` in [-1, 1], the inverse of ``decode``: the mode of the VAE's
+        distribution."""
         config = self.pipe.vae.config
         shift = config.get("shift_factor") or 0.0
         return (self.pipe.vae.encode(pixels).latent_dist.mode() - shift) * config.scaling_factor
 
-    def shown(self, output: Any) -> Any:
-        """Pictures or clips of what the stock pipeline's call returns."""
+    def shown(self, output: Shown) -> Tensor:
+        """Pictures or clips in the output of the stock pipeline."""
         return output.images if self.makes == "image" else output.frames
 
-    def call(self) -> dict[str, Any]:
-        """Arguments of the stock pipeline's call, beside prompt, steps and size, that sample as this adapter does."""
+    def call(self) -> dict[str, Json]:
+        """Arguments of the stock pipeline's call, besides prompt, steps and size, to sample as this adapter does."""
         return {"guidance_scale": self.sampling.guidance_scale}
+
+    def call_negative(self, text: str) -> dict[str, str]:
+        """Further arguments of that call for the negative prompt ``text``, as Python code; ``pipe`` is the stock
+        pipeline in it."""
+        return {"negative_prompt": json.dumps(text, ensure_ascii=False)}
 
     def as_given(self, noise: Tensor) -> Tensor:
         """Initial noise ``[B, ...]`` as the stock pipeline's call takes ``latents``."""
@@ -138,17 +170,17 @@ class Adapter(ABC):
         return sigma * self.pipe.scheduler.config.num_train_timesteps
 
     def _shift(self, shift: float) -> None:
-        """Have the scheduler shift its sigmas by ``shift``. Raises ``UserError`` where a family has no shift."""
+        """Have the scheduler shift its sigmas by ``shift``. Raises ``UserError`` if the family has no shift."""
         scheduler = self.pipe.scheduler
-        self.pipe.scheduler = type(scheduler).from_config(scheduler.config, use_dynamic_shifting=False, shift=shift)
+        set_scheduler(self.pipe, type(scheduler).from_config(scheduler.config, use_dynamic_shifting=False, shift=shift))
 
     def _schedule(self, steps: int) -> Schedule:
         scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
         scheduler.set_timesteps(steps, **self._spacing(steps))
         return Schedule(scheduler.sigmas, scheduler.timesteps)
 
-    def _spacing(self, steps: int) -> dict[str, Any]:
-        """What the stock pipeline gives the scheduler beside the number of steps."""
+    def _spacing(self, steps: int) -> dict[str, Json]:
+        """Arguments of the stock pipeline for the scheduler's ``set_timesteps``, besides the number of steps."""
         return {}
 
     def _fits(self, height: int, width: int, multiple: int) -> None:

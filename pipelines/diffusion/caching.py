@@ -9,15 +9,19 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from mmrl.config.schema import Recipe
 from mmrl.controller.feature_cache import FeatureCache, digest_of
+from mmrl.json_types import JsonObject
 
 from .adapter import Adapter
 from .describe import tokenizer_of
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedTokenizerBase
 
 
 def cache_of(adapter: Adapter, recipe: Recipe) -> FeatureCache | None:
@@ -47,11 +51,14 @@ def _parts(adapter: Adapter) -> Iterator[str]:
     # of all settings of sampling those that a family may encode with; the others may change from run to run
     yield f"{sampling.height} {sampling.width} {sampling.frames} {sampling.max_sequence_length}"
     yield f"{adapter.family} {adapter.negative!r} {adapter.device.type}"
-    yield _told(dict(pipe.config))
-    for encoder in (*adapter.text_encoders, *([adapter.vae] if adapter.edits else [])):  # which sees what is edited
+    yield _as_text(dict(pipe.config))
+    for encoder in (
+        *adapter.text_encoders,
+        *([adapter.vae] if adapter.edits else []),
+    ):  # encodes the picture that is edited
         config: Any = encoder.config
         yield type(encoder).__name__
-        yield _told(config.to_dict() if hasattr(config, "to_dict") else dict(config))
+        yield _as_text(config.to_dict() if hasattr(config, "to_dict") else dict(config))
         yield str(getattr(config, "_attn_implementation", None))
         yield from _weights(encoder)
     for name in map(tokenizer_of, adapter.encoders):
@@ -59,8 +66,8 @@ def _parts(adapter: Adapter) -> Iterator[str]:
             yield from _files(getattr(pipe, name))
 
 
-def _told(config: dict[str, Any]) -> str:
-    """A configuration without where it was read from."""
+def _as_text(config: JsonObject) -> str:
+    """A configuration without the place that it was read from."""
     return json.dumps({k: v for k, v in config.items() if not k.startswith("_")}, sort_keys=True, default=str)
 
 
@@ -70,8 +77,8 @@ def _weights(module: nn.Module) -> Iterator[str]:
             yield digest_of(name, {"": tensor})
 
 
-def _files(tokenizer: Any) -> Iterator[str]:
-    """The files that it would be saved as."""
+def _files(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """The names and digests of the files that ``tokenizer`` is saved as."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         for file in sorted(Path(folder).rglob("*")):

@@ -12,8 +12,9 @@ import io
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -29,10 +30,20 @@ from mmrl.report.card import What
 from mmrl.trajectory import Prompt, SampleId, Slot
 
 from . import pictures
+from .adapter import set_scheduler
 from .flow import FlowPipeline
+from .negative import Negatives
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 PROMPTS = ("a red circle", "two blue squares beside a green triangle")
 CLOSE = 1e-5
+
+
+NEGATIVE = "a green star"
+"""Of the recipe, where a check is of negative prompts; the second of PROMPTS then has one of its own."""
+OWN_NEGATIVE = "red"
 
 
 class Case:
@@ -46,7 +57,8 @@ class Case:
         self.pipeline: FlowPipeline = family.build(recipe, recipe.model.path, self.device)
         self.policy = Policy(self.pipeline.policy, recipe.optim, total_updates=2)
         media = [(_picture(n),) if self.pipeline.adapter.edits else () for n in range(2)]
-        self.slots = [Slot(0, i // 2, 0, Prompt(str(i // 2), PROMPTS[i // 2], media=media[i // 2])) for i in range(4)]
+        prompts = [Prompt(str(n), text, media=media[n]) for n, text in enumerate(PROMPTS)]
+        self.slots = [Slot(0, i // 2, 0, prompts[i // 2]) for i in range(4)]
         self.ids = [SampleId(0, i // 2, 0, i % 2) for i in range(4)]
         self.pipeline.encode(self.slots)
 
@@ -71,8 +83,7 @@ class Case:
                     width=sampling.width,
                     latents=adapter.as_given(noise(5, [name], "initial", self.pipeline.shape).to(self.device)),
                     output_type="pt",
-                    **adapter.call(),
-                    **self._given(slot.prompt),
+                    **(adapter.call() | self._given(slot.prompt, pipe)),
                 )
             )
             for slot, name in self._of_each_prompt()
@@ -82,11 +93,22 @@ class Case:
     def _of_each_prompt(self) -> list[tuple[Slot, SampleId]]:
         return list(zip(self.slots, self.ids, strict=True))[::2]
 
-    def _given(self, prompt: Prompt) -> dict[str, Any]:
+    def _given(self, prompt: Prompt, pipe: Any) -> dict[str, Any]:
         """What the stock call takes of a prompt beside its text."""
-        if not self.pipeline.adapter.edits:
-            return {}
-        return {"image": pictures.fitted(prompt, pictures.source_of(prompt), self.recipe.denoising)}
+        adapter, negative = self.pipeline.adapter, self.pipeline.negatives.given(prompt)
+        code = {} if negative is None else adapter.call_negative(negative)
+        given = {name: eval(text, {"pipe": pipe}) for name, text in code.items()}  # what a model card shows
+        if not adapter.edits:
+            return given
+        return given | {"image": pictures.fitted(prompt, pictures.source_of(prompt), self.recipe.denoising)}
+
+    def give_negatives(self, common: str, own: str) -> None:
+        """Give negative prompts: ``common`` as the recipe does, and ``own`` as the record of the second prompt does."""
+        sampling = self.recipe.denoising.model_copy(update={"negative_prompt": common})
+        self.pipeline.negatives = Negatives(self.pipeline.adapter, sampling, used=True)
+        second = replace(self.slots[2].prompt, negative_prompt=own)
+        self.slots[2:] = [replace(slot, prompt=second) for slot in self.slots[2:]]
+        self.pipeline.encode(self.slots)
 
     def push(self) -> None:
         """Move every trainable weight, so that LoRA is not the identity."""
@@ -112,6 +134,21 @@ def sampling_is_the_stock_pipelines(recipe: Recipe) -> str:
     assert gap < CLOSE, f"pixels differ from the stock pipeline's by {gap:.2g}"
     assert ours.std() > 1e-3, "the pictures are of one colour: random weights that are all but 0 show nothing"
     return f"pixels within {gap:.1g} of the stock pipeline's"
+
+
+def negative_prompts_are_the_stock_pipelines(recipe: Recipe) -> str:
+    """As above with a negative prompt of the recipe and, before it, of a record. A family without guidance by two
+    predictions, or a recipe without guidance, has none to compare."""
+    case = Case(recipe)
+    if not case.pipeline.guided:
+        return "no guidance by two predictions, so no negative prompts"
+    none = case.drawn()
+    case.give_negatives(NEGATIVE, OWN_NEGATIVE)
+    ours, theirs = case.drawn(), case.stock(case.pipeline.adapter.pipe)
+    gap, moved = (ours - theirs).abs().max().item(), (ours - none).abs().flatten(1).amax(1).tolist()
+    assert gap < CLOSE, f"pixels with negative prompts differ from the stock pipeline's by {gap:.2g}"
+    assert min(moved) > 10 * CLOSE, f"negative prompts change the two pictures by no more than {moved}"
+    return f"pixels within {gap:.1g} of the stock pipeline's, moved by {min(moved):.2g} or more"
 
 
 def first_ratio_is_one(recipe: Recipe) -> str:
@@ -156,9 +193,9 @@ def exported_lora_draws_the_same(recipe: Recipe, what: What = "lora") -> str:
     adapter = case.pipeline.adapter
     with tempfile.TemporaryDirectory() as folder:
         case.pipeline.write(Path(folder), what)
-        kind: Any = getattr(diffusers, adapter.pipeline)
+        kind: type[DiffusionPipeline] = getattr(diffusers, adapter.pipeline)
         pipe = kind.from_pretrained(recipe.model.path, dtype=torch.float32, **adapter.options)
-        pipe.scheduler = adapter.pipe.scheduler
+        set_scheduler(pipe, adapter.pipe.scheduler)
         pipe.load_lora_weights(folder)
         theirs = case.stock(pipe)
     gap, moved = (ours - theirs).abs().max().item(), (ours - base).abs().max().item()
@@ -169,6 +206,7 @@ def exported_lora_draws_the_same(recipe: Recipe, what: What = "lora") -> str:
 
 CHECKS: tuple[Callable[[Recipe], str], ...] = (
     sampling_is_the_stock_pipelines,
+    negative_prompts_are_the_stock_pipelines,
     first_ratio_is_one,
     two_steps_move_every_parameter,
     exported_lora_draws_the_same,

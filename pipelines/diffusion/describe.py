@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.hub_files import file_of, unreadable
 
 from .adapter import Adapter
 
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
+    from transformers import BatchEncoding, PreTrainedModel
+
 Configs = dict[str, dict[str, Any]]
 
 
 def empty_pipeline(
     family: type[Adapter], path: str, architecture: Path | None, dtypes: Mapping[str, torch.dtype]
-) -> tuple[Any, str]:
+) -> tuple[DiffusionPipeline, str]:
     """The family's pipeline without weights, and a sentence on where its sizes come from.
 
     ``path`` is a directory or a hub name; where its configuration files cannot be read, the ``architecture`` file is.
@@ -36,10 +41,10 @@ def empty_pipeline(
         ) from error
 
 
-def _assemble(family: type[Adapter], configs: Configs, dtypes: Mapping[str, torch.dtype]) -> Any:
+def _assemble(family: type[Adapter], configs: Configs, dtypes: Mapping[str, torch.dtype]) -> DiffusionPipeline:
     from accelerate import init_empty_weights
 
-    diffusers: Any = import_module("diffusers")  # its lazy names, and a tokenizer's stand-in, mean nothing to a checker
+    diffusers = import_module("diffusers")  # its lazy names, and a tokenizer's stand-in, mean nothing to a checker
     made: dict[str, Any] = dict.fromkeys((*family.encoders, *family.unused))
     with init_empty_weights(include_buffers=True):
         for name in configs.keys() - {"scheduler"}:
@@ -62,12 +67,12 @@ def tokenizer_of(encoder: str) -> str:
     return encoder.replace("text_encoder", "tokenizer")
 
 
-def _lengths(encoders: Any) -> list[int]:
+def _lengths(encoders: Iterable[PreTrainedModel | None]) -> list[int]:
     found = [getattr(e.config, "max_position_embeddings", None) for e in encoders if e is not None]
     return [n for n in found if n is not None]
 
 
-def _keep_in_float32(module: Any, dtype: torch.dtype, wanted: bool) -> None:
+def _keep_in_float32(module: nn.Module, dtype: torch.dtype, wanted: bool) -> None:
     """What the libraries keep in float32: transformers (``wanted``, an encoder) where float16 overflows, diffusers in
     any half precision."""
     kept = set(getattr(module, "_keep_in_fp32_modules", None) or () if dtype == torch.float16 or not wanted else ())
@@ -77,7 +82,7 @@ def _keep_in_float32(module: Any, dtype: torch.dtype, wanted: bool) -> None:
 
 
 def _module(config: dict[str, Any], wanted: bool) -> Any:
-    """An encoder of text is of transformers, all else of diffusers."""
+    """A text encoder is from transformers, other modules are from diffusers."""
     if not wanted:
         return getattr(import_module("diffusers"), config["_class_name"]).from_config(config)
     kind: Any = getattr(import_module("transformers"), config["architectures"][0])
@@ -86,27 +91,29 @@ def _module(config: dict[str, Any], wanted: bool) -> Any:
 
 
 class TokenShapes:
-    """Stands where a tokenizer does when only the shape of its output matters: token ids are all 0."""
+    """A replacement of a tokenizer for when only the shape of its output matters: all token ids are 0."""
 
     def __init__(self, length: int) -> None:
         self.model_max_length = length
 
-    def __call__(self, text: str | list[str], padding: str, max_length: int | None = None, **_: Any) -> Any:
+    def __call__(
+        self, text: str | list[str], padding: str, max_length: int | None = None, **_: object
+    ) -> BatchEncoding:
         length = 1 if padding == "longest" else max_length or self.model_max_length  # so that nothing is cut off
         ids = torch.zeros(1 if isinstance(text, str) else len(text), length, dtype=torch.long)
-        kind: Any = import_module("transformers").BatchEncoding
+        kind: type[BatchEncoding] = import_module("transformers").BatchEncoding
         return kind({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
     def encode(self, text: str) -> list[int]:
-        """About as many ids as the text has tokens: what is put before every prompt has a length."""
+        """About as many ids as the text has tokens, for the length of a text before every prompt."""
         return [0] * (len(text) // 4)
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
-        """What was said: no template adds to a length that is padded."""
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
+        """The text of the last message: the length is padded, so that a template does not change it."""
         return messages[-1]["content"]
 
     def tokenize(self, text: str) -> list[str]:
-        """Nothing of the text is a word of textual inversion."""
+        """Empty: the text has no token of textual inversion."""
         return []
 
 

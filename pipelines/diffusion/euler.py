@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from mmrl.config.sampling import Sampling
+from mmrl.json_types import Json, JsonObject
 
-from .adapter import Adapter
+from .adapter import Adapter, set_scheduler
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 
 class EulerAdapter(Adapter, ABC):
@@ -17,15 +21,16 @@ class EulerAdapter(Adapter, ABC):
     with ``sampling.schedule: checkpoint``, by the checkpoint's own at first order. That is Euler's step, too, over the
     sigmas of that solver."""
 
-    def __init__(self, pipe: Any, sampling: Sampling, device: torch.device) -> None:
+    def __init__(self, pipe: DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         super().__init__(pipe, sampling, device)
         own = pipe.scheduler
         if sampling.schedule == "checkpoint":
-            pipe.scheduler = type(own).from_config(own.config, **{k: v for k, v in FIRST.items() if k in own.config})
+            first = {k: v for k, v in FIRST.items() if k in own.config}
+            set_scheduler(pipe, type(own).from_config(own.config, **first))
         else:
-            pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=_shift_of(own.config))
+            set_scheduler(pipe, FlowMatchEulerDiscreteScheduler(shift=_shift_of(own.config)))
 
     @property
     def prepare(self) -> str:
@@ -42,18 +47,19 @@ class EulerAdapter(Adapter, ABC):
 
     def _shift(self, shift: float) -> None:
         own = self.pipe.scheduler
-        self.pipe.scheduler = type(own).from_config(own.config, **{_key(own.config): shift})
+        set_scheduler(self.pipe, type(own).from_config(own.config, **{_key(own.config): shift}))
 
 
-FIRST: dict[str, Any] = {"solver_order": 1, "disable_corrector": list(range(1000))}
+FIRST: dict[str, Json] = {"solver_order": 1, "disable_corrector": list(range(1000))}
 """Settings that make one of diffusers' solvers take Euler's steps."""
 TEXT = {"solver_order": "1", "disable_corrector": "list(range(1000))"}
 
 
-def _key(config: Any) -> str:
-    """How diffusers' solvers, and its Euler scheduler, call the shift."""
+def _key(config: JsonObject) -> str:
+    """The name of the shift in the configuration of diffusers' solvers, or of its Euler scheduler."""
     return "flow_shift" if "flow_shift" in config else "shift"
 
 
-def _shift_of(config: Any) -> float:
-    return config.get(_key(config)) or 1.0
+def _shift_of(config: JsonObject) -> float:
+    shift = config.get(_key(config))
+    return shift if isinstance(shift, int | float) and shift else 1.0

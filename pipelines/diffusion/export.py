@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.engines.merging import merged_weights
@@ -24,7 +25,11 @@ from mmrl.report.card import Usage, What, public
 from .adapter import Adapter
 from .describe import tokenizer_of
 
+if TYPE_CHECKING:  # slow to import
+    from peft import PeftModel
+
 FILE = "lora.safetensors"
+_SAVE_LORA = "save_lora_weights"
 
 
 def write_merged(adapter: Adapter, dtype: torch.dtype, out: Path) -> None:
@@ -33,7 +38,7 @@ def write_merged(adapter: Adapter, dtype: torch.dtype, out: Path) -> None:
         name: _copy(module, merged_weights(module), dtype) if name in (adapter.trains, "vae") else module
         for name, module in adapter.pipe.components.items()
     }
-    kind: Any = type(adapter.pipe)
+    kind = type(adapter.pipe)
     taken = inspect.signature(kind).parameters
     settings = {k: v for k, v in adapter.pipe.config.items() if k in taken and k not in plain}
     kind(**plain, **(settings | adapter.options)).save_pretrained(out)
@@ -41,22 +46,23 @@ def write_merged(adapter: Adapter, dtype: torch.dtype, out: Path) -> None:
         _forget_origin(path)
 
 
-def write_lora(adapter: Adapter, policy: Any, base: str, out: Path) -> None:
+def write_lora(adapter: Adapter, policy: PeftModel, base: str, out: Path) -> None:
     """Write the adapter of ``policy`` (a ``PeftModel``) for ``PeftModel.from_pretrained`` and ``load_lora_weights``."""
     from peft.utils import get_peft_model_state_dict
 
     config = policy.peft_config["default"]
     config.base_model_name_or_path = base
-    # save_embedding_layers: peft would ask the hub for the base model's vocabulary, which a transformer has not
-    policy.save_pretrained(out, save_embedding_layers=False)
+    # save_embedding_layers: peft would ask the hub for the base model's vocabulary, which a transformer does not have
+    policy.save_pretrained(str(out), save_embedding_layers=False)
     (out / "README.md").unlink(missing_ok=True)  # peft's empty template
     state = get_peft_model_state_dict(policy, save_embedding_layers=False)
     layers = {key.removeprefix("base_model.model."): value.cpu() for key, value in state.items()}
     named = {"lora_layers": layers, "lora_adapter_metadata": config.to_dict()}
-    type(adapter.pipe).save_lora_weights(out, **{f"{adapter.trains}_{k}": v for k, v in named.items()})
+    save: Callable[..., None] = getattr(adapter.pipe, _SAVE_LORA)
+    save(out, **{f"{adapter.trains}_{k}": v for k, v in named.items()})
 
 
-def write_lora_file(adapter: Adapter, policy: Any, out: Path) -> None:
+def write_lora_file(adapter: Adapter, policy: PeftModel, out: Path) -> None:
     """Write the adapter of ``policy`` (a ``PeftModel``) as ``FILE`` in ``out``, for programs that take a single file.
 
     UNets: kohya's names (``lora_unet_..._to_q.lora_down.weight``), with ``alpha``. Transformers: diffusers' names
@@ -64,6 +70,7 @@ def write_lora_file(adapter: Adapter, policy: Any, out: Path) -> None:
     scale for 1 there, so it is multiplied into the weights. Raises ``UserError`` for another family.
     """
     from diffusers.utils import convert_state_dict_to_kohya
+    from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
     if adapter.lora_file is None:
@@ -72,6 +79,7 @@ def write_lora_file(adapter: Adapter, policy: Any, out: Path) -> None:
             "--what lora, which diffusers and peft load (the file is for Stable Diffusion 1, 2, XL, 3 and FLUX.1)"
         )
     config = policy.peft_config["default"]
+    assert isinstance(config, LoraConfig)
     state = get_peft_model_state_dict(policy, save_embedding_layers=False)
     state = {key.removeprefix("base_model.model."): value.detach().cpu() for key, value in state.items()}
     named = {f"{adapter.trains}.{key}": value for key, value in state.items()}
@@ -88,8 +96,9 @@ def write_lora_file(adapter: Adapter, policy: Any, out: Path) -> None:
     save_file({key: value.contiguous() for key, value in named.items()}, out / FILE, about)
 
 
-def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str) -> Usage:
-    """Code that draws ``prompt`` with what was written to ``folder``, as the recipe's evaluation draws it."""
+def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str, negative: str | None) -> Usage:
+    """Code that draws ``prompt`` with what was written to ``folder``, as the recipe's evaluation draws it; with a
+    ``negative`` prompt, where one is given."""
     pipe, dtype, sampling = adapter.pipe, recipe.model.dtype, recipe.denoising
     encoders = [*adapter.encoders, *map(tokenizer_of, adapter.encoders)]
     absent = [f"{n}=None" for n in encoders if pipe.components.get(n, "") is None]
@@ -98,13 +107,15 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     picture = "from PIL import Image\n" if adapter.edits else ""
     head = f"import torch\nfrom diffusers import DiffusionPipeline\n{picture}"
     size = {"num_inference_steps": recipe.eval.steps or sampling.steps, "height": sampling.height}
-    arguments = size | {"width": sampling.width} | adapter.call()
+    asked = size | {"width": sampling.width} | adapter.call()
+    arguments = {name: repr(value) for name, value in asked.items()}
+    arguments |= {} if negative is None else adapter.call_negative(negative)
     shown = "images" if adapter.makes == "image" else "frames"
     draw = (
         'pipe.to("cuda" if torch.cuda.is_available() else "cpu")\n'
         f"{adapter.makes} = pipe(\n    prompt={_quoted(prompt)},\n"
         + (f'    image=Image.open("picture.png").resize(({sampling.width}, {sampling.height})),\n' if picture else "")
-        + "".join(f"    {name}={value!r},\n" for name, value in arguments.items())
+        + "".join(f"    {name}={value},\n" for name, value in arguments.items())
         + f"    generator=torch.Generator().manual_seed(0),\n).{shown}[0]\n"
     )
     source = folder if what == "merged" else public(recipe.model.path)
@@ -128,8 +139,9 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
     return Usage("diffusers", task, tags, code)
 
 
-def _copy(module: Any, state: dict[str, Tensor], dtype: torch.dtype) -> Any:
-    """A module of the same class and configuration over ``state``, whose tensors are shared where nothing is cast."""
+def _copy(module: Any, state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+    """A module of the same class and configuration with the weights ``state`` in ``dtype``; tensors that have it
+    are not copied."""
     with torch.device("meta"):
         copy = type(module).from_config(module.config)
     cast = {k: v.detach().to(dtype) if v.is_floating_point() else v for k, v in state.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,13 @@ from mmrl.frozen_modules import Offloaded, apart
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What, public
 from mmrl.samples import make_samples
+from mmrl.text.base_model import peft_model
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from mmrl.transfer import picked, to_device
 
 from . import export, pictures
 from .adapter import Adapter, Schedule
+from .negative import Negatives
 from .pairs import PicturePairs, key_of_pair
 from .renoising import Renoising
 
@@ -52,6 +54,7 @@ class FlowPipeline:
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         self.steps = recipe.denoising.steps
         self.renoising = Renoising(adapter, recipe)
+        self.negatives = Negatives(adapter, recipe.denoising, used=self.guided or self.renoising.guidance > 1)
         ends_noisy = bool(adapter.schedule(self.steps).sigmas[-1] > 0)  # then the last step can carry noise too
         self._noisy = self.steps if ends_noisy else self.steps - 1
         if recipe.algorithm.kind == "policy_gradient":
@@ -80,8 +83,8 @@ class FlowPipeline:
         # One prompt at a time: text encoders are not bit-equal across batch shapes, and after a resume the missing
         # prompts are not the ones that were missing before.
         prompts = {self._key(slot.prompt): slot.prompt for slot in slots}
-        guided = self.guided or self.renoising.guidance > 1
-        texts = list(dict.fromkeys([*prompts, self.adapter.negative] if guided else prompts))
+        negatives = self.negatives.needed(slots)
+        texts = list(dict.fromkeys([*prompts, *negatives]))
         pairs = {} if self.pairs is None else {key_of_pair(slot.prompt): slot.prompt for slot in slots}
         keys = [*texts, *pairs]
         self.features.hold(keys)  # before the first put, which drops what nobody holds
@@ -91,7 +94,7 @@ class FlowPipeline:
                 eyes = [self.adapter.vae] if self.adapter.edits else []
                 with self.offloaded.using(*self.adapter.text_encoders, *eyes), torch.no_grad():
                     for key in missing:
-                        self.features.put(key, self._encoded(prompts.get(key, self.adapter.negative)))
+                        self.features.put(key, self._encoded(prompts[key] if key in prompts else negatives[key]))
                         if self.cache is not None:
                             self.cache.write(key, self.features.get(key))
                 self.offloaded.rest()
@@ -107,10 +110,17 @@ class FlowPipeline:
         """Names the features of a prompt: its text, and of a family that edits its picture too."""
         return f"{prompt.text}/{pictures.digest(prompt)}" if self.adapter.edits else prompt.text
 
-    def _encoded(self, prompt: Prompt | str) -> dict[str, Tensor]:
-        """Features of a prompt, or of a text alone: the negative one is beside every picture."""
-        if isinstance(prompt, str) or not self.adapter.edits:
-            return self.adapter.encode(prompt if isinstance(prompt, str) else prompt.text)
+    def unused_negative(self, prompt: Prompt) -> str | None:
+        return self.negatives.unused(prompt)
+
+    def _encoded(self, prompt: Prompt | str | None) -> dict[str, Tensor]:
+        """Features of a prompt, or of a negative one alone, which is beside every picture; None: that of the family."""
+        if prompt is None:
+            return self.adapter.encode(self.adapter.negative)
+        if isinstance(prompt, str):
+            return self.adapter.encode_negative(prompt)
+        if not self.adapter.edits:
+            return self.adapter.encode(prompt.text)
         pixels = pictures.pixels(prompt, pictures.source_of(prompt), self.recipe.denoising)
         source = self.adapter.encode_image(pixels.unsqueeze(0).to(self.device))[0]
         return self.adapter.encode(prompt.text) | {"source": source.float()}
@@ -122,11 +132,12 @@ class FlowPipeline:
             self.features.put(key, {name: t.to(self.device) for name, t in found.items()})
         return found is not None
 
-    def batch_features(self, keys: Sequence[str], *, guided: bool | None = None) -> dict[str, Tensor]:
-        rows = [self.features.get(k) for k in keys]
+    def batch_features(self, slots: Sequence[Slot], *, guided: bool | None = None) -> dict[str, Tensor]:
+        """The features ``[B, ...]`` of the prompts of ``slots``; guided ``[2 B, ...]``, the negative ones first."""
+        rows = [self.features.get(self._key(slot.prompt)) for slot in slots]
         if self.guided if guided is None else guided:
-            negative = self.features.get(self.adapter.negative)
-            rows = [row | negative for row in rows] + rows
+            negatives = [self.features.get(self.negatives.key(slot.prompt)) for slot in slots]
+            rows = [row | negative for row, negative in zip(rows, negatives, strict=True)] + rows
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _velocity(
@@ -178,7 +189,7 @@ class FlowPipeline:
     ) -> Trajectory:
         steps = (self.recipe.eval.steps if evaluate else None) or self.steps
         keys = [self._key(slot.prompt) for slot in slots]
-        features = self.batch_features(keys)
+        features = self.batch_features(slots)
         schedule = self.adapter.schedule(steps)
         c = self._coefficients(schedule, actions)
         x = self._initial(ids, seed, schedule)
@@ -284,7 +295,7 @@ class FlowPipeline:
         steps = [int(trajectory.actions[a]) for a in actions]
         schedule = self.adapter.schedule(self.steps)
         c = self._coefficients(schedule, trajectory.actions.tolist())
-        features = self.batch_features(trajectory.features * len(steps))
+        features = self.batch_features(trajectory.slots * len(steps))
         states = [trajectory.states[:, a] for a in actions]
         x, timestep = torch.cat(states), torch.cat([self._timestep(schedule, s, len(trajectory)) for s in steps])
 
@@ -310,7 +321,7 @@ class FlowPipeline:
     ) -> dict[str, Tensor]:
         self.offloaded.rest()  # what decoded
         guidance = self.renoising.guidance
-        features = self.batch_features(trajectory.features, guided=guidance > 1)
+        features = self.batch_features(trajectory.slots, guided=guidance > 1)
 
         def velocity(x: Tensor, timestep: Tensor) -> Tensor:
             return self._velocity(x, timestep, features, guidance)
@@ -326,20 +337,20 @@ class FlowPipeline:
         needs: frozenset[str],
         weights: Weights,
     ) -> dict[str, Tensor]:
-        features = self.batch_features([self._key(slot.prompt) for slot in slots])
+        features = self.batch_features(slots)
         schedule = self.adapter.schedule(self.steps)
         c = self._coefficients(schedule, [])
         x = self._initial(ids, seed, schedule)
         distances = []
 
-        def velocity(x: Tensor, i: int) -> Any:
+        def velocity(x: Tensor, i: int) -> Tensor:
             timestep = self._timestep(schedule, i, len(ids))
             if i < path.first:
                 with torch.no_grad():
                     return self._velocity(x, timestep, features)
             return with_graph(x, timestep)
 
-        def with_graph(x: Tensor, timestep: Tensor) -> Any:
+        def with_graph(x: Tensor, timestep: Tensor) -> Tensor:
             v = checkpoint(self._velocity, x, timestep, features, use_reentrant=False)
             if "reference_distance" in needs:
                 with torch.no_grad(), weights("reference"):
@@ -370,11 +381,11 @@ class FlowPipeline:
 
     def write(self, out: Path, what: What) -> None:
         if what == "lora":
-            export.write_lora(self.adapter, self.policy, public(self.recipe.model.path), out)
+            export.write_lora(self.adapter, peft_model(self.policy), public(self.recipe.model.path), out)
         elif what == "lora-file":
-            export.write_lora_file(self.adapter, self.policy, out)
+            export.write_lora_file(self.adapter, peft_model(self.policy), out)
         else:
             export.write_merged(self.adapter, getattr(torch, self.recipe.model.dtype), out)
 
     def usage(self, folder: str, what: What, prompt: Prompt) -> Usage:
-        return export.usage(self.adapter, self.recipe, what, folder, prompt.text)
+        return export.usage(self.adapter, self.recipe, what, folder, prompt.text, self.negatives.given(prompt))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
+from mmrl.json_types import Json
 from mmrl.pipelines.description import Description
 from mmrl.transfer import to_device
 
@@ -67,7 +67,7 @@ class FluxAdapter(PackedAdapter):
         )[0]
         return unpacked(v, shape)
 
-    def call(self) -> dict[str, Any]:
+    def call(self) -> dict[str, Json]:
         return super().call() | {"max_sequence_length": self.sampling.max_sequence_length}
 
 

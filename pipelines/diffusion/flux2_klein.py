@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from mmrl.config.schema import Recipe
+from mmrl.json_types import Json
 from mmrl.pipelines.description import Description
 from mmrl.transfer import to_device
 
@@ -45,7 +45,7 @@ class Flux2KleinAdapter(Adapter):
 
     @property
     def combines(self) -> bool:
-        return not self.pipe.config.is_distilled
+        return not self.pipe.config["is_distilled"]
 
     @property
     def _layers(self) -> tuple[int, ...]:
@@ -91,9 +91,15 @@ class Flux2KleinAdapter(Adapter):
         mean, std = self._statistics()
         return (pixel_unshuffle(self.pipe.vae.encode(pixels).latent_dist.mode(), 2) - mean) / std
 
-    def call(self) -> dict[str, Any]:
+    def call(self) -> dict[str, Json]:
         length = self.sampling.max_sequence_length
         return super().call() | {"max_sequence_length": length, "text_encoder_out_layers": self._layers}
+
+    def call_negative(self, text: str) -> dict[str, str]:
+        # The stock call takes a negative prompt as embeddings alone.
+        said, length = super().call_negative(text)["negative_prompt"], self.sampling.max_sequence_length
+        code = f"pipe.encode_prompt({said}, max_sequence_length={length}, text_encoder_out_layers={self._layers})[0]"
+        return {"negative_prompt_embeds": code}
 
     def _statistics(self) -> tuple[Tensor, Tensor]:
         """Mean and deviation of patches, ``[1, 128, 1, 1]`` each."""
@@ -101,7 +107,7 @@ class Flux2KleinAdapter(Adapter):
         mean, variance = (v.view(1, -1, 1, 1) for v in (vae.bn.running_mean, vae.bn.running_var))
         return mean, (variance + vae.config.batch_norm_eps).sqrt()
 
-    def _spacing(self, steps: int) -> dict[str, Any]:
+    def _spacing(self, steps: int) -> dict[str, Json]:
         from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
         _, height, width = self.latent_shape(self.sampling.height, self.sampling.width)

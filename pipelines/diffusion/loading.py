@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from .caching import cache_of
 from .compiling import compile_for_all
 from .describe import empty_pipeline, tokenizer_of
 from .flow import FlowPipeline
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 
 def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device) -> FlowPipeline:
@@ -59,7 +62,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
     )
 
 
-def _assemble(family: type[Adapter], pipe: Any, recipe: Recipe, device: torch.device) -> FlowPipeline:
+def _assemble(family: type[Adapter], pipe: DiffusionPipeline, recipe: Recipe, device: torch.device) -> FlowPipeline:
     """From components, wherever they are, to the pipeline with what trains opened."""
     frames = recipe.denoising.frames
     if (frames is None) != (family.makes == "image"):
@@ -75,7 +78,7 @@ def _assemble(family: type[Adapter], pipe: Any, recipe: Recipe, device: torch.de
     return FlowPipeline(adapter, _trainable(adapter, recipe), recipe, device)
 
 
-def _attend(model: Any, recipe: Recipe) -> None:
+def _attend(model: nn.Module, recipe: Recipe) -> None:
     """Raises ``UserError`` where the family's code leaves no choice. On the meta device attention is counted as a
     kernel that keeps no matrix of all pairs, whatever computes it."""
     from diffusers.models.attention_dispatch import attention_backend
@@ -90,7 +93,7 @@ def _attend(model: Any, recipe: Recipe) -> None:
         )
     if not next(model.parameters()).is_meta:
         with attention_backend("native"):  # diffusers changes that of other models too; afterwards it is as it was
-            model.set_attention_backend(name)
+            model.set_attention_backend(name)  # type: ignore[operator]
 
 
 def _dtypes(family: type[Adapter], recipe: Recipe) -> dict[str, torch.dtype]:
@@ -98,16 +101,17 @@ def _dtypes(family: type[Adapter], recipe: Recipe) -> dict[str, torch.dtype]:
     return {"default": frozen, "vae": torch.float32, family.trains: frozen if recipe.model.lora else torch.float32}
 
 
-def _load(family: type[Adapter], recipe: Recipe, path: str) -> Any:
+def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline:
     import diffusers
     import diffusers.utils.logging
     import transformers.utils.logging
 
     for library in (diffusers.utils.logging, transformers.utils.logging):
         library.disable_progress_bar()  # one for each of nine components
-    kind: Any = getattr(diffusers, family.pipeline)
+    kind: type[DiffusionPipeline] = getattr(diffusers, family.pipeline)
     try:
         index = kind.load_config(path)
+        assert isinstance(index, dict)
         optional = [*family.encoders, *map(tokenizer_of, family.encoders)]
         absent = [name for name in optional if index.get(name, [None])[0] is None]
         lacking = dict.fromkeys([*family.unused, *absent])

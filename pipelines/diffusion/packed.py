@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mmrl.json_types import Json
+
 from .adapter import Adapter
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers.configuration_utils import ConfigMixin
 
 
 class PackedAdapter(Adapter, ABC):
@@ -22,12 +27,12 @@ class PackedAdapter(Adapter, ABC):
     def as_given(self, noise: Tensor) -> Tensor:
         return packed(noise)
 
-    def _spacing(self, steps: int) -> dict[str, Any]:
+    def _spacing(self, steps: int) -> dict[str, Json]:
         _, height, width = self.latent_shape(self.sampling.height, self.sampling.width)
         return shifted(self.pipe.scheduler, steps, height // 2 * (width // 2))
 
 
-def shifted(scheduler: Any, steps: int, tokens: int) -> dict[str, Any]:
+def shifted(scheduler: ConfigMixin, steps: int, tokens: int) -> dict[str, Json]:
     """The spacing of FLUX and of those after it: even sigmas, shifted by how many tokens a picture has."""
     config = scheduler.config
     base, most = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)

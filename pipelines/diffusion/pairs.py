@@ -39,7 +39,7 @@ class PairModel(Protocol):
     offloaded: Offloaded
     """Frozen modules, on the device while they are used."""
 
-    def batch_features(self, keys: Sequence[str], *, guided: bool | None = None) -> dict[str, Tensor]:
+    def batch_features(self, slots: Sequence[Slot], *, guided: bool | None = None) -> dict[str, Tensor]:
         """The features of these prompts, stacked."""
         ...
 
@@ -79,7 +79,7 @@ class PicturePairs:
         self.pipeline.offloaded.rest()  # what encoded the pairs
         latents = self._latents(trajectory.slots)
         x_s, target, timestep = self._noised(trajectory, latents)
-        features = self.pipeline.batch_features([slot.prompt.text for slot in trajectory.slots] * 2, guided=False)
+        features = self.pipeline.batch_features(trajectory.slots * 2, guided=False)
         out = _halves(squared_distance(self.pipeline.predicted(x_s, timestep, features), target))
         if any(name.startswith("reference_") for name in needs):
             with torch.no_grad(), weights("reference"):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
+from mmrl.json_types import Json
 from mmrl.pipelines.description import Description
 
 from . import loading
@@ -83,7 +83,7 @@ class QwenImageAdapter(PackedAdapter):
         mean, std = (torch.tensor(v).view(1, -1, 1, 1).to(latents) for v in (config.latents_mean, config.latents_std))
         return (latents - mean) / std
 
-    def call(self) -> dict[str, Any]:
+    def call(self) -> dict[str, Json]:
         return {
             "negative_prompt": self.negative,
             "true_cfg_scale": self.sampling.guidance_scale,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
+from mmrl.json_types import Json
 from mmrl.pipelines.description import Description
 
 from . import loading
@@ -37,12 +37,18 @@ class SanaAdapter(EulerAdapter):
     def encode(self, text: str) -> dict[str, Tensor]:
         # The stock call puts its long instruction before the prompt, and never before the negative one.
         stock = inspect.signature(type(self.pipe).__call__).parameters["complex_human_instruction"].default
+        return self._encoded(text, None if text == self.negative else stock)
+
+    def encode_negative(self, text: str) -> dict[str, Tensor]:
+        return self._encoded(text, None)
+
+    def _encoded(self, text: str, instruction: list[str] | None) -> dict[str, Tensor]:
         embeds, mask, _, _ = self.pipe.encode_prompt(
             text,
             do_classifier_free_guidance=False,
             device=self.text_encoders[0].device,
             max_sequence_length=self.sampling.max_sequence_length,
-            complex_human_instruction=None if text == self.negative else stock,
+            complex_human_instruction=instruction,
         )
         return {"embeds": embeds[0].to(self.device), "mask": mask[0].to(self.device)}
 
@@ -63,7 +69,7 @@ class SanaAdapter(EulerAdapter):
     def encode_image(self, pixels: Tensor) -> Tensor:
         return self.pipe.vae.encode(pixels).latent * self.pipe.vae.config.scaling_factor
 
-    def call(self) -> dict[str, Any]:
+    def call(self) -> dict[str, Json]:
         length = self.sampling.max_sequence_length
         return super().call() | {"max_sequence_length": length, "use_resolution_binning": False}
 

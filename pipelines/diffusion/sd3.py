@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.json_types import Json
 from mmrl.pipelines.description import Description
 
 from . import loading
@@ -68,7 +68,7 @@ class SD3Adapter(Adapter):
             return_dict=False,
         )[0]
 
-    def call(self) -> dict[str, Any]:
+    def call(self) -> dict[str, Json]:
         return super().call() | {"max_sequence_length": self.sampling.max_sequence_length}
 
 

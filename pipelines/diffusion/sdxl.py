@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from mmrl.config.schema import Recipe
 from mmrl.pipelines.description import Description
 
 from . import loading
+from .adapter import Conditions
 from .flow import FlowPipeline
 from .unet import UNetAdapter
 
@@ -26,16 +26,20 @@ class SDXLAdapter(UNetAdapter):
     options = {"add_watermarker": False}  # noqa: RUF012
 
     def encode(self, text: str) -> dict[str, Tensor]:
+        found = self.encode_negative(text)
+        if text == self.negative and self.pipe.config["force_zeros_for_empty_prompt"]:  # as where no prompt was given
+            found |= {name: torch.zeros_like(found[name]) for name in ("embeds", "pooled")}
+        return found
+
+    def encode_negative(self, text: str) -> dict[str, Tensor]:
         device = self.text_encoders[0].device
         embeds, _, pooled, _ = self.pipe.encode_prompt(text, device=device, do_classifier_free_guidance=False)
-        if text == self.negative and self.pipe.config.force_zeros_for_empty_prompt:  # as where no prompt was given
-            embeds, pooled = torch.zeros_like(embeds), torch.zeros_like(pooled)
         size = (self.sampling.height, self.sampling.width)
         told = torch.tensor([*size, 0, 0, *size], dtype=embeds.dtype)
         found = {"embeds": embeds[0], "pooled": pooled[0], "sizes": told}
         return {name: value.to(self.device) for name, value in found.items()}
 
-    def conditions(self, features: dict[str, Tensor]) -> dict[str, Any]:
+    def conditions(self, features: dict[str, Tensor]) -> Conditions:
         added = {"text_embeds": features["pooled"], "time_ids": features["sizes"]}
         return {"encoder_hidden_states": features["embeds"], "added_cond_kwargs": added}
 

@@ -9,7 +9,7 @@ with eta 0 (arXiv 2010.02502, eq. 12), exactly.
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from mmrl.config.sampling import Sampling
 from mmrl.errors import UserError
 
-from .adapter import Adapter, Schedule
+from .adapter import Adapter, Conditions, Schedule, set_scheduler
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 
 class UNetAdapter(Adapter, ABC):
@@ -27,7 +30,7 @@ class UNetAdapter(Adapter, ABC):
     lora_file = "kohya"
     lora_targets = ("to_k", "to_out.0", "to_q", "to_v")  # DDPO's choice
 
-    def __init__(self, pipe: Any, sampling: Sampling, device: torch.device) -> None:
+    def __init__(self, pipe: DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
         from diffusers import DDIMScheduler  # pyright: ignore[reportPrivateImportUsage]
 
         super().__init__(pipe, sampling, device)
@@ -36,8 +39,9 @@ class UNetAdapter(Adapter, ABC):
                 f"sampling.schedule: {self.family} is sampled by DDIM's steps at the levels of its own timesteps; "
                 "remove it"
             )
-        scheduler: Any = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
-        pipe.scheduler = scheduler
+        scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
+        assert isinstance(scheduler, DDIMScheduler)
+        set_scheduler(pipe, scheduler)
         kind = scheduler.config["prediction_type"]
         if kind not in ("epsilon", "v_prediction"):
             raise UserError(
@@ -74,8 +78,8 @@ class UNetAdapter(Adapter, ABC):
             return out - (z - b * out) / a
         return (a + b) * out - (a - b) * z  # out = a eps - b x0
 
-    def conditions(self, features: dict[str, Tensor]) -> dict[str, Any]:
-        """What the UNet takes beside latents and timestep."""
+    def conditions(self, features: dict[str, Tensor]) -> Conditions:
+        """The UNet's arguments besides latents and timestep."""
         return {"encoder_hidden_states": features["embeds"]}
 
     def _shift(self, shift: float) -> None:

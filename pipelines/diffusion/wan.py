@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from mmrl.config.sampling import Sampling
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.json_types import Json
 from mmrl.pipelines.description import Description
 
 from . import loading
 from .euler import EulerAdapter
 from .flow import FlowPipeline
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
 
 
 class WanAdapter(EulerAdapter):
@@ -37,9 +41,9 @@ class WanAdapter(EulerAdapter):
         "attn2.to_v",
     )
 
-    def __init__(self, pipe: Any, sampling: Sampling, device: torch.device) -> None:
+    def __init__(self, pipe: DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
         super().__init__(pipe, sampling, device)
-        if pipe.config.boundary_ratio is not None or pipe.config.expand_timesteps:
+        if pipe.config["boundary_ratio"] is not None or pipe.config["expand_timesteps"]:
             raise UserError(
                 "model.path: this is a Wan 2.2, of two models or with a time for every token, and one model is what is "
                 "trained here; give a checkpoint of Wan 2.1 text-to-video"
@@ -75,7 +79,7 @@ class WanAdapter(EulerAdapter):
         latents = latents * std.to(latents) + mean.to(latents)
         return self.pipe.vae.decode(latents, return_dict=False)[0].transpose(1, 2)
 
-    def call(self) -> dict[str, Any]:
+    def call(self) -> dict[str, Json]:
         return {
             "num_frames": self.sampling.frames or 1,
             "guidance_scale": self.sampling.guidance_scale,

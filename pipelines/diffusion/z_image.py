@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmrl.config.schema import Recipe
+from mmrl.json_types import Json
 from mmrl.pipelines.description import Description
 
 from . import loading
@@ -62,11 +62,11 @@ class ZImageAdapter(Adapter):
         toward_data = model(latents, (1000 - timestep) / 1000, texts, return_dict=False)[0]
         return -torch.stack(toward_data).squeeze(2)
 
-    def call(self) -> dict[str, Any]:
+    def call(self) -> dict[str, Json]:
         stock = max(0.0, self.sampling.guidance_scale - 1)
         return {"guidance_scale": stock, "max_sequence_length": self.sampling.max_sequence_length}
 
-    def _spacing(self, steps: int) -> dict[str, Any]:
+    def _spacing(self, steps: int) -> dict[str, Json]:
         _, height, width = self.latent_shape(self.sampling.height, self.sampling.width)
         return shifted(self.pipe.scheduler, steps, height // 2 * (width // 2))
 

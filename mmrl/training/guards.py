@@ -1,0 +1,224 @@
+"""Guards against over-optimisation: what held-out samples say of it at every evaluation, and limits to it.
+
+A reward that is over-optimised rises while samples of a prompt become alike, leave what the base model makes, and
+other rewards fall. All three are measured on the samples that an evaluation makes anyway:
+
+``guard/diversity``
+    Pictures and clips: the root mean square difference of pixels (in [0, 1]) between two samples of a prompt, over all
+    pairs of its samples and all prompts. Texts: distinct-2 (Li et al., arXiv 1510.03055, sec. 5.1), the share of the
+    pairs of neighbouring words in the responses to a prompt that differ, mean over prompts. Where no prompt has two
+    samples, those of different prompts are taken together.
+``guard/distance``
+    Pictures and clips: the same difference to what the base model makes of the same prompt from the same noise, over
+    the first ``MOST`` samples. Texts: log-prob of the tokens under the weights that sampled less that under the
+    reference, mean over tokens, in nats: their KL divergence where sampling.temperature drew them.
+``guard/change/<label>``
+    By how many standard deviations of the base model's scores a reward has changed.
+
+Pixels are those at the crossings of a grid (``GRID``), at most; smaller pictures are taken whole. No pixel leaves its
+controller: sums do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.config.schema import Guards
+from mmrl.controller import Controller
+from mmrl.trajectory import Sample
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PREFIX = "guard/"
+MOST = 64
+"""Samples that are compared with the base model's: so many are drawn again on resume."""
+GRID = 64
+"""Points a side of a picture, and of a clip half as many of each of ``FRAMES`` frames in equal distances."""
+FRAMES = 4
+
+Place = tuple[int, int]
+"""Slot and attempt of a held-out sample."""
+Row = Mapping[str, float]
+
+
+class Measures:
+    """Final class. The guards' figures of the evaluations of a run, each beside the base model's; ``prompts``: how many
+    are held out, ``labels``: rewards whose change is measured."""
+
+    def __init__(self, controller: Controller, prompts: int, labels: Sequence[str]) -> None:
+        self.controller, self.prompts, self.labels = controller, prompts, labels
+        self.base: Row = {}
+        """The evaluation before training, as in heldout.jsonl; empty where there is none."""
+        self.pictures: dict[Place, Tensor] = {}
+        """Of the base model, those that this controller compares its own with."""
+
+    def keep(self, samples: Iterable[Sample]) -> None:
+        """Take ``samples``, those of an evaluation of the base model."""
+        self.pictures = {_place(s): pixels(s) for s in samples if s.text is None and s.id.slot < MOST}
+
+    def of(self, samples: Sequence[Sample], scores: Sequence[Row], gaps: tuple[float, int]) -> dict[str, float]:
+        """The figures of an evaluation. ``scores``: of each of this controller's samples; ``gaps``: sum and number of
+        its tokens' log-prob gaps. All controllers call it together."""
+        alone = self.controller.count(len(samples)) <= self.prompts
+        groups: defaultdict[str, list[Sample]] = defaultdict(list)
+        for sample in samples:
+            groups["" if alone else sample.prompt.id].append(sample)
+        texts = any(sample.text is not None for sample in samples)
+        apart = [distinct(group) if texts else squares(group) for group in groups.values()]
+        away = gaps if texts else self._away(samples)
+        moments = {label: _moments([row[label] for row in scores if label in row]) for label in self.labels}
+        everyone = self.controller.gather((texts, _sums(apart), away, moments))
+        row = self._summed(
+            any(texts for texts, *_ in everyone), _sums(d for _, d, *_ in everyone), _sums(d for _, _, d, _ in everyone)
+        )
+        for label in self.labels:
+            n, total, square = map(sum, zip(*(of[label] for *_, of in everyone), strict=True))
+            if n:
+                row[f"{PREFIX}std/{label}"] = math.sqrt(max(0.0, square / n - (total / n) ** 2))
+        return row
+
+    def beside(self, row: Row) -> dict[str, float]:
+        """The figures of ``row``, a row of heldout.jsonl with those of ``of``, relative to the base model's."""
+        found: dict[str, float] = {}
+        diversity, base = f"{PREFIX}diversity", self.base
+        if diversity in row and base.get(diversity):
+            found[f"{diversity}_share"] = row[diversity] / base[diversity]
+        for label in self.labels:
+            spread, key = base.get(f"{PREFIX}std/{label}"), f"reward/{label}"
+            if spread and key in base and key in row:
+                found[f"{PREFIX}change/{label}"] = (row[key] - base[key]) / spread
+        return found
+
+    def _away(self, samples: Sequence[Sample]) -> tuple[float, int]:
+        pairs = [(s, self.pictures[_place(s)]) for s in samples if _place(s) in self.pictures]
+        return sum((pixels(s) - base).square().mean().item() for s, base in pairs), len(pairs)
+
+    def _summed(self, texts: bool, apart: tuple[float, int], away: tuple[float, int]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, (total, n), root in (("diversity", apart, not texts), ("distance", away, not texts)):
+            if n:
+                found[f"{PREFIX}{name}"] = math.sqrt(max(0.0, total / n)) if root else total / n
+        return found
+
+
+def pixels(sample: Sample) -> Tensor:
+    """The pixels of a picture or clip that are compared, flat, float64 in [0, 1]."""
+    if sample.video is not None:
+        chosen = [sample.video[i] for i in _spread(len(sample.video), FRAMES)]
+        return torch.cat([_on_grid(frame, GRID // 2) for frame in chosen])
+    assert sample.image is not None
+    return _on_grid(sample.image, GRID)
+
+
+def squares(group: Sequence[Sample]) -> tuple[float, int]:
+    """The sum over all pairs of ``group`` of the mean squared difference of pixels, and how many pairs these are. The
+    sum over pairs is ``n sum |x|^2 - |sum x|^2``, of samples less their mean."""
+    if len(group) < 2:
+        return 0.0, 0
+    rows = torch.stack([pixels(sample) for sample in group])
+    rows = rows - rows[0]  # equal samples are 0 apart, to the bit
+    centred = rows - rows.mean(0)
+    return len(group) * centred.square().mean(1).sum().item(), len(group) * (len(group) - 1) // 2
+
+
+def distinct(group: Sequence[Sample]) -> tuple[float, int]:
+    """Distinct-2 of the responses of ``group``, and 1; 0 and 0 where they have no two neighbouring words."""
+    words = [(sample.text or "").split() for sample in group]
+    pairs = [pair for said in words for pair in pairwise(said)]
+    if len(group) < 2 or not pairs:
+        return 0.0, 0
+    return len(set(pairs)) / len(pairs), 1
+
+
+class Limits:
+    """Final class: what the rows of heldout.jsonl say against the limits of ``eval.guards``. The same on every
+    controller; a function of the rows, so that a checkpoint keeps nothing of it. ``watched``: rewards that are not
+    trained on."""
+
+    def __init__(self, settings: Guards, watched: Sequence[str]) -> None:
+        self.settings, self.watched = settings, watched
+        self.since = 0
+        """Evaluations in a row beyond a limit."""
+        self.within = 0
+        """After which step an evaluation was within all of them last."""
+        self.why: list[str] = []
+        """What is beyond its limit."""
+
+    def saw(self, step: int, row: Row) -> list[str]:
+        """Take a row; returns what is beyond its limit, each with the name of the limit."""
+        self.why = list(self._beyond(row))
+        self.since, self.within = (self.since + 1, self.within) if self.why else (0, step)
+        return self.why
+
+    def _beyond(self, row: Row) -> Iterable[str]:
+        limits = self.settings
+        share, distance = row.get(f"{PREFIX}diversity_share"), row.get(f"{PREFIX}distance")
+        if limits.diversity_min is not None and share is not None and share < limits.diversity_min:
+            yield f"diversity is {share:.2f} of the base model's (diversity_min {limits.diversity_min:g})"
+        if limits.distance_max is not None and distance is not None and distance > limits.distance_max:
+            yield f"distance to the base model is {distance:.3f} (distance_max {limits.distance_max:g})"
+        most = math.inf if limits.untrained_drop is None else limits.untrained_drop
+        for label in self.watched:
+            fell = -row.get(f"{PREFIX}change/{label}", 0.0)
+            if fell > most:
+                yield f"{label}, not trained on, fell by {fell:.2f} std (untrained_drop {most:g})"
+
+    @property
+    def stopped(self) -> bool:
+        return self.settings.action == "stop" and self.since >= self.settings.patience
+
+    def told(self) -> str:
+        """Why training ends, for the terminal."""
+        kept = "base" if self.within == 0 else f"{self.within}, where that one is kept"
+        return (
+            f"stopping: {'; '.join(self.why)} (eval.guards). The weights are saved; the last evaluation within the "
+            f"limits was after step {self.within} (--checkpoint {kept}). To go on, move the limit or set "
+            "eval.guards.action=warn, and give --resume"
+        )
+
+
+def told(row: Row, watched: Sequence[str]) -> str:
+    """The guards' figures for the terminal; empty where there are none."""
+    said = []
+    diversity, share = row.get(f"{PREFIX}diversity"), row.get(f"{PREFIX}diversity_share")
+    if diversity is not None:
+        said.append(f"diversity {diversity:.3f}" + ("" if share is None else f" ({share:.0%} of the base's)"))
+    if (distance := row.get(f"{PREFIX}distance")) is not None:
+        said.append(f"distance {distance:.3f}")
+    changes = {k.removeprefix(f"{PREFIX}change/"): v for k, v in row.items() if k.startswith(f"{PREFIX}change/")}
+    said += [f"{k}{' (not trained on)' if k in watched else ''} {v:+.2f} std" for k, v in changes.items()]
+    return "  ".join(said)
+
+
+def _place(sample: Sample) -> Place:
+    return sample.id.slot, sample.id.attempt
+
+
+def _on_grid(image: Image, points: int) -> Tensor:
+    found = np.asarray(image.convert("RGB"), dtype=np.float64) / 255
+    rows, columns = _spread(found.shape[0], points), _spread(found.shape[1], points)
+    return torch.from_numpy(found[rows][:, columns].reshape(-1))
+
+
+def _spread(n: int, most: int) -> list[int]:
+    """At most ``most`` of ``n`` places, in the middle of equal parts."""
+    count = min(n, most)
+    return [(2 * i + 1) * n // (2 * count) for i in range(count)]
+
+
+def _moments(values: Sequence[float]) -> tuple[int, float, float]:
+    return len(values), math.fsum(values), math.fsum(v * v for v in values)
+
+
+def _sums(pairs: Iterable[tuple[float, int]]) -> tuple[float, int]:
+    found = list(pairs)
+    return math.fsum(total for total, _ in found), sum(n for _, n in found)

@@ -1,0 +1,54 @@
+"""Negative prompts: what classifier-free guidance moves away from, the recipe's or a record's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmrl.config.sampling import Sampling
+from mmrl.errors import UserError
+from mmrl.trajectory import Prompt, Slot
+
+from .adapter import Adapter
+
+
+class Negatives:
+    """Final class. The negative prompts of a run; ``used``: whether sampling or the loss is guided by two predictions.
+
+    Raises ``UserError`` where the recipe gives one to a model of one prediction.
+    """
+
+    def __init__(self, adapter: Adapter, sampling: Sampling, *, used: bool) -> None:
+        self.adapter, self.sampling, self.used = adapter, sampling, used
+        if self.sampling.negative_prompt is not None and not adapter.combines:
+            raise UserError(f"sampling.negative_prompt: {self._one_prediction()}; remove sampling.negative_prompt")
+
+    def given(self, prompt: Prompt) -> str | None:
+        """The negative prompt for ``prompt``, its own before the recipe's; None where nobody gives one."""
+        return self.sampling.negative_prompt if prompt.negative_prompt is None else prompt.negative_prompt
+
+    def key(self, prompt: Prompt) -> str:
+        """Names the features that guidance moves away from. The text of no prompt has the character 0."""
+        given = self.given(prompt)
+        return self.adapter.negative if given is None else f"\0negative {given}"
+
+    def needed(self, slots: Sequence[Slot]) -> dict[str, str | None]:
+        """What is given for these prompts, by key; nothing without guidance. Raises ``UserError`` for a prompt whose
+        negative prompt would not be used."""
+        for slot in slots:
+            if why := self.unused(slot.prompt):
+                raise UserError(why)
+        return {self.key(slot.prompt): self.given(slot.prompt) for slot in slots} if self.used else {}
+
+    def unused(self, prompt: Prompt) -> str | None:
+        """Why the negative prompt that ``prompt`` carries would not be used, with the edit; None where it is."""
+        if prompt.negative_prompt is None or self.used:
+            return None
+        why = f"data: the prompt {prompt.id} has a negative_prompt, and "
+        edit = "take negative_prompt out of the records"
+        if not self.adapter.combines:
+            return f"{why}{self._one_prediction()}; {edit}"
+        scale = f"sampling.guidance_scale is {self.sampling.guidance_scale:g}"
+        return f"{why}{scale}, which samples without guidance; set it above 1 (4.5, say), or {edit}"
+
+    def _one_prediction(self) -> str:
+        return f"this {self.adapter.family} makes one prediction, so that guidance moves away from nothing"
