@@ -235,7 +235,10 @@ def test_no_pipeline_has_methods_of_the_other_kind(ours: list[type], other: type
 
 @pytest.mark.parametrize(
     ("method", "others", "listed"),
-    [("update_lora", {"RolloutEngine"}, [cls.__name__ for cls in ENGINES]), ("alone", {"Weights", "Policy"}, LAYOUTS)],
+    [
+        ("update_lora", {"RolloutEngine"}, [cls.__name__ for cls in ENGINES]),
+        ("unsharded", {"Weights", "Policy"}, LAYOUTS),
+    ],
 )
 def test_no_engine_and_no_layout_of_weights_is_missing(method: str, others: set[str], listed: list[str]):
     trees = [ast.parse(path.read_bytes()) for path in (ROOT / "mmrl" / "engines").rglob("*.py")]

@@ -285,9 +285,9 @@ class Evaluator:
 
     def _gaps(self, trajectory: Trajectory) -> tuple[float, int]:
         """See ``Made.gaps``; 0 and 0 where it is not at hand: of pictures, where an engine samples, where the model
-        lies on several devices, or where full weights are trained without a reference."""
+        lies on several devices, or where no reference is kept: full weights, or a saved adapter that trains on."""
         run, train = self.run, self.run.recipe.train
-        kept = run.policy.has_adapter or "reference" in run.policy.copies
+        kept = run.policy.base_is_reference or "reference" in run.policy.copies
         beside = run.recipe.rollout.engine == "transformers" and train.backend == "replicated" and train.width == 1
         if run.pipeline.makes != "text" or not (kept and beside):
             return 0.0, 0
