@@ -89,7 +89,7 @@ def test_distinct_2_of_texts_by_prompt():
 def test_the_samples_of_a_prompt_are_on_one_controller():
     class OfTwo(Evaluator):
         def __init__(self, rank):
-            self.prompts = [Prompt(str(n), str(n)) for n in range(3)]
+            self.each, self.prompts = 1, [Prompt(str(n), str(n)) for n in range(3)]
             self.run = type("Context", (), {"controller": Controller(0, rank, 2)})
 
     for samples in (2, 3, 7):
