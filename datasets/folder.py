@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmrl.datasets.checks import MediaChecks, Verify
-from mmrl.datasets.fields import Columns, digest_of, make_prompt, media_from, parse_json, read_fields, warn_of_unread
+from mmrl.datasets.fields import (
+    Columns,
+    digest_of_prompt,
+    make_prompt,
+    media_from,
+    parse_json,
+    read_fields,
+    warn_of_unread,
+)
 from mmrl.datasets.records import BadRecord, Records, in_split
 from mmrl.errors import UserError
 from mmrl.media import KINDS
@@ -67,7 +75,7 @@ def prompts(
             continue
         found.append(made)
         shown = (relpath(m.path, root.resolve()) for m in made.media if m.path)  # wherever the folder lies
-        digests.append(digest_of(made.text, made.system or "", *shown))
+        digests.append(digest_of_prompt(made, *shown))
     checks.save()
     warn_of_unread(path, keys, columns)
     if not found:

@@ -21,6 +21,7 @@ from mmrl.datasets.fields import (
     Columns,
     Fields,
     digest_of,
+    digest_of_prompt,
     make_prompt,
     media_from,
     parse_json,
@@ -87,7 +88,7 @@ def prompts(
             continue
         good.append(i)
         shown = (relpath(m.path, home.resolve()) if m.path else m.data or "" for m in media)  # wherever the folder lies
-        digests.append(digest_of(fields.text, fields.system or "", *shown))
+        digests.append(digest_of_prompt(fields, *shown))
     checks.save()
     warn_of_unread(path, made.keys, columns)
     if not good:

@@ -10,10 +10,11 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal
 
 from mmrl.media import KINDS, LIMITS, Media
-from mmrl.trajectory import Prompt
+from mmrl.trajectory import Prompt, Turn
 
 Kind = Literal["image", "video"]
 PLACEHOLDERS: dict[Kind, str] = {"image": "<image>", "video": "<video>"}
@@ -24,6 +25,8 @@ IMAGES = ("images", "image")
 VIDEOS = ("videos", "video")
 _OTHERS = ("system", "meta", "id", "file_name", "file_names")
 """Further keys that are read, or say nothing of the prompt."""
+ROLES: tuple[Literal["user"], Literal["assistant"]] = ("user", "assistant")
+"""Who speaks by turns in a conversation."""
 _NAMED = 8
 
 
@@ -49,6 +52,8 @@ class Fields:
     system: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     media: list[tuple[Kind, Any]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    """What was said before ``text``."""
     shown: int = 0
     """Pictures and clips that are parts of its messages, wherever their bytes are."""
 
@@ -58,7 +63,13 @@ def read_fields(record: Any, columns: Columns | None = None) -> Fields:
     columns = columns or Columns()
     if not isinstance(record, Mapping):
         raise ValueError(f"is a JSON {type(record).__name__}, not an object")
+    if record.get("tools") and "tools" not in columns.meta:
+        raise ValueError(
+            "has tools, and no chat here calls any; take the column out, or let a reward know it (meta: [tools])"
+        )
     said = _pick(record, columns.prompt, TEXT)
+    if said is None and columns.prompt is None:
+        said = _both_begin_with(record.get("chosen"), record.get("rejected"))
     if isinstance(said, str):
         found = Fields(clean_text(said))
     elif isinstance(said, list):
@@ -93,7 +104,9 @@ def make_prompt(name: str, fields: Fields, media: Sequence[Media]) -> Prompt:
     """
     if fields.shown and not media:
         raise ValueError(f"its messages show {fields.shown} pictures or clips, and the record has none of them")
-    return Prompt(name, fields.text, fields.meta, tuple(arranged(fields.text, media)), fields.system)
+    asked = "\n".join([*(text for role, text in fields.turns if role == "user"), fields.text])
+    turns = tuple(fields.turns)
+    return Prompt(name, fields.text, fields.meta, tuple(arranged(asked, media)), fields.system, turns)
 
 
 def arranged(text: str, media: Sequence[Media]) -> list[Media]:
@@ -180,6 +193,12 @@ def digest_of(*parts: str | bytes) -> str:
     return found.hexdigest()
 
 
+def digest_of_prompt(prompt: Fields | Prompt, *media: str | bytes) -> str:
+    """``digest_of`` what is said in a prompt, and what stands for its ``media``."""
+    turns = (f"{role}: {text}" for role, text in prompt.turns)
+    return digest_of(prompt.text, prompt.system or "", *turns, *media)
+
+
 def parse_json(text: str | bytes) -> Any:
     """Raises ``ValueError`` saying why ``text`` is no JSON."""
     try:
@@ -222,48 +241,68 @@ def _pick(record: Mapping[str, Any], name: str | None, usual: Sequence[str]) -> 
     return value
 
 
+def _both_begin_with(chosen: Any, rejected: Any) -> list[Any] | None:
+    """The messages that two conversations begin with: TRL's pairs may have no prompt beside them."""
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        return None
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    return [message for message, _ in same] or None
+
+
 def _read_messages(messages: list[Any]) -> Fields:
-    """An optional system message, one user message, and perhaps its answer. Raises ``ValueError``."""
-    said: dict[str, tuple[str, list[tuple[Kind, Any]]]] = {}
+    """Perhaps a system message, and messages of user and assistant by turns, the last of which is the question, or
+    its answer. Raises ``ValueError``."""
+    turns: list[Turn] = []
+    found = Fields("")
     for message in messages:
-        if not isinstance(message, Mapping) or message.get("role") not in ("system", "user", "assistant"):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role == "tool" or (isinstance(message, Mapping) and message.get("tool_calls")):
+            raise ValueError("has a message of a tool or a call of one, and no chat here calls any; take it out")
+        if role not in ("system", "user", "assistant"):
             raise ValueError("has a message whose role is none of system, user and assistant")
-        said[message["role"]] = _read_content(message.get("content"))
-    roles = [m["role"] for m in messages]
-    if [r for r in roles if r != "system"] not in (["user"], ["user", "assistant"]) or "system" in roles[1:]:
+        text, media, shown = _read_content(message.get("content"))
+        if shown and role != "user":
+            raise ValueError(f"has a picture or clip in a message of the {role}; only the user shows some")
+        found.media += media
+        found.shown += shown
+        if role == "system":
+            if found.system is not None or turns:
+                raise ValueError("has a system message that is not the first message")
+            found.system = clean_text(text)
+        else:
+            turns.append(Turn(role, text))
+    if any(turn.role != ROLES[n % 2] for n, turn in enumerate(turns)) or not turns:
         raise ValueError(
-            f"has the messages {', '.join(roles)}; what is read is one of the user, after one of the system"
+            f"has the messages {', '.join(m['role'] for m in messages) or 'none'}; what is read is user and assistant "
+            "by turns, perhaps after one of the system"
         )
-    text, media = said["user"]
-    parts = next(m["content"] for m in messages if m["role"] == "user")
-    shown = 0 if isinstance(parts, str) else sum(part.get("type") != "text" for part in parts)
-    found = Fields(clean_text(text), media=media, shown=shown)
-    if "system" in said:
-        found.system = clean_text(said["system"][0])
-    if "assistant" in said:
-        found.meta["answer"] = said["assistant"][0]
+    if turns[-1].role == "assistant":
+        found.meta["answer"] = turns.pop().text
+    found.text = clean_text(turns.pop().text)
+    found.turns = [Turn(role, clean_text(text)) for role, text in turns]
     return found
 
 
-def _read_content(content: Any) -> tuple[str, list[tuple[Kind, Any]]]:
-    """The text of a message, with a placeholder for each medium, and the sources of those that name one."""
+def _read_content(content: Any) -> tuple[str, list[tuple[Kind, Any]], int]:
+    """The text of a message, with a placeholder for each medium, the sources of those that name one, and how many
+    there are."""
     if isinstance(content, str):
-        return content, []
+        return content, [], 0
     if not isinstance(content, list):
         raise ValueError("has a message whose content is neither text nor a list of parts")
-    text, media = "", []
+    text, media, shown = "", list[tuple[Kind, Any]](), 0
     for part in content:
         kind = str(part.get("type", "")).removesuffix("_url") if isinstance(part, Mapping) else ""
         if kind == "text" and isinstance(part.get("text"), str):
             text += part["text"]
         elif kind in ("image", "video"):
-            text += PLACEHOLDERS[kind]
+            text, shown = text + PLACEHOLDERS[kind], shown + 1
             source = part.get(part["type"]) or part.get("url") or part.get("path")
             if source is not None:
                 media.append((kind, source))
         else:
             raise ValueError(f"has a part of a message that is no text, image or video: {str(part)[:60]}")
-    return text, media
+    return text, media, shown
 
 
 def _from_data_url(url: str) -> bytes:

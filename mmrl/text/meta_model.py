@@ -152,7 +152,7 @@ def _by_length(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> list[Pr
 
 
 def _texts(prompt: Prompt) -> list[str]:
-    return [prompt.text, prompt.system or "", *(str(prompt.meta.get(name, "")) for name in TEXTS)]
+    return [prompt.conversation, prompt.system or "", *(str(prompt.meta.get(name, "")) for name in TEXTS)]
 
 
 def _tokens(pipeline: LanguagePipeline, prompt: Prompt) -> int:

@@ -23,7 +23,7 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.pipelines.protocol import Weights
 from mmrl.text.conditioner import Conditioner
 from mmrl.text.features import key_of
-from mmrl.trajectory import Prompt, Slot, Trajectory
+from mmrl.trajectory import Prompt, Slot, Trajectory, Turn
 
 TEXTS = ("chosen", "rejected")
 _MARK = "ANSWER"
@@ -218,13 +218,21 @@ def _text_of(said: Any, prompt: Prompt) -> str:
         raise ValueError(f"is a {type(said).__name__}, neither text nor messages")
     if said[-1].get("role") != "assistant":
         raise ValueError("ends with no message of the assistant")
-    others = [m for m in said[:-1] if m.get("role") != "system"]
-    if [m.get("role") for m in others] not in ([], ["user"]):
-        raise ValueError("has a conversation of several turns, which is not read")
-    asked = others[0].get("content") if others else None
-    if isinstance(asked, str) and asked.replace("\r\n", "\n").strip() != prompt.text:
-        raise ValueError("answers another message of the user than the prompt's")
+    before = [m for m in said[:-1] if m.get("role") != "system"]
+    asked = [*prompt.turns, Turn("user", prompt.text)]
+    if before and len(before) != len(asked):
+        raise ValueError(
+            f"has {len(before)} messages before its answer, and the prompt {len(asked)}; a response is one message"
+        )
+    if any(_differs(message, turn) for message, turn in zip(before, asked, strict=False)):
+        raise ValueError("answers another message of the user than the prompt's, or another conversation")
     return _content(said[-1])
+
+
+def _differs(message: Mapping[str, Any], turn: Turn) -> bool:
+    content = message.get("content")
+    same = not isinstance(content, str) or content.replace("\r\n", "\n").strip() == turn.text
+    return message.get("role") != turn.role or not same
 
 
 def _content(message: Mapping[str, Any]) -> str:

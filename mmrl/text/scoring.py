@@ -20,6 +20,7 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.report.card import Usage, What, public
 from mmrl.rewards.contract import Failed
 from mmrl.text.conditioner import Conditioner
+from mmrl.text.conversation import messages_of
 from mmrl.text.export import plain
 from mmrl.text.features import joined
 from mmrl.text.loading import open_weights
@@ -241,8 +242,8 @@ def usage(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What, fol
     code = source.format(
         folder=repr(folder),
         base=repr(folder if what == "merged" else base),
+        messages=repr(messages_of(prompt)),
         prompt=repr(prompt.text),
-        system=f'{{"role": "system", "content": {prompt.system!r}}}, ' if prompt.system else "",
         given=_given(prompt),
         ending=repr(getattr(saved, "tokenizer", saved).decode(ending(conditioner))),
         variables="".join(f", {name}={value!r}" for name, value in recipe.decoding.chat_template.items()),
@@ -258,7 +259,8 @@ def _given(prompt: Prompt) -> str:
     names = {"image": "picture.jpg", "video": "clip.mp4"}
     media = "".join(f'Media("{m.kind}", path="{names[m.kind]}"), ' for m in prompt.media)
     system = f", system={prompt.system!r}" if prompt.system else ""
-    return (f", media=({media.rstrip()})" if media else "") + system
+    turns = f", turns={tuple(tuple(turn) for turn in prompt.turns)!r}" if prompt.turns else ""
+    return (f", media=({media.rstrip()})" if media else "") + system + turns
 
 
 _READING = """\
@@ -267,7 +269,7 @@ import torch
 
 model = AutoModelForSequenceClassification.from_pretrained({base}, num_labels=1)
 {adapter}tokenizer = AutoTokenizer.from_pretrained({folder})
-messages = [{system}{{"role": "user", "content": {prompt}}}]
+messages = {messages}
 text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False{variables})
 text += "An answer." + {ending}
 inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")

@@ -16,6 +16,7 @@ from mmrl.errors import UserError
 from mmrl.media import Clip
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_writer, describe_writer
+from mmrl.text.conversation import messages_of, rendered
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
@@ -25,7 +26,7 @@ TESTED = ("qwen3", "qwen2", "llama", "qwen3_moe")
 
 
 class Chat:
-    """Final class; see ``mmrl.text.conditioner.Conditioner``. One user message, behind a system message where given."""
+    """Final class; see ``mmrl.text.conditioner.Conditioner``. A conversation that ends with the user's message."""
 
     own_positions = False
 
@@ -45,9 +46,7 @@ class Chat:
 
     def render(self, prompt: Prompt) -> str:
         """The prompt in the model's own chat format, up to where its answer begins."""
-        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        messages = [*system, {"role": "user", "content": prompt.text}]
-        return self.saved.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.variables)
+        return rendered(prompt, messages_of(prompt), self.saved.apply_chat_template, self.variables)
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
         return [], []

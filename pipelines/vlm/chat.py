@@ -6,7 +6,6 @@ processor sees each prompt once; what it made is shared by the prompt's samples,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.media import BadMediaError, Clip, open_clip, open_image
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_writer, describe_writer
+from mmrl.text.conversation import messages_with_media, rendered
 from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import LanguagePipeline
@@ -29,11 +29,10 @@ from mmrl.trajectory import Prompt
 
 OTHERWISE = "Set pipeline: llm/chat for a model of text alone."
 TESTED = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
-_PLACEHOLDER = re.compile("<(image|video)>")
 
 
 class Chat:
-    """Final class; see ``mmrl.text.conditioner.Conditioner``. One user message, behind a system message where given."""
+    """Final class; see ``mmrl.text.conditioner.Conditioner``. A conversation that ends with the user's message."""
 
     own_positions = True
 
@@ -63,9 +62,7 @@ class Chat:
 
     def render(self, prompt: Prompt) -> str:
         """The prompt in the model's own chat format, one placeholder per medium. Raises ``UserError``."""
-        system = [{"role": "system", "content": [{"type": "text", "text": prompt.system}]}] if prompt.system else []
-        messages = [*system, {"role": "user", "content": content_of(prompt)}]
-        return self.saved.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.variables)
+        return rendered(prompt, messages_with_media(prompt), self.saved.apply_chat_template, self.variables)
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
         """The prompt's decoded pictures and clips. Raises ``BadPromptError`` naming what is broken."""
@@ -80,27 +77,6 @@ class Chat:
 
     def count(self, texts: Sequence[str]) -> list[int]:
         return [len(ids) for ids in self.saved.tokenizer(list(texts), add_special_tokens=False).input_ids]
-
-
-def content_of(prompt: Prompt) -> list[dict[str, str]]:
-    """The parts of the user's message. Raises ``BadPromptError`` where placeholders and media do not match; of a prompt
-    without media ``<image>`` is text."""
-    asked = _PLACEHOLDER.findall(prompt.text) if prompt.media else []
-    given = [m.kind for m in prompt.media]
-    if not asked:
-        return [*({"type": kind} for kind in given), {"type": "text", "text": prompt.text}]
-    if asked != given:
-        raise BadPromptError(
-            prompt.id,
-            f"it has the placeholders {_listed(asked)} and the media {_listed(given)}; give it one medium per "
-            "placeholder, in their order, or no placeholder at all",
-        )
-    pieces = _PLACEHOLDER.split(prompt.text)  # text, kind, text, kind, ..., text
-    return [
-        {"type": piece} if i % 2 else {"type": "text", "text": piece}
-        for i, piece in enumerate(pieces)
-        if i % 2 or piece
-    ]
 
 
 def build(recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
@@ -164,7 +140,3 @@ def _metadata(clip: Clip) -> Any:
         duration=clip.total / clip.fps if clip.fps else None,
         frames_indices=list(clip.indices),  # type: ignore[arg-type]
     )
-
-
-def _listed(kinds: Sequence[str]) -> str:
-    return ", ".join(kinds) or "none"

@@ -1,0 +1,73 @@
+"""A prompt as the messages that a chat template renders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from mmrl.errors import BadPromptError
+from mmrl.trajectory import Prompt, Turn
+
+PLACEHOLDER = re.compile("<(image|video)>")
+"""Where a picture or clip stands in a message of the user, of a prompt that has some."""
+Message = dict[str, Any]
+
+
+def messages_of(prompt: Prompt) -> list[Message]:
+    """The system message, the turns and the message to answer, their contents as text."""
+    system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    return [*system, *({"role": role, "content": text} for role, text in _said(prompt))]
+
+
+def messages_with_media(prompt: Prompt) -> list[Message]:
+    """As ``messages_of``, with contents as lists of parts and a part for each picture and clip.
+
+    Raises ``BadPromptError`` where placeholders and media do not match; of a prompt without media ``<image>`` is text.
+    """
+    given: Sequence[str] = [m.kind for m in prompt.media]
+    texts = [text for role, text in _said(prompt) if role == "user"]
+    asked = [kind for text in texts for kind in PLACEHOLDER.findall(text)] if given else []
+    if asked and asked != given:
+        raise BadPromptError(
+            prompt.id,
+            f"it has the placeholders {', '.join(asked)} and the media {', '.join(given)}; give it one medium per "
+            "placeholder, in their order, or no placeholder at all",
+        )
+    system = [{"role": "system", "content": [{"type": "text", "text": prompt.system}]}] if prompt.system else []
+    before = [] if asked else [{"type": kind} for kind in given]  # the first message of the user takes them
+    turns: list[Message] = []
+    for role, text in _said(prompt):
+        parts = _parts(text) if role == "user" and asked else [{"type": "text", "text": text}]
+        if role == "user":
+            parts, before = [*before, *parts], []
+        turns.append({"role": role, "content": parts})
+    return [*system, *turns]
+
+
+def rendered(prompt: Prompt, messages: Sequence[Message], render: Callable[..., str], given: Mapping[str, Any]) -> str:
+    """``messages`` in the chat format of ``render``, a tokenizer's ``apply_chat_template``, up to where the answer
+    begins; ``given``: variables of the template. Raises ``BadPromptError`` where the template takes no such
+    conversation."""
+    try:
+        return render(list(messages), tokenize=False, add_generation_prompt=True, **given)
+    except TemplateError as error:
+        raise BadPromptError(
+            prompt.id,
+            f"the chat template does not take its messages ({', '.join(m['role'] for m in messages)}): {error}",
+        ) from error
+
+
+def _said(prompt: Prompt) -> list[Turn]:
+    return [*prompt.turns, Turn("user", prompt.text)]
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    pieces = PLACEHOLDER.split(text)  # text, kind, text, kind, ..., text
+    return [
+        {"type": piece} if i % 2 else {"type": "text", "text": piece}
+        for i, piece in enumerate(pieces)
+        if i % 2 or piece
+    ]
