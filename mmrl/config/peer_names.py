@@ -36,6 +36,8 @@ TRL: Mapping[str, Here] = {
     "lora_alpha": _here("model.lora.alpha"),
     "lora_target_modules": _here("model.lora.targets"),
     "dataset_name": _here("data.name", note="a data set of mmrl or a file; data.train has its options"),
+    "chat_template_kwargs": _here("sampling.chat_template_kwargs"),
+    "chat_template_path": _here("model.chat_template", note="a file, or the template's text"),
     "max_prompt_length": _here("sampling.max_prompt_tokens"),
     "max_completion_length": _here("sampling.max_new_tokens"),
     "num_generations": _here("train.group_size"),
@@ -122,6 +124,7 @@ DIFFUSERS: Mapping[str, Here] = {
 
 VERL: Mapping[str, Here] = {
     "actor_rollout_ref.model.path": _here("model.path"),
+    "actor_rollout_ref.model.custom_chat_template": _here("model.chat_template"),
     "actor_rollout_ref.model.lora_rank": _here("model.lora.rank"),
     "actor_rollout_ref.model.lora_alpha": _here("model.lora.alpha"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": _here("model.gradient_checkpointing"),
@@ -184,6 +187,7 @@ VERL: Mapping[str, Here] = {
     "data.max_response_length": _here("sampling.max_new_tokens"),
     "data.filter_overlong_prompts": _here("data.overlong"),
     "data.truncation": _here("data.overlong"),
+    "data.apply_chat_template_kwargs": _here("sampling.chat_template_kwargs"),
     "custom_reward_function.path": _here("rewards[0].name", note="path/to/file.py:function"),
     "custom_reward_function.name": _here("rewards[0].name", note="path/to/file.py:function"),
     "trainer.total_training_steps": _here("train.steps"),

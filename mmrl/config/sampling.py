@@ -76,7 +76,9 @@ class TextSampling(Section):
     top_k: Count | None = None
     batch_size: Many | None = None
     """Samples generated at once; None takes train.micro_batch_size."""
-    chat_template: dict[str, Any] = Field(default_factory=dict)
+    system: str | None = None
+    """A system message for prompts that have none of their own."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template (``enable_thinking: false``)."""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
@@ -23,6 +24,7 @@ from pydantic import (
 
 from mmrl.algorithms.settings import AlgorithmSettings
 from mmrl.config.algorithms import as_settings, trains_on_pairs
+from mmrl.config.chat_template import checked
 from mmrl.config.dtype import Dtype, with_choice
 from mmrl.config.older_keys import renamed
 from mmrl.config.performance import Performance
@@ -77,6 +79,8 @@ class Model(Section):
     gradient_checkpointing: bool = False
     freeze: list[str] = Field(default_factory=list)
     """Names of modules (``visual``) whose weights do not train; with LoRA only adapters train anyway."""
+    chat_template: Annotated[str, AfterValidator(checked)] | None = None
+    """Text: a Jinja template, or a file with one, in place of the checkpoint's. Exports keep it."""
     offload: bool = True
     """Move text encoders and VAE off the accelerator while they are idle (no effect on a CPU)."""
 

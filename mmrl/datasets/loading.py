@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import mmrl
 from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
-from mmrl.datasets.records import checked
+from mmrl.datasets.records import BadRecord, Records, checked
 from mmrl.errors import UserError
 from mmrl.trajectory import Prompt
 
@@ -31,5 +32,19 @@ def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
         ) from error
     if not prompts:
         raise UserError(f"data.{split}: {name} gave no prompts for {options or 'its defaults'}; change data.{split}")
-    checked(prompts, recipe.data.max_bad_fraction)
+    bad = checked(prompts, recipe.data.max_bad_fraction)
+    if recipe.sampling.type == "text" and recipe.sampling.system:
+        return _with_system(prompts, recipe.sampling.system, bad)
     return prompts
+
+
+def _with_system(prompts: Sequence[Prompt], system: str, bad: Sequence[BadRecord]) -> Sequence[Prompt]:
+    """``prompts``, with the system message where they have none."""
+
+    def get(i: int) -> Prompt:
+        prompt = prompts[i]
+        return prompt if prompt.system else replace(prompt, system=system)
+
+    if isinstance(prompts, list):
+        return [get(i) for i in range(len(prompts))]
+    return Records(len(prompts), get, bad, getattr(prompts, "seen", 0))

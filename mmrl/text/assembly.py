@@ -26,8 +26,8 @@ from mmrl.text.scoring import open_policy
 
 Parts = Callable[[Recipe, str, Callable[..., Any]], tuple[Conditioner, Any]]
 """The conditioner of the model at a path, and the model as the given function loads it."""
-OfScorer = Callable[[str, dict[str, Any]], Conditioner]
-"""The conditioner of the model at a path, with the variables of the chat template."""
+OfScorer = Callable[[str, dict[str, Any], str | None], Conditioner]
+"""The conditioner of the model at a path, with the variables of the chat template, and a template of the recipe's."""
 
 
 def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, *, sees: bool) -> LanguagePipeline:
@@ -51,13 +51,13 @@ def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path 
 
 def build_scorer(of: OfScorer, recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
     """A pipeline whose model scores, to train on pairs. Raises ``UserError`` where the model at ``path`` cannot."""
-    chat = of(path, recipe.decoding.chat_template)
+    chat = of(path, recipe.decoding.chat_template_kwargs, recipe.model.chat_template)
     return LanguagePipeline(chat, open_policy(recipe, path, chat.pad_token, device), recipe, device)
 
 
 def describe_scorer(of: OfScorer, recipe: Recipe, path: str, architecture: Path | None) -> Description:
     """The pipeline that ``build_scorer`` would make, on the meta device. Raises ``UserError`` as it does."""
     with files_of(path, architecture) as files:
-        chat = of(files.path, recipe.decoding.chat_template)
+        chat = of(files.path, recipe.decoding.chat_template_kwargs, recipe.model.chat_template)
         policy = empty_scorer(files.path, chat.pad_token, recipe)
     return describe(LanguagePipeline(chat, policy, recipe, torch.device("cpu")), files)

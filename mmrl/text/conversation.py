@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from mmrl.errors import BadPromptError
+from mmrl.errors import BadPromptError, UserError
 from mmrl.trajectory import Prompt, Turn
 
 PLACEHOLDER = re.compile("<(image|video)>")
@@ -58,6 +58,22 @@ def rendered(prompt: Prompt, messages: Sequence[Message], render: Callable[..., 
             prompt.id,
             f"the chat template does not take its messages ({', '.join(m['role'] for m in messages)}): {error}",
         ) from error
+
+
+def use_template(saved: Any, template: str, content: object) -> None:
+    """Give a tokenizer or processor the chat ``template``, and render a message of that ``content``. Raises
+    ``UserError`` where the template fails, or does not show the message."""
+    saved.chat_template = template
+    try:
+        shown = saved.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+    except (TemplateError, TypeError, ValueError, LookupError) as error:
+        raise UserError(f"model.chat_template: rendering a message fails: {error}; mend the template") from error
+    if "Hi" not in shown:
+        raise UserError(
+            f"model.chat_template: of the message 'Hi' it makes {shown[:200]!r}, without its text; mend the template"
+        )
 
 
 def _said(prompt: Prompt) -> list[Turn]:

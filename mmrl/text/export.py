@@ -93,7 +93,7 @@ def usage(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What, fol
         "    return_dict=True,",
         '    return_tensors="pt",',
         *(['    processor_kwargs={"do_sample_frames": False},'] if sees and '"video"' in messages else []),
-        *(f"    {name}={value!r}," for name, value in recipe.decoding.chat_template.items()),
+        *(f"    {name}={value!r}," for name, value in recipe.decoding.chat_template_kwargs.items()),
         ").to(model.device)",
         f"tokens = model.generate(**inputs, {', '.join(_generation(policy, conditioner, recipe, what))})",
         f'text = {loaded}.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)',

@@ -214,7 +214,7 @@ def write(policy: Any, conditioner: Conditioner, recipe: Recipe, out: Path, what
         plain(policy, getattr(torch, recipe.model.dtype)).save_pretrained(out)
     conditioner.saved.save_pretrained(out)
     noted = {"pipeline": "vlm/score" if hasattr(conditioner.saved, "image_processor") else "llm/score"}
-    settings = {**noted, "chat_template": recipe.decoding.chat_template}
+    settings = {**noted, "chat_template": recipe.decoding.chat_template_kwargs}
     (out / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
 
@@ -246,8 +246,8 @@ def usage(policy: Any, conditioner: Conditioner, recipe: Recipe, what: What, fol
         prompt=repr(prompt.text),
         given=_given(prompt),
         ending=repr(getattr(saved, "tokenizer", saved).decode(ending(conditioner))),
-        variables="".join(f", {name}={value!r}" for name, value in recipe.decoding.chat_template.items()),
-        variables_of=repr(recipe.decoding.chat_template),
+        variables="".join(f", {name}={value!r}" for name, value in recipe.decoding.chat_template_kwargs.items()),
+        variables_of=repr(recipe.decoding.chat_template_kwargs),
         peft="from peft import PeftModel\n" if what == "lora" else "",
         adapter=f"model = PeftModel.from_pretrained(model, {folder!r})\n" if what == "lora" else "",
     )

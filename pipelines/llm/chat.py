@@ -16,7 +16,7 @@ from mmrl.errors import UserError
 from mmrl.media import Clip
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_writer, describe_writer
-from mmrl.text.conversation import messages_of, rendered
+from mmrl.text.conversation import messages_of, rendered, use_template
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
@@ -73,22 +73,25 @@ def _parts(recipe: Recipe, path: str, load: Callable[..., Any]) -> tuple[Chat, A
     allow_cpu_only()  # transformers imports torchvision wherever it is installed
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = load_tokenizer(AutoTokenizer, path)
+    tokenizer = load_tokenizer(AutoTokenizer, path, recipe.model.chat_template)
     model = load(AutoModelForCausalLM, recipe, path, TESTED, OTHERWISE)
-    return Chat(tokenizer, stop_tokens(model, tokenizer), recipe.decoding.chat_template), model
+    return Chat(tokenizer, stop_tokens(model, tokenizer), recipe.decoding.chat_template_kwargs), model
 
 
-def load_tokenizer(auto: Any, path: str) -> Any:
-    """The tokenizer at ``path``. Raises ``UserError`` where there is none, or it has no chat template."""
+def load_tokenizer(auto: Any, path: str, template: str | None = None) -> Any:
+    """The tokenizer at ``path``, with the chat ``template`` in place of its own. Raises ``UserError`` where there is
+    none, or no chat template that can be used."""
     try:
         tokenizer = auto.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"model.path: {path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}"
         ) from error
+    if template is not None:
+        use_template(tokenizer, template, "Hi")
     if tokenizer.chat_template is None:
         raise UserError(
             f"model.path: the tokenizer of {path} has no chat template, so there is no telling how it wants a question "
-            "put. Take an instruct model, or add chat_template.jinja to the directory"
+            "put. Take an instruct model, set model.chat_template, or add chat_template.jinja to the directory"
         )
     return tokenizer

@@ -21,7 +21,7 @@ from mmrl.errors import BadPromptError, UserError
 from mmrl.media import BadMediaError, Clip, open_clip, open_image
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_writer, describe_writer
-from mmrl.text.conversation import messages_with_media, rendered
+from mmrl.text.conversation import messages_with_media, rendered, use_template
 from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import LanguagePipeline
@@ -91,12 +91,12 @@ def describe(recipe: Recipe, path: str, architecture: Path | None) -> Descriptio
 
 def _parts(recipe: Recipe, path: str, load: Callable[..., Any]) -> tuple[Chat, Any]:
     """The conditioner, and the model as ``load`` makes it."""
-    processor = load_processor(path)
+    processor = load_processor(path, recipe.model.chat_template)
     from transformers import AutoModelForImageTextToText
 
     model = load(AutoModelForImageTextToText, recipe, path, TESTED, OTHERWISE)
     stop = stop_tokens(model, processor.tokenizer)
-    return Chat(processor, stop, placeholders(model.config), recipe.decoding.chat_template), model
+    return Chat(processor, stop, placeholders(model.config), recipe.decoding.chat_template_kwargs), model
 
 
 def placeholders(config: Any) -> list[int]:
@@ -105,8 +105,9 @@ def placeholders(config: Any) -> list[int]:
     return sorted({token for name in names if (token := getattr(config, name, None)) is not None})
 
 
-def load_processor(path: str) -> Any:
-    """The processor at ``path``. Raises ``UserError`` where it cannot see or chat, or torchvision is missing."""
+def load_processor(path: str, template: str | None = None) -> Any:
+    """The processor at ``path``, with the chat ``template`` in place of its own. Raises ``UserError`` where it cannot
+    see or chat, or torchvision is missing."""
     allow_cpu_only()
     try:
         import torchvision  # type: ignore[import-not-found]  # noqa: F401  its absence is found inside transformers much later, in other words
@@ -123,10 +124,12 @@ def load_processor(path: str) -> Any:
         raise UserError(f"model.path: {path} has no processor that can be loaded: {reason}") from error
     if not hasattr(processor, "image_processor"):
         raise UserError(f"model.path: {path} has a tokenizer but no image processor; use pipeline: llm/chat for it")
+    if template is not None:
+        use_template(processor, template, [{"type": "text", "text": "Hi"}])
     if processor.chat_template is None:
         raise UserError(
             f"model.path: the processor of {path} has no chat template, so there is no telling how it wants a question "
-            "put. Take an instruct model, or add chat_template.jinja to the directory"
+            "put. Take an instruct model, set model.chat_template, or add chat_template.jinja to the directory"
         )
     return processor
 

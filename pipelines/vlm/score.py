@@ -39,10 +39,10 @@ def scorer(path: str, variables: Mapping[str, Any], dtype: torch.dtype = torch.f
     return Scorer(load_scorer(path, chat.pad_token, dtype, 0, trained=True), chat)
 
 
-def _chat(path: str, variables: Mapping[str, Any]) -> Chat:
+def _chat(path: str, variables: Mapping[str, Any], template: str | None = None) -> Chat:
     from transformers import AutoConfig
 
-    processor = load_processor(path)
+    processor = load_processor(path, template)
     end = processor.tokenizer.eos_token_id
     if end is None:
         raise UserError(f"model.path: the tokenizer of {path} has no eos_token; set it in tokenizer_config.json")
