@@ -33,6 +33,7 @@ class Prompt:
     ``text`` is the message to answer, and ``turns`` what was said before it. ``media`` are the pictures and clips of
     all of the user's messages, in the order of their ``<image>`` and ``<video>`` placeholders (before the first message
     where there are none). ``system`` is a system message for models with a chat template.
+    ``max_new_tokens`` is a limit of its responses, below that of the recipe.
     """
 
     id: str
@@ -41,6 +42,7 @@ class Prompt:
     media: tuple[Media, ...] = ()
     system: str | None = None
     turns: tuple[Turn, ...] = ()
+    max_new_tokens: int | None = None
 
     @property
     def conversation(self) -> str:

@@ -97,6 +97,22 @@ def _text(recipe: Recipe) -> Iterator[str]:
                 f"train.micro_batch_tokens: one response may have {needed} tokens (sampling.max_new_tokens), which do "
                 f"not fit; set it to {needed} plus the longest prompt, or more"
             )
+    least, most = recipe.decoding.min_new_tokens, recipe.decoding.max_new_tokens
+    if least > most:
+        yield (
+            f"sampling.min_new_tokens: no response has more than {most} tokens (sampling.max_new_tokens); set it to "
+            f"{most} or less"
+        )
+    if recipe.rollout.engine == "sglang" and least and recipe.decoding.stop:
+        yield (
+            "sampling.min_new_tokens: with sglang a string of sampling.stop may end a response before; remove one of "
+            "the two, or set rollout.engine to vllm_server"
+        )
+    if recipe.rollout.engine == "sglang" and recipe.rollout.partial and recipe.decoding.repetition_penalty != 1:
+        yield (
+            "sampling.repetition_penalty: sglang counts no tokens that a response had before it was cut; remove it or "
+            "rollout.partial, or set rollout.engine to vllm_server"
+        )
     if recipe.performance.compile:
         yield "performance.compile: what samples text has another shape for every token; remove it"
     if recipe.train.steps_per_forward != 1:

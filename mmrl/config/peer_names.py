@@ -93,8 +93,8 @@ TRL: Mapping[str, Here] = {
     "save_total_limit": _here("checkpoint.keep"),
     "eval_steps": _here("eval.every"),
     "sync_ref_model": _here(note="the reference stays as the run began; remove it"),
-    "repetition_penalty": _here(note="mmrl has no such setting; remove it"),
-    "min_p": _here(note="mmrl has no such setting; use sampling.top_p or sampling.top_k"),
+    "generation_kwargs": _here("sampling", note="stop, min_new_tokens, repetition_penalty, min_p, top_p, top_k"),
+    "stop_strings": _here("sampling.stop"),
 }
 """Of TRL's GRPOConfig, DPOConfig and ModelConfig, and of the transformers arguments below them."""
 

@@ -113,6 +113,8 @@ def _members(prompt: Prompt, picture: str) -> dict[str, bytes]:
         record["prompt"] = [{"role": role, "content": text} for role, text in said]
     if prompt.system is not None:
         record["system"] = prompt.system
+    if prompt.max_new_tokens is not None:
+        record["max_new_tokens"] = prompt.max_new_tokens
     members: dict[str, bytes] = {}
     frames: dict[str, list[int]] = {}
     for i, medium in enumerate(prompt.media):

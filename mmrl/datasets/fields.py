@@ -23,7 +23,7 @@ TEXT = ("prompt", "question", "text", "messages")
 ANSWER = ("answer", "solution")
 IMAGES = ("images", "image")
 VIDEOS = ("videos", "video")
-_OTHERS = ("system", "meta", "id", "file_name", "file_names")
+_OTHERS = ("system", "meta", "max_new_tokens", "id", "file_name", "file_names")
 """Further keys that are read, or say nothing of the prompt."""
 ROLES: tuple[Literal["user"], Literal["assistant"]] = ("user", "assistant")
 """Who speaks by turns in a conversation."""
@@ -54,6 +54,8 @@ class Fields:
     media: list[tuple[Kind, Any]] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     """What was said before ``text``."""
+    max_new_tokens: int | None = None
+    """Of its responses."""
     shown: int = 0
     """Pictures and clips that are parts of its messages, wherever their bytes are."""
 
@@ -93,6 +95,10 @@ def read_fields(record: Any, columns: Columns | None = None) -> Fields:
             for source in sources if several else [sources]:
                 found.media.append((kind, source))
     found.meta |= _meta(record, columns)
+    most = record.get("max_new_tokens")
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise ValueError(f'"max_new_tokens" is {most!r}; write a whole number from 1 on')
+    found.max_new_tokens = most
     return found
 
 
@@ -106,7 +112,8 @@ def make_prompt(name: str, fields: Fields, media: Sequence[Media]) -> Prompt:
         raise ValueError(f"its messages show {fields.shown} pictures or clips, and the record has none of them")
     asked = "\n".join([*(text for role, text in fields.turns if role == "user"), fields.text])
     turns = tuple(fields.turns)
-    return Prompt(name, fields.text, fields.meta, tuple(arranged(asked, media)), fields.system, turns)
+    shown = tuple(arranged(asked, media))
+    return Prompt(name, fields.text, fields.meta, shown, fields.system, turns, fields.max_new_tokens)
 
 
 def arranged(text: str, media: Sequence[Media]) -> list[Media]:

@@ -28,11 +28,13 @@ _EXTRA = 1e-3
 
 @dataclass(frozen=True)
 class Allowance:
-    """What one call draws for one request: at most ``tokens``; ``at_end`` says what it means to use them all up."""
+    """What one call draws for one request: at most ``tokens``, and at least ``least``; ``at_end`` says what it means to
+    use them all up."""
 
     tokens: int
     at_end: Literal["length", "cut"]
     seed: int
+    least: int = 0
 
 
 def allowances(requests: Sequence[Request], settings: Settings, max_model_len: int) -> list[Allowance]:
@@ -50,12 +52,14 @@ def allowances(requests: Sequence[Request], settings: Settings, max_model_len: i
 
 def _allowance(request: Request, settings: Settings, max_model_len: int) -> Allowance:
     done = len(request.partial)
-    left = max(min(settings.max_new_tokens, max_model_len - len(request.prompt_ids)) - done, 0)
+    most = min(settings.max_new_tokens, request.max_new_tokens or settings.max_new_tokens)
+    left = max(min(most, max_model_len - len(request.prompt_ids)) - done, 0)
+    least = max(settings.min_new_tokens - done, 0)
     # what goes on must not draw with the numbers its first tokens were drawn with
     seed = seed_of(request.seed, "resumed", done) if done else request.seed
     if settings.cut_after is not None and settings.cut_after < left:
-        return Allowance(settings.cut_after, "cut", seed)
-    return Allowance(left, "length", seed)
+        return Allowance(settings.cut_after, "cut", seed, min(least, settings.cut_after))
+    return Allowance(left, "length", seed, min(least, left))
 
 
 def completion(

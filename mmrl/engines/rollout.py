@@ -23,7 +23,8 @@ class Request:
     ``prompt_ids``: the prompt with every media placeholder expanded as the trainer's processor did. ``text`` is the
     prompt before that expansion (one placeholder per medium), for engines that preprocess media themselves.
     ``seed`` is the sample's own. ``partial``: tokens already sampled (a generation that was cut and goes on); what
-    follows them is drawn with a seed of its own. ``name``: what messages call the sample.
+    follows them is drawn with a seed of its own. ``name``: what messages call the sample. ``max_new_tokens``: where the
+    prompt has a limit of its own, below ``Settings.max_new_tokens``.
     """
 
     prompt_ids: Sequence[int]
@@ -33,6 +34,7 @@ class Request:
     clips: Sequence[Clip] = ()
     partial: Sequence[int] = ()
     name: str = ""
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,10 @@ class Settings:
     """How to sample. ``temperature`` 0 is greedy. ``top_k`` None and ``top_p`` 1 leave the distribution whole.
 
     ``max_new_tokens`` is a sample's whole budget, ``Request.partial`` included; ``cut_after`` bounds the tokens that
-    one call draws for it. Only ``stop_token_ids`` end a sample: an engine adds none of the model's own.
+    one call draws for it. Only ``stop_token_ids`` and the texts ``stop`` end a sample, the latter with the token that
+    completes one (what an engine draws beyond is cut): an engine adds none of the model's own. Neither ends one within
+    its first ``min_new_tokens``. ``repetition_penalty`` is of prompt and response. A class of a user's own names which
+    of ``min_new_tokens``, ``repetition_penalty`` and ``min_p`` it obeys, in ``understands``.
     """
 
     max_new_tokens: int
@@ -62,6 +67,10 @@ class Settings:
     top_k: int | None = None
     stop_token_ids: Sequence[int] = field(default_factory=tuple)
     cut_after: int | None = None
+    stop: Sequence[str] = ()
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    min_p: float = 0.0
 
 
 class RolloutEngine(Protocol):

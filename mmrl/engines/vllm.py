@@ -339,7 +339,11 @@ def sampling_parameters(allowance: Allowance, settings: Settings) -> dict[str, A
         "logprobs": 0,  # of the sampled token alone
         "ignore_eos": True,
         "stop_token_ids": list(settings.stop_token_ids),
-        "detokenize": False,
+        "stop": list(settings.stop),
+        "detokenize": bool(settings.stop),
+        "min_tokens": allowance.least,
+        "repetition_penalty": settings.repetition_penalty,
+        "min_p": settings.min_p,
     }
 
 

@@ -23,6 +23,7 @@ from mmrl.text.meta_model import describe, empty_model, empty_scorer
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.recorded_config import files_of
 from mmrl.text.scoring import open_policy
+from mmrl.text.stop_strings import check_strings
 
 Parts = Callable[[Recipe, str, Callable[..., Any]], tuple[Conditioner, Any]]
 """The conditioner of the model at a path, and the model as the given function loads it."""
@@ -35,6 +36,7 @@ def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, 
     if wrong := own_class.problems(recipe):  # before a model is loaded
         raise UserError("\n".join(wrong))
     chat, model = parts(recipe, path, load_model)
+    check_strings(recipe.decoding.stop, chat)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     engine = open_engine(recipe, path, context, device, sees=sees)
     return LanguagePipeline(chat, open_weights(model, recipe).to(device), recipe, device, engine)
@@ -46,6 +48,8 @@ def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path 
     does."""
     with files_of(path, architecture) as files:
         chat, model = parts(recipe, files.path, empty_model)
+        if not files.recorded:
+            check_strings(recipe.decoding.stop, chat)
     return describe(LanguagePipeline(chat, open_weights(model, recipe), recipe, torch.device("cpu")), files)
 
 

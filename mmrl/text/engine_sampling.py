@@ -197,18 +197,34 @@ def _as_saved(module: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Ten
 
 
 def request(
-    run_seed: int, sample: SampleId, prompt_ids: Tensor, text: str, images: Sequence[Any], clips: Sequence[Any]
+    run_seed: int,
+    sample: SampleId,
+    prompt_ids: Tensor,
+    most: int | None,
+    text: str,
+    images: Sequence[Any],
+    clips: Sequence[Any],
 ) -> Request:
-    """One sample to draw, with a seed of its own."""
+    """One sample to draw, with a seed of its own; ``most``: the prompt's own limit."""
     name = f"step {sample.step}, slot {sample.slot}, attempt {sample.attempt}, sample {sample.sample}"
     seed = seed_of(run_seed, sample.step, sample.slot, sample.attempt, sample.sample, "tokens") % 2**31
-    return Request(prompt_ids.tolist(), text, seed, images, clips, name=name)
+    return Request(prompt_ids.tolist(), text, seed, images, clips, name=name, max_new_tokens=most)
 
 
 def settings_of(recipe: Recipe, temperature: float, stop: Sequence[int]) -> Settings:
     """The recipe's sampling in the engine's words."""
     decoding = recipe.decoding
-    return Settings(decoding.max_new_tokens, temperature, decoding.top_p, decoding.top_k, stop)
+    return Settings(
+        decoding.max_new_tokens,
+        temperature,
+        decoding.top_p,
+        decoding.top_k,
+        stop,
+        stop=decoding.stop,
+        min_new_tokens=decoding.min_new_tokens,
+        repetition_penalty=decoding.repetition_penalty,
+        min_p=decoding.min_p,
+    )
 
 
 def unstack(trajectory: Trajectory) -> list[Completion]:

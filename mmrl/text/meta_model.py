@@ -193,6 +193,7 @@ def _rehearsal(policy: nn.Module) -> Callable[..., Tensor]:
         draw = logits_processor[0]
         ends, padding = given.pop("eos_token_id"), given.pop("pad_token_id")
         given.pop("do_sample")
+        given.pop("stopping_criteria", None)
         rows = len(input_ids)
         attention_mask[0, 0] = rows == 1  # as if this prompt were shorter
         out = policy(input_ids=input_ids, attention_mask=attention_mask, **given, use_cache=True, logits_to_keep=1)
