@@ -1,6 +1,7 @@
 """What ends a response, and what changes the choice of its tokens: stop strings, limits, min_p, repetition penalty."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import mmrl
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.datasets.fields import Columns, make_prompt, read_fields
-from mmrl.engines import own_class
+from mmrl.engines import own_class, sampling_options
 from mmrl.engines.engine_weights import Allowance, allowances
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.engines.vllm import sampling_parameters
@@ -17,6 +18,7 @@ from mmrl.errors import UserError
 from mmrl.planner.plan import plan
 from mmrl.report.clock import Clock
 from mmrl.run import build
+from mmrl.text.engine_sampling import settings_of
 from mmrl.text.stop_strings import StopStrings
 from mmrl.text.token_sampling import Draw, Penalty, narrowed
 from mmrl.training import loop
@@ -293,6 +295,59 @@ def test_engines_are_asked_for_the_same():
     (short,) = allowances([Request([1], "p", 0, max_new_tokens=3)], settings, 64)
     assert (short.tokens, short.least) == (3, 3)  # vLLM refuses a minimum above the maximum
     assert sampling_parameters(Allowance(5, "length", 0), Settings(20))["detokenize"] is False
+
+
+def test_further_parameters_go_to_the_engine_and_to_no_other(folder):
+    made = loaded(folder, "rollout={engine: vllm_server, sampling: {presence_penalty: 0.5, logit_bias: {'3': -1.0}}}")
+    settings = settings_of(made.recipe, 1.0, [4])
+    said = sampling_parameters(Allowance(5, "length", 0), settings)
+    assert (said["presence_penalty"], said["logit_bias"], said["max_tokens"]) == (0.5, {"3": -1.0}, 5)
+    assert sampling_options.problems(made.recipe) == []
+    for engine, says in (
+        ("transformers", "sampling in process has none"),
+        ("examples/engine.py:OwnCopy", "rollout.opt"),
+    ):
+        changed = loaded(folder, f"rollout={{engine: {engine}, sampling: {{presence_penalty: 1}}}}")
+        assert any(says in str(problem) for problem in plan(changed).problems)
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "says"),
+    [
+        ("vllm", "max_tokens", "sampling.max_new_tokens says it"),
+        ("vllm_server", "logprobs", "mmrl sets it, to read tokens and log-probs; remove it"),
+        ("sglang", "sampling_seed", "seed says it"),
+        ("vllm", "presence_penaltie", "has no 'presence_penaltie'; did you mean 'presence_penalty'"),
+        ("sglang", "presence_penaltie", "has no 'presence_penaltie'; did you mean 'presence_penalty'"),
+    ],
+)
+def test_what_is_no_further_parameter_is_refused(folder, monkeypatch, tmp_path, engine, name, says):
+    """The classes as vLLM and SGLang write theirs; ``tests/test_vllm.py`` reads the one that is installed."""
+    for package, file, source in (
+        (
+            "vllm",
+            "sampling_params.py",
+            "class SamplingParams(Struct):\n    presence_penalty: float = 0.0\n    _own: int = 0\n",
+        ),
+        (
+            "sglang",
+            "srt/sampling/sampling_params.py",
+            "class SamplingParams:\n    def __init__(self, presence_penalty: float = 0.0) -> None:\n        pass\n",
+        ),
+    ):
+        (tmp_path / package / file).parent.mkdir(parents=True)
+        (tmp_path / package / file).write_text(source)
+        (tmp_path / package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for package in ("vllm", "sglang"):
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    made = loaded(folder, f"rollout={{engine: {engine}, sampling: {{{name}: 1}}}}")
+    (problem,) = sampling_options.problems(made.recipe)
+    assert problem.startswith(f"rollout.sampling.{name}: ")
+    assert says in problem
+    assert sampling_options.fields("vllm") == sampling_options.fields("sglang") == {"presence_penalty"}
+    with pytest.raises(UserError, match=f"rollout.sampling.{name}: "):
+        mmrl.load("pipelines", "llm/chat").build(made.recipe, str(folder / "model"), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.engines.rollout import Request, Settings
+from mmrl.engines.sampling_options import FIXED, OURS, fields
 from mmrl.engines.sleep_mode import SleepMode
 from mmrl.engines.vllm import VllmEngine
 from mmrl.engines.vllm_server import VllmServer
@@ -263,6 +264,18 @@ def test_stop_strings_end_a_sample_with_the_token_that_completes_one(fresh):
     assert first not in longer.token_ids
 
 
+def test_further_parameters_change_what_it_draws_and_wrong_ones_are_named(fresh, text):
+    from vllm import SamplingParams
+
+    public = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert fields("vllm") == public
+    assert OURS["vllm"].keys() | FIXED["vllm"] <= public
+    settings = Settings(8, temperature=0, extra={"logit_bias": {9: 100.0}})
+    assert fresh.generate([ask()], settings)[0].token_ids == [9] * 8
+    with pytest.raises(UserError, match=r"rollout\.sampling: vLLM refuses .*presence_penalty must be in"):
+        fresh.generate([ask()], Settings(8, extra={"presence_penalty": 9.0}))
+
+
 def test_penalty_and_min_p_are_in_the_log_probs_and_are_transformers(fresh, text):
     from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
@@ -443,6 +456,25 @@ class See:
         kinds = extra["mm_token_type_ids"]
         extra["mm_token_type_ids"] = torch.cat([kinds, torch.zeros(1, more, dtype=kinds.dtype)], 1)
         return gap(self.model, request, answer, **extra)
+
+
+def test_pictures_have_the_limits_that_the_recipe_sets(vision):
+    folder, a, _ = vision
+    size = type(a.processor.image_processor.size)
+    kept = a.processor.image_processor.size
+    pixels = {"min_pixels": 784, "max_pixels": 4 * 784}
+    engine = VllmEngine(
+        str(folder), max_model_len=1024, images=1, options={"mm_processor_kwargs": {"images_kwargs": pixels}}
+    )
+    try:
+        a.processor.image_processor.size = size(shortest_edge=784, longest_edge=4 * 784)
+        request = a.request([picture(1, (168, 168))])
+        assert request.prompt_ids.count(IMAGE) == 4
+        (answer,) = engine.generate([request], Settings(4))
+        assert a.gap(request, answer) < CLOSE
+    finally:
+        a.processor.image_processor.size = kept
+        engine.close()
 
 
 def clip(seed, fps=16.0):

@@ -31,6 +31,8 @@ TRL: Mapping[str, Here] = {
     "fp16": _here("model.dtype", note="float16 is not offered; take bfloat16"),
     "attn_implementation": _here("performance.attention"),
     "model_init_kwargs": _here("model", note="what may be set has keys of its own"),
+    "min_pixels": _here("model.min_pixels"),
+    "max_pixels": _here("model.max_pixels"),
     "use_peft": _here("model.lora"),
     "lora_r": _here("model.lora.rank"),
     "lora_alpha": _here("model.lora.alpha"),
@@ -95,6 +97,7 @@ TRL: Mapping[str, Here] = {
     "sync_ref_model": _here(note="the reference stays as the run began; remove it"),
     "generation_kwargs": _here("sampling", note="stop, min_new_tokens, repetition_penalty, min_p, top_p, top_k"),
     "stop_strings": _here("sampling.stop"),
+    "vllm_sampling_params": _here("rollout.sampling", note="fields of vLLM's SamplingParams"),
 }
 """Of TRL's GRPOConfig, DPOConfig and ModelConfig, and of the transformers arguments below them."""
 

@@ -81,6 +81,9 @@ class Model(Section):
     """Names of modules (``visual``) whose weights do not train; with LoRA only adapters train anyway."""
     chat_template: Annotated[str, AfterValidator(checked)] | None = None
     """Text: a Jinja template, or a file with one, in place of the checkpoint's. Exports keep it."""
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
+    """Of a picture in a prompt, after the processor has resized it (Qwen-VL); None keeps the checkpoint's limits."""
     offload: bool = True
     """Move text encoders and VAE off the accelerator while they are idle (no effect on a CPU)."""
 

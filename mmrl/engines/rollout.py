@@ -58,7 +58,8 @@ class Settings:
     one call draws for it. Only ``stop_token_ids`` and the texts ``stop`` end a sample, the latter with the token that
     completes one (what an engine draws beyond is cut): an engine adds none of the model's own. Neither ends one within
     its first ``min_new_tokens``. ``repetition_penalty`` is of prompt and response. A class of a user's own names which
-    of ``min_new_tokens``, ``repetition_penalty`` and ``min_p`` it obeys, in ``understands``.
+    of ``min_new_tokens``, ``repetition_penalty`` and ``min_p`` it obeys, in ``understands``. ``extra``: further
+    parameters by the engine's own names.
     """
 
     max_new_tokens: int
@@ -71,6 +72,7 @@ class Settings:
     min_new_tokens: int = 0
     repetition_penalty: float = 1.0
     min_p: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RolloutEngine(Protocol):

@@ -144,11 +144,14 @@ class VllmEngine:
         self._mode.ready()
         tokenizer = self._llm.get_tokenizer() if any(r.images or r.clips for r in requests) else None
         prompts = [_prompt(requests[i], tokenizer) for i in drawn]
-        parameters = [_part("vllm").SamplingParams(**sampling_parameters(allowed[i], settings)) for i in drawn]
+        try:
+            parameters = [_part("vllm").SamplingParams(**sampling_parameters(allowed[i], settings)) for i in drawn]
+        except (*_refusals(), TypeError) as error:
+            raise UserError(f"rollout.sampling: vLLM refuses {dict(settings.extra)}: {error}") from error
         with self._aside():
             try:
                 outputs = self._llm.generate(prompts, parameters, lora_request=self._adapter, use_tqdm=False)
-            except ValueError as error:  # its class for what it refuses of a request
+            except _refusals() as error:
                 raise UserError(f"vLLM refused a sample (the first is {label(requests[drawn[0]])}): {error}") from error
         for i, output in zip(drawn, outputs, strict=True):
             request, made, seen = requests[i], output.outputs[0], output.prompt_token_ids
@@ -256,6 +259,12 @@ def _part(module: str) -> Any:
     return importlib.import_module(module)
 
 
+def _refusals() -> tuple[type[Exception], ...]:
+    """vLLM's classes for what it refuses of a request; 0.32 has one of its own."""
+    own: type[Exception] = getattr(_part("vllm.exceptions"), "VLLMClientError", ValueError)
+    return ValueError, own
+
+
 def mend() -> None:
     """Let vLLM run in this process where the media libraries beside it were built for another torch.
 
@@ -331,6 +340,7 @@ def engine_arguments(
 def sampling_parameters(allowance: Allowance, settings: Settings) -> dict[str, Any]:
     """vLLM's sampling parameters, by its names."""
     return {
+        **settings.extra,
         "max_tokens": allowance.tokens,
         "temperature": settings.temperature,
         "top_p": settings.top_p,

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mmrl.config.schema import Recipe
-from mmrl.engines import own_class
+from mmrl.config.schema import Model, Recipe
+from mmrl.engines import own_class, sampling_options
 from mmrl.errors import UserError
 from mmrl.pipelines.description import Description
 from mmrl.text.conditioner import Conditioner
@@ -27,13 +27,13 @@ from mmrl.text.stop_strings import check_strings
 
 Parts = Callable[[Recipe, str, Callable[..., Any]], tuple[Conditioner, Any]]
 """The conditioner of the model at a path, and the model as the given function loads it."""
-OfScorer = Callable[[str, dict[str, Any], str | None], Conditioner]
-"""The conditioner of the model at a path, with the variables of the chat template, and a template of the recipe's."""
+OfScorer = Callable[[str, dict[str, Any], Model], Conditioner]
+"""The conditioner of the model at a path, with the variables of the chat template, as the recipe's section says."""
 
 
 def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, *, sees: bool) -> LanguagePipeline:
     """A pipeline whose model writes. Raises ``UserError`` where the model at ``path`` cannot."""
-    if wrong := own_class.problems(recipe):  # before a model is loaded
+    if wrong := own_class.problems(recipe) + sampling_options.problems(recipe):  # before a model is loaded
         raise UserError("\n".join(wrong))
     chat, model = parts(recipe, path, load_model)
     check_strings(recipe.decoding.stop, chat)
@@ -55,13 +55,13 @@ def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path 
 
 def build_scorer(of: OfScorer, recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
     """A pipeline whose model scores, to train on pairs. Raises ``UserError`` where the model at ``path`` cannot."""
-    chat = of(path, recipe.decoding.chat_template_kwargs, recipe.model.chat_template)
+    chat = of(path, recipe.decoding.chat_template_kwargs, recipe.model)
     return LanguagePipeline(chat, open_policy(recipe, path, chat.pad_token, device), recipe, device)
 
 
 def describe_scorer(of: OfScorer, recipe: Recipe, path: str, architecture: Path | None) -> Description:
     """The pipeline that ``build_scorer`` would make, on the meta device. Raises ``UserError`` as it does."""
     with files_of(path, architecture) as files:
-        chat = of(files.path, recipe.decoding.chat_template_kwargs, recipe.model.chat_template)
+        chat = of(files.path, recipe.decoding.chat_template_kwargs, recipe.model)
         policy = empty_scorer(files.path, chat.pad_token, recipe)
     return describe(LanguagePipeline(chat, policy, recipe, torch.device("cpu")), files)

@@ -57,6 +57,10 @@ def open_engine(
         given["bucket_bytes"] = rollout.update_bucket_mib * 2**20
     if sees and rollout.engine != "sglang":
         given.setdefault("images", 4)
+        pixels = {name: getattr(recipe.model, name) for name in ("min_pixels", "max_pixels")}
+        pixels = {name: value for name, value in pixels.items() if value is not None}
+        if pixels:  # it makes tokens of pictures itself
+            options.setdefault("mm_processor_kwargs", {"images_kwargs": pixels})
     several, elsewhere = recipe.devices_per_controller > 1, "CUDA_VISIBLE_DEVICES" in (given.get("environment") or {})
     sleeps = recipe.placement.sleep and not elsewhere and "url" not in given
     start = partial(_start, rollout.engine, path, options, given)
@@ -224,6 +228,7 @@ def settings_of(recipe: Recipe, temperature: float, stop: Sequence[int]) -> Sett
         min_new_tokens=decoding.min_new_tokens,
         repetition_penalty=decoding.repetition_penalty,
         min_p=decoding.min_p,
+        extra=recipe.rollout.sampling,
     )
 
 

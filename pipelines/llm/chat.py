@@ -11,7 +11,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
-from mmrl.config.schema import Recipe
+from mmrl.config.schema import Model, Recipe
 from mmrl.errors import UserError
 from mmrl.media import Clip
 from mmrl.pipelines.description import Description
@@ -73,22 +73,25 @@ def _parts(recipe: Recipe, path: str, load: Callable[..., Any]) -> tuple[Chat, A
     allow_cpu_only()  # transformers imports torchvision wherever it is installed
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = load_tokenizer(AutoTokenizer, path, recipe.model.chat_template)
+    tokenizer = load_tokenizer(AutoTokenizer, path, recipe.model)
     model = load(AutoModelForCausalLM, recipe, path, TESTED, OTHERWISE)
     return Chat(tokenizer, stop_tokens(model, tokenizer), recipe.decoding.chat_template_kwargs), model
 
 
-def load_tokenizer(auto: Any, path: str, template: str | None = None) -> Any:
-    """The tokenizer at ``path``, with the chat ``template`` in place of its own. Raises ``UserError`` where there is
-    none, or no chat template that can be used."""
+def load_tokenizer(auto: Any, path: str, settings: Model | None = None) -> Any:
+    """The tokenizer at ``path``, with the chat template of ``settings``. Raises ``UserError`` where there is none, or
+    no chat template that can be used, and where pictures are spoken of."""
+    for key in ("min_pixels", "max_pixels"):
+        if settings is not None and getattr(settings, key) is not None:
+            raise UserError(f"model.{key}: this pipeline reads no pictures; remove it, or set a pipeline of vlm/")
     try:
         tokenizer = auto.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"model.path: {path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}"
         ) from error
-    if template is not None:
-        use_template(tokenizer, template, "Hi")
+    if settings is not None and settings.chat_template is not None:
+        use_template(tokenizer, settings.chat_template, "Hi")
     if tokenizer.chat_template is None:
         raise UserError(
             f"model.path: the tokenizer of {path} has no chat template, so there is no telling how it wants a question "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mmrl.config.schema import Recipe
+from mmrl.config.schema import Model, Recipe
 from mmrl.errors import UserError
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_scorer, describe_scorer
@@ -36,10 +36,10 @@ def scorer(path: str, variables: Mapping[str, Any], dtype: torch.dtype = torch.f
     return Scorer(load_scorer(path, chat.pad_token, dtype, 0, trained=True), chat)
 
 
-def _chat(path: str, variables: Mapping[str, Any], template: str | None = None) -> Chat:
+def _chat(path: str, variables: Mapping[str, Any], settings: Model | None = None) -> Chat:
     from transformers import AutoTokenizer
 
-    tokenizer = load_tokenizer(AutoTokenizer, path, template)
+    tokenizer = load_tokenizer(AutoTokenizer, path, settings)
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.path: the tokenizer of {path} has no eos_token; set it in tokenizer_config.json")
     return Chat(tokenizer, [tokenizer.eos_token_id], dict(variables))

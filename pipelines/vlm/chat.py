@@ -16,7 +16,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
-from mmrl.config.schema import Recipe
+from mmrl.config.schema import Model, Recipe
 from mmrl.errors import BadPromptError, UserError
 from mmrl.media import BadMediaError, Clip, open_clip, open_image
 from mmrl.pipelines.description import Description
@@ -91,7 +91,7 @@ def describe(recipe: Recipe, path: str, architecture: Path | None) -> Descriptio
 
 def _parts(recipe: Recipe, path: str, load: Callable[..., Any]) -> tuple[Chat, Any]:
     """The conditioner, and the model as ``load`` makes it."""
-    processor = load_processor(path, recipe.model.chat_template)
+    processor = load_processor(path, recipe.model)
     from transformers import AutoModelForImageTextToText
 
     model = load(AutoModelForImageTextToText, recipe, path, TESTED, OTHERWISE)
@@ -105,9 +105,9 @@ def placeholders(config: Any) -> list[int]:
     return sorted({token for name in names if (token := getattr(config, name, None)) is not None})
 
 
-def load_processor(path: str, template: str | None = None) -> Any:
-    """The processor at ``path``, with the chat ``template`` in place of its own. Raises ``UserError`` where it cannot
-    see or chat, or torchvision is missing."""
+def load_processor(path: str, settings: Model | None = None) -> Any:
+    """The processor at ``path``, with the chat template and the limits of pixels of ``settings``. Raises ``UserError``
+    where it cannot see or chat, or torchvision is missing."""
     allow_cpu_only()
     try:
         import torchvision  # type: ignore[import-not-found]  # noqa: F401  its absence is found inside transformers much later, in other words
@@ -124,14 +124,36 @@ def load_processor(path: str, template: str | None = None) -> Any:
         raise UserError(f"model.path: {path} has no processor that can be loaded: {reason}") from error
     if not hasattr(processor, "image_processor"):
         raise UserError(f"model.path: {path} has a tokenizer but no image processor; use pipeline: llm/chat for it")
-    if template is not None:
-        use_template(processor, template, [{"type": "text", "text": "Hi"}])
+    if settings is not None:
+        _limit_pixels(processor.image_processor, settings)
+    if settings is not None and settings.chat_template is not None:
+        use_template(processor, settings.chat_template, [{"type": "text", "text": "Hi"}])
     if processor.chat_template is None:
         raise UserError(
             f"model.path: the processor of {path} has no chat template, so there is no telling how it wants a question "
             "put. Take an instruct model, set model.chat_template, or add chat_template.jinja to the directory"
         )
     return processor
+
+
+def _limit_pixels(images: Any, settings: Model) -> None:
+    """Give the image processor the limits of ``settings``. Raises ``UserError`` where it has none."""
+    if settings.min_pixels is None and settings.max_pixels is None:
+        return
+    name, size = type(images).__name__, dict(images.size)
+    known = getattr(getattr(images, "valid_kwargs", None), "__annotations__", {})
+    if not {"min_pixels", "max_pixels"} <= known.keys():
+        raise UserError(
+            f"model.{'min' if settings.min_pixels else 'max'}_pixels: {name} limits no number of pixels; remove it, or "
+            "set the sizes in preprocessor_config.json of the checkpoint"
+        )
+    least, most = settings.min_pixels or int(size["shortest_edge"]), settings.max_pixels or int(size["longest_edge"])
+    if least > most:  # one of them is the checkpoint's
+        raise UserError(
+            f"model.{'min' if settings.min_pixels else 'max'}_pixels: pictures would have at least "
+            f"{least} pixels and at most {most}; set model.min_pixels and model.max_pixels, both"
+        )
+    images.size = type(images.size)(shortest_edge=least, longest_edge=most)
 
 
 def _metadata(clip: Clip) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mmrl.config.schema import Recipe
+from mmrl.config.schema import Model, Recipe
 from mmrl.errors import UserError
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import build_scorer, describe_scorer
@@ -39,10 +39,10 @@ def scorer(path: str, variables: Mapping[str, Any], dtype: torch.dtype = torch.f
     return Scorer(load_scorer(path, chat.pad_token, dtype, 0, trained=True), chat)
 
 
-def _chat(path: str, variables: Mapping[str, Any], template: str | None = None) -> Chat:
+def _chat(path: str, variables: Mapping[str, Any], settings: Model | None = None) -> Chat:
     from transformers import AutoConfig
 
-    processor = load_processor(path, template)
+    processor = load_processor(path, settings)
     end = processor.tokenizer.eos_token_id
     if end is None:
         raise UserError(f"model.path: the tokenizer of {path} has no eos_token; set it in tokenizer_config.json")
