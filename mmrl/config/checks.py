@@ -23,6 +23,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_groups(recipe),
             *recipe.algorithm.conflicts(recipe.sampling),
             *_batches(recipe),
+            *_rate(recipe),
             *_half(recipe),
             *_performance(recipe),
             *_text(recipe),
@@ -41,6 +42,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_pairs(recipe),
         *of_pictures(recipe),
         *_batches(recipe),
+        *_rate(recipe),
         *_half(recipe),
         *_performance(recipe),
         *of_placement(recipe),
@@ -226,6 +228,11 @@ def _batches(recipe: Recipe) -> Iterator[str]:
             f"train.updates_per_step: {train.group_size} samples of a group do not divide into "
             f"{train.updates_per_step} updates; use a divisor of train.group_size"
         )
+
+
+def _rate(recipe: Recipe) -> Iterator[str]:
+    if recipe.optim.min_lr_ratio and recipe.optim.schedule == "constant":
+        yield "optim.min_lr_ratio: a constant rate never falls; set optim.schedule to cosine or linear, or remove it"
 
 
 def _half(recipe: Recipe) -> Iterator[str]:

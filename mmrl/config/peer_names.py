@@ -59,7 +59,8 @@ TRL: Mapping[str, Here] = {
     "adam_beta1": _here("optim.betas"),
     "adam_beta2": _here("optim.betas"),
     "adam_epsilon": _here("optim.eps"),
-    "lr_scheduler_type": _here("optim.schedule"),
+    "lr_scheduler_type": _here("optim.schedule", note="constant, linear or cosine"),
+    "lr_scheduler_kwargs": _here("optim.min_lr_ratio", note="min_lr_rate of cosine_with_min_lr"),
     "warmup_ratio": _here("optim.warmup_steps"),
     "max_steps": _here("train.steps"),
     "num_train_epochs": _here("train.steps", note="the number of steps, not of epochs"),
@@ -134,6 +135,9 @@ VERL: Mapping[str, Here] = {
     "actor_rollout_ref.actor.strategy": _here("train.backend"),
     "actor_rollout_ref.actor.optim.lr": _here("optim.lr"),
     "actor_rollout_ref.actor.optim.weight_decay": _here("optim.weight_decay"),
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": _here("optim.schedule"),
+    "actor_rollout_ref.actor.optim.warmup_style": _here("optim.schedule"),
+    "actor_rollout_ref.actor.optim.min_lr_ratio": _here("optim.min_lr_ratio"),
     "actor_rollout_ref.actor.optim.lr_warmup_steps": _here("optim.warmup_steps"),
     "actor_rollout_ref.actor.ppo_mini_batch_size": _here(
         "train.updates_per_step", note="how many updates a step's samples are divided among"

@@ -210,9 +210,12 @@ class Optim(Section):
     weight_decay: NonNegative = 1e-4
     max_grad_norm: PositiveFloat = 1.0
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
-    schedule: Literal["constant", "linear"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     """``linear`` falls from the first update to 0 at train.steps, or with train.max_cpu_seconds to nearly 0 where that
-    ends the run before; the warm-up multiplies it."""
+    ends the run before; the warm-up multiplies it. ``cosine`` is that of transformers: it rises from 0 and falls after
+    the warm-up."""
+    min_lr_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of optim.lr, what a falling rate ends at."""
     ema_decay: Decay | None = None
     """Keep an exponential moving average of the weights and evaluate and export that; None evaluates the weights."""
     ema_every: Count = 1
