@@ -270,10 +270,10 @@ def test_further_parameters_change_what_it_draws_and_wrong_ones_are_named(fresh,
     public = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
     assert fields("vllm") == public
     assert OURS["vllm"].keys() | FIXED["vllm"] <= public
-    settings = Settings(8, temperature=0, extra={"logit_bias": {9: 100.0}})
-    assert fresh.generate([ask()], settings)[0].token_ids == [9] * 8
+    biased = ask(extra={"logit_bias": {9: 100.0}})
+    assert fresh.generate([biased], Settings(8, temperature=0))[0].token_ids == [9] * 8
     with pytest.raises(UserError, match=r"rollout\.sampling: vLLM refuses .*presence_penalty must be in"):
-        fresh.generate([ask()], Settings(8, extra={"presence_penalty": 9.0}))
+        fresh.generate([ask(extra={"presence_penalty": 9.0})], Settings(8))
 
 
 def test_penalty_and_min_p_are_in_the_log_probs_and_are_transformers(fresh, text):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,12 +29,13 @@ _EXTRA = 1e-3
 @dataclass(frozen=True)
 class Allowance:
     """What one call draws for one request: at most ``tokens``, and at least ``least``; ``at_end`` says what it means to
-    use them all up."""
+    use them all up. ``extra``: see ``Request``."""
 
     tokens: int
     at_end: Literal["length", "cut"]
     seed: int
     least: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def allowances(requests: Sequence[Request], settings: Settings, max_model_len: int) -> list[Allowance]:
@@ -58,8 +59,8 @@ def _allowance(request: Request, settings: Settings, max_model_len: int) -> Allo
     # what goes on must not draw with the numbers its first tokens were drawn with
     seed = seed_of(request.seed, "resumed", done) if done else request.seed
     if settings.cut_after is not None and settings.cut_after < left:
-        return Allowance(settings.cut_after, "cut", seed, min(least, settings.cut_after))
-    return Allowance(left, "length", seed, min(least, left))
+        return Allowance(settings.cut_after, "cut", seed, min(least, settings.cut_after), request.extra)
+    return Allowance(left, "length", seed, min(least, left), request.extra)
 
 
 def completion(

@@ -24,7 +24,8 @@ class Request:
     prompt before that expansion (one placeholder per medium), for engines that preprocess media themselves.
     ``seed`` is the sample's own. ``partial``: tokens already sampled (a generation that was cut and goes on); what
     follows them is drawn with a seed of its own. ``name``: what messages call the sample. ``max_new_tokens``: where the
-    prompt has a limit of its own, below ``Settings.max_new_tokens``.
+    prompt has a limit of its own, below ``Settings.max_new_tokens``. ``extra``: further sampling parameters by the
+    engine's own names.
     """
 
     prompt_ids: Sequence[int]
@@ -35,6 +36,7 @@ class Request:
     partial: Sequence[int] = ()
     name: str = ""
     max_new_tokens: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,7 @@ class Settings:
     one call draws for it. Only ``stop_token_ids`` and the texts ``stop`` end a sample, the latter with the token that
     completes one (what an engine draws beyond is cut): an engine adds none of the model's own. Neither ends one within
     its first ``min_new_tokens``. ``repetition_penalty`` is of prompt and response. A class of a user's own names which
-    of ``min_new_tokens``, ``repetition_penalty`` and ``min_p`` it obeys, in ``understands``. ``extra``: further
-    parameters by the engine's own names.
+    of ``min_new_tokens``, ``repetition_penalty`` and ``min_p`` it obeys, in ``understands``.
     """
 
     max_new_tokens: int
@@ -72,7 +73,6 @@ class Settings:
     min_new_tokens: int = 0
     repetition_penalty: float = 1.0
     min_p: float = 0.0
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RolloutEngine(Protocol):

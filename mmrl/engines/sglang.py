@@ -197,7 +197,7 @@ class SglangServer:
 
     def _body(self, request: Request, allowance: Allowance, settings: Settings) -> dict[str, Any]:
         parameters: dict[str, Any] = {
-            **settings.extra,
+            **allowance.extra,
             "max_new_tokens": allowance.tokens,
             "temperature": settings.temperature,
             "top_p": settings.top_p,

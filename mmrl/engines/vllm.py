@@ -147,7 +147,7 @@ class VllmEngine:
         try:
             parameters = [_part("vllm").SamplingParams(**sampling_parameters(allowed[i], settings)) for i in drawn]
         except (*_refusals(), TypeError) as error:
-            raise UserError(f"rollout.sampling: vLLM refuses {dict(settings.extra)}: {error}") from error
+            raise UserError(f"rollout.sampling: vLLM refuses {dict(requests[drawn[0]].extra)}: {error}") from error
         with self._aside():
             try:
                 outputs = self._llm.generate(prompts, parameters, lora_request=self._adapter, use_tqdm=False)
@@ -340,7 +340,7 @@ def engine_arguments(
 def sampling_parameters(allowance: Allowance, settings: Settings) -> dict[str, Any]:
     """vLLM's sampling parameters, by its names."""
     return {
-        **settings.extra,
+        **allowance.extra,
         "max_tokens": allowance.tokens,
         "temperature": settings.temperature,
         "top_p": settings.top_p,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.engines.server_process import Timeouts
 from mmrl.errors import UserError
-from mmrl.trajectory import SampleId, Trajectory
+from mmrl.trajectory import Prompt, SampleId, Trajectory
 
 _TIMEOUTS = {"start_timeout_s": "start_s", "request_timeout_s": "request_s"}
 """What the options of a server call the fields of ``Timeouts``."""
@@ -204,15 +204,18 @@ def request(
     run_seed: int,
     sample: SampleId,
     prompt_ids: Tensor,
-    most: int | None,
+    prompt: Prompt,
+    extra: Mapping[str, Any],
     text: str,
     images: Sequence[Any],
     clips: Sequence[Any],
 ) -> Request:
-    """One sample to draw, with a seed of its own; ``most``: the prompt's own limit."""
+    """One sample to draw, with a seed of its own; ``extra``: further parameters of the engine."""
     name = f"step {sample.step}, slot {sample.slot}, attempt {sample.attempt}, sample {sample.sample}"
     seed = seed_of(run_seed, sample.step, sample.slot, sample.attempt, sample.sample, "tokens") % 2**31
-    return Request(prompt_ids.tolist(), text, seed, images, clips, name=name, max_new_tokens=most)
+    return Request(
+        prompt_ids.tolist(), text, seed, images, clips, name=name, max_new_tokens=prompt.max_new_tokens, extra=extra
+    )
 
 
 def settings_of(recipe: Recipe, temperature: float, stop: Sequence[int]) -> Settings:
@@ -228,7 +231,6 @@ def settings_of(recipe: Recipe, temperature: float, stop: Sequence[int]) -> Sett
         min_new_tokens=decoding.min_new_tokens,
         repetition_penalty=decoding.repetition_penalty,
         min_p=decoding.min_p,
-        extra=recipe.rollout.sampling,
     )
 
 

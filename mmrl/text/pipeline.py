@@ -265,11 +265,10 @@ class LanguagePipeline:
         """What the engine is asked; the media of a prompt are opened once for all its samples."""
         prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
         shown = {k: self.fitter.shown(p, self.limit) for k, p in prompts.items()}
+        extra = self.recipe.rollout.sampling
         opened = {k: (self.conditioner.render(p), *self.conditioner.media(p)) for k, p in shown.items()}
         return [
-            engine_sampling.request(
-                seed, sample, self.features.get(key)["input_ids"], slot.prompt.max_new_tokens, *opened[key]
-            )
+            engine_sampling.request(seed, sample, self.features.get(key)["input_ids"], slot.prompt, extra, *opened[key])
             for key, slot, sample in zip((key_of(s.prompt) for s in slots), slots, ids, strict=True)
         ]
 

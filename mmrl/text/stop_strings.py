@@ -116,8 +116,8 @@ class Ends:
 
 def stops_of(strings: Sequence[str], least: int, conditioner: Conditioner) -> StopStrings:
     """The stop strings of a recipe, for responses of the model of ``conditioner``."""
-    tokenizer = _tokenizer(conditioner)
-    return StopStrings(strings, least, conditioner.decode, tokenizer.all_special_ids)
+    hidden = _tokenizer(conditioner).all_special_ids if strings else ()
+    return StopStrings(strings, least, lambda tokens: conditioner.decode(tokens), hidden)
 
 
 def check_strings(strings: Sequence[str], conditioner: Conditioner) -> None:
