@@ -31,6 +31,8 @@ TRL: Mapping[str, Here] = {
     "fp16": _here("model.dtype", note="float16 is not offered; take bfloat16"),
     "attn_implementation": _here("performance.attention"),
     "model_init_kwargs": _here("model", note="what may be set has keys of its own"),
+    "min_pixels": _here("model.min_pixels"),
+    "max_pixels": _here("model.max_pixels"),
     "use_peft": _here("model.lora"),
     "lora_r": _here("model.lora.rank"),
     "lora_alpha": _here("model.lora.alpha"),
@@ -40,6 +42,8 @@ TRL: Mapping[str, Here] = {
     "dataset_config": _here("data.train", note="{subset: ...}"),
     "dataset_train_split": _here("data.train", note="{split: ...}"),
     "dataset_test_split": _here("data.heldout", note="{split: ...}"),
+    "chat_template_kwargs": _here("sampling.chat_template_kwargs"),
+    "chat_template_path": _here("model.chat_template", note="a file, or the template's text"),
     "max_prompt_length": _here("sampling.max_prompt_tokens"),
     "max_completion_length": _here("sampling.max_new_tokens"),
     "num_generations": _here("train.group_size"),
@@ -60,7 +64,8 @@ TRL: Mapping[str, Here] = {
     "adam_beta1": _here("optim.betas"),
     "adam_beta2": _here("optim.betas"),
     "adam_epsilon": _here("optim.eps"),
-    "lr_scheduler_type": _here("optim.schedule"),
+    "lr_scheduler_type": _here("optim.schedule", note="constant, linear or cosine"),
+    "lr_scheduler_kwargs": _here("optim.min_lr_ratio", note="min_lr_rate of cosine_with_min_lr"),
     "warmup_ratio": _here("optim.warmup_steps"),
     "max_steps": _here("train.steps"),
     "num_train_epochs": _here("train.steps", note="the number of steps, not of epochs"),
@@ -104,8 +109,9 @@ TRL: Mapping[str, Here] = {
     "shuffle_order": _here("rewards[0].options", note="{order: random} of a judge; average asks both orders"),
     "eval_steps": _here("eval.every"),
     "sync_ref_model": _here(note="the reference stays as the run began; remove it"),
-    "repetition_penalty": _here(note="mmrl has no such setting; remove it"),
-    "min_p": _here(note="mmrl has no such setting; use sampling.top_p or sampling.top_k"),
+    "generation_kwargs": _here("sampling", note="stop, min_new_tokens, repetition_penalty, min_p, top_p, top_k"),
+    "stop_strings": _here("sampling.stop"),
+    "vllm_sampling_params": _here("rollout.sampling", note="fields of vLLM's SamplingParams"),
 }
 """Of TRL's GRPOConfig, DPOConfig, SFTConfig and ModelConfig, and of the transformers arguments below them."""
 
@@ -144,12 +150,16 @@ DIFFUSERS: Mapping[str, Here] = {
 
 VERL: Mapping[str, Here] = {
     "actor_rollout_ref.model.path": _here("model.path"),
+    "actor_rollout_ref.model.custom_chat_template": _here("model.chat_template"),
     "actor_rollout_ref.model.lora_rank": _here("model.lora.rank"),
     "actor_rollout_ref.model.lora_alpha": _here("model.lora.alpha"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": _here("model.gradient_checkpointing"),
     "actor_rollout_ref.actor.strategy": _here("train.backend"),
     "actor_rollout_ref.actor.optim.lr": _here("optim.lr"),
     "actor_rollout_ref.actor.optim.weight_decay": _here("optim.weight_decay"),
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": _here("optim.schedule"),
+    "actor_rollout_ref.actor.optim.warmup_style": _here("optim.schedule"),
+    "actor_rollout_ref.actor.optim.min_lr_ratio": _here("optim.min_lr_ratio"),
     "actor_rollout_ref.actor.optim.lr_warmup_steps": _here("optim.warmup_steps"),
     "actor_rollout_ref.actor.ppo_mini_batch_size": _here(
         "train.updates_per_step", note="how many updates a step's samples are divided among"
@@ -212,6 +222,7 @@ VERL: Mapping[str, Here] = {
     "data.sampler.class_name": _here("data.sampler", note="path/to/file.py:Class"),
     "data.filter_overlong_prompts": _here("data.overlong"),
     "data.truncation": _here("data.overlong"),
+    "data.apply_chat_template_kwargs": _here("sampling.chat_template_kwargs"),
     "custom_reward_function.path": _here("rewards[0].name", note="path/to/file.py:function"),
     "custom_reward_function.name": _here("rewards[0].name", note="path/to/file.py:function"),
     "trainer.total_training_steps": _here("train.steps"),

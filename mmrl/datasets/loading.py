@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from mmrl.config.data import Data, source_label
 from mmrl.config.names import is_hub_data, resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
 from mmrl.datasets.mixture import Interleaved, Mixture, Part
-from mmrl.datasets.records import checked
+from mmrl.datasets.records import BadRecord, Records, checked
 from mmrl.datasets.sampler import Chosen
 from mmrl.errors import UserError
 from mmrl.trajectory import Prompt
@@ -26,17 +27,21 @@ def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
 
     Raises ``UserError`` for an empty or unusable data set, and past ``data.max_bad_fraction`` of bad records.
     """
-    return load_data(recipe.data, root, split)
+    return load_data(recipe.data, root, split, system_message(recipe))
 
 
-def load_data(data: Data, root: Path, split: str) -> Sequence[Prompt]:
-    """As ``load_prompts``, of a section ``data``."""
+def system_message(recipe: Recipe) -> str | None:
+    """The system message for prompts without one."""
+    return recipe.sampling.system if recipe.sampling.type == "text" else None
+
+
+def load_data(data: Data, root: Path, split: str, system: str | None = None) -> Sequence[Prompt]:
+    """As ``load_prompts``, of a section ``data``; prompts without a system message get ``system``."""
     if data.mixture:
-        return _mixed(data, root, split)
+        return _mixed(data, root, split, system)
     both = {"train": data.train, "heldout": data.heldout}
     prompts = _made(data.name, root, split, both, f"data.{split}")
-    checked(prompts, data.max_bad_fraction)
-    return prompts
+    return _with_system(prompts, system, checked(prompts, data.max_bad_fraction))
 
 
 def in_order(recipe: Recipe, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
@@ -46,7 +51,7 @@ def in_order(recipe: Recipe, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     return Chosen(prompts, recipe.data.sampler, recipe.seed, recipe.train.prompts_per_step)
 
 
-def _mixed(data: Data, root: Path, split: str) -> Mixture:
+def _mixed(data: Data, root: Path, split: str, system: str | None) -> Mixture:
     """The prompts of ``split`` of all sources that have it."""
     parts = []
     for i, source in enumerate(data.mixture):
@@ -56,7 +61,7 @@ def _mixed(data: Data, root: Path, split: str) -> Mixture:
         label, where = source_label(source), f"data.mixture[{i}].{split}"
         try:
             made = _made(source.name, root, split, {k: v or {} for k, v in both.items()}, where)
-            checked(made, data.max_bad_fraction)
+            made = _with_system(made, system, checked(made, data.max_bad_fraction))
         except UserError as error:
             said = str(error)
             raise UserError(said if said.startswith(where) else f"{where}: {label}: {said}") from error
@@ -86,3 +91,17 @@ def _made(name: str, root: Path, split: str, both: Mapping[str, Mapping[str, Any
     if not prompts:
         raise UserError(f"{where}: {name} gave no prompts for {options or 'its defaults'}; change {where}")
     return prompts
+
+
+def _with_system(prompts: Sequence[Prompt], system: str | None, bad: Sequence[BadRecord]) -> Sequence[Prompt]:
+    """``prompts``, with the message ``system`` where they have none."""
+    if not system:
+        return prompts
+
+    def get(i: int) -> Prompt:
+        prompt = prompts[i]
+        return prompt if prompt.system else replace(prompt, system=system)
+
+    if isinstance(prompts, list):
+        return [get(i) for i in range(len(prompts))]
+    return Records(len(prompts), get, bad, getattr(prompts, "seen", 0))

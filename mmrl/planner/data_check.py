@@ -13,14 +13,13 @@ from mmrl.config.data import Data
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
 from mmrl.datasets.checks import look
-from mmrl.datasets.loading import load_data
+from mmrl.datasets.loading import load_data, system_message
 from mmrl.datasets.mixture import Interleaved, Mixture, by_source
 from mmrl.datasets.records import BadRecord
 from mmrl.datasets.sources import is_table
 from mmrl.errors import BadPromptError, UserError
 from mmrl.json_types import Json
 from mmrl.media import BadMediaError, Media, describe
-from mmrl.text.pairs import TEXTS
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
 
@@ -41,7 +40,7 @@ class Record:
     rendered: str | None = None
     tokens: int | None = None
     responses: dict[str, int] = field(default_factory=dict)
-    """Of pairs: the tokens of each."""
+    """Of given responses: the tokens of each."""
     problem: str | None = None
 
 
@@ -87,7 +86,8 @@ Reader = Callable[[Prompt, Record], None]
 def check_recipe(loaded: LoadedRecipe, shown: int, looked_at: int) -> Checked:
     """The data of a recipe, read by its model where its configuration and tokenizer are there; no weight is loaded."""
     read, model, settings = _reader(loaded)
-    return Checked(_splits(loaded.recipe.data, loaded.root, read, shown, looked_at), model, settings)
+    system = system_message(loaded.recipe)
+    return Checked(_splits(loaded.recipe.data, loaded.root, read, shown, looked_at, system), model, settings)
 
 
 def check_data(data: Data, root: Path, shown: int, looked_at: int) -> Checked:
@@ -112,10 +112,12 @@ def data_at(target: str, options: Mapping[str, Json]) -> Data:
     return Data(name=name, train=given, heldout=given)
 
 
-def _splits(data: Data, root: Path, read: Reader | None, shown: int, looked_at: int) -> dict[str, Split]:
+def _splits(
+    data: Data, root: Path, read: Reader | None, shown: int, looked_at: int, system: str | None = None
+) -> dict[str, Split]:
     lenient = data.model_copy(update={"max_bad_fraction": 1.0})  # all of it is to be told
     return {
-        split: _split(lenient, load_data(lenient, root, split), read, shown, looked_at)
+        split: _split(lenient, load_data(lenient, root, split, system), read, shown, looked_at)
         for split in ("train", "heldout")
     }
 
@@ -155,7 +157,7 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
 
 
 def _record(prompt: Prompt, read: Reader | None, *, sizes: bool) -> Record:
-    found = Record(prompt.id, prompt.text, prompt.system, dict(prompt.meta))
+    found = Record(prompt.id, prompt.conversation, prompt.system, dict(prompt.meta))
     try:
         found.media = [_size(medium) for medium in prompt.media] if sizes else []
         if read is not None:
@@ -200,7 +202,7 @@ def _of_text(pipeline: LanguagePipeline) -> Reader:
         record.rendered, record.tokens = pipeline.conditioner.render(used), len(features["input_ids"])
         if pipeline.pairs is not None:
             pair = pipeline.pairs.encoded(used, record.tokens)
-            record.responses = {name: len(pair[name]) for name in TEXTS}
+            record.responses = {name: len(tokens) for name, tokens in pair.items()}
 
     return read
 
