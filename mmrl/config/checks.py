@@ -27,6 +27,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_groups(recipe),
             *recipe.algorithm.conflicts(recipe.sampling),
             *_batches(recipe),
+            *_rate(recipe),
             *_half(recipe),
             *_performance(recipe),
             *_text(recipe),
@@ -49,6 +50,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_pairs(recipe),
         *of_pictures(recipe),
         *_batches(recipe),
+        *_rate(recipe),
         *_half(recipe),
         *_performance(recipe),
         *of_placement(recipe),
@@ -117,12 +119,46 @@ def _text(recipe: Recipe) -> Iterator[str]:
                 f"train.micro_batch_tokens: one response may have {needed} tokens (sampling.max_new_tokens), which do "
                 f"not fit; set it to {needed} plus the longest prompt, or more"
             )
+    yield from _pixels(recipe)
+    least, most = recipe.decoding.min_new_tokens, recipe.decoding.max_new_tokens
+    if least > most:
+        yield (
+            f"sampling.min_new_tokens: no response has more than {most} tokens (sampling.max_new_tokens); set it to "
+            f"{most} or less"
+        )
+    if recipe.rollout.engine == "sglang" and least and recipe.decoding.stop:
+        yield (
+            "sampling.min_new_tokens: with sglang a string of sampling.stop may end a response before; remove one of "
+            "the two, or set rollout.engine to vllm_server"
+        )
+    if recipe.rollout.engine == "sglang" and recipe.rollout.partial and recipe.decoding.repetition_penalty != 1:
+        yield (
+            "sampling.repetition_penalty: sglang counts no tokens that a response had before it was cut; remove it or "
+            "rollout.partial, or set rollout.engine to vllm_server"
+        )
     if recipe.performance.compile:
         yield "performance.compile: what samples text has another shape for every token; remove it"
     if recipe.train.steps_per_forward != 1:
         yield "train.steps_per_forward: text has no denoising steps, all tokens of a row are one forward; remove it"
     if recipe.features.cache is not None:
         yield "features.cache: prompts of text are not encoded by a model of their own; remove it"
+
+
+def _pixels(recipe: Recipe) -> Iterator[str]:
+    """Of limits for pictures in prompts; engines that make tokens of pictures themselves must have the same."""
+    low, high, rollout = recipe.model.min_pixels, recipe.model.max_pixels, recipe.rollout
+    key = "model.max_pixels" if low is None else "model.min_pixels"
+    if low is None and high is None:
+        return
+    if low is not None and high is not None and low > high:
+        yield f"model.min_pixels: {low} is above model.max_pixels, {high}; lower it"
+    if rollout.own_class:
+        yield f"{key}: {rollout.engine_name} would read pictures without it; remove it, or sample with another engine"
+    if rollout.engine == "sglang" and "mm_process_config" not in rollout.options:
+        yield (
+            f"{key}: sglang resizes pictures by itself; tell it the same in rollout.options "
+            "({mm_process_config: {image: {max_pixels: ...}}}), or set rollout.engine to vllm_server"
+        )
 
 
 def _pairs(recipe: Recipe) -> Iterator[str]:
@@ -218,6 +254,9 @@ def _diffusion(recipe: Recipe) -> Iterator[str]:
             f"algorithm.type: {recipe.algorithm.type} trains tokens, and this recipe samples pictures "
             "(sampling.height, sampling.width); use flow_grpo, or a text pipeline and sampling.max_new_tokens"
         )
+    for key in ("chat_template", "min_pixels", "max_pixels"):
+        if getattr(recipe.model, key) is not None:
+            yield f"model.{key}: a model that makes pictures has no chat; remove it"
     if recipe.train.micro_batch_tokens is not None:
         yield "train.micro_batch_tokens: pictures have no tokens to count; set train.micro_batch_size and remove it"
     if recipe.rollout.engine != "transformers":
@@ -233,6 +272,11 @@ def _batches(recipe: Recipe) -> Iterator[str]:
             f"train.updates_per_step: {train.group_size} samples of a group do not divide into "
             f"{train.updates_per_step} updates; use a divisor of train.group_size"
         )
+
+
+def _rate(recipe: Recipe) -> Iterator[str]:
+    if recipe.optim.min_lr_ratio and recipe.optim.schedule == "constant":
+        yield "optim.min_lr_ratio: a constant rate never falls; set optim.schedule to cosine or linear, or remove it"
 
 
 def _half(recipe: Recipe) -> Iterator[str]:
