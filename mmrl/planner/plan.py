@@ -207,7 +207,6 @@ def _account(
     inputs: frozenset[str],
 ) -> None:
     """Fill in counts, measured sizes, roles and phases."""
-
     recipe, made.source = made.recipe, description.source
     pathwise = objective.kind == "pathwise"
     entries = objective.entries or entries_of(description.pipeline, objective.kind)

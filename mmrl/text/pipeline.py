@@ -47,8 +47,7 @@ GENERATE = "generate"
 
 
 class LanguagePipeline:
-    """Final class; see ``mmrl.pipelines.protocol.TextPipeline``. ``policy`` is the Hugging Face model, with LoRA or
-    not."""
+    """Final class; see ``mmrl.pipelines.protocol.TextPipeline``. ``policy`` is the Hugging Face model."""
 
     makes: Literal["text"] = "text"
 
@@ -61,8 +60,7 @@ class LanguagePipeline:
         engine: RolloutEngine | None = None,
     ) -> None:
         self.conditioner, self.policy, self.recipe, self.device = conditioner, policy, recipe, device
-        self.engine = engine
-        self.given = engine_sampling.Given()
+        self.engine, self.given = engine, engine_sampling.Given()
         self._synced: object = None
         self._source: Policy | None = None
         self.critic: Critic | None = None
@@ -339,8 +337,7 @@ class LanguagePipeline:
         return out
 
     def response_log_probs(self, trajectory: Trajectory, temperature: float, *, every_token: bool = False) -> Tensor:
-        """Log-probs ``[B, T]`` of the rows' tokens under the policy's present weights. ``every_token``: among all of
-        the vocabulary, those that sampling never draws too."""
+        """Log-probs ``[B, T]`` of the rows' tokens. ``every_token``: among the whole vocabulary, see ``_logits``."""
         logits = self._logits(trajectory, every_token=every_token)
         return self.token_log_probs(logits, trajectory.clean, temperature)
 
@@ -351,8 +348,7 @@ class LanguagePipeline:
             return self.policy(**inputs, use_cache=False).logits[:, 0].float()
 
     def token_log_probs(self, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        """Log-probs ``[B, T]`` of ``tokens`` under the logits of the last forward, which may be this rank's part of the
-        tokens or of the vocabulary."""
+        """Log-probs ``[B, T]`` of ``tokens``; ``logits`` may be this rank's part of the tokens or the vocabulary."""
         own = tokens if self._cut is None else self._cut.own(tokens)
         found = token_log_probs(logits, own, temperature, self._vocabulary)
         return found if self._cut is None else self._cut.whole(found)
@@ -379,8 +375,7 @@ class LanguagePipeline:
             return self.critic(**inputs)[:, -trajectory.clean.shape[1] - 1 : -1]
 
     def _logits(self, trajectory: Trajectory, *, every_token: bool = False) -> Tensor:
-        """Logits ``[B, T, V]`` that each response token was, or would have been, drawn from; this rank's where ranks
-        share rows or the vocabulary."""
+        """Logits ``[B, T, V]`` of each response token, this rank's part. ``every_token``: of forbidden ones too."""
         inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
         with self._autocast():
             end = inputs["input_ids"].shape[1] - 1  # no token follows the last one
