@@ -19,19 +19,18 @@ from typing import Literal
 
 from mmrl.datasets.checks import MediaChecks, Verify
 from mmrl.datasets.fields import (
-    Cell,
     Columns,
-    digest_of,
+    digest_of_prompt,
     make_prompt,
-    media_from,
     parse_json,
     read_fields,
     warn_of_unread,
 )
+from mmrl.datasets.record_media import media_from
 from mmrl.datasets.records import BadRecord, Records, in_split
 from mmrl.datasets.sources import Csv, Lines
 from mmrl.errors import UserError
-from mmrl.json_types import Json
+from mmrl.json_types import Cell, Json
 from mmrl.media import KINDS
 from mmrl.trajectory import Prompt
 
@@ -80,7 +79,7 @@ def prompts(
             continue
         found.append(made)
         shown = (relpath(m.path, root.resolve()) for m in made.media if m.path)  # wherever the folder lies
-        digests.append(digest_of(made.text, made.system or "", *shown))
+        digests.append(digest_of_prompt(made, *shown))
     checks.save()
     warn_of_unread(path, keys, columns)
     if not found:

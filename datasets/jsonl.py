@@ -19,13 +19,14 @@ from mmrl.datasets.fields import (
     Columns,
     Fields,
     digest_of,
+    digest_of_prompt,
     make_prompt,
-    media_from,
     read_columns,
     read_fields,
     warn_of_unread,
 )
 from mmrl.datasets.preferences import BETTER, FORMS, WORSE, Form, TieError, as_pair
+from mmrl.datasets.record_media import media_from
 from mmrl.datasets.records import BadRecord, Records, in_split
 from mmrl.datasets.sources import Rows, open_rows
 from mmrl.errors import UserError
@@ -112,7 +113,7 @@ def _usable(made: _Maker, checks: MediaChecks, verify: Verify | None) -> tuple[l
             continue
         good.append(i)
         shown = (relpath(m.path, folder) if m.path else m.data or "" for m in media)  # wherever the folder lies
-        digests.append(digest_of(fields.text, fields.system or "", *shown))
+        digests.append(digest_of_prompt(fields, *shown))
     checks.save()
     return good, digests, bad
 

@@ -7,6 +7,8 @@ JsonScalar: TypeAlias = bool | int | float | str | None
 # The containers are read-only, so that a `dict[str, int]` is JSON data too.
 Json: TypeAlias = "JsonScalar | Sequence[Json] | Mapping[str, Json]"
 JsonObject: TypeAlias = Mapping[str, Json]
+Cell: TypeAlias = "JsonScalar | bytes | Sequence[Cell] | Mapping[str, Cell]"
+"""A value of a data set's record: JSON data, or bytes in a table."""
 MutableJson: TypeAlias = "JsonScalar | list[MutableJson] | dict[str, MutableJson]"
 """JSON data that is changed in place, such as the values of a recipe whose layers are merged."""
 

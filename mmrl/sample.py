@@ -18,7 +18,8 @@ from pathlib import Path
 from PIL import Image
 
 import mmrl
-from mmrl.datasets.fields import arranged, clean_text
+from mmrl.datasets.fields import clean_text
+from mmrl.datasets.record_media import arranged
 from mmrl.datasets.records import checked
 from mmrl.errors import BadPromptError, UserError
 from mmrl.export import new_directory, refuse_taken

@@ -18,7 +18,7 @@ from mmrl.checkpoint import reader
 from mmrl.checkpoint.manifest import directory_of
 from mmrl.checkpoint.reader import BEST, Saved, Stateful
 from mmrl.checkpoint.run_state import of_run, restore, saver_of, take_up
-from mmrl.config.checks import label_of
+from mmrl.config.evaluation_checks import label_of
 from mmrl.config.loader import LoadedRecipe
 from mmrl.controller import Controller
 from mmrl.datasets.loading import load_prompts

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mmrl.media import Media
 from mmrl.transfer import picked
@@ -19,13 +19,22 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+class Turn(NamedTuple):
+    """A message of a conversation, before the one that is to be answered."""
+
+    role: Literal["user", "assistant"]
+    text: str
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt. ``meta`` carries what a reward must know of it (the truth of a scene, say); JSON values only.
 
-    ``media`` are its pictures and clips, in the order of the ``<image>`` and ``<video>`` placeholders in ``text``
-    (before it where it has none). ``system`` is a system message for models with a chat template.
-    ``negative_prompt`` is what classifier-free guidance moves away from (pictures and clips); None takes the recipe's.
+    ``text`` is the message to answer, and ``turns`` what was said before it. ``media`` are the pictures and clips of
+    all of the user's messages, in the order of their ``<image>`` and ``<video>`` placeholders (before the first message
+    where there are none). ``system`` is a system message for models with a chat template. ``negative_prompt`` is what
+    classifier-free guidance moves away from (pictures and clips); None takes the recipe's.
+    ``max_new_tokens`` is a limit of its responses, below that of the recipe.
     """
 
     id: str
@@ -34,6 +43,15 @@ class Prompt:
     media: tuple[Media, ...] = ()
     system: str | None = None
     negative_prompt: str | None = None
+    turns: tuple[Turn, ...] = ()
+    max_new_tokens: int | None = None
+
+    @property
+    def conversation(self) -> str:
+        """``text``; behind the turns before it, each under its role, where there are any."""
+        if not self.turns:
+            return self.text
+        return "\n\n".join(f"{role}: {text}" for role, text in (*self.turns, Turn("user", self.text)))
 
 
 @dataclass(frozen=True)

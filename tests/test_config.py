@@ -55,7 +55,7 @@ def lines_of(error: RecipeError) -> list[str]:
     return [str(problem) for problem in error.problems]
 
 
-OPTIM = "lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, schedule, ema_decay, ema_every"
+OPTIM = "lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, schedule, min_lr_ratio, ema_decay, ema_every"
 REWARD_KEYS = "name, label, weight, normalize, batch_size, timeout, retries, on_failure, options"
 TYPES = ", ".join(algorithm_names())
 TOP = (

@@ -51,11 +51,14 @@ def rates(schedule, spent, updates=(0, 40, 80)):
 def test_a_falling_learning_rate_follows_what_ends_the_run():
     assert rates("linear", (0.0, 0.8, 1.0)) == pytest.approx([1.0, 0.25, 0.05])
     assert rates("linear", (0.0, 5.0, 9.0)) == [1.0, 0.0, 0.0]
+    assert rates("cosine", (0.0, 0.55, 1.05)) == pytest.approx([1.0, 0.5, 0.0])
+    assert rates("cosine", (0.0, 5.0, 9.0)) == pytest.approx([1.0, 0.0, 0.0])
 
 
 def test_measured_time_has_no_say_where_steps_end_the_run():
     steps = rates("linear", (0.0, 0.0, 0.0))
     assert rates("linear", (0.03, 0.44, 0.84)) == steps, "to the bit"
+    assert rates("cosine", (0.03, 0.44, 0.84)) == rates("cosine", (0.0, 0.0, 0.0)), "to the bit"
     assert rates("constant", (0.0, 0.8, 1.0)) == [1.0, 1.0, 1.0]
 
 
@@ -81,6 +84,13 @@ def test_a_run_that_the_limit_ends_goes_on_from_the_time_in_its_checkpoint(tmp_p
     longer = load_recipe(["shapes-draft"], [*loaded.overrides, "train.max_cpu_seconds=9"])
     with pytest.raises(UserError, match=r"--resume: train\.max_cpu_seconds differ"):
         train(longer, cut, resume=True)
+
+
+def test_with_a_cosine_another_limit_is_refused(tmp_path):
+    directory = RunDir(tmp_path)
+    directory.resolved.write_text(json.dumps(load_recipe(["shapes-nft"], ["optim.schedule=cosine"]).resolved()))
+    with pytest.raises(UserError, match=r"--resume: train\.max_cpu_seconds differ"):
+        same_run(directory, load_recipe(["shapes-nft"], ["optim.schedule=cosine", "train.max_cpu_seconds=9"]))
 
 
 def test_without_a_schedule_another_limit_may_be_set(tmp_path):

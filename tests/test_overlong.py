@@ -19,6 +19,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.run import build
 from mmrl.session import Session
 from mmrl.stopping import Stop
+from mmrl.text.conversation import messages_with_media
 from mmrl.text.overlong import without_first
 from mmrl.training.evaluation import Evaluator
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
@@ -202,7 +203,7 @@ def test_a_literal_image_is_text_where_a_record_has_no_pictures(folder, tmp_path
     assert ([p.text for p in found], found.bad) == ([asked, asked], [])
     pipeline = pipeline_of(folder, "sampling.max_prompt_tokens=100")
     assert asked in pipeline.conditioner.decode(encoded(pipeline, asked))
-    assert mmrl.load("pipelines", "vlm/chat").content_of(found[0]) == [{"type": "text", "text": asked}]
+    assert messages_with_media(found[0]) == [{"role": "user", "content": [{"type": "text", "text": asked}]}]
     template = Rubric("{{ prompt }}|{{ prompt_text }}|{{ response }}", "pointwise")
     broken = asked.replace("<", "< ")  # some judge's tokenizer may have such a token
     assert template.render([Sample(found[0], SampleId(0, 0, 0, 0), text="x")]) == (f"{broken}|{broken}|x",)
@@ -216,7 +217,7 @@ def test_a_picture_that_messages_show_must_be_there(tmp_path):
 
 
 def test_columns_that_nobody_reads_are_named_once_in_plan_and_in_training(folder, tmp_path):
-    record = {"prompt": "Say hi", "tools": [{"name": "add"}], "level": 3, "lang": "en"}
+    record = {"prompt": "Say hi", "origin": [{"name": "add"}], "level": 3, "lang": "en"}
     file = write(tmp_path / "tools.jsonl", *({**record, "prompt": f"Say {i}"} for i in range(8)))
     made = loaded(folder, *(f"data.{s}={{path: {file}, heldout: 0, meta: [level]}}" for s in ("train", "heldout")))
     for begin in (lambda: plan(made), lambda: build(made.recipe, made.root)):
@@ -225,7 +226,7 @@ def test_columns_that_nobody_reads_are_named_once_in_plan_and_in_training(folder
             begin()
         named = [str(w.message) for w in seen if issubclass(w.category, UnreadColumns)]
         assert named == [
-            f"{file}: the columns tools, lang are not used; to give them to rewards, set meta: [tools, lang] "
+            f"{file}: the columns origin, lang are not used; to give them to rewards, set meta: [origin, lang] "
             "in data.train and data.heldout"
         ]
 

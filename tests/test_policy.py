@@ -26,11 +26,35 @@ def update(policy, scale=1.0):
         ({"warmup_steps": 3}, [0.025, 0.05, 0.075, 0.1]),
         ({"schedule": "linear"}, [0.1, 0.075, 0.05, 0.025]),
         ({"schedule": "linear", "warmup_steps": 1}, [0.05, 0.075, 0.05, 0.025]),
+        ({"schedule": "linear", "min_lr_ratio": 0.2}, [0.1, 0.08, 0.06, 0.04]),
     ],
 )
 def test_learning_rate(settings, expected):
     policy = make(total=4, **settings)
     assert [update(policy)["optim/lr"] for _ in range(4)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("warmup", "floor"), [(0, 0.0), (3, 0.0), (3, 0.1), (0, 0.25)])
+def test_cosine_is_that_of_transformers(warmup, floor):
+    from transformers.optimization import (
+        get_cosine_schedule_with_warmup,
+        get_cosine_with_min_lr_schedule_with_warmup,
+    )
+
+    policy = make(total=9, schedule="cosine", warmup_steps=warmup, min_lr_ratio=floor)
+    theirs = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    if floor:
+        schedule = get_cosine_with_min_lr_schedule_with_warmup(theirs, warmup, 9, min_lr_rate=floor)
+    else:
+        schedule = get_cosine_schedule_with_warmup(theirs, warmup, 9)
+    expected = []
+    for _ in range(11):  # two more than the run has
+        expected.append(schedule.get_last_lr()[0])
+        theirs.step()
+        schedule.step()
+    found = [update(policy)["optim/lr"] for _ in range(11)]
+    assert found[:10] == pytest.approx(expected[:10], abs=1e-12)
+    assert found[9:] == pytest.approx([0.1 * floor] * 2)  # theirs would rise again
 
 
 def test_gradients_are_clipped_and_cleared():

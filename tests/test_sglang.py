@@ -74,6 +74,7 @@ class Served(ThreadingHTTPServer):
             raise ValueError("keys and values of other weights are still cached")
         parameters = body["sampling_params"]
         known = {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "sampling_seed"}
+        known |= {"min_new_tokens", "repetition_penalty", "min_p", "stop"}
         if parameters.keys() - known - {"skip_special_tokens"}:
             raise ValueError(f"unexpected {parameters.keys() - known}")
         assert ("input_ids" in body) != ("text" in body)
@@ -244,6 +245,17 @@ def test_stop_tokens(engine, served):
     asked = [body["sampling_params"] for _, body in served.asked]
     assert asked[0]["ignore_eos"] is True
     assert "ignore_eos" not in asked[1]  # SGLang would then look at no stop token at all
+
+
+def test_what_differs_from_its_defaults_is_asked_for(engine, served):
+    engine.generate([ask(4)], Settings(3))
+    engine.generate(
+        [ask(4, partial=[1])], Settings(3, stop=["</a>"], min_new_tokens=2, min_p=0.1, repetition_penalty=1.2)
+    )
+    plain, asked = [body["sampling_params"] for _, body in served.asked]
+    own = {"stop": ["</a>"], "min_new_tokens": 1, "min_p": 0.1, "repetition_penalty": 1.2}
+    assert not own.keys() & plain.keys()
+    assert {name: asked[name] for name in own} == own
 
 
 def test_update_brings_every_weight_as_a_whole_directory_and_flushes(engine, served):

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.engines.rollout import Request, Settings
+from mmrl.engines.sampling_options import FIXED, OURS, fields
 from mmrl.engines.sleep_mode import SleepMode
 from mmrl.engines.vllm import VllmEngine
 from mmrl.engines.vllm_server import VllmServer
@@ -235,6 +236,59 @@ def test_only_the_named_tokens_stop(fresh, text):
     assert len(ended.token_ids) == 200
 
 
+LETTERS = list(range(32, 64))
+"""Tokens of letters: what vLLM decodes begins with the end of the prompt, which is to be whole characters."""
+
+
+def printable(tokenizer, tokens):
+    """A place among ``tokens`` whose token is a visible character that comes there first, and that character."""
+    shown = [tokenizer.decode([token]) for token in tokens]
+    fits = (n for n, text in enumerate(shown) if n > 2 and len(text) == 1 and 33 <= ord(text) < 127)
+    return next((n, shown[n]) for n in fits if shown[n] not in "".join(shown[:n]))
+
+
+def test_stop_strings_end_a_sample_with_the_token_that_completes_one(fresh):
+    (whole,) = fresh.generate([ask(prompt=LETTERS)], Settings(24))
+    n, stop = printable(fresh._llm.get_tokenizer(), whole.token_ids)
+    (stopped,) = fresh.generate([ask(prompt=LETTERS)], Settings(24, stop=[stop, "never there"]))
+    assert (stopped.token_ids, stopped.finish) == (whole.token_ids[: n + 1], "stop")
+    (later,) = fresh.generate([ask(prompt=LETTERS)], Settings(24, stop=[stop], min_new_tokens=n + 1))
+    assert later.token_ids[: n + 2] == whole.token_ids[: n + 2]
+    first = whole.token_ids[0]
+    (ended,) = fresh.generate([ask(prompt=LETTERS)], Settings(24, stop_token_ids=(first,)))
+    assert ended.token_ids == [first]
+    (longer,) = fresh.generate(
+        [ask(prompt=LETTERS, max_new_tokens=6)], Settings(24, stop_token_ids=(first,), min_new_tokens=8)
+    )
+    assert (len(longer.token_ids), longer.finish) == (6, "length")
+    assert first not in longer.token_ids
+
+
+def test_further_parameters_change_what_it_draws_and_wrong_ones_are_named(fresh, text):
+    from vllm import SamplingParams
+
+    public = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert fields("vllm") == public
+    assert OURS["vllm"].keys() | FIXED["vllm"] <= public
+    biased = ask(extra={"logit_bias": {9: 100.0}})
+    assert fresh.generate([biased], Settings(8, temperature=0))[0].token_ids == [9] * 8
+    with pytest.raises(UserError, match=r"rollout\.sampling: vLLM refuses .*presence_penalty must be in"):
+        fresh.generate([ask(extra={"presence_penalty": 9.0})], Settings(8))
+
+
+def test_penalty_and_min_p_are_in_the_log_probs_and_are_transformers(fresh, text):
+    from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
+
+    theirs = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4), MinPLogitsWarper(0.1)])
+    (answer,) = fresh.generate([ask()], Settings(16, repetition_penalty=1.4, min_p=0.1))
+    for n, (token, said) in enumerate(zip(answer.token_ids, answer.log_probs, strict=True)):
+        ids = torch.tensor([[*PROMPT, *answer.token_ids[:n]]])
+        with torch.no_grad():
+            logits = theirs(ids, text[1](ids).logits[:, -1].float())
+        assert said == pytest.approx(logits.log_softmax(-1)[0, token].item(), abs=CLOSE)
+    assert gap(text[1], ask(), answer) > 0.01
+
+
 def test_cut_and_resumed_is_the_same_as_in_one_go(fresh, text):
     (whole,) = fresh.generate([ask()], Settings(21, temperature=0))
     tokens, said, finishes = [], [], []
@@ -404,6 +458,25 @@ class See:
         return gap(self.model, request, answer, **extra)
 
 
+def test_pictures_have_the_limits_that_the_recipe_sets(vision):
+    folder, a, _ = vision
+    size = type(a.processor.image_processor.size)
+    kept = a.processor.image_processor.size
+    pixels = {"min_pixels": 784, "max_pixels": 4 * 784}
+    engine = VllmEngine(
+        str(folder), max_model_len=1024, images=1, options={"mm_processor_kwargs": {"images_kwargs": pixels}}
+    )
+    try:
+        a.processor.image_processor.size = size(shortest_edge=784, longest_edge=4 * 784)
+        request = a.request([picture(1, (168, 168))])
+        assert request.prompt_ids.count(IMAGE) == 4
+        (answer,) = engine.generate([request], Settings(4))
+        assert a.gap(request, answer) < CLOSE
+    finally:
+        a.processor.image_processor.size = kept
+        engine.close()
+
+
 def clip(seed, fps=16.0):
     return Clip([picture(seed + i, (84, 84)) for i in range(4)], fps, [0, 2, 4, 6], 8)
 
@@ -480,6 +553,12 @@ def test_a_server_of_its_own(vision, tmp_path):
         assert a.gap(request, shown) < CLOSE
         assert a.gap(request, shown, images=[picture(2)]) > 0.02
         assert gap(a.model, words, plain) < CLOSE
+
+        from transformers import AutoTokenizer
+
+        n, stop = printable(AutoTokenizer.from_pretrained(folder), plain.token_ids)
+        (stopped,) = server.generate([words], Settings(12, stop=[stop], min_p=1e-9, repetition_penalty=1.0))
+        assert (stopped.token_ids, stopped.finish) == (plain.token_ids[: n + 1], "stop")
 
         (whole,) = server.generate([request], Settings(12, temperature=0))
         (start,) = server.generate([request], Settings(12, temperature=0, cut_after=5))

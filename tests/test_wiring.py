@@ -24,7 +24,7 @@ from mmrl.runtime.start import train
 from mmrl.text.engine_sampling import request
 from mmrl.text.token_sampling import uniforms
 from mmrl.training.evaluation import Evaluator
-from mmrl.trajectory import SampleId
+from mmrl.trajectory import Prompt, SampleId
 from tests import tiny
 from tests.partial_rollouts import Room
 
@@ -87,7 +87,9 @@ def test_controllers_step_on_the_gradient_of_all_rows():
 DRAWS = {
     "noise of a picture": lambda i: noise(5, [i], "initial", (4,)),
     "choice of tokens": lambda i: uniforms(5, [i], 4),
-    "seed of an engine": lambda i: torch.tensor([request(5, i, torch.tensor([1]), "text", (), ()).seed]),
+    "seed of an engine": lambda i: torch.tensor(
+        [request(5, i, torch.tensor([1]), Prompt("p", "p"), {}, "text", (), ()).seed]
+    ),
 }
 
 

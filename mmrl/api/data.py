@@ -9,7 +9,8 @@ from typing import TypeAlias
 
 from PIL.Image import Image
 
-from mmrl.datasets.fields import digest_of, make_prompt, media_from, read_fields
+from mmrl.datasets.fields import digest_of_prompt, make_prompt, read_fields
+from mmrl.datasets.record_media import media_from
 from mmrl.datasets.records import BadRecord, Records, in_split
 from mmrl.errors import UserError
 from mmrl.trajectory import Prompt
@@ -38,7 +39,7 @@ class Data:
         prompts = _prompts(self.train, "data", split)
         if self.heldout is not None or callable(self.train):
             return prompts
-        digests = [digest_of(p.text, p.system or "", *(m.data or m.path or "" for m in p.media)) for p in prompts]
+        digests = [digest_of_prompt(p, *(m.data or m.path or "" for m in p.media)) for p in prompts]
         chosen = in_split(digests, split, HELD_OUT, "data")
         bad = list(getattr(prompts, "bad", ()))
         return Records(len(chosen), lambda i: prompts[chosen[i]], bad, len(prompts) + len(bad))

@@ -41,7 +41,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     free |= {"performance"}
     free |= {f"train.{key}" for key in _LAYOUT} | set(_MEMORY)
     free |= set(CHANGEABLE) if diverged(directory) else set()
-    if loaded.recipe.optim.schedule == "linear":
+    if loaded.recipe.optim.schedule != "constant":
         free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
     stored = renamed(json.loads(directory.resolved.read_text()))
     before, now = (flatten(masked(without_budgets(recipe))) for recipe in (stored, loaded.resolved()))

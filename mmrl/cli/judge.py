@@ -65,7 +65,7 @@ def judge(
 
 def _read(source: str, label: str | None) -> tuple[Reward, Path, str]:
     """The reward to measure, the folder of its relative paths, and the device."""
-    from mmrl.config.checks import label_of
+    from mmrl.config.evaluation_checks import label_of
     from mmrl.config.layers import read_layers
     from mmrl.config.schema import Reward
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from mmrl.algorithms.settings import ResponseSettings
 from mmrl.config.data import of_data
+from mmrl.config.evaluation_checks import label_of, of_evaluation
 from mmrl.config.performance import NEEDS_HALF, PICTURE_ATTENTION, TEXT_ATTENTION
 from mmrl.config.picture_checks import of_pictures
 from mmrl.config.placement_checks import of_placement
@@ -27,6 +28,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_groups(recipe),
             *recipe.algorithm.conflicts(recipe.sampling),
             *_batches(recipe),
+            *_rate(recipe),
             *_half(recipe),
             *_performance(recipe),
             *_text(recipe),
@@ -36,7 +38,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *of_placement(recipe),
             *_labels(recipe),
             *_weights(recipe),
-            *_evaluation(recipe),
+            *of_evaluation(recipe),
         ]
     return [
         *_device(recipe),
@@ -49,12 +51,13 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_pairs(recipe),
         *of_pictures(recipe),
         *_batches(recipe),
+        *_rate(recipe),
         *_half(recipe),
         *_performance(recipe),
         *of_placement(recipe),
         *_labels(recipe),
         *_weights(recipe),
-        *_evaluation(recipe),
+        *of_evaluation(recipe),
     ]
 
 
@@ -63,11 +66,6 @@ def possible(recipe: Recipe) -> Recipe:
     if found := impossibilities(recipe):
         raise ValueError("\n".join(found))
     return recipe
-
-
-def label_of(name: str, label: str | None) -> str:
-    """What metrics call a reward: its label, else the attribute it is loaded from, or the file if that is ``score``."""
-    return label or name.removesuffix(":score").rpartition(":")[2].rpartition("/")[2].removesuffix(".py")
 
 
 def _sampler(recipe: Recipe) -> Iterator[str]:
@@ -117,12 +115,46 @@ def _text(recipe: Recipe) -> Iterator[str]:
                 f"train.micro_batch_tokens: one response may have {needed} tokens (sampling.max_new_tokens), which do "
                 f"not fit; set it to {needed} plus the longest prompt, or more"
             )
+    yield from _pixels(recipe)
+    least, most = recipe.decoding.min_new_tokens, recipe.decoding.max_new_tokens
+    if least > most:
+        yield (
+            f"sampling.min_new_tokens: no response has more than {most} tokens (sampling.max_new_tokens); set it to "
+            f"{most} or less"
+        )
+    if recipe.rollout.engine == "sglang" and least and recipe.decoding.stop:
+        yield (
+            "sampling.min_new_tokens: with sglang a string of sampling.stop may end a response before; remove one of "
+            "the two, or set rollout.engine to vllm_server"
+        )
+    if recipe.rollout.engine == "sglang" and recipe.rollout.partial and recipe.decoding.repetition_penalty != 1:
+        yield (
+            "sampling.repetition_penalty: sglang counts no tokens that a response had before it was cut; remove it or "
+            "rollout.partial, or set rollout.engine to vllm_server"
+        )
     if recipe.performance.compile:
         yield "performance.compile: what samples text has another shape for every token; remove it"
     if recipe.train.steps_per_forward != 1:
         yield "train.steps_per_forward: text has no denoising steps, all tokens of a row are one forward; remove it"
     if recipe.features.cache is not None:
         yield "features.cache: prompts of text are not encoded by a model of their own; remove it"
+
+
+def _pixels(recipe: Recipe) -> Iterator[str]:
+    """Of limits for pictures in prompts; engines that make tokens of pictures themselves must have the same."""
+    low, high, rollout = recipe.model.min_pixels, recipe.model.max_pixels, recipe.rollout
+    key = "model.max_pixels" if low is None else "model.min_pixels"
+    if low is None and high is None:
+        return
+    if low is not None and high is not None and low > high:
+        yield f"model.min_pixels: {low} is above model.max_pixels, {high}; lower it"
+    if rollout.own_class:
+        yield f"{key}: {rollout.engine_name} would read pictures without it; remove it, or sample with another engine"
+    if rollout.engine == "sglang" and "mm_process_config" not in rollout.options:
+        yield (
+            f"{key}: sglang resizes pictures by itself; tell it the same in rollout.options "
+            "({mm_process_config: {image: {max_pixels: ...}}}), or set rollout.engine to vllm_server"
+        )
 
 
 def _pairs(recipe: Recipe) -> Iterator[str]:
@@ -218,6 +250,9 @@ def _diffusion(recipe: Recipe) -> Iterator[str]:
             f"algorithm.type: {recipe.algorithm.type} trains tokens, and this recipe samples pictures "
             "(sampling.height, sampling.width); use flow_grpo, or a text pipeline and sampling.max_new_tokens"
         )
+    for key in ("chat_template", "min_pixels", "max_pixels"):
+        if getattr(recipe.model, key) is not None:
+            yield f"model.{key}: a model that makes pictures has no chat; remove it"
     if recipe.train.micro_batch_tokens is not None:
         yield "train.micro_batch_tokens: pictures have no tokens to count; set train.micro_batch_size and remove it"
     if recipe.rollout.engine != "transformers":
@@ -233,6 +268,11 @@ def _batches(recipe: Recipe) -> Iterator[str]:
             f"train.updates_per_step: {train.group_size} samples of a group do not divide into "
             f"{train.updates_per_step} updates; use a divisor of train.group_size"
         )
+
+
+def _rate(recipe: Recipe) -> Iterator[str]:
+    if recipe.optim.min_lr_ratio and recipe.optim.schedule == "constant":
+        yield "optim.min_lr_ratio: a constant rate never falls; set optim.schedule to cosine or linear, or remove it"
 
 
 def _half(recipe: Recipe) -> Iterator[str]:
@@ -291,82 +331,4 @@ def _weights(recipe: Recipe) -> Iterator[str]:
         yield (
             "rewards: all weights are 0, so nothing would be learned; give one of them a weight (rewards[0].weight), "
             "and what is only to be measured stands under eval.rewards"
-        )
-
-
-def _repeated(recipe: Recipe) -> Iterator[str]:
-    """Several samples of a held-out prompt."""
-    evaluation, n = recipe.eval, recipe.eval.samples_per_prompt
-    if evaluation.samples % n:
-        yield (
-            f"eval.samples: {evaluation.samples} is no multiple of eval.samples_per_prompt, {n}; set it to "
-            f"{-(-evaluation.samples // n) * n}"
-        )
-    for key in ("pass_at", "maj_at"):
-        for k in getattr(evaluation, key):
-            if k > n:
-                yield f"eval.{key}: {k} of {n} samples cannot be; set eval.samples_per_prompt to {k} or more"
-    if n > 1 and recipe.algorithm.kind == "offline":
-        yield "eval.samples_per_prompt: given pairs are compared once each; remove it"
-    if recipe.sampling.type != "text":
-        if evaluation.maj_at:
-            yield "eval.maj_at: pictures have no answers to vote for; remove it (eval.pass_at works)"
-        return
-    temperature = evaluation.temperature if evaluation.temperature is not None else recipe.decoding.temperature
-    if n > 1 and temperature == 0:
-        yield (
-            f"eval.samples_per_prompt: at temperature 0 the {n} responses to a prompt are the same; set "
-            "eval.temperature above 0, or remove it"
-        )
-
-
-def _no_distance(recipe: Recipe) -> str | None:
-    """Why evaluations do not measure the distance to the base model, with the edit."""
-    if recipe.algorithm.kind == "offline" and not recipe.eval.rewards:
-        return "an evaluation on given pairs samples nothing; name a reward under eval.rewards"
-    if recipe.sampling.type != "text":
-        return None
-    if recipe.rollout.engine != "transformers":
-        return f"{recipe.rollout.engine_name} samples, and holds no base model; set rollout.engine to transformers"
-    if recipe.train.backend != "replicated" or recipe.train.width > 1:
-        return "the model lies on several devices, and has no base model beside it; set train.backend to replicated"
-    if recipe.model.lora is None and not getattr(recipe.algorithm, "kl_coef", 0):
-        return "without LoRA and without algorithm.kl_coef no base model is kept; set one of the two"
-    return None
-
-
-def _evaluation(recipe: Recipe) -> Iterator[str]:
-    evaluation, stopping = recipe.eval, recipe.eval.early_stopping
-    if evaluation.tuned_fraction < 1 and recipe.sampling.type == "text":
-        yield "eval.tuned_fraction: text has no denoising steps; remove it"
-    elif evaluation.tuned_fraction < 1 and recipe.model.lora is None:
-        yield (
-            "eval.tuned_fraction: without an adapter there is no base model to take the last steps; set model.lora="
-            "{rank: 32}, or remove eval.tuned_fraction"
-        )
-    yield from _repeated(recipe)
-    if evaluation.guards.action == "stop" and evaluation.every is None:
-        yield "eval.guards.action: nothing is evaluated, so nothing would stop; set eval.every, or action to warn"
-    if evaluation.guards.distance_max is not None and (why := _no_distance(recipe)):
-        yield f"eval.guards.distance_max: {why}, or remove distance_max"
-    if stopping is None:
-        return
-    if evaluation.every is None:
-        yield "eval.early_stopping: nothing is evaluated, so nothing would stop; set eval.every, or remove it"
-    labels = [label_of(r.name, r.label) for r in [*recipe.rewards, *evaluation.rewards]]
-    if stopping.metric == "policy/loss":
-        yield (
-            "eval.early_stopping.metric: policy/loss falls as the model gets better, and a metric that rises is waited "
-            "for; set it to reward/ and a reward's label, or to a figure of the data, such as sft/log_prob"
-        )
-        return
-    kind, _, rest = stopping.metric.partition("/")
-    repeated = [f"pass@{k}" for k in evaluation.pass_at] + [f"maj@{k}" for k in evaluation.maj_at]
-    of_reward = kind in ("reward", *repeated)
-    known = rest.partition("/")[0] in labels if of_reward else recipe.algorithm.kind == "offline"
-    if not known:
-        named = " or ".join(f"reward/{label}" for label in labels) or "a figure of the data, such as dpo/accuracy"
-        yield (
-            f"eval.early_stopping.metric: {stopping.metric!r} is no reward of this recipe; set it to {named}, or a "
-            "part of one (reward/label/part)"
         )

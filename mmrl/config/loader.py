@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mmrl.config.chat_template import with_template_read
 from mmrl.config.checks import impossibilities
 from mmrl.config.drop_ins import declared_paths
 from mmrl.config.dtype import chosen_by, is_auto
@@ -121,6 +122,7 @@ def load_recipe(
     missing = [Finding(tree.source(key), key, message) for key, message in missing_names(tree, root)]
     recipe = None
     values = with_files_found(root, prepare(tree.values) if prepare else tree.values)
+    values = with_template_read(root, values)
     try:
         recipe = Recipe.model_validate(values)
         found = list(contradictions("\n".join(impossibilities(recipe)), tree))

@@ -56,6 +56,8 @@ class Rollout(Section):
     """One of ours, or a class in a file of your own: ``path/to/file.py:Class``."""
     options: Options = Field(default_factory=dict)
     """Keyword arguments of the engine."""
+    sampling: Options = Field(default_factory=dict)
+    """Further sampling parameters by the engine's names: fields of vLLM's or SGLang's SamplingParams."""
     importance: Literal["auto", "token", "sequence", "none"] = "auto"
     """Truncated importance sampling against the gap between engine and trainer; ``auto`` is ``token`` for an engine
     with weights of its own, and ``none`` in process."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import BeforeValidator, Field, PositiveFloat
 
 from mmrl.config.section import Count, Fraction, Many, NonNegative, Options, Section
 
@@ -65,6 +65,10 @@ class Sampling(Section):
     """Start the samples of a group from one noise (DanceGRPO)."""
 
 
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
 class TextSampling(Section):
     """Tokens of a language or vision-language model. Known by its ``max_new_tokens``."""
 
@@ -77,9 +81,19 @@ class TextSampling(Section):
     top_p: Annotated[Fraction, Field(gt=0)] = 1.0
     """Below 1, what is left out still counts in the log-probs: those are of the whole distribution."""
     top_k: Count | None = None
+    min_p: Fraction = 0.0
+    """Leaves out tokens less likely than this share of the likeliest; log-probs as with top_p."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Above 1 makes tokens of prompt and response less likely to come again. In process log-probs are without it."""
+    min_new_tokens: Annotated[int, Field(ge=0, le=10**9)] = 0
+    """Of a response: before, no stop token is drawn and no stop string counts."""
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)] = Field(default_factory=list)
+    """Texts that end a response, which keeps them and loses what its last token has behind them."""
     batch_size: Many | None = None
     """Samples generated at once; None takes train.micro_batch_size."""
-    chat_template: Options = Field(default_factory=dict)
+    system: str | None = None
+    """A system message for prompts that have none of their own."""
+    chat_template_kwargs: Options = Field(default_factory=dict)
     """Variables of the model's chat template (``enable_thinking: false``)."""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
@@ -24,6 +25,7 @@ from pydantic import (
 from mmrl.algorithms.settings import AlgorithmSettings
 from mmrl.config.adapters import with_adapters_settings
 from mmrl.config.algorithms import as_settings, samples_nothing
+from mmrl.config.chat_template import checked
 from mmrl.config.data import Data, without_name
 from mmrl.config.dtype import Dtype, with_choice
 from mmrl.config.older_keys import renamed
@@ -88,6 +90,11 @@ class Model(Section):
     gradient_checkpointing: bool = False
     freeze: list[str] = Field(default_factory=list)
     """Names of modules (``visual``) whose weights do not train; with LoRA only adapters train anyway."""
+    chat_template: Annotated[str, AfterValidator(checked)] | None = None
+    """Text: a Jinja template, or a file with one, in place of the checkpoint's. Exports keep it."""
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
+    """Of a picture in a prompt, after the processor has resized it (Qwen-VL); None keeps the checkpoint's limits."""
     offload: bool = True
     """Move text encoders and VAE off the accelerator while they are idle (no effect on a CPU)."""
 
@@ -205,9 +212,12 @@ class Optim(Section):
     weight_decay: NonNegative = 1e-4
     max_grad_norm: PositiveFloat = 1.0
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
-    schedule: Literal["constant", "linear"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     """``linear`` falls from the first update to 0 at train.steps, or with train.max_cpu_seconds to nearly 0 where that
-    ends the run before; the warm-up multiplies it."""
+    ends the run before; the warm-up multiplies it. ``cosine`` is that of transformers: it rises from 0 and falls after
+    the warm-up."""
+    min_lr_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of optim.lr, what a falling rate ends at."""
     ema_decay: Decay | None = None
     """Keep an exponential moving average of the weights and evaluate and export that; None evaluates the weights."""
     ema_every: Count = 1

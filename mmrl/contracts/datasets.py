@@ -95,7 +95,7 @@ def ids_are_unique(case: Case) -> str:
 
 def held_out_prompts_do_not_train(case: Case) -> str:
     def key(prompt: Prompt) -> tuple[object, ...]:
-        return prompt.text, prompt.system, prompt.media
+        return prompt.conversation, prompt.system, prompt.media
 
     trained = {key(prompt) for prompt in case.listed("train")}
     both = [prompt for prompt in case.listed("heldout") if key(prompt) in trained]

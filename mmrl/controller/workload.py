@@ -94,7 +94,7 @@ class Balance(StepPart):
         return size if self._given else self._size(prompt, self.lengths.expect(prompt.id, size.prompt))
 
     def _size(self, prompt: Prompt, response: float = 0.0) -> Size:
-        text = (len(prompt.text) + len(prompt.system or "")) / CHARACTERS
+        text = (len(prompt.conversation) + len(prompt.system or "")) / CHARACTERS
         image = sum(pixels(m) / PIXELS for m in prompt.media if m.kind == "image")
         frames = sum(pixels(m) / PIXELS / 2 for m in prompt.media if m.kind == "video")
         if times := len(self._given):  # a row is all its texts, each behind the prompt

@@ -18,7 +18,7 @@ from mmrl.media import BadMediaError, Media, open_image, read_bytes
 from mmrl.media.decoder import container_of
 from mmrl.media.decoding import needs
 from mmrl.report.progress import Progress
-from mmrl.trajectory import Prompt
+from mmrl.trajectory import Prompt, Turn
 
 PICTURES = ("png", "jpg")
 """Pictures are written as these in turn."""
@@ -108,10 +108,15 @@ def _write(path: Path, sources: list[tuple[Sequence[Prompt], list[int]]], places
 def _members(prompt: Prompt, picture: str) -> dict[str, bytes]:
     """A sample's members by suffix. Raises ``UserError``."""
     record: dict[str, Json] = {"id": prompt.id, "prompt": prompt.text, "meta": dict(prompt.meta)}
+    if prompt.turns:
+        said = [*prompt.turns, Turn("user", prompt.text)]
+        record["prompt"] = [{"role": role, "content": text} for role, text in said]
     if prompt.system is not None:
         record["system"] = prompt.system
     if prompt.negative_prompt is not None:
         record["negative_prompt"] = prompt.negative_prompt
+    if prompt.max_new_tokens is not None:
+        record["max_new_tokens"] = prompt.max_new_tokens
     members: dict[str, bytes] = {}
     frames: dict[str, list[int]] = {}
     for i, medium in enumerate(prompt.media):

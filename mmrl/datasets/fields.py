@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from itertools import takewhile
+from typing import Literal
 
+from mmrl.datasets.record_media import PLACEHOLDERS, Kind, arranged
 from mmrl.errors import UserError
-from mmrl.json_types import Json, JsonScalar
-from mmrl.media import KINDS, LIMITS, Media
-from mmrl.media.decoder import container_of
-from mmrl.trajectory import Prompt
+from mmrl.json_types import Cell, Json
+from mmrl.media import Media
+from mmrl.trajectory import Prompt, Turn
 
-Kind = Literal["image", "video"]
-Cell: TypeAlias = "JsonScalar | bytes | Sequence[Cell] | Mapping[str, Cell]"
-"""A value of a record: JSON data, or bytes in a table."""
-PLACEHOLDERS: dict[Kind, str] = {"image": "<image>", "video": "<video>"}
-"""The placeholder of a picture or clip in a prompt's text."""
 TEXT = ("prompt", "question", "text", "messages")
 ANSWER = ("answer", "solution")
 PAIR = ("chosen", "rejected")
@@ -33,11 +26,11 @@ _TRUTH = "reward_model.ground_truth"
 """Where verl's records have the answer."""
 IMAGES = ("images", "image")
 VIDEOS = ("videos", "video")
-_OTHERS = ("system", "negative_prompt", "meta", "id", "file_name", "file_names")
+_OTHERS = ("system", "negative_prompt", "meta", "max_new_tokens", "id", "file_name", "file_names")
 """Further keys that are read, or that say nothing about the prompt: no warning names them."""
+ROLES: tuple[Literal["user"], Literal["assistant"]] = ("user", "assistant")
+"""Whose messages alternate in a conversation."""
 _NAMED = 8
-_PICTURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
-"""How the formats of pictures begin; WEBP has its name at byte 8."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +90,10 @@ class Fields:
     meta: dict[str, Cell] = field(default_factory=dict)
     media: list[tuple[Kind, Cell]] = field(default_factory=list)
     negative_prompt: str | None = None
+    turns: list[Turn] = field(default_factory=list)
+    """The messages before ``text``."""
+    max_new_tokens: int | None = None
+    """The limit of its responses."""
     shown: int = 0
     """The number of pictures and clips in its messages, with or without a source there."""
     keys: tuple[str, ...] = ()
@@ -108,9 +105,13 @@ def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
     columns = columns or Columns()
     if not isinstance(record, Mapping):
         raise ValueError(f"is a JSON {type(record).__name__}, not an object")
+    if record.get("tools") and "tools" not in columns.meta:
+        raise ValueError(
+            "has tools, and no chat here calls any; take the column out, or let a reward know it (meta: [tools])"
+        )
     said = _pick(record, columns.prompt, TEXT)
-    if said is None and columns.prompt is None and isinstance(record.get(PAIR[0]), list):
-        said = record[PAIR[0]]  # TRL's implicit prompt: the messages before the answer
+    if said is None and columns.prompt is None:
+        said = _common_messages(record.get(PAIR[0]), record.get(PAIR[1]))
     if isinstance(said, str):
         found = Fields(clean_text(said))
     elif isinstance(said, list):
@@ -135,6 +136,10 @@ def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
             found.media.extend((kind, source) for source in several)
     found.meta |= _meta(record, columns)
     found.keys = tuple(record)
+    most = record.get("max_new_tokens")
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise ValueError(f'"max_new_tokens" is {most!r}; write a whole number from 1 on')
+    found.max_new_tokens = most
     return found
 
 
@@ -146,26 +151,17 @@ def make_prompt(name: str, fields: Fields, media: Sequence[Media]) -> Prompt:
     """
     if fields.shown and not media:
         raise ValueError(f"its messages show {fields.shown} pictures or clips, and the record has none of them")
+    asked = "\n".join([*(text for role, text in fields.turns if role == "user"), fields.text])
     return Prompt(
-        name, fields.text, fields.meta, tuple(arranged(fields.text, media)), fields.system, fields.negative_prompt
+        name,
+        fields.text,
+        fields.meta,
+        tuple(arranged(asked, media)),
+        fields.system,
+        fields.negative_prompt,
+        tuple(fields.turns),
+        fields.max_new_tokens,
     )
-
-
-def arranged(text: str, media: Sequence[Media]) -> list[Media]:
-    """``media`` in the order of the placeholders in ``text``; in their own order where it has none.
-
-    Without media ``<image>`` is an ordinary word. Raises ``ValueError`` as ``make_prompt``.
-    """
-    wanted: dict[Kind, int] = {kind: text.count(mark) for kind, mark in PLACEHOLDERS.items()}
-    if not any(wanted.values()) or not media:
-        return list(media)
-    for kind, n in wanted.items():
-        held = sum(m.kind == kind for m in media)
-        if held != n:
-            raise ValueError(f"the prompt has {n} {PLACEHOLDERS[kind]} and the record {held} of them")
-    queues = {kind: iter([m for m in media if m.kind == kind]) for kind in PLACEHOLDERS}
-    places = sorted((i, kind) for kind, mark in PLACEHOLDERS.items() for i in _places(text, mark))
-    return [next(queues[kind]) for _, kind in places]
 
 
 class UnreadColumns(UserWarning):
@@ -202,33 +198,6 @@ def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
         )
 
 
-def media_from(kind: Kind, source: Cell, root: str) -> Media:
-    """One medium of a record: bytes, a data URL, base64, or the path of a file inside the folder ``root``.
-
-    Raises ``ValueError`` for everything else: an address on the network, and a path outside ``root`` (by ``..``, from
-    ``/`` or through a link).
-    """
-    if isinstance(source, Mapping):  # as Hugging Face tables hold media that are not decoded
-        source = source.get("bytes") or source.get("path") or source.get("url")
-    if isinstance(source, bytes | bytearray):
-        return Media(kind, data=bytes(source))
-    if not isinstance(source, str) or not source:
-        raise ValueError(f"its {kind} is a {type(source).__name__}, neither bytes nor a path")
-    if source.startswith("data:"):
-        return Media(kind, data=_from_data_url(source))
-    if (data := _from_base64(source)) is not None:
-        return Media(kind, data=data)
-    if "://" in source:
-        raise ValueError(f"its {kind} is an address ({source[:80]}); download it and give the file")
-    path = os.path.realpath(os.path.join(root, source))
-    if not _inside(os.path.realpath(root), path):
-        raise ValueError(f"its {kind} {source!r} is outside {root}")
-    named = KINDS.get(os.path.splitext(path)[1][1:].lower())
-    if named not in (None, kind):
-        raise ValueError(f"its {kind} {source!r} has the name of a {named}")
-    return Media(kind, path=path)
-
-
 def clean_text(text: str) -> str:
     """``text`` without white space around it. Raises ``ValueError`` where it is empty or has control characters."""
     text = text.replace("\r\n", "\n").strip()
@@ -263,6 +232,12 @@ def digest_of(*parts: str | bytes) -> str:
         data = part if isinstance(part, bytes) else part.encode()
         found.update(len(data).to_bytes(8, "big") + data)
     return found.hexdigest()
+
+
+def digest_of_prompt(prompt: Fields | Prompt, *media: str | bytes) -> str:
+    """``digest_of`` the messages of a prompt, and of what stands for its ``media``."""
+    turns = (f"{role}: {text}" for role, text in prompt.turns)
+    return digest_of(prompt.text, prompt.system or "", *turns, *media)
 
 
 def parse_json(text: str | bytes) -> Json:
@@ -326,26 +301,52 @@ def _pick(record: Mapping[str, Cell], name: str | None, usual: Sequence[str]) ->
     return value
 
 
+def _common_messages(chosen: Cell, rejected: Cell) -> list[Cell] | None:
+    """The implicit prompt of TRL's pairs: the messages that both conversations begin with, or those of the one that is
+    there."""
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        return chosen if isinstance(chosen, list) else None
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    return [message for message, _ in same] or None
+
+
 def _read_messages(messages: list[Cell]) -> Fields:
-    """An optional system message, one user message, and perhaps its answer. Raises ``ValueError``."""
-    said: dict[str, tuple[str, list[tuple[Kind, Cell]], int]] = {}
-    roles: list[str] = []
+    """An optional system message, and messages of user and assistant in turn. The last one is the question, or the
+    answer to it. Raises ``ValueError``."""
+    turns: list[Turn] = []
+    found = Fields("")
     for message in messages:
-        if not isinstance(message, Mapping) or (role := message.get("role")) not in ("system", "user", "assistant"):
+        keys: Mapping[str, Cell] = message if isinstance(message, Mapping) else {}
+        role = keys.get("role")
+        if role == "tool" or keys.get("tool_calls"):
+            raise ValueError("has a message of a tool or a call of one, and no chat here calls any; take it out")
+        if role not in ("system", *ROLES):
             raise ValueError("has a message whose role is none of system, user and assistant")
-        said[role] = _read_content(message.get("content"))
-        roles.append(role)
-    if [r for r in roles if r != "system"] not in (["user"], ["user", "assistant"]) or "system" in roles[1:]:
+        text, media, shown = _read_content(keys.get("content"))
+        if shown and role != "user":
+            raise ValueError(f"has a picture or clip in a message of the {role}; only the user shows some")
+        found.media += media
+        found.shown += shown
+        if role != "system":
+            turns.append(Turn(role, text))
+        elif found.system is not None or turns:
+            raise ValueError("has a system message that is not the first message")
+        else:
+            found.system = clean_text(text)
+    if any(turn.role != ROLES[n % 2] for n, turn in enumerate(turns)) or not turns:
         raise ValueError(
-            f"has the messages {', '.join(roles)}; it must have one of the user, which one of the system may precede"
+            f"has the messages {', '.join(_roles(messages)) or 'none'}; user and assistant must alternate, and one of "
+            "the system may precede them"
         )
-    text, media, shown = said["user"]
-    found = Fields(clean_text(text), media=media, shown=shown)
-    if "system" in said:
-        found.system = clean_text(said["system"][0])
-    if "assistant" in said:
-        found.meta |= {"answer": said["assistant"][0], "completion": said["assistant"][0]}
+    if turns[-1].role == "assistant":
+        found.meta |= dict.fromkeys(("answer", COMPLETION), turns.pop().text)
+    found.text = clean_text(turns.pop().text)
+    found.turns = [Turn(role, clean_text(text)) for role, text in turns]
     return found
+
+
+def _roles(messages: list[Cell]) -> Iterator[str]:
+    return (str(message.get("role")) for message in messages if isinstance(message, Mapping))
 
 
 def _read_content(content: Cell) -> tuple[str, list[tuple[Kind, Cell]], int]:
@@ -371,48 +372,3 @@ def _read_content(content: Cell) -> tuple[str, list[tuple[Kind, Cell]], int]:
         else:
             raise ValueError(f"has a part of a message that is no text, image or video: {str(part)[:60]}")
     return text, media, shown
-
-
-def _from_data_url(url: str) -> bytes:
-    head, comma, body = url.partition(",")
-    if not comma or not head.endswith(";base64"):
-        raise ValueError(f"its data URL {url[:40]!r} is not base64")
-    if len(body) > LIMITS.bytes * 4 // 3 + 4:
-        raise ValueError(f"its data URL has {len(body):,} characters, too many")
-    try:
-        return base64.b64decode(body, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ValueError(f"its data URL is not base64 ({error})") from None
-
-
-def _from_base64(text: str) -> bytes | None:
-    """The bytes of a picture or clip whose base64 is ``text``; None where it is something else, such as a path.
-
-    Only text that begins as a format that is read does is taken for base64. Raises ``ValueError`` where it is too long.
-    """
-    head = text[:64]
-    if len(text) <= len(head) or not head.isascii():
-        return None
-    try:
-        begin = base64.b64decode(head, validate=True)
-    except ValueError:
-        return None
-    if not begin.startswith(_PICTURES) and begin[8:12] != b"WEBP" and container_of(begin) is None:
-        return None
-    if len(text) > LIMITS.bytes * 4 // 3 + 4:
-        raise ValueError(f"its base64 has {len(text):,} characters, too many")
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except ValueError as error:
-        raise ValueError(f"its base64 cannot be decoded ({error})") from None
-
-
-def _inside(root: str, path: str) -> bool:
-    return os.path.commonpath([root, path]) == root
-
-
-def _places(text: str, mark: str) -> Iterator[int]:
-    at = text.find(mark)
-    while at >= 0:
-        yield at
-        at = text.find(mark, at + len(mark))

@@ -17,7 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from mmrl.datasets import store
 from mmrl.datasets.checks import VERSION, Verify, look
-from mmrl.datasets.fields import PLACEHOLDERS, TEXT, digest_of, make_prompt, parse_json, read_fields
+from mmrl.datasets.fields import TEXT, digest_of, digest_of_prompt, make_prompt, parse_json, read_fields
+from mmrl.datasets.record_media import PLACEHOLDERS
 from mmrl.datasets.records import BadRecord
 from mmrl.datasets.tar import Member, read_members
 from mmrl.json_types import Json, JsonObject
@@ -137,7 +138,7 @@ def _entry(path: Path, key: str, members: list[Member], verify: Verify, ignored:
             raise ValueError(f".{part.suffix}: {why}") from None
     entry = Entry(key, "", parts.get("json"), parts.get("txt"), tuple(media))
     prompt = _prompt(path, entry)
-    return replace(entry, digest=digest_of(prompt.text, prompt.system or "", *hashes))
+    return replace(entry, digest=digest_of_prompt(prompt, *hashes))
 
 
 def _prompt(path: Path, entry: Entry) -> Prompt:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mmrl
-from mmrl.algorithms.settings import AlgorithmSettings, ResponseSettings
+from mmrl.algorithms.settings import ResponseSettings
 from mmrl.config.data import Data, source_label
 from mmrl.config.names import is_hub_data, resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
 from mmrl.datasets.mixture import Interleaved, Mixture, Part
-from mmrl.datasets.records import checked
+from mmrl.datasets.records import BadRecord, Records, checked
 from mmrl.datasets.sampler import Chosen
 from mmrl.datasets.unpaired import Unpaired, is_paired
 from mmrl.errors import UserError
@@ -28,18 +29,17 @@ def load_prompts(recipe: Recipe, root: Path, split: str) -> Sequence[Prompt]:
 
     Raises ``UserError`` for an empty or unusable data set, and past ``data.max_bad_fraction`` of bad records.
     """
-    return load_data(recipe.data, root, split, recipe.algorithm)
+    return load_data(recipe.data, root, split, recipe)
 
 
-def load_data(data: Data, root: Path, split: str, algorithm: AlgorithmSettings | None = None) -> Sequence[Prompt]:
-    """As ``load_prompts``, of a section ``data``; pairs are split up where ``algorithm`` trains on responses with
-    labels."""
+def load_data(data: Data, root: Path, split: str, recipe: Recipe | None = None) -> Sequence[Prompt]:
+    """As ``load_prompts``, of a section ``data``. Of ``recipe``: prompts without a system message get its own, and
+    pairs are split up where its algorithm trains on responses with labels."""
     if data.mixture:
-        return _mixed(data, root, split, algorithm)
+        return _mixed(data, root, split, recipe)
     both = {"train": data.train, "heldout": data.heldout}
     prompts = _made(data.name, root, split, both, f"data.{split}")
-    checked(prompts, data.max_bad_fraction)
-    return _labelled(prompts, algorithm)
+    return _for_recipe(prompts, recipe, checked(prompts, data.max_bad_fraction))
 
 
 def in_order(recipe: Recipe, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
@@ -49,8 +49,12 @@ def in_order(recipe: Recipe, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     return Chosen(prompts, recipe.data.sampler, recipe.seed, recipe.train.prompts_per_step)
 
 
-def _labelled(prompts: Sequence[Prompt], algorithm: AlgorithmSettings | None) -> Sequence[Prompt]:
-    """``prompts``; pairs as responses with labels where ``algorithm`` trains on those."""
+def _for_recipe(prompts: Sequence[Prompt], recipe: Recipe | None, bad: Sequence[BadRecord]) -> Sequence[Prompt]:
+    """``prompts`` as the recipe trains on them: with its system message, and pairs as responses with labels."""
+    if recipe is None:
+        return prompts
+    algorithm = recipe.algorithm
+    prompts = _with_system(prompts, recipe.sampling.system if recipe.sampling.type == "text" else None, bad)
     if not isinstance(algorithm, ResponseSettings) or algorithm.label_column is None:
         return prompts
     if not is_paired(prompts[0], algorithm.completion):
@@ -58,7 +62,7 @@ def _labelled(prompts: Sequence[Prompt], algorithm: AlgorithmSettings | None) ->
     return Unpaired(prompts, algorithm.completion, algorithm.label_column)
 
 
-def _mixed(data: Data, root: Path, split: str, algorithm: AlgorithmSettings | None) -> Mixture:
+def _mixed(data: Data, root: Path, split: str, recipe: Recipe | None) -> Mixture:
     """The prompts of ``split`` of all sources that have it."""
     parts = []
     for i, source in enumerate(data.mixture):
@@ -68,11 +72,11 @@ def _mixed(data: Data, root: Path, split: str, algorithm: AlgorithmSettings | No
         label, where = source_label(source), f"data.mixture[{i}].{split}"
         try:
             made = _made(source.name, root, split, {k: v or {} for k, v in both.items()}, where)
-            checked(made, data.max_bad_fraction)
+            made = _for_recipe(made, recipe, checked(made, data.max_bad_fraction))
         except UserError as error:
             said = str(error)
             raise UserError(said if said.startswith(where) else f"{where}: {label}: {said}") from error
-        parts.append(Part(label, source.weight, _labelled(made, algorithm)))
+        parts.append(Part(label, source.weight, made))
     return Mixture(parts) if split == "train" else Interleaved(parts)
 
 
@@ -98,3 +102,17 @@ def _made(name: str, root: Path, split: str, both: Mapping[str, Mapping[str, Any
     if not prompts:
         raise UserError(f"{where}: {name} gave no prompts for {options or 'its defaults'}; change {where}")
     return prompts
+
+
+def _with_system(prompts: Sequence[Prompt], system: str | None, bad: Sequence[BadRecord]) -> Sequence[Prompt]:
+    """``prompts``, with the message ``system`` where they have none."""
+    if not system:
+        return prompts
+
+    def get(i: int) -> Prompt:
+        prompt = prompts[i]
+        return prompt if prompt.system else replace(prompt, system=system)
+
+    if isinstance(prompts, list):
+        return [get(i) for i in range(len(prompts))]
+    return Records(len(prompts), get, bad, getattr(prompts, "seen", 0))

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from mmrl.datasets.fields import Cell
+from mmrl.json_types import Cell
 
 Form = Literal["pick_a_pic", "hpd"]
 BETTER, WORSE = "better picture", "worse picture"

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from mmrl.datasets.fields import Cell, parse_json
+from mmrl.datasets.fields import parse_json
 from mmrl.errors import UserError
+from mmrl.json_types import Cell
 from mmrl.media import LIMITS
 
 KINDS = ".jsonl, .json, .csv, .tsv or .parquet"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -29,11 +29,14 @@ _EXTRA = 1e-3
 
 @dataclass(frozen=True)
 class Allowance:
-    """The most ``tokens`` that one call draws for a request; ``at_end``: the reason to finish after all of them."""
+    """What one call draws for a request: at most ``tokens``, at least ``least``; ``at_end``: the reason to finish after
+    ``tokens``. ``extra``: see ``Request``."""
 
     tokens: int
     at_end: Literal["length", "cut"]
     seed: int
+    least: int = 0
+    extra: JsonObject = field(default_factory=dict)
 
 
 def allowances(requests: Sequence[Request], settings: Settings, max_model_len: int) -> list[Allowance]:
@@ -51,12 +54,14 @@ def allowances(requests: Sequence[Request], settings: Settings, max_model_len: i
 
 def _allowance(request: Request, settings: Settings, max_model_len: int) -> Allowance:
     done = len(request.partial)
-    left = max(min(settings.max_new_tokens, max_model_len - len(request.prompt_ids)) - done, 0)
+    most = min(settings.max_new_tokens, request.max_new_tokens or settings.max_new_tokens)
+    left = max(min(most, max_model_len - len(request.prompt_ids)) - done, 0)
+    least = max(settings.min_new_tokens - done, 0)
     # the continuation needs other random numbers than the first tokens
     seed = seed_of(request.seed, "resumed", done) if done else request.seed
     if settings.cut_after is not None and settings.cut_after < left:
-        return Allowance(settings.cut_after, "cut", seed)
-    return Allowance(left, "length", seed)
+        return Allowance(settings.cut_after, "cut", seed, min(least, settings.cut_after), request.extra)
+    return Allowance(left, "length", seed, min(least, left), request.extra)
 
 
 def completion(

@@ -23,6 +23,8 @@ adapter that trains (None: all weights train), the most pictures and clips of a 
 a time, and the device that trains."""
 SETTABLE = {"max_model_len", "images", "clips"}
 """Those of them that the recipe's options may set, as for engines of ours."""
+KNOBS = {"min_new_tokens": 0, "repetition_penalty": 1.0, "min_p": 0.0}
+"""Settings of sampling that a class must say it obeys, and their values where nothing is asked."""
 METHODS = ("generate", "update", "update_lora", "sleep", "wake", "close")
 ATTRIBUTES = ("max_model_len", "sleeps")
 
@@ -83,6 +85,12 @@ def problems(recipe: Recipe) -> list[str]:
             f"rollout.engine: {engine.__name__} does not say that one of it for each of {devices} devices works; set "
             "controllers and devices_per_controller to 1, or write several = True in the class where it does"
         )
+    for name, default in KNOBS.items():
+        if getattr(recipe.decoding, name) != default and name not in getattr(engine, "understands", ()):
+            wrong.append(
+                f"sampling.{name}: {engine.__name__} does not say that it obeys it; remove it, or write understands = "
+                f"({name!r},) in the class where it does (Settings.{name})"
+            )
     if recipe.model.lora and "lora_rank" not in _taken(engine):
         wrong.append(
             f"rollout.engine: {engine.__name__} takes no lora_rank, and model.lora trains an adapter; remove "

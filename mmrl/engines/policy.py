@@ -228,10 +228,24 @@ class Policy:
 
         Where the limit of CPU time will end the run, a falling rate follows ``spent`` in place of the updates done.
         """
-        warm = min(1.0, (self.updates + 1) / (self.settings.warmup_steps + 1))
-        done = max(self.updates / self.total_updates, self.spent - _LAG)
-        falling = self.settings.schedule == "linear"
-        return self.settings.lr * warm * (max(0.0, 1 - done) if falling else 1.0)
+        settings, done = self.settings, max(self.updates / self.total_updates, self.spent - _LAG)
+        if settings.schedule == "cosine":
+            return settings.lr * self._cosine(done)
+        warm = min(1.0, (self.updates + 1) / (settings.warmup_steps + 1))
+        fallen = self._above_floor(max(0.0, 1 - done)) if settings.schedule == "linear" else 1.0
+        return settings.lr * warm * fallen
+
+    def _cosine(self, done: float) -> float:
+        """As transformers' get_cosine_schedule_with_warmup, and with a floor as its ..._with_min_lr_...: the first
+        update of a warm-up has rate 0. ``done``: the share of the run."""
+        warmup, total = self.settings.warmup_steps, self.total_updates
+        if self.updates < warmup:
+            return self.updates / warmup
+        past = min(1.0, max(0.0, done * total - warmup) / max(1, total - warmup))
+        return self._above_floor(0.5 * (1 + math.cos(math.pi * past)))
+
+    def _above_floor(self, share: float) -> float:
+        return share * (1 - self.settings.min_lr_ratio) + self.settings.min_lr_ratio
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """All that a resumed run needs: tensors by part and name, as this rank keeps them, and numbers."""

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from PIL.Image import Image
 from torch import Tensor
 
+from mmrl.json_types import JsonObject
 from mmrl.media import Clip
 
 
@@ -23,7 +24,9 @@ class Request:
     ``prompt_ids``: the prompt with every media placeholder expanded as the trainer's processor did. ``text`` is the
     prompt before that expansion (one placeholder per medium), for engines that preprocess media themselves.
     ``seed`` is the sample's own. ``partial``: tokens that were already sampled, of a response that is continued; the
-    tokens after them are drawn with another seed. ``name``: of the sample, for messages.
+    tokens after them are drawn with another seed. ``name``: of the sample, for messages. ``max_new_tokens``: the limit
+    of the prompt, if it has one below ``Settings.max_new_tokens``. ``extra``: further sampling parameters by the
+    engine's own names.
     """
 
     prompt_ids: Sequence[int]
@@ -33,6 +36,8 @@ class Request:
     clips: Sequence[Clip] = ()
     partial: Sequence[int] = ()
     name: str = ""
+    max_new_tokens: int | None = None
+    extra: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,11 @@ class Settings:
     """How to sample. ``temperature`` 0 is greedy. ``top_k`` None and ``top_p`` 1 do not narrow the distribution.
 
     ``max_new_tokens`` is the limit of a sample, with ``Request.partial``; ``cut_after`` limits the tokens that one call
-    draws for it. Only ``stop_token_ids`` end a sample; the model's own stop tokens do not.
+    draws for it. Only ``stop_token_ids`` and the texts ``stop`` end a sample; the model's own stop tokens do not. A
+    text ends it with the token that completes the text; the tokens that an engine draws after it are cut. Neither ends
+    a sample within its first ``min_new_tokens``. ``repetition_penalty`` counts the tokens of prompt and response. A
+    user's own class names in ``understands`` which of ``min_new_tokens``, ``repetition_penalty`` and ``min_p`` it
+    obeys.
     """
 
     max_new_tokens: int
@@ -62,6 +71,10 @@ class Settings:
     top_k: int | None = None
     stop_token_ids: Sequence[int] = field(default_factory=tuple)
     cut_after: int | None = None
+    stop: Sequence[str] = ()
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    min_p: float = 0.0
 
 
 class RolloutEngine(Protocol):

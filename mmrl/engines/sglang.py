@@ -11,6 +11,8 @@ What differs from vLLM, by those documents:
 - Stop tokens are looked at together with the model's own end-of-text tokens, or not at all (``ignore_eos``): a sample
   may end with a token of the model's that is not in ``Settings.stop_token_ids``.
 - A seed counts only with ``enable_deterministic_inference``, which costs about a third of the speed and is on here.
+- The repetition penalty counts tokens of the response alone in many versions, and is in the log-probs.
+- A stop string may end a response before ``min_new_tokens``.
 - A prompt with pictures is sent as text: its tokens are counted, not compared, and it cannot be gone on with.
 """
 
@@ -50,6 +52,8 @@ from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 
 _SEEDS = 2**31
+_DEFAULTS = {"min_new_tokens": 0, "repetition_penalty": 1.0, "min_p": 0.0, "stop": ()}
+"""Of SGLang, which is asked for what differs."""
 _OURS = {"model_path", "host", "port", "api_key", "config", "context_length", "dtype", "enable_lora", "max_lora_rank"}
 
 
@@ -193,6 +197,7 @@ class SglangServer:
 
     def _body(self, request: Request, allowance: Allowance, settings: Settings) -> dict[str, Json]:
         parameters: dict[str, Json] = {
+            **allowance.extra,
             "max_new_tokens": allowance.tokens,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
@@ -200,6 +205,13 @@ class SglangServer:
             "sampling_seed": allowance.seed % _SEEDS,
             "skip_special_tokens": False,
         }
+        own = {
+            "min_new_tokens": allowance.least,
+            "repetition_penalty": settings.repetition_penalty,
+            "min_p": settings.min_p,
+            "stop": list(settings.stop),
+        }
+        parameters |= {name: value for name, value in own.items() if value not in (_DEFAULTS[name], [])}
         if settings.stop_token_ids:
             parameters["stop_token_ids"] = list(settings.stop_token_ids)
         else:

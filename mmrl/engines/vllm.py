@@ -41,7 +41,7 @@ from mmrl.engines.engine_weights import (
 from mmrl.engines.process_state import default_group_kept, process_settings_kept
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.engines.sleep_mode import SleepMode
-from mmrl.engines.vllm_api import Adapter, Encoder, Loaded, Media, Model, Prompt, import_vllm, part
+from mmrl.engines.vllm_api import Adapter, Encoder, Loaded, Media, Model, Prompt, import_vllm, part, refusals
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.media import Clip
@@ -154,11 +154,14 @@ class VllmEngine:
         self._mode.ready()
         tokenizer = self._llm.get_tokenizer() if any(r.images or r.clips for r in requests) else None
         prompts = [_prompt(requests[i], tokenizer) for i in drawn]
-        parameters = [part("vllm").SamplingParams(**sampling_parameters(allowed[i], settings)) for i in drawn]
+        try:
+            parameters = [part("vllm").SamplingParams(**sampling_parameters(allowed[i], settings)) for i in drawn]
+        except (*refusals(), TypeError) as error:
+            raise UserError(f"rollout.sampling: vLLM refuses {dict(requests[drawn[0]].extra)}: {error}") from error
         with self._aside():
             try:
                 outputs = self._llm.generate(prompts, parameters, lora_request=self._adapter, use_tqdm=False)
-            except ValueError as error:  # vLLM's error for a request that it refuses
+            except refusals() as error:
                 raise UserError(f"vLLM refused a sample (the first is {label(requests[drawn[0]])}): {error}") from error
         for i, output in zip(drawn, outputs, strict=True):
             request, made, seen = requests[i], output.outputs[0], output.prompt_token_ids
@@ -294,6 +297,7 @@ def engine_arguments(
 def sampling_parameters(allowance: Allowance, settings: Settings) -> dict[str, Json]:
     """vLLM's sampling parameters, by its names."""
     return {
+        **allowance.extra,
         "max_tokens": allowance.tokens,
         "temperature": settings.temperature,
         "top_p": settings.top_p,
@@ -302,7 +306,11 @@ def sampling_parameters(allowance: Allowance, settings: Settings) -> dict[str, J
         "logprobs": 0,  # only of the sampled token
         "ignore_eos": True,
         "stop_token_ids": list(settings.stop_token_ids),
-        "detokenize": False,
+        "stop": list(settings.stop),
+        "detokenize": bool(settings.stop),
+        "min_tokens": allowance.least,
+        "repetition_penalty": settings.repetition_penalty,
+        "min_p": settings.min_p,
     }
 
 

@@ -160,6 +160,12 @@ def part(module: str) -> ModuleType:
     return importlib.import_module(module)
 
 
+def refusals() -> tuple[type[Exception], ...]:
+    """vLLM's errors for a request that it refuses; version 0.32 has a class of its own."""
+    own: type[Exception] = getattr(part("vllm.exceptions"), "VLLMClientError", ValueError)
+    return ValueError, own
+
+
 def mend() -> None:
     """Let vLLM run in this process if the installed media libraries were built for another version of torch.
 

@@ -34,15 +34,12 @@ from mmrl.judge.sampling import seeded
 from mmrl.judge.usage import used
 from mmrl.rewards.serve import is_loopback
 
-FIRST_BACKOFF_S = 0.5
-"""Seconds before the first retry, with up to as much again at random; doubled for each further one."""
-MAX_BACKOFF_S = 60.0
-"""The longest wait before a retry, whatever the endpoint asks for."""
-MAX_BYTES = 8 << 20
-"""Of one reply."""
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 60.0
+"""Seconds before the first retry, with up to as much again at random; doubled for each further one, up to the second,
+whatever the endpoint asks for."""
+MAX_BYTES = 8 << 20  # of one reply
 _AGAIN = frozenset({408, 409, 425, 429})
-_TOP = 20
-"""How many of the likeliest tokens are asked for: the most that endpoints give."""
+_TOP = 20  # of the likeliest tokens: the most that endpoints give
 _HEALTH_S = 10.0
 T = TypeVar("T")
 

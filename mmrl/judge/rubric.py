@@ -150,8 +150,8 @@ class Rubric:
 
     def _variables(self, samples: list[Sample], page: _Page) -> dict[str, _Shown]:
         prompt = samples[0].prompt
-        fence = fence_of(self.seed, [prompt.text, *(sample.text for sample in samples)])
-        plain = _PLACEHOLDER.sub("", prompt.text) if prompt.media else prompt.text
+        fence = fence_of(self.seed, [prompt.conversation, *(sample.text for sample in samples)])
+        plain = _PLACEHOLDER.sub("", prompt.conversation) if prompt.media else prompt.conversation
         found: dict[str, _Shown] = {"prompt_text": self.clean(plain.strip()), "fence": fence}
         if "meta" in self.names:
             found["meta"] = {key: self._clean_value(prompt.meta[key]) for key in self.meta if key in prompt.meta}
@@ -185,10 +185,10 @@ class Rubric:
 
     def _with_media(self, prompt: Prompt, marks: list[list[str]]) -> str:
         """The prompt's text with the pictures in place of its placeholders, before it where it has none."""
-        pieces = _PLACEHOLDER.split(prompt.text) if prompt.media else [prompt.text]
+        pieces = _PLACEHOLDER.split(prompt.conversation) if prompt.media else [prompt.conversation]
         places = len(pieces) // 2
         if places == 0:
-            return "".join(mark for of in marks for mark in of) + self.clean(prompt.text)
+            return "".join(mark for of in marks for mark in of) + self.clean(prompt.conversation)
         if places != len(marks):
             raise RubricError(f"the prompt has {places} placeholders for {len(marks)} pictures and clips")
         rest: Iterator[list[str]] = iter(marks)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from mmrl.config.checks import label_of
+from mmrl.config.evaluation_checks import label_of
 from mmrl.config.schema import Reward
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import mmrl
-from mmrl.algorithms.settings import AlgorithmSettings
 from mmrl.config.data import Data
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
@@ -87,9 +86,7 @@ Reader = Callable[[Prompt, Record], None]
 def check_recipe(loaded: LoadedRecipe, shown: int, looked_at: int) -> Checked:
     """The data of a recipe, read by its model where its configuration and tokenizer are there; no weight is loaded."""
     read, model, settings = _reader(loaded)
-    return Checked(
-        _splits(loaded.recipe.data, loaded.root, read, shown, looked_at, loaded.recipe.algorithm), model, settings
-    )
+    return Checked(_splits(loaded.recipe.data, loaded.root, read, shown, looked_at, loaded.recipe), model, settings)
 
 
 def check_data(data: Data, root: Path, shown: int, looked_at: int) -> Checked:
@@ -115,11 +112,11 @@ def data_at(target: str, options: Mapping[str, Json]) -> Data:
 
 
 def _splits(
-    data: Data, root: Path, read: Reader | None, shown: int, looked_at: int, algorithm: AlgorithmSettings | None = None
+    data: Data, root: Path, read: Reader | None, shown: int, looked_at: int, recipe: Recipe | None = None
 ) -> dict[str, Split]:
     lenient = data.model_copy(update={"max_bad_fraction": 1.0})  # all of it is to be told
     return {
-        split: _split(lenient, load_data(lenient, root, split, algorithm), read, shown, looked_at)
+        split: _split(lenient, load_data(lenient, root, split, recipe), read, shown, looked_at)
         for split in ("train", "heldout")
     }
 
@@ -159,7 +156,7 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
 
 
 def _record(prompt: Prompt, read: Reader | None, *, sizes: bool) -> Record:
-    found = Record(prompt.id, prompt.text, prompt.system, dict(prompt.meta))
+    found = Record(prompt.id, prompt.conversation, prompt.system, dict(prompt.meta))
     try:
         found.media = [_size(medium) for medium in prompt.media] if sizes else []
         if read is not None:

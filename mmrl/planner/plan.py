@@ -16,7 +16,7 @@ from mmrl.config.dtype import choose, has_bfloat16
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.objectives import load_objective
 from mmrl.datasets.loading import in_order, load_prompts
-from mmrl.engines import context, own_class, performance
+from mmrl.engines import context, own_class, performance, sampling_options
 from mmrl.engines.megatron import mapping
 from mmrl.errors import UserError
 from mmrl.media import Media
@@ -55,6 +55,7 @@ def plan(
     has = performance.Ability(gpu.name, "cuda", gpu.ampere) if gpu else performance.ability(device)
     made.problems += performance.refusals(recipe, has)
     made.problems += (wrong := own_class.problems(recipe))
+    made.problems += sampling_options.problems(recipe)
     if not wrong and own_class.ends_to_sleep(recipe):
         made.notes.append(
             f"placement.sleep: {recipe.rollout.engine_name} cannot sleep: it is ended while others work, and started "
@@ -206,7 +207,6 @@ def _account(
     inputs: frozenset[str],
 ) -> None:
     """Fill in counts, measured sizes, roles and phases."""
-
     recipe, made.source = made.recipe, description.source
     pathwise = objective.kind == "pathwise"
     entries = objective.entries or entries_of(description.pipeline, objective.kind)

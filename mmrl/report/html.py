@@ -16,7 +16,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mmrl.config.checks import label_of
+from mmrl.config.evaluation_checks import label_of
 from mmrl.errors import UserError
 from mmrl.files import write_atomic
 from mmrl.json_types import Json, JsonObject

@@ -48,7 +48,7 @@ def write_texts(run: RunDir, step: int, samples: Sequence[Sample], scores: Seque
     remove(run.samples / name)
     listing = [
         {
-            "prompt": _encodable(sample.prompt.text),
+            "prompt": _encodable(sample.prompt.conversation),
             "text": _encodable(sample.text or ""),
             "truncated": sample.truncated,
             "pictures": _pictures(run, name, i, sample),

@@ -1,8 +1,7 @@
 """Call a reward on batches of samples: with a deadline, retries, and a check of the answer. Imports no torch.
 
-A reward runs in its own thread (an async one in an event loop there). A thread that exceeds the deadline is abandoned,
-not waited for: it is a daemon, so the process can end, and the next batch gets a new one. ``submit`` returns at once:
-calls of a sync reward are queued, calls of an async one run concurrently.
+A reward runs in its own thread (an async one in an event loop there). A thread that exceeds the deadline is abandoned:
+it is a daemon, so the process can end. ``submit`` returns at once: sync calls are queued, async ones run concurrently.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ from mmrl.trajectory import Sample
 from mmrl.user_code import describe, place_of
 
 NAN = float("nan")
-BACKOFF_S = 0.5
-"""Seconds before the first retry; doubled for each further one, up to ``MAX_BACKOFF_S``."""
-MAX_BACKOFF_S = 30.0
-CONCURRENT_BATCHES = 64
-"""Batches of an async reward that run at once."""
+BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+"""Seconds before the first retry, doubled for each further one, and their limit."""
+CONCURRENT_BATCHES = 64  # of an async reward
 _GRACE_S = 1.0
 
 
@@ -40,8 +37,7 @@ class BatchError(Exception):
 
     def __init__(self, reason: str, mend: str) -> None:
         super().__init__(reason, mend)
-        self.reason = reason
-        self.mend = mend
+        self.reason, self.mend = reason, mend
 
     def __str__(self) -> str:
         return self.reason
@@ -52,10 +48,9 @@ class Answer:
     """The answer of a reward for ``n`` samples.
 
     ``total``: ``n`` numbers, NaN where a sample failed; ``reasons``: why, None where it did not. ``parts``: ``n``
-    numbers per named part, NaN where a sample has none. ``spans``: the rewards of pieces of each response,
-    None where there are none. ``error``: set when the whole call failed. ``began`` and ``ended``: seconds on the clock
-    of ``time.perf_counter``, retries included. ``sent``: bytes given to other processes (``Context.sent``), of an
-    answer that a device made.
+    numbers per named part, NaN where a sample has none. ``spans``: the rewards of pieces of each response, or None.
+    ``error``: set when the whole call failed. ``began`` and ``ended``: ``time.perf_counter``, retries included.
+    ``sent``: bytes given to other processes (``Context.sent``), of an answer that a device made.
     """
 
     total: list[float]

@@ -17,7 +17,7 @@ import torch
 
 from mmrl.algorithms.advantages import AllSum, alone
 from mmrl.config import schema
-from mmrl.config.checks import label_of
+from mmrl.config.evaluation_checks import label_of
 from mmrl.config.names import resolve_options
 from mmrl.errors import UserError
 from mmrl.rewards.async_scoring import (

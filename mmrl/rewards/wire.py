@@ -30,7 +30,7 @@ from mmrl.json_types import Json, JsonObject
 from mmrl.media import BadMediaError, Media, read_bytes
 from mmrl.media.images import MAX_PIXELS, BadImageError, read_rgb, to_tensor
 from mmrl.rewards.contract import Failed, Parts, Span, Spans, Value
-from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.trajectory import Prompt, Sample, SampleId, Turn
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +98,8 @@ def encode_and_weigh(samples: Sequence[Sample], groups: Sequence[Sequence[int]],
             item["system"] = prompt.system
         if prompt.negative_prompt is not None:
             item["negative_prompt"] = prompt.negative_prompt
+        if prompt.turns:
+            item["turns"] = [list(turn) for turn in prompt.turns]
         if prompt.media:
             item["media"] = [_sent(media, files) for media in prompt.media]
         if sample.image is not None:
@@ -289,12 +291,20 @@ def _sample(item: JsonObject, index: int, files: list[bytes], max_pixels: int, t
         media=_media(item.get("media", []), files, f"{where}.media"),
         system=system,
         negative_prompt=negative,
+        turns=tuple(_turn(turn, f"{where}.turns[]") for turn in _typed(item.get("turns", []), list, f"{where}.turns")),
     )
     place, still, clip = _place(item, index), item.get("image"), item.get("video")
     image = None if still is None else _picture(still, f"{where}.image", max_pixels)
     video = None if clip is None else _clip(clip, f"{where}.video", max_pixels)
     pixels = _pixels(image, video) if tensor else None
     return Sample(prompt, place, image=image, tensor=pixels, text=text, truncated=truncated, video=video)
+
+
+def _turn(turn: Json, where: str) -> Turn:
+    role, text = (*_typed(turn, list, where), None, None)[:2]
+    if role not in ("user", "assistant"):
+        raise WireError(f"{where}: {role!r} speaks; write [user, text] or [assistant, text]")
+    return Turn(role, _typed(text, str, where))
 
 
 def _png(image: Image) -> str:

@@ -16,7 +16,7 @@ from mmrl.algorithms.advantages import Advantages
 from mmrl.algorithms.multi_reward import aggregated
 from mmrl.algorithms.objective import Scored, advantages_of, compares_batch, prepared_by, sampler
 from mmrl.algorithms.settings import AdvantageAggregation
-from mmrl.config.checks import label_of
+from mmrl.config.evaluation_checks import label_of
 from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
 from mmrl.engines.policy import Version
 from mmrl.errors import BadPromptError

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from mmrl.config.schema import Recipe
-from mmrl.engines import own_class
+from mmrl.config.schema import Model, Recipe
+from mmrl.engines import own_class, sampling_options
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 from mmrl.pipelines.description import Description
@@ -24,6 +24,7 @@ from mmrl.text.meta_model import describe, empty_model, empty_scorer
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.recorded_config import files_of
 from mmrl.text.scoring import open_policy
+from mmrl.text.stop_strings import check_strings
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedModel
@@ -32,15 +33,16 @@ Load: TypeAlias = "Callable[[type[AutoModel], Recipe, str, tuple[str, ...], str]
 """``load_model`` or ``empty_model``."""
 Parts: TypeAlias = "Callable[[Recipe, str, Load], tuple[Conditioner, PreTrainedModel]]"
 """The conditioner of the model at a path, and the model as the given function loads it."""
-OfScorer = Callable[[str, JsonObject], Conditioner]
-"""The conditioner of the model at a path, with the variables of the chat template."""
+OfScorer = Callable[[str, JsonObject, Model], Conditioner]
+"""The conditioner of the model at a path, with the variables of the chat template and the recipe's ``model``."""
 
 
 def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, *, sees: bool) -> LanguagePipeline:
     """A pipeline whose model writes. Raises ``UserError`` where the model at ``path`` cannot."""
-    if wrong := own_class.problems(recipe):  # before a model is loaded
+    if wrong := own_class.problems(recipe) + sampling_options.problems(recipe):  # before a model is loaded
         raise UserError("\n".join(wrong))
     chat, model = parts(recipe, path, load_model)
+    check_strings(recipe.decoding.stop, chat)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     engine = open_engine(recipe, path, context, device, sees=sees)
     return LanguagePipeline(chat, open_weights(model, recipe).to(device), recipe, device, engine)
@@ -52,18 +54,20 @@ def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path 
     does."""
     with files_of(path, architecture) as files:
         chat, model = parts(recipe, files.path, empty_model)
+        if not files.recorded:
+            check_strings(recipe.decoding.stop, chat)
     return describe(LanguagePipeline(chat, open_weights(model, recipe), recipe, torch.device("cpu")), files)
 
 
 def build_scorer(of: OfScorer, recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
     """A pipeline whose model scores, to train on pairs. Raises ``UserError`` where the model at ``path`` cannot."""
-    chat = of(path, recipe.decoding.chat_template)
+    chat = of(path, recipe.decoding.chat_template_kwargs, recipe.model)
     return LanguagePipeline(chat, open_policy(recipe, path, chat.pad_token, device), recipe, device)
 
 
 def describe_scorer(of: OfScorer, recipe: Recipe, path: str, architecture: Path | None) -> Description:
     """The pipeline that ``build_scorer`` would make, on the meta device. Raises ``UserError`` as it does."""
     with files_of(path, architecture) as files:
-        chat = of(files.path, recipe.decoding.chat_template)
+        chat = of(files.path, recipe.decoding.chat_template_kwargs, recipe.model)
         policy = empty_scorer(files.path, chat.pad_token, recipe)
     return describe(LanguagePipeline(chat, policy, recipe, torch.device("cpu")), files)

@@ -33,6 +33,8 @@ class Tokenizer(Protocol):
 
     eos_token_id: int | None
     pad_token_id: int | None
+    all_special_ids: list[int]
+    all_special_tokens: list[str]
 
     @overload
     def __call__(self, text: str, /, *, add_special_tokens: bool) -> Tokens[list[int]]: ...

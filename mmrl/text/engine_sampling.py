@@ -19,10 +19,10 @@ from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.engines.server_process import Timeouts
 from mmrl.errors import UserError
-from mmrl.json_types import Json
+from mmrl.json_types import Json, JsonObject
 from mmrl.media import Clip
 from mmrl.text.base_model import base_model, has_adapter, peft_model
-from mmrl.trajectory import SampleId, Trajectory
+from mmrl.trajectory import Prompt, SampleId, Trajectory
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedModel
@@ -68,6 +68,10 @@ def open_engine(
         given["bucket_bytes"] = rollout.update_bucket_mib * 2**20
     if sees and rollout.engine != "sglang":
         given.setdefault("images", 4)
+        pixels: dict[str, Json] = {name: getattr(recipe.model, name) for name in ("min_pixels", "max_pixels")}
+        pixels = {name: value for name, value in pixels.items() if value is not None}
+        if pixels:  # it makes tokens of pictures itself
+            options.setdefault("mm_processor_kwargs", {"images_kwargs": pixels})
     environment: dict[str, str] = rollout.options.get("environment") or {}
     several, elsewhere = recipe.devices_per_controller > 1, "CUDA_VISIBLE_DEVICES" in environment
     sleeps = recipe.placement.sleep and not elsewhere and "url" not in given
@@ -212,18 +216,37 @@ def _as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> Iterator[tup
 
 
 def request(
-    run_seed: int, sample: SampleId, prompt_ids: Tensor, text: str, images: Sequence[Image], clips: Sequence[Clip]
+    run_seed: int,
+    sample: SampleId,
+    prompt_ids: Tensor,
+    prompt: Prompt,
+    extra: JsonObject,
+    text: str,
+    images: Sequence[Image],
+    clips: Sequence[Clip],
 ) -> Request:
-    """One sample to draw, with a seed of its own."""
+    """One sample to draw, with a seed of its own; ``extra``: further parameters of the engine."""
     name = f"step {sample.step}, slot {sample.slot}, attempt {sample.attempt}, sample {sample.sample}"
     seed = seed_of(run_seed, sample.step, sample.slot, sample.attempt, sample.sample, "tokens") % 2**31
-    return Request(prompt_ids.tolist(), text, seed, images, clips, name=name)
+    return Request(
+        prompt_ids.tolist(), text, seed, images, clips, name=name, max_new_tokens=prompt.max_new_tokens, extra=extra
+    )
 
 
 def settings_of(recipe: Recipe, temperature: float, stop: Sequence[int]) -> Settings:
     """The recipe's sampling settings in the engine's format."""
     decoding = recipe.decoding
-    return Settings(decoding.max_new_tokens, temperature, decoding.top_p, decoding.top_k, stop)
+    return Settings(
+        decoding.max_new_tokens,
+        temperature,
+        decoding.top_p,
+        decoding.top_k,
+        stop,
+        stop=decoding.stop,
+        min_new_tokens=decoding.min_new_tokens,
+        repetition_penalty=decoding.repetition_penalty,
+        min_p=decoding.min_p,
+    )
 
 
 def unstack(trajectory: Trajectory) -> list[Completion]:

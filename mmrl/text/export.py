@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy as copying
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,13 +19,13 @@ from mmrl.engines.merging import merged_weights
 from mmrl.report.card import Usage, What, public
 from mmrl.text.base_model import base_model, peft_model
 from mmrl.text.conditioner import Conditioner, Processor, Tokenizer, tokenizer_of
+from mmrl.text.conversation import PLACEHOLDER
 from mmrl.text.loading import exported_config, stop_tokens
 from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedModel
 
-_PLACEHOLDER = re.compile("<(image|video)>")
 _PICTURE = 'picture = Image.new("RGB", (224, 224), "white")  # yours instead: Image.open("picture.jpg")'
 _MEDIUM = {
     "image": '{"type": "image", "image": picture}',
@@ -91,8 +90,7 @@ def usage(
     sees = hasattr(saved, "image_processor")
     auto, loaded = ("AutoProcessor", "processor") if sees else ("AutoTokenizer", "tokenizer")
     source = folder if what == "merged" else public(recipe.model.path)
-    content = _content(prompt) if sees else _quoted(prompt.text)
-    system = _system(prompt.system, sees)
+    messages = _messages(prompt, sees)
     lines = [
         "import torch",
         *(["from peft import PeftModel"] if what == "lora" else []),
@@ -104,15 +102,15 @@ def usage(
         'model.to("cuda" if torch.cuda.is_available() else "cpu")',
         f"{loaded} = {auto}.from_pretrained({_quoted(folder)})",
         *([_PICTURE] if sees else []),
-        f'messages = [{system}{{"role": "user", "content": {content}}}]',
+        f"messages = [{messages}]",
         f"inputs = {loaded}.apply_chat_template(",
         "    messages,",
         "    add_generation_prompt=True,",
         "    tokenize=True,",
         "    return_dict=True,",
         '    return_tensors="pt",',
-        *(['    processor_kwargs={"do_sample_frames": False},'] if sees and '"video"' in content else []),
-        *(f"    {name}={value!r}," for name, value in recipe.decoding.chat_template.items()),
+        *(['    processor_kwargs={"do_sample_frames": False},'] if sees and '"video"' in messages else []),
+        *(f"    {name}={value!r}," for name, value in recipe.decoding.chat_template_kwargs.items()),
         ").to(model.device)",
         f"tokens = model.generate(**inputs, {', '.join(_generation(policy, conditioner, recipe, what))})",
         f'text = {loaded}.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)',
@@ -122,19 +120,25 @@ def usage(
     return Usage(library, task, tags, {f"With {library}": "\n".join(lines) + "\n"})
 
 
-def _system(text: str | None, sees: bool) -> str:
-    """The system message as Python source, with the comma behind it; nothing where there is none."""
-    if not text:
-        return ""
-    content = f'[{{"type": "text", "text": {_quoted(text)}}}]' if sees else _quoted(text)
-    return f'{{"role": "system", "content": {content}}}, '
+def _messages(prompt: Prompt, sees: bool) -> str:
+    """The messages of a prompt as Python source: a picture for every placeholder, a clip of two pictures."""
+    said: list[tuple[str, str]] = [("system", prompt.system)] if prompt.system else []
+    said += [*prompt.turns, ("user", prompt.text)]
+    placed = any(role == "user" and PLACEHOLDER.search(text) for role, text in said)
+    before: list[str] = [] if placed else [m.kind for m in prompt.media] or ["image"]
+    written = []
+    for role, text in said:
+        content = _quoted(text) if not sees else f'[{{"type": "text", "text": {_quoted(text)}}}]'
+        if sees and role == "user":
+            content, before = _content(text, before), []
+        written.append(f'{{"role": "{role}", "content": {content}}}')
+    return ", ".join(written)
 
 
-def _content(prompt: Prompt) -> str:
-    """The parts of a user's message as Python source: a picture for every placeholder, a clip of two pictures."""
-    pieces = _PLACEHOLDER.split(prompt.text)  # text, kind, text, kind, ..., text
-    if len(pieces) == 1:
-        pieces = [part for kind in [m.kind for m in prompt.media] or ["image"] for part in ("", kind)] + pieces
+def _content(text: str, before: Sequence[str]) -> str:
+    """The parts of a user's message, which media of the kinds ``before`` begin."""
+    pieces = PLACEHOLDER.split(text)  # text, kind, text, kind, ..., text
+    pieces = [part for kind in before for part in ("", kind)] + pieces
     parts = [
         _MEDIUM[piece] if i % 2 else f'{{"type": "text", "text": {_quoted(piece)}}}'
         for i, piece in enumerate(pieces)

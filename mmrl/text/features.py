@@ -18,7 +18,8 @@ PER_TOKEN = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_toke
 def key_of(prompt: Prompt) -> str:
     """Names a prompt's features: equal for equal content, whatever the prompt is called."""
     media = [(m.kind, m.path, m.offset, m.size, m.data, m.frames) for m in prompt.media]
-    return hashlib.blake2b(repr((prompt.system, prompt.text, media)).encode(), digest_size=12).hexdigest()
+    said = (prompt.system, prompt.text, media, *prompt.turns)
+    return hashlib.blake2b(repr(said).encode(), digest_size=12).hexdigest()
 
 
 def joined(

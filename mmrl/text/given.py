@@ -23,7 +23,7 @@ from mmrl.json_types import Json, JsonObject
 from mmrl.pipelines.protocol import Weights
 from mmrl.text.conditioner import Conditioner, tokenizer_of
 from mmrl.text.features import key_of
-from mmrl.trajectory import Prompt, Slot, Trajectory
+from mmrl.trajectory import Prompt, Slot, Trajectory, Turn
 
 _MARK = "ANSWER"
 
@@ -199,13 +199,21 @@ def _text_of(response: Json, prompt: Prompt) -> str:
         raise ValueError(f"is a {type(response).__name__}, neither text nor messages")
     if messages[-1].get("role") != "assistant":
         raise ValueError("ends with no message of the assistant")
-    others = [m for m in messages[:-1] if m.get("role") != "system"]
-    if [m.get("role") for m in others] not in ([], ["user"]):
-        raise ValueError("has a conversation of several turns; only one turn is supported")
-    asked = others[0].get("content") if others else None
-    if isinstance(asked, str) and asked.replace("\r\n", "\n").strip() != prompt.text:
-        raise ValueError("answers another message of the user than the prompt's")
+    before = [m for m in messages[:-1] if m.get("role") != "system"]
+    asked = [*prompt.turns, Turn("user", prompt.text)]
+    if before and len(before) != len(asked):
+        raise ValueError(
+            f"has {len(before)} messages before its answer, and the prompt {len(asked)}; a response is one message"
+        )
+    if any(_differs(message, turn) for message, turn in zip(before, asked, strict=False)):
+        raise ValueError("answers another message of the user than the prompt's, or another conversation")
     return _content(messages[-1])
+
+
+def _differs(message: JsonObject, turn: Turn) -> bool:
+    content = message.get("content")
+    same = not isinstance(content, str) or content.replace("\r\n", "\n").strip() == turn.text
+    return message.get("role") != turn.role or not same
 
 
 def _content(message: JsonObject) -> str:

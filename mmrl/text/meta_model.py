@@ -165,7 +165,7 @@ def _by_length(pipeline: LanguagePipeline, prompts: Sequence[Prompt]) -> list[Pr
 
 
 def _texts(prompt: Prompt, columns: Iterable[str]) -> list[str]:
-    return [prompt.text, prompt.system or "", *(str(prompt.meta.get(name, "")) for name in columns)]
+    return [prompt.conversation, prompt.system or "", *(str(prompt.meta.get(name, "")) for name in columns)]
 
 
 def _tokens(pipeline: LanguagePipeline, prompt: Prompt) -> int:
@@ -217,6 +217,7 @@ def _two_forwards(policy: nn.Module) -> Callable[..., Tensor]:
         eos_token_id: list[int],
         pad_token_id: int,
         do_sample: bool,
+        stopping_criteria: object = None,
         **given: Tensor | bool,
     ) -> Tensor:
         draw = logits_processor[0]

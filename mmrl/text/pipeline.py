@@ -37,7 +37,8 @@ from mmrl.text.overlong import Fitter, Limit, limit_of
 from mmrl.text.pairs import Pairs
 from mmrl.text.responses import Responses
 from mmrl.text.shared_pictures import Shared
-from mmrl.text.token_sampling import Draw, uniforms, without
+from mmrl.text.stop_strings import Ends, stops_of
+from mmrl.text.token_sampling import draw_of, uniforms, without
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from mmrl.transfer import to_device
 
@@ -46,8 +47,7 @@ GENERATE = "generate"
 
 
 class LanguagePipeline:
-    """Final class; see ``mmrl.pipelines.protocol.TextPipeline``. ``policy`` is the Hugging Face model, with LoRA or
-    not."""
+    """Final class; see ``mmrl.pipelines.protocol.TextPipeline``. ``policy`` is the Hugging Face model."""
 
     makes: Literal["text"] = "text"
 
@@ -60,8 +60,7 @@ class LanguagePipeline:
         engine: RolloutEngine | None = None,
     ) -> None:
         self.conditioner, self.policy, self.recipe, self.device = conditioner, policy, recipe, device
-        self.engine = engine
-        self.given = engine_sampling.Given()
+        self.engine, self.given = engine, engine_sampling.Given()
         self._synced: object = None
         self._source: Policy | None = None
         self.critic: Critic | None = None
@@ -74,6 +73,7 @@ class LanguagePipeline:
         self.engine_context: int | None = engine_sampling.engine_context(recipe, self.context)
         self.fitter = Fitter(conditioner, recipe.data.overlong)
         self.shared = Shared(policy)
+        self.stops = stops_of(self.settings.stop, self.settings.min_new_tokens, conditioner)
         self.pairs: GivenTexts | None = None
         if recipe.algorithm.trains_on in ("pairs", "responses"):
             self.pairs = Pairs(self) if recipe.algorithm.trains_on == "pairs" else Responses(self)
@@ -164,7 +164,8 @@ class LanguagePipeline:
         engine = self.engine
         assert engine is not None
         self.given.asked(len(requests))
-        return unfailing(engine, self._push, lambda: engine.generate(requests, settings))
+        drawn = unfailing(engine, self._push, lambda: engine.generate(requests, settings))
+        return [self.stops.ended(made, request) for made, request in zip(drawn, requests, strict=True)]
 
     def updates(self) -> dict[str, float]:
         return self.given.row()
@@ -196,7 +197,8 @@ class LanguagePipeline:
         temperature = self.recipe.eval.temperature if evaluate else None
         temperature = self.settings.temperature if temperature is None else temperature
         if self.engine is None:
-            tokens, log_probs, mask, truncated = self._generate(keys, ids, seed, temperature)
+            limits = [slot.prompt.max_new_tokens for slot in slots]
+            tokens, log_probs, mask, truncated = self._generate(keys, ids, limits, seed, temperature)
         else:
             settings = engine_sampling.settings_of(self.recipe, temperature, self.conditioner.stop_tokens)
             made = self._ask(self._requests(slots, ids, seed), settings)
@@ -236,16 +238,22 @@ class LanguagePipeline:
         )
 
     def _generate(
-        self, keys: Sequence[str], ids: Sequence[SampleId], seed: int, temperature: float
+        self, keys: Sequence[str], ids: Sequence[SampleId], limits: Sequence[int | None], seed: int, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Sample with the training weights: tokens, log-probs and mask ``[B, T]``, truncated ``[B]``."""
-        from transformers import LogitsProcessorList
+        """Sample with the training weights: tokens, log-probs and mask ``[B, T]``, truncated ``[B]``.
+
+        ``limits``: the tokens that each row may have, if its prompt has a limit.
+        """
+        from transformers import LogitsProcessorList, StoppingCriteriaList
 
         settings, most = self.settings, self.settings.max_new_tokens
         u = to_device(uniforms(seed, ids, most), self.device)
-        draw = Draw(u, temperature, settings.top_p, settings.top_k, self.conditioner.forbidden)
         inputs = self._inputs(keys)
         inputs.pop("position_ids", None)  # generate counts them itself, from the mask
+        draw = draw_of(settings, u, temperature, self.conditioner, inputs["attention_mask"])
+        prompt = inputs["input_ids"].shape[1]
+        ends = Ends(self.stops, [min(limit or most, most) for limit in limits], prompt)
+        further = {"stopping_criteria": StoppingCriteriaList([ends])} if self.stops.strings or any(limits) else {}  # type: ignore[list-item]
         with self._autocast():
             generate: Callable[..., Tensor] = getattr(self.policy, GENERATE)
             out = generate(
@@ -253,30 +261,33 @@ class LanguagePipeline:
                 logits_processor=LogitsProcessorList([draw]),  # type: ignore[list-item]
                 do_sample=False,
                 max_new_tokens=most,
-                eos_token_id=self.conditioner.stop_tokens,
+                eos_token_id=draw.stops,
                 pad_token_id=self.conditioner.pad_token,
                 synced_gpus=False,  # with sharded weights generate would wait for other ranks
+                **further,
             )
-        tokens = out[:, inputs["input_ids"].shape[1] :]
-        stops = torch.isin(tokens, to_device(torch.tensor(self.conditioner.stop_tokens), tokens.device))
-        mask = (stops.long().cumsum(1) - stops.long() == 0).float()
-        return tokens, torch.stack(draw.log_probs, 1), mask, ~stops.any(1)
+        tokens = out[:, prompt:]
+        inside, stopped = ends.inside(tokens)
+        stops = torch.isin(tokens, to_device(torch.tensor(draw.stops), tokens.device)) & inside
+        mask = ((stops.long().cumsum(1) - stops.long() == 0) & inside).float()
+        return tokens, torch.stack(draw.log_probs, 1), mask, ~(stops.any(1) | stopped)
 
     def _requests(self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int) -> list[Request]:
         """The engine's requests; the media of a prompt are opened once for all its samples."""
         prompts = {key_of(slot.prompt): slot.prompt for slot in slots}
         shown = {k: self.fitter.shown(p, self.limit) for k, p in prompts.items()}
+        extra = self.recipe.rollout.sampling
         opened = {k: (self.conditioner.render(p), *self.conditioner.media(p)) for k, p in shown.items()}
         return [
-            engine_sampling.request(seed, sample, self.features.get(key)["input_ids"], *opened[key])
-            for key, sample in zip((key_of(s.prompt) for s in slots), ids, strict=True)
+            engine_sampling.request(seed, sample, self.features.get(key)["input_ids"], slot.prompt, extra, *opened[key])
+            for key, slot, sample in zip((key_of(s.prompt) for s in slots), slots, ids, strict=True)
         ]
 
     def samples(self, trajectory: Trajectory, inputs: frozenset[str]) -> list[Sample]:
         assert trajectory.mask is not None
         assert trajectory.truncated is not None
         lengths = trajectory.responses
-        texts = [self.conditioner.decode(row[:n]) for row, n in zip(trajectory.clean.tolist(), lengths, strict=True)]
+        texts = [self.stops.text(row[:n]) for row, n in zip(trajectory.clean.tolist(), lengths, strict=True)]
         cut = trajectory.truncated.tolist()
         return [
             Sample(slot.prompt, sample, text=text, truncated=was_cut)
@@ -326,8 +337,7 @@ class LanguagePipeline:
         return out
 
     def response_log_probs(self, trajectory: Trajectory, temperature: float, *, every_token: bool = False) -> Tensor:
-        """Log-probs ``[B, T]`` of the rows' tokens under the policy's present weights. ``every_token``: among all of
-        the vocabulary, those that sampling never draws too."""
+        """Log-probs ``[B, T]`` of the rows' tokens. ``every_token``: among the whole vocabulary, see ``_logits``."""
         logits = self._logits(trajectory, every_token=every_token)
         return self.token_log_probs(logits, trajectory.clean, temperature)
 
@@ -338,8 +348,7 @@ class LanguagePipeline:
             return self.policy(**inputs, use_cache=False).logits[:, 0].float()
 
     def token_log_probs(self, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        """Log-probs ``[B, T]`` of ``tokens`` under the logits of the last forward, which may be this rank's part of the
-        tokens or of the vocabulary."""
+        """Log-probs ``[B, T]`` of ``tokens``; ``logits`` may be this rank's part of the tokens or the vocabulary."""
         own = tokens if self._cut is None else self._cut.own(tokens)
         found = token_log_probs(logits, own, temperature, self._vocabulary)
         return found if self._cut is None else self._cut.whole(found)
@@ -366,8 +375,7 @@ class LanguagePipeline:
             return self.critic(**inputs)[:, -trajectory.clean.shape[1] - 1 : -1]
 
     def _logits(self, trajectory: Trajectory, *, every_token: bool = False) -> Tensor:
-        """Logits ``[B, T, V]`` that each response token was, or would have been, drawn from; this rank's where ranks
-        share rows or the vocabulary."""
+        """Logits ``[B, T, V]`` of each response token, this rank's part. ``every_token``: of forbidden ones too."""
         inputs = self._inputs(trajectory.features, trajectory.clean, trajectory.mask)
         with self._autocast():
             end = inputs["input_ids"].shape[1] - 1  # no token follows the last one

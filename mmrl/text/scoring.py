@@ -22,6 +22,7 @@ from mmrl.report.card import Usage, What, public
 from mmrl.rewards.contract import Failed
 from mmrl.text.base_model import base_model, peft_model
 from mmrl.text.conditioner import Conditioner, tokenizer_of
+from mmrl.text.conversation import messages_of
 from mmrl.text.export import plain
 from mmrl.text.features import joined
 from mmrl.text.given import ending, response_tokens, stacked
@@ -232,7 +233,7 @@ def write(policy: nn.Module, conditioner: Conditioner, recipe: Recipe, out: Path
         plain(policy, getattr(torch, recipe.model.dtype)).save_pretrained(out)
     conditioner.saved.save_pretrained(out)
     noted = {"pipeline": "vlm/score" if hasattr(conditioner.saved, "image_processor") else "llm/score"}
-    settings = {**noted, "chat_template": recipe.decoding.chat_template}
+    settings = {**noted, "chat_template": recipe.decoding.chat_template_kwargs}
     (out / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
 
@@ -261,12 +262,12 @@ def usage(
     code = source.format(
         folder=repr(folder),
         base=repr(folder if what == "merged" else base),
+        messages=repr(messages_of(prompt)),
         prompt=repr(prompt.text),
-        system=f'{{"role": "system", "content": {prompt.system!r}}}, ' if prompt.system else "",
         given=_given(prompt),
         ending=repr(tokenizer_of(saved).decode(ending(conditioner))),
-        variables="".join(f", {name}={value!r}" for name, value in recipe.decoding.chat_template.items()),
-        variables_of=repr(recipe.decoding.chat_template),
+        variables="".join(f", {name}={value!r}" for name, value in recipe.decoding.chat_template_kwargs.items()),
+        variables_of=repr(recipe.decoding.chat_template_kwargs),
         peft="from peft import PeftModel\n" if what == "lora" else "",
         adapter=f"model = PeftModel.from_pretrained(model, {folder!r})\n" if what == "lora" else "",
     )
@@ -278,7 +279,8 @@ def _given(prompt: Prompt) -> str:
     names = {"image": "picture.jpg", "video": "clip.mp4"}
     media = "".join(f'Media("{m.kind}", path="{names[m.kind]}"), ' for m in prompt.media)
     system = f", system={prompt.system!r}" if prompt.system else ""
-    return (f", media=({media.rstrip()})" if media else "") + system
+    turns = f", turns={tuple(tuple(turn) for turn in prompt.turns)!r}" if prompt.turns else ""
+    return (f", media=({media.rstrip()})" if media else "") + system + turns
 
 
 _READING = """\
@@ -287,7 +289,7 @@ import torch
 
 model = AutoModelForSequenceClassification.from_pretrained({base}, num_labels=1)
 {adapter}tokenizer = AutoTokenizer.from_pretrained({folder})
-messages = [{system}{{"role": "user", "content": {prompt}}}]
+messages = {messages}
 text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False{variables})
 text += "An answer." + {ending}
 inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmrl.config.sampling import TextSampling
 from mmrl.controller.randomness import generator
+from mmrl.text.conditioner import Conditioner
 from mmrl.text.likelihood import Vocabulary
 from mmrl.trajectory import SampleId
 from mmrl.transfer import to_device
@@ -32,12 +34,32 @@ def uniforms(seed: int, ids: Sequence[SampleId], n: int) -> Tensor:
     return torch.stack(rows)
 
 
+class Penalty:
+    """Final class: the repetition penalty of CTRL (Keskar et al. 2019, arXiv 1909.05858), as transformers and vLLM have
+    it: logits of tokens that prompt or response contain are divided by ``penalty`` where positive, else multiplied.
+
+    ``mask`` ``[B, P]``: 1 on the prompts' tokens, 0 on padding, which is no token of theirs.
+    """
+
+    def __init__(self, penalty: float, mask: Tensor) -> None:
+        self.penalty, self.mask = penalty, mask.bool()
+
+    def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+        """Logits ``[B, V]`` for the token behind ``input_ids`` ``[B, P + t]``."""
+        prompt = self.mask.shape[1]
+        said = torch.where(self.mask, input_ids[:, :prompt], input_ids[:, prompt - 1 : prompt])
+        said = torch.cat([said, input_ids[:, prompt:]], 1)
+        found = logits.gather(1, said)
+        return logits.scatter(1, said, torch.where(found < 0, found * self.penalty, found / self.penalty))
+
+
 class Draw:
     """Final class: a logits processor that chooses, and remembers the log-probs of what it chose.
 
-    ``u`` ``[B, T]``: the uniforms; ``temperature`` 0 takes the likeliest. ``top_k`` and ``top_p`` (Holtzman et al.
-    2019, arXiv 1904.09751) narrow the choice; log-probs are always of the whole distribution at ``temperature``, which
-    is what the update recomputes. ``forbidden`` tokens are not in it.
+    ``u`` ``[B, T]``: the uniforms; ``temperature`` 0 takes the likeliest. ``top_k``, ``top_p`` (Holtzman et al. 2019,
+    arXiv 1904.09751) and ``min_p`` (Nguyen et al. 2024, arXiv 2407.01082) narrow the choice, ``penalty`` changes it,
+    and of the first ``least`` tokens none is of ``stops``. Log-probs are always of the whole distribution at
+    ``temperature``, without any of these, which is what the update recomputes. ``forbidden`` tokens are not in it.
     """
 
     def __init__(
@@ -47,22 +69,50 @@ class Draw:
         top_p: float = 1.0,
         top_k: int | None = None,
         forbidden: Sequence[int] = (),
+        *,
+        min_p: float = 0.0,
+        penalty: Penalty | None = None,
+        least: int = 0,
+        stops: Sequence[int] = (),
     ) -> None:
+        self.min_p, self.penalty, self.least, self.stops = min_p, penalty, least, list(stops)
         self.u, self.temperature, self.top_p, self.top_k = u, temperature, top_p, top_k
         self.forbidden = list(forbidden)
         self.log_probs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores ``[B, V]`` whose maximum is the token chosen; ``scores`` itself is written to."""
-        scaled = without(scores, self.forbidden)
-        scaled = scaled if self.temperature in (0, 1) else scaled / self.temperature
-        log_probs = torch.log_softmax(scaled, -1, dtype=torch.float32)
+        logits, position = without(scores, self.forbidden), len(self.log_probs)
+        log_probs = drawn_from = self._log_probs(logits)
+        if self.penalty is not None or position < self.least:
+            changed = logits if self.penalty is None else self.penalty(input_ids, logits)
+            drawn_from = self._log_probs(without(changed, self.stops if position < self.least else []))
         if self.temperature == 0:
-            token = log_probs.argmax(-1, keepdim=True)
+            token = drawn_from.argmax(-1, keepdim=True)
         else:
-            token = choose(log_probs, self.u[:, len(self.log_probs)].to(scores.device), self.top_p, self.top_k)
+            token = choose(drawn_from, self.u[:, position].to(scores.device), self.top_p, self.top_k, self.min_p)
         self.log_probs.append(log_probs.gather(-1, token).squeeze(-1))
         return scores.scatter_(-1, token, torch.inf)  # generate gives a copy of its own
+
+    def _log_probs(self, logits: Tensor) -> Tensor:
+        scaled = logits if self.temperature in (0, 1) else logits / self.temperature
+        return torch.log_softmax(scaled, -1, dtype=torch.float32)
+
+
+def draw_of(settings: TextSampling, u: Tensor, temperature: float, conditioner: Conditioner, prompts: Tensor) -> Draw:
+    """What chooses tokens as a recipe says, for the model of ``conditioner``; ``prompts``: the mask of ``Penalty``."""
+    penalty = settings.repetition_penalty
+    return Draw(
+        u,
+        temperature,
+        settings.top_p,
+        settings.top_k,
+        conditioner.forbidden,
+        min_p=settings.min_p,
+        penalty=None if penalty == 1 else Penalty(penalty, prompts),
+        least=settings.min_new_tokens,
+        stops=conditioner.stop_tokens,
+    )
 
 
 def without(logits: Tensor, forbidden: list[int], vocabulary: Vocabulary | None = None) -> Tensor:
@@ -76,13 +126,13 @@ def without(logits: Tensor, forbidden: list[int], vocabulary: Vocabulary | None 
     return logits.index_fill(-1, to_device(torch.tensor(forbidden) - first, logits.device), -torch.inf)
 
 
-def choose(log_probs: Tensor, u: Tensor, top_p: float = 1.0, top_k: int | None = None) -> Tensor:
+def choose(log_probs: Tensor, u: Tensor, top_p: float = 1.0, top_k: int | None = None, min_p: float = 0.0) -> Tensor:
     """The token ``[B, 1]`` into whose share of ``log_probs`` ``[B, V]`` the uniform ``u`` ``[B]`` falls.
 
     Found in two steps, the block of tokens and then the token in it, so that running sums are of few numbers. Where the
     distribution is not finite the token is any, and no index is outside the vocabulary: the log-probs tell afterwards.
     """
-    probs = narrowed(log_probs.exp(), top_p, top_k)
+    probs = narrowed(log_probs.exp(), top_p, top_k, min_p)
     lacking = -probs.shape[-1] % BLOCK
     blocks = (pad(probs, (0, lacking)) if lacking else probs).unflatten(-1, (-1, BLOCK))
     ends = blocks.sum(-1).double().cumsum(-1)
@@ -103,8 +153,8 @@ def below(place: Tensor, ends: Tensor) -> Tensor:
     return torch.minimum(place, ends[:, -1:] * (1 - 2**-52))
 
 
-def narrowed(probs: Tensor, top_p: float, top_k: int | None) -> Tensor:
-    """``probs`` ``[B, V]`` with 0 for what ``top_k`` and ``top_p`` leave out."""
+def narrowed(probs: Tensor, top_p: float, top_k: int | None, min_p: float = 0.0) -> Tensor:
+    """``probs`` ``[B, V]`` with 0 for what ``top_k``, ``top_p`` and ``min_p`` leave out, in this order."""
     if top_k is not None and top_k < probs.shape[-1]:
         probs = torch.where(probs < probs.topk(top_k, -1).values[:, -1:], 0.0, probs)
     if top_p < 1:
@@ -112,4 +162,6 @@ def narrowed(probs: Tensor, top_p: float, top_k: int | None) -> Tensor:
         before = falling.cumsum(-1) - falling  # what is likelier: a token stays while that is below top_p of the rest
         falling = torch.where(before < top_p * falling.sum(-1, keepdim=True), falling, 0.0)
         probs = torch.zeros_like(falling).scatter_(-1, order, falling)
+    if min_p > 0:
+        probs = torch.where(probs < min_p * probs.amax(-1, keepdim=True), 0.0, probs)
     return probs

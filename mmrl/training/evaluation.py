@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmrl.algorithms.objective import ComparesBatch, compares_batch
-from mmrl.config.checks import label_of
+from mmrl.config.evaluation_checks import label_of
 from mmrl.controller.randomness import seed_of
 from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
 from mmrl.errors import BadPromptError, UserError

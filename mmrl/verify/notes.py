@@ -9,7 +9,7 @@ import torch
 
 from mmrl.checkpoint.manifest import entries
 from mmrl.checkpoint.resume import flatten
-from mmrl.config.checks import label_of
+from mmrl.config.evaluation_checks import label_of
 from mmrl.config.schema import Recipe
 from mmrl.json_types import Json, JsonObject, as_object
 from mmrl.judge.replay import Recorded

@@ -23,7 +23,7 @@ from mmrl.config.schema import Recipe
 from mmrl.controller.feature_cache import FeatureCache
 from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
-from mmrl.errors import UserError
+from mmrl.errors import BadPromptError, UserError
 from mmrl.frozen_modules import Offloaded, apart
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What, public
@@ -107,7 +107,10 @@ class FlowPipeline:
         return keys
 
     def _key(self, prompt: Prompt) -> str:
-        """Names the features of a prompt: its text, and of a family that edits its picture too."""
+        """Names the features of a prompt: its text, and of a family that edits its picture too. Raises
+        ``BadPromptError``."""
+        if prompt.turns:
+            raise BadPromptError(prompt.id, "it is a conversation of several turns, and a picture is made of one text")
         return f"{prompt.text}/{pictures.digest(prompt)}" if self.adapter.edits else prompt.text
 
     def unused_negative(self, prompt: Prompt) -> str | None:

@@ -11,13 +11,14 @@ from PIL.Image import Image
 from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
-from mmrl.config.schema import Recipe
+from mmrl.config.schema import Model, Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 from mmrl.media import Clip
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import Load, build_writer, describe_writer
 from mmrl.text.conditioner import Tokenizer
+from mmrl.text.conversation import messages_of, rendered, use_template
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
@@ -30,7 +31,7 @@ TESTED = ("qwen3", "qwen2", "llama", "qwen3_moe")
 
 
 class Chat:
-    """Final class; see ``mmrl.text.conditioner.Conditioner``. A system message, if there is one, and a user message."""
+    """Final class; see ``mmrl.text.conditioner.Conditioner``. A conversation that ends with the user's message."""
 
     own_positions = False
 
@@ -49,10 +50,8 @@ class Chat:
         return {"input_ids": torch.tensor(self.saved(text, add_special_tokens=False).input_ids)}
 
     def render(self, prompt: Prompt) -> str:
-        """The prompt in the model's chat format, up to the start of the answer."""
-        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        messages = [*system, {"role": "user", "content": prompt.text}]
-        return self.saved.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.variables)
+        """The prompt in the model's chat format, up to the start of the answer. Raises ``BadPromptError``."""
+        return rendered(prompt, messages_of(prompt), self.saved, self.variables)
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
         return [], []
@@ -79,9 +78,9 @@ def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat, PreTrainedModel
     allow_cpu_only()  # transformers imports torchvision wherever it is installed
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = load_tokenizer(AutoTokenizer, path)
+    tokenizer = load_tokenizer(AutoTokenizer, path, recipe.model)
     model = load(AutoModelForCausalLM, recipe, path, TESTED, OTHERWISE)
-    return Chat(tokenizer, stop_tokens(model, tokenizer), recipe.decoding.chat_template), model
+    return Chat(tokenizer, stop_tokens(model, tokenizer), recipe.decoding.chat_template_kwargs), model
 
 
 class AutoTokenizerClass(Protocol):
@@ -97,17 +96,23 @@ class ChatTokenizer(Tokenizer, Protocol):
     chat_template: str | None
 
 
-def load_tokenizer(auto: type[AutoTokenizerClass], path: str) -> Tokenizer:
-    """The tokenizer at ``path``. Raises ``UserError`` where there is none, or it has no chat template."""
+def load_tokenizer(auto: type[AutoTokenizerClass], path: str, settings: Model | None = None) -> Tokenizer:
+    """The tokenizer at ``path``, with the chat template of ``settings``. Raises ``UserError`` if there is no tokenizer
+    or no usable chat template, and if ``settings`` limit pictures."""
+    for key in ("min_pixels", "max_pixels"):
+        if settings is not None and getattr(settings, key) is not None:
+            raise UserError(f"model.{key}: this pipeline reads no pictures; remove it, or set a pipeline of vlm/")
     try:
         tokenizer = auto.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"model.path: {path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}"
         ) from error
+    if settings is not None and settings.chat_template is not None:
+        use_template(tokenizer, settings.chat_template, "Hi")
     if tokenizer.chat_template is None:
         raise UserError(
             f"model.path: the tokenizer of {path} has no chat template, so the format of its prompts is unknown. "
-            "Take an instruct model, or add chat_template.jinja to the directory"
+            "Take an instruct model, set model.chat_template, or add chat_template.jinja to the directory"
         )
     return tokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from mmrl.config.schema import Recipe
+from mmrl.config.schema import Model, Recipe
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
 from mmrl.pipelines.description import Description
@@ -36,10 +36,10 @@ def scorer(path: str, variables: JsonObject, dtype: torch.dtype = torch.float32)
     return Scorer(load_scorer(path, chat.pad_token, dtype, 0, trained=True), chat)
 
 
-def _chat(path: str, variables: JsonObject) -> Chat:
+def _chat(path: str, variables: JsonObject, settings: Model | None = None) -> Chat:
     from transformers import AutoTokenizer
 
-    tokenizer = load_tokenizer(AutoTokenizer, path)
+    tokenizer = load_tokenizer(AutoTokenizer, path, settings)
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.path: the tokenizer of {path} has no eos_token; set it in tokenizer_config.json")
     return Chat(tokenizer, [tokenizer.eos_token_id], dict(variables))

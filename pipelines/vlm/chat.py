@@ -6,10 +6,9 @@ come first. The processor encodes each prompt once, for all its samples, in samp
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -17,13 +16,14 @@ from PIL.Image import Image
 from torch import Tensor
 
 from mmrl._torchvision import allow_cpu_only
-from mmrl.config.schema import Recipe
+from mmrl.config.schema import Model, Recipe
 from mmrl.errors import BadPromptError, UserError
 from mmrl.json_types import JsonObject
 from mmrl.media import BadMediaError, Clip, open_clip, open_image
 from mmrl.pipelines.description import Description
 from mmrl.text.assembly import Load, build_writer, describe_writer
 from mmrl.text.conditioner import Processor, Videos
+from mmrl.text.conversation import messages_with_media, rendered, use_template
 from mmrl.text.features import PER_TOKEN
 from mmrl.text.loading import stop_tokens
 from mmrl.text.pipeline import LanguagePipeline
@@ -35,11 +35,10 @@ if TYPE_CHECKING:  # slow to import
 
 OTHERWISE = "Set pipeline: llm/chat for a model of text alone."
 TESTED = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
-_PLACEHOLDER = re.compile("<(image|video)>")
 
 
 class Chat:
-    """Final class; see ``mmrl.text.conditioner.Conditioner``. A system message, if there is one, and a user message."""
+    """Final class; see ``mmrl.text.conditioner.Conditioner``. A conversation that ends with the user's message."""
 
     own_positions = True
 
@@ -68,10 +67,8 @@ class Chat:
         return out
 
     def render(self, prompt: Prompt) -> str:
-        """The prompt in the model's chat format, one placeholder per medium. Raises ``UserError``."""
-        system = [{"role": "system", "content": [{"type": "text", "text": prompt.system}]}] if prompt.system else []
-        messages = [*system, {"role": "user", "content": content_of(prompt)}]
-        return self.saved.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self.variables)
+        """The prompt in the model's chat format, one placeholder per medium. Raises ``BadPromptError``."""
+        return rendered(prompt, messages_with_media(prompt), self.saved, self.variables)
 
     def media(self, prompt: Prompt) -> tuple[list[Image], list[Clip]]:
         """The prompt's decoded pictures and clips. Raises ``BadPromptError``, which names the broken file."""
@@ -88,27 +85,6 @@ class Chat:
         return [len(ids) for ids in self.saved.tokenizer(list(texts), add_special_tokens=False).input_ids]
 
 
-def content_of(prompt: Prompt) -> list[dict[str, str]]:
-    """The parts of the user's message. Raises ``BadPromptError`` if placeholders and media do not match. In a prompt
-    without media ``<image>`` is text."""
-    asked = _PLACEHOLDER.findall(prompt.text) if prompt.media else []
-    given = [m.kind for m in prompt.media]
-    if not asked:
-        return [*({"type": kind} for kind in given), {"type": "text", "text": prompt.text}]
-    if asked != given:
-        raise BadPromptError(
-            prompt.id,
-            f"it has the placeholders {_listed(asked)} and the media {_listed(given)}; give it one medium per "
-            "placeholder, in their order, or no placeholder at all",
-        )
-    pieces = _PLACEHOLDER.split(prompt.text)  # text, kind, text, kind, ..., text
-    return [
-        {"type": piece} if i % 2 else {"type": "text", "text": piece}
-        for i, piece in enumerate(pieces)
-        if i % 2 or piece
-    ]
-
-
 def build(recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:
     """Load the model and processor at ``path``. Raises ``UserError`` where they cannot see or chat."""
     return build_writer(_parts, recipe, path, device, sees=True)
@@ -121,12 +97,12 @@ def describe(recipe: Recipe, path: str, architecture: Path | None) -> Descriptio
 
 def _parts(recipe: Recipe, path: str, load: Load) -> tuple[Chat, PreTrainedModel]:
     """The conditioner, and the model as ``load`` makes it."""
-    processor = load_processor(path)
+    processor = load_processor(path, recipe.model)
     from transformers import AutoModelForImageTextToText
 
     model = load(AutoModelForImageTextToText, recipe, path, TESTED, OTHERWISE)
     stop = stop_tokens(model, processor.tokenizer)
-    return Chat(processor, stop, placeholders(model.config), recipe.decoding.chat_template), model
+    return Chat(processor, stop, placeholders(model.config), recipe.decoding.chat_template_kwargs), model
 
 
 def placeholders(config: PretrainedConfig) -> list[int]:
@@ -135,8 +111,9 @@ def placeholders(config: PretrainedConfig) -> list[int]:
     return sorted({token for name in names if (token := getattr(config, name, None)) is not None})
 
 
-def load_processor(path: str) -> Processor:
-    """The processor at ``path``. Raises ``UserError`` where it cannot see or chat, or torchvision is missing."""
+def load_processor(path: str, settings: Model | None = None) -> Processor:
+    """The processor at ``path``, with the chat template and the limits of pixels of ``settings``. Raises ``UserError``
+    if it cannot see or chat, or if torchvision is missing."""
     allow_cpu_only()
     try:
         import torchvision  # type: ignore[import-not-found]  # noqa: F401  transformers reports its absence much later, in other words
@@ -153,12 +130,51 @@ def load_processor(path: str) -> Processor:
         raise UserError(f"model.path: {path} has no processor that can be loaded: {reason}") from error
     if not hasattr(processor, "image_processor"):
         raise UserError(f"model.path: {path} has a tokenizer but no image processor; use pipeline: llm/chat for it")
+    if settings is not None:
+        _limit_pixels(processor.image_processor, settings)
+    if settings is not None and settings.chat_template is not None:
+        use_template(processor, settings.chat_template, [{"type": "text", "text": "Hi"}])
     if processor.chat_template is None:
         raise UserError(
             f"model.path: the processor of {path} has no chat template, so the format of its prompts is unknown. "
-            "Take an instruct model, or add chat_template.jinja to the directory"
+            "Take an instruct model, set model.chat_template, or add chat_template.jinja to the directory"
         )
     return processor
+
+
+class PixelLimits(Protocol):
+    """transformers' ``SizeDict`` of an image processor that limits the number of pixels."""
+
+    shortest_edge: int
+    longest_edge: int
+
+    def __init__(self, *, shortest_edge: int, longest_edge: int) -> None: ...
+
+
+class ImageProcessor(Protocol):
+    """An image processor of transformers."""
+
+    size: PixelLimits
+
+
+def _limit_pixels(images: ImageProcessor, settings: Model) -> None:
+    """Give the image processor the limits of ``settings``. Raises ``UserError`` if it has none."""
+    if settings.min_pixels is None and settings.max_pixels is None:
+        return
+    name, size = type(images).__name__, images.size
+    known = getattr(getattr(images, "valid_kwargs", None), "__annotations__", {})
+    if not {"min_pixels", "max_pixels"} <= known.keys():
+        raise UserError(
+            f"model.{'min' if settings.min_pixels else 'max'}_pixels: {name} limits no number of pixels; remove it, or "
+            "set the sizes in preprocessor_config.json of the checkpoint"
+        )
+    least, most = settings.min_pixels or int(size.shortest_edge), settings.max_pixels or int(size.longest_edge)
+    if least > most:  # one of them is the checkpoint's
+        raise UserError(
+            f"model.{'min' if settings.min_pixels else 'max'}_pixels: pictures would have at least "
+            f"{least} pixels and at most {most}; set model.min_pixels and model.max_pixels, both"
+        )
+    images.size = type(images.size)(shortest_edge=least, longest_edge=most)
 
 
 def _metadata(clip: Clip) -> VideoMetadata:
@@ -170,7 +186,3 @@ def _metadata(clip: Clip) -> VideoMetadata:
         duration=clip.total / clip.fps if clip.fps else None,
         frames_indices=list(clip.indices),  # type: ignore[arg-type]
     )
-
-
-def _listed(kinds: Sequence[str]) -> str:
-    return ", ".join(kinds) or "none"

@@ -1,0 +1,108 @@
+"""Pictures and clips of a record: where their bytes are, and their order in the prompt."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from mmrl.json_types import Cell
+from mmrl.media import KINDS, LIMITS, Media
+from mmrl.media.decoder import container_of
+
+Kind = Literal["image", "video"]
+PLACEHOLDERS: dict[Kind, str] = {"image": "<image>", "video": "<video>"}
+"""The placeholder of a picture or clip in a prompt's text."""
+_PICTURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+"""How the formats of pictures begin; WEBP has its name at byte 8."""
+
+
+def arranged(text: str, media: Sequence[Media]) -> list[Media]:
+    """``media`` in the order of the placeholders in ``text``; in their own order where it has none.
+
+    Without media ``<image>`` is an ordinary word. Raises ``ValueError`` as ``make_prompt``.
+    """
+    wanted: dict[Kind, int] = {kind: text.count(mark) for kind, mark in PLACEHOLDERS.items()}
+    if not any(wanted.values()) or not media:
+        return list(media)
+    for kind, n in wanted.items():
+        held = sum(m.kind == kind for m in media)
+        if held != n:
+            raise ValueError(f"the prompt has {n} {PLACEHOLDERS[kind]} and the record {held} of them")
+    queues = {kind: iter([m for m in media if m.kind == kind]) for kind in PLACEHOLDERS}
+    places = sorted((i, kind) for kind, mark in PLACEHOLDERS.items() for i in _places(text, mark))
+    return [next(queues[kind]) for _, kind in places]
+
+
+def media_from(kind: Kind, source: Cell, root: str) -> Media:
+    """One medium of a record: bytes, a data URL, base64, or the path of a file inside the folder ``root``.
+
+    Raises ``ValueError`` for everything else: an address on the network, and a path outside ``root`` (by ``..``, from
+    ``/`` or through a link).
+    """
+    if isinstance(source, Mapping):  # as Hugging Face tables hold media that are not decoded
+        source = source.get("bytes") or source.get("path") or source.get("url")
+    if isinstance(source, bytes | bytearray):
+        return Media(kind, data=bytes(source))
+    if not isinstance(source, str) or not source:
+        raise ValueError(f"its {kind} is a {type(source).__name__}, neither bytes nor a path")
+    if source.startswith("data:"):
+        return Media(kind, data=_from_data_url(source))
+    if (data := _from_base64(source)) is not None:
+        return Media(kind, data=data)
+    if "://" in source:
+        raise ValueError(f"its {kind} is an address ({source[:80]}); download it and give the file")
+    path = os.path.realpath(os.path.join(root, source))
+    if not _inside(os.path.realpath(root), path):
+        raise ValueError(f"its {kind} {source!r} is outside {root}")
+    named = KINDS.get(os.path.splitext(path)[1][1:].lower())
+    if named not in (None, kind):
+        raise ValueError(f"its {kind} {source!r} has the name of a {named}")
+    return Media(kind, path=path)
+
+
+def _from_data_url(url: str) -> bytes:
+    head, comma, body = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise ValueError(f"its data URL {url[:40]!r} is not base64")
+    if len(body) > LIMITS.bytes * 4 // 3 + 4:
+        raise ValueError(f"its data URL has {len(body):,} characters, too many")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"its data URL is not base64 ({error})") from None
+
+
+def _from_base64(text: str) -> bytes | None:
+    """The bytes of a picture or clip whose base64 is ``text``; None where it is something else, such as a path.
+
+    Only text that begins as a format that is read does is taken for base64. Raises ``ValueError`` where it is too long.
+    """
+    head = text[:64]
+    if len(text) <= len(head) or not head.isascii():
+        return None
+    try:
+        begin = base64.b64decode(head, validate=True)
+    except ValueError:
+        return None
+    if not begin.startswith(_PICTURES) and begin[8:12] != b"WEBP" and container_of(begin) is None:
+        return None
+    if len(text) > LIMITS.bytes * 4 // 3 + 4:
+        raise ValueError(f"its base64 has {len(text):,} characters, too many")
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError as error:
+        raise ValueError(f"its base64 cannot be decoded ({error})") from None
+
+
+def _inside(root: str, path: str) -> bool:
+    return os.path.commonpath([root, path]) == root
+
+
+def _places(text: str, mark: str) -> Iterator[int]:
+    at = text.find(mark)
+    while at >= 0:
+        yield at
+        at = text.find(mark, at + len(mark))
