@@ -103,8 +103,7 @@ class Judge:
         seed: int = 0,
         budget: Mapping[str, int] | None = None,
     ) -> None:
-        self.mode = Mode.of(mode, votes, vote, opponents, seed, order)
-        self.kind = parse_kind(mode, answer)
+        self.mode, self.kind = Mode.of(mode, votes, vote, opponents, seed, order), parse_kind(mode, answer)
         self.rubric = Rubric(rubric, mode, meta, frames, seed)
         self.settings = Settings(temperature, max_tokens, reasks)
         _check_least({"temperature": temperature, "reasks": reasks, "retries": retries}, 0)
