@@ -10,6 +10,7 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.config.schema import Recipe
 from mmrl.datasets.loading import load_prompts
+from mmrl.datasets.mixture import Interleaved, Mixture
 from mmrl.errors import UserError
 from mmrl.planner.plan import plan
 from mmrl.text.export import usage
@@ -123,6 +124,11 @@ def test_a_system_message_is_for_prompts_without_one(folder):
     assert [p.system for p in load_prompts(bare.recipe, bare.root, "train")] == [None, "Own words."]
     sums = loaded(folder, "data={name: sums}", "sampling.system=Think.")
     assert {p.system for p in load_prompts(sums.recipe, sums.root, "heldout")} == {"Think."}
+    mixed = loaded(folder, "data={mixture: [{name: sums}]}", "sampling.system=Think.")
+    for split, kind in (("train", Mixture), ("heldout", Interleaved)):
+        prompts = load_prompts(mixed.recipe, mixed.root, split)
+        assert isinstance(prompts, kind)
+        assert {p.system for p in prompts[:5]} == {"Think."}
 
 
 def test_a_vision_model_takes_a_template_too(tmp_path):

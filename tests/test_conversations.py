@@ -17,6 +17,7 @@ from mmrl.report.texts import write_texts
 from mmrl.rewards.wire import decode_request, encode_request
 from mmrl.text.conversation import messages_of, messages_with_media
 from mmrl.text.features import key_of
+from mmrl.text.given import given_text
 from mmrl.text.pairs import pair_of
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Turn
 from tests import tiny
@@ -204,6 +205,21 @@ def test_pairs_are_trls_conversations(pipeline, record):
     tokenizer = pipeline.conditioner.saved
     text = pipeline.conditioner.render(prompt) + pair.chosen
     assert tokenizer.apply_chat_template(whole, tokenize=False).startswith(text)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": TALK, "completion": [ANSWER]},
+        {"prompt": TALK, "completion": [*TALK, ANSWER]},
+        {"prompt": [SYSTEM, *TALK], "completion": "6"},
+        {"messages": [SYSTEM, *TALK, ANSWER]},
+    ],
+)
+def test_given_responses_are_trls_conversations(pipeline, record):
+    prompt = read(record)
+    assert given_text(prompt, "completion", ["completion"]) == "6"
+    assert prompt.turns == (Turn("user", "What is 2 + 3?"), Turn("assistant", "5"))
 
 
 def test_an_answer_to_another_conversation_is_named():

@@ -179,7 +179,7 @@ def test_another_column_may_have_the_response(folder):
         ({"completion": 3}, "neither text nor messages"),
         ({"completion": "x" * 300}, "the model's context 256"),
         ({"completion": "a<|im_end|>b"}, "control token '<|im_end|>'"),
-        ({"completion": [{"role": "user", "content": "b"}]}, "ends with no message of the assistant"),
+        ({"completion": [{"role": "user", "content": "b"}]}, "does not end with a message of the assistant"),
     ],
 )
 def test_what_is_no_response_is_named(folder, meta, says):

@@ -198,7 +198,7 @@ def _text_of(response: Json, prompt: Prompt) -> str:
     if not isinstance(response, Sequence) or not messages or len(messages) < len(response):
         raise ValueError(f"is a {type(response).__name__}, neither text nor messages")
     if messages[-1].get("role") != "assistant":
-        raise ValueError("ends with no message of the assistant")
+        raise ValueError("does not end with a message of the assistant")
     before = [m for m in messages[:-1] if m.get("role") != "system"]
     asked = [*prompt.turns, Turn("user", prompt.text)]
     if before and len(before) != len(asked):
