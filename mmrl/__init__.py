@@ -6,8 +6,8 @@ imported when they are first used, so that ``import mmrl`` is fast. ``__init__.p
 
 import importlib
 
-from mmrl._load import load
-from mmrl.rewards.contract import reward
+from mmrl._load import load as load
+from mmrl.rewards.contract import reward as reward
 
 _LAZY = {
     "train": "mmrl.api.training",
@@ -22,22 +22,6 @@ _LAZY = {
     "Sample": "mmrl.trajectory",
     "UserError": "mmrl.errors",
 }
-
-__all__ = [  # noqa: RUF022 - load and reward first: they are here at once
-    "load",
-    "reward",
-    "Callback",
-    "Prompt",
-    "Recipe",
-    "Run",
-    "Sample",
-    "UserError",
-    "load_run",
-    "plan",
-    "score",
-    "start",
-    "train",
-]
 
 
 def __getattr__(name: str) -> object:
