@@ -202,6 +202,8 @@ def _entries_of(kind: Kind, module: str, file: Path) -> Iterator[Entry]:
 
 def _takes(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, parameter: str) -> bool:
     if isinstance(node, ast.ClassDef):
+        if any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases):
+            return False  # what a drop-in is like, and none itself
         methods = [m for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef) and m.name == "score"]
         return any(_takes(method, parameter) for method in methods)
     return parameter in {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]}
