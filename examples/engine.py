@@ -2,7 +2,7 @@
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from mmrl.engines.engine_weights import Counted, allowances, completion, nothing_left
 from mmrl.errors import UserError
@@ -15,12 +15,12 @@ class OwnCopy:
     def __init__(self, model, *, max_model_len, dtype="float32", device="cpu", batch=64):
         self.max_model_len, self.batch, self.device = max_model_len, batch, torch.device(device)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(self.device)
+        self.model.generation_config = GenerationConfig()  # not the checkpoint's own, such as a repetition penalty
         self.sleeps = self.device.type != "cpu"  # on the CPU sleeping would free nothing
 
     def generate(self, requests, settings):
         allowed = allowances(requests, settings, self.max_model_len)  # how many tokens each may draw, with which seed
-        answers = [nothing_left(request) for request in requests]
-        rows = [n for n, one in enumerate(allowed) if one.tokens]
+        answers, rows = [nothing_left(r) for r in requests], [n for n, one in enumerate(allowed) if one.tokens]
         for part in (rows[i : i + self.batch] for i in range(0, len(rows), self.batch)):
             prompts = [[*requests[n].prompt_ids, *requests[n].partial] for n in part]
             drawn = self._draw(prompts, [allowed[n] for n in part], settings)
@@ -57,4 +57,4 @@ class OwnCopy:
         self.model.to(self.device)
 
     def close(self):
-        self.model = None
+        del self.model

@@ -41,7 +41,7 @@ class AlgorithmSettings(Section):
     whole: ClassVar[Literal["group", "pair"] | None] = None
     """What an update must see in one slice."""
     takes_older_samples: ClassVar[bool] = True
-    """Whether a weight corrects samples that older weights drew."""
+    """Whether it may train on samples that older weights drew, with or without a weight that corrects them."""
     trains_scores: ClassVar[bool] = False
     """Whether the model is one that scores a text, in place of one that writes it."""
     exact_replay: ClassVar[bool] = False

@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
 def check(
     name: Annotated[
-        str, typer.Argument(metavar="FILE.py:NAME", help="A plug-in in a file, one of ours (mmrl ls), or a recipe.")
+        str, typer.Argument(metavar="FILE.py:NAME", help="A plug-in in a file, one of ours, or a recipe of pictures.")
     ],
     kind: Annotated[Kind | None, typer.Option(help="The kind of plug-in.", show_default="found from NAME")] = None,
     options: Annotated[

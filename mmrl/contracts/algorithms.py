@@ -154,7 +154,11 @@ def _of_groups(case: Case, make: Callable[[Scored], Advantages]) -> str:
     if not case.settings.compares_group:
         return ""
     equal = make(scored(torch.ones(ROWS, dtype=torch.float64), case.settings, alike=True)).values
-    expect(not equal.any(), "a group of equal responses and rewards has advantages; give it 0, it teaches nothing")
+    expect(
+        not equal.any(),
+        "a group of equal responses and rewards has advantages; give it 0, it teaches nothing (or let "
+        "compares_group of the settings be False, where a sample is not compared with its group)",
+    )
     return ", and so have groups of equal rewards"
 
 

@@ -36,7 +36,8 @@ def kind_of(name: str) -> Kind:
     if found:
         raise UserError(f"{name} is the name of {' and of '.join(map(_article, found))}; say which with --kind")
     raise UserError(
-        f"there is no telling what {name} is; write one of ours (mmrl ls), a recipe, or path/to/file.py:NAME, and say "
+        f"there is no telling what {name} is; write one of ours (mmrl ls; docs/algorithms.md), a recipe, or "
+        "path/to/file.py:NAME, and say "
         f"with --kind which it is ({', '.join(KINDS)})"
     )
 
