@@ -176,7 +176,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     options = arguments(words)
-    from mmrl.cli import QUIET
+    from mmrl.quiet import QUIET
 
     for key, value in {**QUIET, "HF_HUB_OFFLINE": "1"}.items():  # before the libraries are imported
         os.environ.setdefault(key, value)

@@ -138,7 +138,7 @@ class Judge:
         self.identity = [backend.identity, repr(self.kind), self.mode.name, temperature, max_tokens, reasks]
         if {"image", "video"} & {*self.rubric.inputs} and not backend.sees:
             self.close()
-            raise UserError(f"options.model: {model} reads text only, but the rubric shows pictures; use one for both")
+            raise UserError(f"options.model: {model} reads text only, and the rubric shows pictures; use one for both")
 
     def open_local(self, model: str | JsonObject) -> LocalJudge:
         """The model in this process that answers; a subclass may bring one of its own."""

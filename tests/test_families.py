@@ -377,7 +377,7 @@ def test_an_adapter_of_ones_own_is_checked_by_the_command(folders, tmp_path, mon
     (tmp_path / "recipe.yaml").write_text(json.dumps(made))
     monkeypatch.setattr("sys.argv", ["contract", str(tmp_path / "recipe.yaml"), "sampling.same_initial_noise=true"])
     assert contract.main() == 0
-    assert capsys.readouterr().out.count("ok  ") == 4
+    assert capsys.readouterr().out.count("ok  ") == 5
     (tmp_path / "mine.py").write_text(OWN.replace('("to_q",)', '("to_q",)\n    negative = "two red circles"'))
     monkeypatch.setattr("sys.argv", ["contract", str(tmp_path / "recipe.yaml"), "sampling.guidance_scale=3"])
     sys.modules.pop(next(name for name in sys.modules if name.startswith("mmrl_user_mine_")))

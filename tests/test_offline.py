@@ -222,7 +222,10 @@ def test_pairs_are_read_as_trl_writes_them(tmp_path):
         ({"chosen": "a", "rejected": 3}, "meta['rejected'] is a int, neither text nor messages"),
         ({"chosen": "a", "rejected": []}, "is a list"),
         ({"chosen": "a", "rejected": "a"}, "two responses are equal"),
-        ({"chosen": "a", "rejected": [{"role": "user", "content": "b"}]}, "ends with no message of the assistant"),
+        (
+            {"chosen": "a", "rejected": [{"role": "user", "content": "b"}]},
+            "does not end with a message of the assistant",
+        ),
         (
             {"chosen": "a", "rejected": [{"role": "user", "content": "Ho"}, {"role": "assistant", "content": "b"}]},
             "answers another message",

@@ -80,7 +80,7 @@ def serve(layout, rank, port, out):
     run.pipeline.sync(policy)
     with policy.using("before"):
         run.pipeline.sync(policy)
-    with pytest.raises(UserError, match="lie in shards"):
+    with pytest.raises(UserError, match="weights are sharded"):
         run.pipeline._push()  # alone, as after a loss
     mine = sum(p.nbytes for p in policy.trainable.values())
     found = {"most": engine.most, "sent": sent[1] - sent[0], "mine": mine, **run.pipeline.updates()}

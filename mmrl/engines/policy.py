@@ -113,13 +113,13 @@ class Policy:
             copy = self.copies[name]
             if name in self._away:
                 copy = self._visiting.there(name, copy, self.trainable)
+            before, self.active = self.active, name
             self.weights.swap(copy)
-            self.active = name
             try:
                 yield
             finally:
                 self.weights.swap(copy)
-                self.active = "current"
+                self.active = before  # which another copy may be: the reference beside the moving average
 
     def put_away(self) -> None:
         """Have nothing on the device that lives on the host: no slice needs it before the next update."""

@@ -48,8 +48,8 @@ FAULTS = [
     Fault(
         "slot that is off by one",
         "mmrl.controller:Controller.slots_at",
-        "step * per_step + index",
-        "step * per_step + index + 1",
+        "divmod(step * per_step + index, len(prompts))",
+        "divmod(step * per_step + index + 1, len(prompts))",
         ("tests/test_diffusion.py::test_slots_are_one_global_permutation",),
     ),
     Fault(
@@ -97,8 +97,8 @@ FAULTS = [
     Fault(
         "checkpoint that forgets the optimizer",
         "mmrl.engines.policy:Policy.state_dict",
-        "tensors.items()",
-        '{"weights": tensors["weights"]}.items()',
+        "self._checkpoint_views(tensors)",
+        'self._checkpoint_views({"weights": tensors["weights"]})',
         ("tests/test_wiring.py::test_a_checkpoint_holds_all_that_the_next_update_needs",),
     ),
     Fault(
