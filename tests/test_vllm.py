@@ -338,7 +338,8 @@ def test_a_sleeping_engine_wakes_weights_first_gets_new_ones_and_then_its_cache(
     llm, (_, a, b) = fresh._llm, text
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     monkeypatch.setattr(fresh, "sleeps", True)
-    monkeypatch.setattr(fresh, "_mode", SleepMode(keep_weights=level == 1, sleep=llm.sleep, wake=llm.wake_up))
+    mode = SleepMode(keep_weights=level == 1, sleep=llm.sleep, wake=llm.wake_up)
+    monkeypatch.setattr(fresh, "_open", (llm, mode))
     (old,) = fresh.generate([ask()], Settings(16))
     fresh.sleep()
     assert executor.sleeping_tags == {"weights", "kv_cache"}
