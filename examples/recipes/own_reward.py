@@ -2,7 +2,10 @@
 
 import re
 
+import mmrl
 
+
+@mmrl.reward(inputs=("text",))
 def score(samples, *, context):
     right, steps = [], []
     for sample in samples:
