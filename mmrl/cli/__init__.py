@@ -1,4 +1,7 @@
-"""The command line: ``train plan simulate score eval sample report export verify check serve judge ls cp data doctor``.
+"""The command line.
+
+Its commands are ``train plan simulate score eval sample report export verify check serve judge ls cp init data
+doctor``.
 
 Commands import what they run when they run it, so that ``--help`` answers at once and no mistake in a recipe waits for
 torch. What a user can mend (``UserError``) is printed without a traceback and exits with 2, a run that waited in vain
@@ -14,7 +17,7 @@ import sys
 
 import typer
 
-from mmrl.cli import check, data, judge, recipes, rewards, runs, sample, simulate
+from mmrl.cli import check, data, init, judge, recipes, rewards, runs, sample, simulate
 from mmrl.errors import UserError
 from mmrl.quiet import be_quiet
 from mmrl.secrets import hidden
@@ -43,6 +46,7 @@ for _command in (
     judge.judge,
     recipes.ls,
     recipes.cp,
+    init.init,
 ):
     app.command("eval" if _command is runs.evaluate else None)(_command)
 app.add_typer(data.app)

@@ -112,7 +112,7 @@ def with_files_found(root: Path, values: JsonObject) -> JsonObject:
 def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
     """Every name in the recipe that leads nowhere, as ``(key, what is wrong and what to write)``."""
     path = _text(tree.values, ("model", "path"))
-    if path and (wrong := _missing_model(root, path)):
+    if path and (wrong := missing_model(root, path)):
         yield ("model", "path"), wrong
     adapter = _text(tree.values, ("model", "lora", "path"))
     if adapter and _look_up(root, adapter) is None:
@@ -133,7 +133,8 @@ def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
             yield key, wrong
 
 
-def _missing_model(root: Path, text: str) -> str:
+def missing_model(root: Path, text: str) -> str:
+    """What is wrong with the path of a model; empty where it exists, or may be a name on the hub."""
     first = Path(text).parts[:1]
     local = (
         text.startswith((".", "/", "~", "\\"))
