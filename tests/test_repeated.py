@@ -167,8 +167,8 @@ def test_figures_are_in_the_report(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("eval.samples=18", "18 is no multiple of eval.samples_per_prompt, 4; set it to 20"),
-        ("eval.pass_at=[8]", "8 of 4 samples cannot be; set eval.samples_per_prompt to 8"),
+        ("eval.samples=18", "18 is not a multiple of eval.samples_per_prompt, 4; set it to 20"),
+        ("eval.pass_at=[8]", "8 of 4 samples is impossible; set eval.samples_per_prompt to 8"),
         ("eval.temperature=0", "at temperature 0 the 4 responses to a prompt are the same"),
     ],
 )

@@ -30,8 +30,7 @@ from mmrl.config.sampling import Sampling, TextSampling
 
 
 class SRPOSettings(PathwiseSettings):
-    """Rewards of pictures recovered by their known noise, relative to unwanted words (Shen et al. 2025, arXiv
-    2509.06942)."""
+    """Rewards of pictures recovered by known noise, relative to words (Shen et al. 2025, arXiv 2509.06942)."""
 
     wanted: tuple[str, ...] = ("Natural-lighting", "Detail", "Detailed", "Real")
     """Words put before the prompt, one per training step in turn, which the reward should favour; [] takes the reward
