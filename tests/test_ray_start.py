@@ -35,7 +35,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
     said = refused()
     assert said.startswith("ray: Ray did not start on this machine ([Errno 20] Not a directory")
-    assert f"make room in {tmp_path}/file" in said
+    assert f"free space in {tmp_path}/file" in said
     assert "RAY_TMPDIR=/path" in said
 
 
