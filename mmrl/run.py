@@ -42,7 +42,7 @@ from mmrl.rollout.curriculum import Curriculum
 from mmrl.rollout.dynamic_sampling import DynamicSampling
 from mmrl.rollout.partial_rollout import PartialRollout
 from mmrl.secrets import given_again
-from mmrl.training.evaluation import Evaluator, told
+from mmrl.training.evaluation import Evaluator, summary
 from mmrl.training.step_context import Compute, Devices, Rollout, RolloutStrategy, StepContext, StepPart
 
 
@@ -254,5 +254,5 @@ def evaluate(path: Path, samples: int | None = None, which: str = "latest") -> d
     heldout = Evaluator(run, load_prompts(run.recipe, path, "heldout"), path)
     row, _, failures = heldout.score(samples or run.recipe.eval.samples)
     if failures:
-        print(f"warning: {told(row, failures)}", file=sys.stderr)
+        print(f"warning: {summary(row, failures)}", file=sys.stderr)
     return {"step": step} | {k: v if math.isfinite(v) else None for k, v in row.items()}

@@ -213,9 +213,9 @@ class Session:
                         self._save()
                     yield row
                 if self.early is not None and self.early.stopped:
-                    progress.line(self.early.told())
+                    progress.line(self.early.message())
                 elif self.limits.stopped:
-                    progress.line(self.limits.told())
+                    progress.line(self.limits.message())
             self._save_rest()
             if not self.finished and (why := self.spending.over()):
                 self._agreed(True)  # nobody ends the others while they save

@@ -328,7 +328,7 @@ def test_a_diverged_evaluation_is_named_and_nothing_is_saved_after_it(folder, tm
         start.train(loaded(folder, "picture", *of, "optim.lr=1e30"), out)
     said = str(error.value)
     assert "training diverged in the evaluation after step 1 at learning rate 1e+30" in said
-    assert "there is no checkpoint yet: --resume begins again at step 0" in said
+    assert "there is no checkpoint yet: --resume starts again at step 0" in said
     assert reader.steps(out / "checkpoints") == []
     start.train(loaded(folder, "picture", *of, "optim.lr=1e-4", "train.steps=1"), out, resume=True)
     assert [row["step"] for row in rows(out)] == [1]

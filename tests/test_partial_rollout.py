@@ -230,7 +230,7 @@ def test_other_data_than_what_is_in_flight_is_refused(folder, tmp_path, uninterr
     found, _ = reader.load_latest(uninterrupted / "checkpoints")
     run = replace(run, prompts=[*run.prompts[1:], run.prompts[0]])
     with pytest.raises(
-        UserError, match=r"slot \d of step \d held the prompt data:\d+, and now .* the data set has changed"
+        UserError, match=r"slot \d of step \d had the prompt data:\d+, and now has .* the data set has changed"
     ):
         run_state.restore(run, found)
 

@@ -139,7 +139,7 @@ def test_an_evaluation_has_the_figures_of_its_samples(folder):
     votes = [majority_at([texts[i][:1] or None for i in g], [right[i] for i in g], 4) for g in groups]
     assert row["maj@4/vowel"] == pytest.approx(sum(votes) / 4)
     assert "maj@4/long" not in row  # says no answers
-    with pytest.raises(UserError, match=r"6 samples are no multiple of eval.samples_per_prompt, 4"):
+    with pytest.raises(UserError, match=r"6 samples are not a multiple of eval.samples_per_prompt, 4"):
         evaluator.score(6)
 
 
