@@ -15,7 +15,7 @@ from mmrl.algorithms.objective import Objective, copies_of, prepared_by
 from mmrl.algorithms.settings import CriticSettings
 from mmrl.checkpoint import reader
 from mmrl.checkpoint.reader import Saved
-from mmrl.checkpoint.resume import as_it_worked
+from mmrl.checkpoint.resume import with_older_defaults
 from mmrl.config.checks import possible
 from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.objectives import load_objective
@@ -198,7 +198,7 @@ def open_run(path: Path) -> tuple[Recipe, RunDir]:
     """A finished or interrupted run's recipe. Raises ``UserError`` where ``path`` is no run."""
     directory = RunDir(path)
     try:
-        settings = as_it_worked(given_again(json.loads(directory.resolved.read_text())))
+        settings = with_older_defaults(given_again(json.loads(directory.resolved.read_text())))
         return possible(Recipe.model_validate_json(json.dumps(settings))), directory
     except (OSError, ValueError) as error:
         raise UserError(

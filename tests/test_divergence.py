@@ -115,7 +115,7 @@ def test_an_absurd_learning_rate_is_named_and_the_last_finite_checkpoint_stays(d
     assert found.step == 2
     assert all(torch.isfinite(t).all() for of in found.tensors.values() for t in of.values())
     assert len(skipped) == 1
-    assert "checkpoint step_000003 is not used, as training diverged after it: step 4" in skipped[0]
+    assert "checkpoint step_000003 is not used, because training diverged after it: step 4" in skipped[0]
     assert [row["step"] for row in rows(diverged.out)] == [1, 2, 3]
     (failure,) = rows(diverged.out, "failures.jsonl")
     assert (failure["kind"], failure["step"], failure["lr"]) == ("diverged", 4, 1e30)

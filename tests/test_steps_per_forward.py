@@ -134,8 +134,8 @@ def test_auto_is_planned_as_its_number_is(left_open):
         ({"entries": 1}, {}, 1, "one step of a sample trains"),
         ({}, {"dtype": "bfloat16"}, 1, "rounds differently if the batch is not sampling's (of 4)"),
         ({"batch": 12, "entries": 3}, {"dtype": "bfloat16"}, 3, "12 rows"),
-        ({"batch": 12}, {"dtype": "bfloat16"}, 1, "another batch"),  # 5 steps: the last forward would have 8 rows
-        ({"batch": 20}, {"dtype": "bfloat16"}, 1, "another batch"),  # more than pay
+        ({"batch": 12}, {"dtype": "bfloat16"}, 1, "rounds differently"),  # 5 steps: the last forward would have 8 rows
+        ({"batch": 20}, {"dtype": "bfloat16"}, 1, "rounds differently"),  # more than pay
     ],
 )
 def test_auto_takes_what_pays(left_open, sizes, changed, at_once, said):
@@ -150,5 +150,5 @@ def test_auto_takes_what_there_is_room_for(left_open):
     for memory, at_once in ((two / 0.8 + 9, 2), (two / 0.8 - 9, 1)):
         made = settled_with(left_open, int(memory))
         assert made.recipe.train.steps_per_forward == at_once
-        assert "for 3 would take more memory than 80% of the device's" in made.notes[0]
+        assert "because 3 would take more memory than 80% of the device's" in made.notes[0]
         assert made.peak.total <= max(0.8 * memory, left_open.peak.total)

@@ -64,7 +64,7 @@ def _render_whole(plan: Plan, console: Console) -> None:
         if plan.recipe.train.context_parallel > 1:
             say(_cut(plan))
         if plan.host:
-            say(f"page-locked host memory for offloaded tensors: {size(plan.host)}")
+            say(f"offloaded tensors, page-locked in host memory: {size(plan.host)}")
         _placed(plan, console)
         say(_crossing(plan))
         if plan.inside:
