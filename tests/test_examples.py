@@ -8,10 +8,13 @@ import pytest
 import torch
 import transformers
 
+from mmrl._torchvision import allow_cpu_only
 from mmrl.cli import app
 from mmrl.errors import UserError
 from mmrl.rewards.loading import build, find
 from tests import tiny_diffusion
+
+allow_cpu_only()  # before transformers imports torchvision
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SUMS = EXAMPLES.parent / "pipelines" / "llm" / "models" / "sums-qwen3"
@@ -111,3 +114,30 @@ def test_recipes_train_with_the_algorithm_the_reward_the_judge_and_the_engine(tm
         assert 0 < row["reward/concise"] <= 1
         assert row["optim/grad_norm"] > 0
         assert abs(row["mismatch/kl"]) < 1e-6
+
+
+USERS = {
+    "pictures": ["train.group_size=4", "train.micro_batch_size=8", "sampling.steps=4"],
+    "own_reward": ["train.group_size=8"],
+    "vision_language": ["train.group_size=4"],
+}
+"""The recipes for each kind of user, and how a step of each becomes small."""
+
+
+def test_there_is_a_recipe_for_each_kind_of_user():
+    assert {path.stem for path in (EXAMPLES / "recipes").glob("*.yaml")} == set(USERS)
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_the_recipe_of_each_kind_of_user_trains(name, tmp_path):
+    if name == "vision_language":
+        pytest.importorskip("torchvision")
+    small = ["train.steps=1", "train.prompts_per_step=2", "eval.samples=8", "eval.every=1", *USERS[name]]
+    app(["train", str(EXAMPLES / "recipes" / f"{name}.yaml"), *small, "--out", str(tmp_path)], standalone_mode=False)
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    before, after = [json.loads(line) for line in (tmp_path / "heldout.jsonl").read_text().splitlines()]
+    assert row["optim/grad_norm"] > 0
+    watched = {"pictures": "saturation", "own_reward": "number", "vision_language": "exact"}[name]
+    assert {f"reward/{watched}", "guard/diversity_share"} <= before.keys() <= after.keys()
+    source = {"pictures": "captions", "own_reward": "pass@4", "vision_language": "look"}[name]
+    assert [key for key in after if source in key]
