@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, capsys):
         assert cache.read(key) is None
     assert capsys.readouterr().err.count("takes no more prompts") == 1
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"features.cache: .*cannot be made"):
+    with pytest.raises(UserError, match=r"features.cache: .*cannot be created"):
         FeatureCache(tmp_path / "file", "identity")
 
 

@@ -13,7 +13,7 @@ from mmrl.cli.simulate import MadeUp, micro_batches, shape
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.placement.adaptive import Split, splits
-from mmrl.simulator.generate_phase import Generate, Habits
+from mmrl.simulator.generate_phase import Expectations, Generate
 from mmrl.simulator.simulate import (
     Cluster,
     adaptive,
@@ -83,7 +83,7 @@ def test_all_work_is_done_once_and_no_device_does_two_things(name, price, moves)
     trace = synthetic(load, 2, 2, 12, 60, seed=4)
     for work, split in itertools.product(trace.steps, splits(6, 2)):
         for rounds in work.shares:
-            generate = Generate(split, price, 2, moves, Habits(20.0, 30.0, 0.4), record=True)
+            generate = Generate(split, price, 2, moves, Expectations(20.0, 30.0, 0.4), record=True)
             phase = generate.run(rounds)
             batches = [batch for one in rounds for batch in one]
             assert (phase.sampled, phase.judged) == (len(batches), len(batches))

@@ -37,7 +37,7 @@ class FileEntry(TypedDict):
     sha256: str
 
 
-class HandedIn(TypedDict):
+class WrittenParts(TypedDict):
     """The parts that a controller wrote for the leader, or its error."""
 
     parts: list[str]
@@ -45,7 +45,7 @@ class HandedIn(TypedDict):
 
 
 Manifest = Mapping[str, FileEntry]
-Gather = Callable[[HandedIn], list[HandedIn]]
+Gather = Callable[[WrittenParts], list[WrittenParts]]
 
 
 class Saver:
@@ -96,7 +96,7 @@ class Saver:
         others: list[str] = []
         try:
             if self._gather is not None:
-                others = hand_in(self.folder, taken, leads=self.leads, gather=self._gather)
+                others = write_own_parts(self.folder, taken, leads=self.leads, gather=self._gather)
             if self.ranks is None and not self.leads:
                 self.saved = taken.step
                 return
@@ -161,7 +161,7 @@ class Saver:
         return lambda: save(self.folder, copied, keep, others)
 
 
-def hand_in(folder: Path, taken: Checkpoint, gather: Gather, *, leads: bool) -> list[str]:
+def write_own_parts(folder: Path, taken: Checkpoint, gather: Gather, *, leads: bool) -> list[str]:
     """Write this controller's own parts for the leader. Collective over all controllers. Returns the parts that the
     other controllers wrote.
 
@@ -171,7 +171,7 @@ def hand_in(folder: Path, taken: Checkpoint, gather: Gather, *, leads: bool) -> 
     error = None
     try:
         for part in mine:
-            room = _handed_in(folder, taken.step)
+            room = _own_parts_folder(folder, taken.step)
             room.mkdir(parents=True, exist_ok=True)
             _save_part(room, part, taken.tensors[part])
     except OSError as failed:
@@ -183,7 +183,7 @@ def hand_in(folder: Path, taken: Checkpoint, gather: Gather, *, leads: bool) -> 
     return [part for one in found for part in one["parts"]]
 
 
-def _handed_in(folder: Path, step: int) -> Path:
+def _own_parts_folder(folder: Path, step: int) -> Path:
     return folder / f".parts-step_{step:06d}"
 
 
@@ -204,7 +204,7 @@ def save(folder: Path, whole: Checkpoint, keep: int, others: Sequence[str] = ())
     try:
         for part, tensors in whole.tensors.items():
             _save_part(aside, part, tensors)
-        handed_in = _handed_in(folder, whole.step)
+        handed_in = _own_parts_folder(folder, whole.step)
         for part in others:
             os.replace(handed_in / f"{part}.safetensors", aside / f"{part}.safetensors")
         shutil.rmtree(handed_in, ignore_errors=True)
@@ -235,18 +235,18 @@ def begin_shards(
 
     rank = dist.get_rank(ranks)
     aside = folder / f".tmp-step_{taken.step:06d}"
-    _all_well(ranks, lambda: _aside(folder, taken.step) if rank == 0 else None)
+    _run_on_all_ranks(ranks, lambda: _aside(folder, taken.step) if rank == 0 else None)
     writer = dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True)
     writing = dcp.async_save(taken.flat, storage_writer=writer, process_group=ranks, async_stager=stager)
     assert isinstance(writing, Future)
 
     def finish() -> None:
         try:
-            _all_well(ranks, writing.result)
+            _run_on_all_ranks(ranks, writing.result)
             mine = sorted(aside.glob(f"shard-{rank + 1:05d}-*"))
             found = _on_every_rank(ranks, lambda: {path.name: _described(path) for path in mine})
             files = {name: described for of in found for name, described in of.items()}
-            _all_well(ranks, lambda: _in_place(folder, aside, taken, files, keep) if rank == 0 else None)
+            _run_on_all_ranks(ranks, lambda: _in_place(folder, aside, taken, files, keep) if rank == 0 else None)
         except BaseException:
             if rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -255,7 +255,7 @@ def begin_shards(
     return finish
 
 
-def _all_well(ranks: dist.ProcessGroup, work: Callable[[], object]) -> None:
+def _run_on_all_ranks(ranks: dist.ProcessGroup, work: Callable[[], object]) -> None:
     """Run ``work`` on every rank. Raises ``OSError`` on all of them if it fails on one."""
 
     def done() -> None:

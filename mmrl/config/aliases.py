@@ -65,7 +65,7 @@ NO_GUIDANCE = {
 """Why a loss has no guidance setting, by the kind of algorithm."""
 
 
-def not_asked(section: type[AlgorithmSettings], name: str, key: str) -> str:
+def why_missing(section: type[AlgorithmSettings], name: str, key: str) -> str:
     """Why the settings of ``name``, an algorithm for pictures, lack ``key``; empty if no reason is known."""
     if key != "guidance" or section.trains_on not in ("denoising", "picture_pairs"):
         return ""

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from mmrl.algorithms.settings import AlgorithmSettings
 from mmrl.config.algorithms import AlgorithmError, find_algorithm, shipped_algorithms
-from mmrl.config.aliases import not_asked
+from mmrl.config.aliases import why_missing
 from mmrl.config.errors import Finding, KeyPath, did_you_mean
 from mmrl.config.layers import Tree, kind_of, parse_key
 from mmrl.config.peer_names import peer_message
@@ -106,7 +106,7 @@ def _unknown(path: KeyPath, values: JsonObject) -> str:
     assert section is not None, "only a section forbids keys"
     siblings = list(section.model_fields)
     listed = f"  (keys: {', '.join(siblings)})"
-    if issubclass(section, AlgorithmSettings) and (why := not_asked(section, _tag(section), key)):
+    if issubclass(section, AlgorithmSettings) and (why := why_missing(section, _tag(section), key)):
         return f"{why}; remove it{listed}"
     others = [s for s in _sections(_annotation(path[:-1], values)) if s is not section and key in s.model_fields]
     if others:

@@ -84,7 +84,7 @@ class LoadedRecipe:
         """Whether ``model.dtype`` is ``auto`` in the recipe."""
         return is_auto(self.tree.values)
 
-    def going_on(self, run: Path) -> LoadedRecipe:
+    def for_resume(self, run: Path) -> LoadedRecipe:
         """The recipe to resume the run in the directory ``run`` with: its choice for ``auto`` stays."""
         dtype = chosen_by(run)
         if not self.chose_dtype or dtype in (None, self.recipe.model.dtype):

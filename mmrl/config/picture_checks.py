@@ -65,7 +65,7 @@ def _levels(recipe: Recipe) -> Iterator[str]:
         return
     most = len(algorithm.levels(steps))
     if (algorithm.noise_levels or 0) > most:
-        yield f"algorithm.noise_levels: only {most} of {steps} sampling steps have a level that trains; {_fewer(most)}"
+        yield f"algorithm.noise_levels: of {steps} sampling steps {most} have a level that trains; {_fewer(most)}"
     elif most == 0:
         yield f"algorithm.t_min: none of {steps} sampling steps has a level that trains; lower it"
 

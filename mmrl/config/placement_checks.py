@@ -56,10 +56,10 @@ def _placement(recipe: Recipe) -> Iterator[str]:
     if not placement.inside and placement.type != "adaptive":
         yield f"placement.inside: with {placement.type} no device changes its role to save time; remove it"
     if devices > 1 and recipe.rollout.engine != "transformers":
-        yield from _beside_devices(recipe)
+        yield from _engine_devices(recipe)
 
 
-def _beside_devices(recipe: Recipe) -> Iterator[str]:
+def _engine_devices(recipe: Recipe) -> Iterator[str]:
     """Check engines with several devices in a controller: each engine uses the one device beside it."""
     rollout, devices = recipe.rollout, f"{recipe.devices_per_controller} devices (devices_per_controller)"
     if rollout.engine == "vllm":
@@ -118,7 +118,7 @@ def _disaggregated(recipe: Recipe) -> Iterator[str]:
 
 
 def _controllers(recipe: Recipe) -> Iterator[str]:
-    n, one_each = recipe.controllers, recipe.devices_per_controller == 1  # else _beside_devices reports it
+    n, one_each = recipe.controllers, recipe.devices_per_controller == 1  # else _engine_devices reports it
     if ":" in recipe.device and recipe.devices_per_controller > 1:
         yield f"device: {recipe.device} is one device, and a controller takes several; set device to auto, cpu or cuda"
     if n * recipe.devices_per_controller > 1 and recipe.train.backend == "fsdp":

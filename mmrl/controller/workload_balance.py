@@ -202,7 +202,7 @@ def greedy(costs: Sequence[float], bins: int, *, equal_size: bool = False) -> li
     room, extra = divmod(len(costs), bins)
     found: list[list[int]] = [[] for _ in range(bins)]
     sums = [0.0] * bins
-    for i in _dearest_first(costs):
+    for i in _by_descending_cost(costs):
         larger = sum(len(items) > room for items in found)
         open_ = [b for b in range(bins) if not equal_size or len(found[b]) < room + (larger < extra)]
         b = min(open_, key=lambda b: (sums[b], b))
@@ -217,7 +217,7 @@ def karmarkar_karp(costs: Sequence[float], bins: int, *, equal_size: bool = Fals
 
     With ``equal_size`` sizes differ by at most 1.
     """
-    order: list[int | None] = [*_dearest_first(costs)]
+    order: list[int | None] = [*_by_descending_cost(costs)]
     if equal_size:
         order += [None] * (-len(order) % bins)  # dummy items, each in a different bin
         parts = [order[n : n + bins] for n in range(0, len(order), bins)]
@@ -237,7 +237,7 @@ def karmarkar_karp(costs: Sequence[float], bins: int, *, equal_size: bool = Fals
     return sorted(found, key=lambda items: items or [len(costs)])
 
 
-def _dearest_first(costs: Sequence[float]) -> list[int]:
+def _by_descending_cost(costs: Sequence[float]) -> list[int]:
     return sorted(range(len(costs)), key=lambda i: (-costs[i], i))
 
 

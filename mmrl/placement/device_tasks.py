@@ -39,7 +39,7 @@ def sample(
                 of = slots[rows.start : rows.stop], ids[rows.start : rows.stop]
                 return context.pipeline.sample(*of, how.actions, how.seed, evaluate=how.evaluate)
 
-            parts = in_parts(context.compute.local.at_once, "sample", len(ids), drawn, _begin_with_fewer(context))
+            parts = in_parts(context.compute.local.at_once, "sample", len(ids), drawn, _batch_size_edit(context))
             trajectory = parts[0] if len(parts) == 1 else Trajectory.join(parts)
         return trajectory, _shown(context, trajectory, how, clock)
 
@@ -86,7 +86,7 @@ def _shown(context: StepContext, trajectory: Trajectory, how: SamplingSpec, cloc
         return [sample for part in parts for sample in part]
 
 
-def _begin_with_fewer(context: StepContext) -> str:
+def _batch_size_edit(context: StepContext) -> str:
     """The edit that makes sampling start with a number of rows that fits into memory."""
     edit = "sampling.batch_size={} starts with that"
     if context.recipe.model.dtype == "float32" or context.objective.kind != "policy_gradient":

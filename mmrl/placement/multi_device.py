@@ -264,14 +264,14 @@ class MultiDevice:
     def cpu_seconds(self, context: StepContext) -> float:
         for device in range(len(self._trainers), self._count):  # the last known value: they may be working
             (heard,) = self._put([device], device_tasks.cpu_seconds, ())
-            heard.add_done_callback(lambda answer, device=device: self._hear(device, answer))
+            heard.add_done_callback(lambda answer, device=device: self._record_cpu_seconds(device, answer))
         answers = all_of(self._put(self._trainers, device_tasks.cpu_seconds, ()))
         for device, seconds in zip(self._trainers, answers, strict=True):
             self._cpu_of[device] = seconds
         self._cpu = sum(self._cpu_of)
         return self._cpu
 
-    def _hear(self, device: int, answer: Future[Any]) -> None:
+    def _record_cpu_seconds(self, device: int, answer: Future[Any]) -> None:
         if not answer.cancelled() and answer.exception() is None:
             self._cpu_of[device] = answer.result()
 

@@ -87,10 +87,7 @@ def measure(
     policy = trained[0]
     slots, ids = _rows(max(counts.batch, counts.slice_rows), prompt)
 
-    budget, pipeline.features.budget_bytes = (
-        pipeline.features.budget_bytes,
-        sys.maxsize,
-    )  # keep fake tensors off the disk
+    budget, pipeline.features.budget_bytes = pipeline.features.budget_bytes, sys.maxsize  # keep fakes off the disk
     with LiveBytes() as live:
         keys = pipeline.encode(slots[:1])
     features = pipeline.features.bytes

@@ -258,7 +258,7 @@ class PartialRollout(StepPart):
         most = context.recipe.sampling.batch_size or context.recipe.train.micro_batch_size
         parts = [before.rows(rows) for rows in chunks(asked, most)]
         grown = context.compute.devices.continue_generation(context, parts, self.settings.cut_after, how, version)
-        dated = [_dated(part, more, of) for part, more in zip(parts, grown, strict=True)]
+        dated = [_with_steps(part, more, of) for part, more in zip(parts, grown, strict=True)]
         after = Trajectory.join([*([before.rows(done)] if done else []), *dated])
         place = {row: n for n, row in enumerate(order)}
         rows = [after.rows([place[row] for row in range(n, n + size)]) for n in range(0, len(before), size)]
@@ -299,7 +299,7 @@ def _begun(context: StepContext, slot: Slot) -> Group:
     return Group(slot, keys, start)
 
 
-def _dated(before: Trajectory, after: Trajectory, step: int) -> Trajectory:
+def _with_steps(before: Trajectory, after: Trajectory, step: int) -> Trajectory:
     """``after`` with the step of each token; tokens that ``before`` does not have get ``step``."""
     mask, old = _column(after.mask), _column(before.mask)
     known = pad(old, (0, mask.shape[1] - old.shape[1])) > 0

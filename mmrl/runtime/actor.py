@@ -26,7 +26,7 @@ from mmrl.report import notices
 from mmrl.report.rundir import RunDir
 from mmrl.run import build
 from mmrl.runtime.stall_watchdog import StallWatchdog, Stuck
-from mmrl.runtime.worker import Reception, RemoteWorker, call, serve
+from mmrl.runtime.worker import RemoteWorker, WorkerListener, call, serve
 from mmrl.session import Outcome, Session
 from mmrl.stopping import Stop
 
@@ -61,7 +61,7 @@ class Actor:
         self._rank, self._device = rank, device
         self._stop = Stop()
         self._socket: socket.socket | None = None
-        self._reception: Reception | None = None
+        self._listener: WorkerListener | None = None
         self._pulse: StallWatchdog | None = None
         self._session: Session | None = None
         self._lines: deque[str] = deque()
@@ -76,8 +76,8 @@ class Actor:
 
     def receive(self) -> tuple[str, bytes]:
         """The address on this host for the controller's other devices, and the key that they need."""
-        self._reception = Reception()
-        return self._reception.address, self._reception.key
+        self._listener = WorkerListener()
+        return self._listener.address, self._listener.key
 
     def describe(self, mark: str) -> dict[str, str]:
         """This node's ``name``, its ``versions``, and whether it ``sees`` the file ``mark`` of the run's directory."""
@@ -165,9 +165,9 @@ class Actor:
 
     def _devices(self, loaded: LoadedRecipe) -> MultiDevice | None:
         """The controller's devices, after the others have connected; None if it has only one."""
-        if self._reception is None:
+        if self._listener is None:
             return None
-        connections = self._reception.welcome(loaded.recipe.devices_per_controller - 1)
+        connections = self._listener.accept(loaded.recipe.devices_per_controller - 1)
         workers = [RemoteWorker(n, one, notices.tell, self.starting) for n, one in enumerate(connections, 1)]
         return MultiDevice(workers, loaded.recipe.placement, self.starting)
 

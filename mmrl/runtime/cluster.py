@@ -91,7 +91,7 @@ class Cluster:
         """The free resources, and all resources."""
         return self.ray.available_resources(), self.ray.cluster_resources()
 
-    def know(self, pid: int) -> None:
+    def register(self, pid: int) -> None:
         """Register a controller's process."""
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class Local(Cluster):
         self._stopped = stopped
         return ""
 
-    def know(self, pid: int) -> None:
+    def register(self, pid: int) -> None:
         """Register a controller's process, which would stay alive if the raylet is lost."""
         if pid not in self._known:
             self._known.add(pid)
@@ -295,7 +295,7 @@ def on_gpu(device: str) -> bool:
     return torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
 
 
-def room_on_one_host(there: Cluster, devices: int, gpus: int) -> Any:
+def reserve_host(there: Cluster, devices: int, gpus: int) -> Any:
     """Reserve a controller's devices on one host. Raises ``UserError`` if no host has so many free."""
     ray = there.ray
     group = ray.util.placement_group([{"CPU": 1, **({"GPU": 1} if gpus else {})}] * devices, strategy="STRICT_PACK")
@@ -310,7 +310,7 @@ def room_on_one_host(there: Cluster, devices: int, gpus: int) -> Any:
     return group
 
 
-def inside(group: Any) -> Any:
+def scheduling_in(group: Any) -> Any:
     """Where to start an actor: in the reservation of its controller, or on the host with the most free resources."""
     if group is None:
         return "SPREAD"

@@ -26,11 +26,11 @@ from mmrl.runtime.cluster import (
     ClusterLostError,
     LostError,
     cluster,
-    inside,
     on_gpu,
-    room_on_one_host,
+    reserve_host,
+    scheduling_in,
 )
-from mmrl.runtime.process_probe import Outlook, Silence
+from mmrl.runtime.process_probe import ProcessProbe, Silence
 from mmrl.runtime.stall_watchdog import Stuck
 from mmrl.session import Outcome
 from mmrl.stopping import Stop
@@ -95,11 +95,11 @@ def _train(
             else:
                 saved = _saved(directory)
                 return Outcome(False, saved, saved, 0.0, f"{there.lost}; start Ray again there (ray start)")
-            loaded = loaded if there.local else _that_fits(there.ray, loaded)
+            loaded = loaded if there.local else _recipe_that_fits(there.ray, loaded)
             resume = True
 
 
-def _that_fits(ray: Any, loaded: LoadedRecipe) -> LoadedRecipe:
+def _recipe_that_fits(ray: Any, loaded: LoadedRecipe) -> LoadedRecipe:
     """The recipe with as many controllers as the cluster still has room for: a node may be lost, and the results do not
     depend on which controller runs a slot. Raises ``UserError`` if there is no room for one."""
     recipe, kind = loaded.recipe, "GPU" if on_gpu(loaded.recipe.device) else "CPU"
@@ -143,9 +143,9 @@ class Watch:
         self._kind = "GPU" if gpus else "CPU"
         self.actors: dict[Place, Any] = {}
         devices = recipe.devices_per_controller
-        self._rooms = [room_on_one_host(there, devices, gpus) for _ in range(self.size)] if devices > 1 else []
+        self._rooms = [reserve_host(there, devices, gpus) for _ in range(self.size)] if devices > 1 else []
         for rank in range(self.size):
-            place = inside(self._rooms[rank] if self._rooms else None)
+            place = scheduling_in(self._rooms[rank] if self._rooms else None)
             made = ray.remote(Actor).options(
                 num_cpus=1, num_gpus=gpus, max_concurrency=4, max_restarts=0, scheduling_strategy=place
             )
@@ -155,7 +155,7 @@ class Watch:
         self._patience = max(PATIENCE, recipe.runtime.patience)
         log = self._log
         self._shown = log.stat().st_size if resume and log.exists() else 0  # older lines were printed before
-        self._outlook = Outlook(ray)
+        self._probe = ProcessProbe(ray)
         self._where: dict[Place, tuple[str, int]] = {}
         self._beats: dict[Place, tuple[Any, float]] = {}
         self._silences: dict[Place, Silence] = {}
@@ -184,13 +184,13 @@ class Watch:
         try:
             self._check_nodes()
             where = self._get(self.actors[0, 0].listen.remote())
-            receptions = {}
+            listening = {}
             for (rank, device), actor in self.actors.items():
                 if (rank, 1) in self.actors and device == 0:
-                    receptions[rank] = self._get(actor.receive.remote())
+                    listening[rank] = self._get(actor.receive.remote())
                 work = actor.train.remote if device == 0 else actor.serve.remote
-                reception = receptions[rank] if device else ()
-                running[work(*self._arguments, *where, *reception, resume=self._resume)] = rank, device
+                listener = listening[rank] if device else ()
+                running[work(*self._arguments, *where, *listener, resume=self._resume)] = rank, device
         except errors.RayActorError as error:
             raise LostError(f"a controller died while it started ({_last_line(error)})") from error
         except errors.RayError as error:
@@ -311,30 +311,30 @@ class Watch:
                 if answered:
                     del self._beats[place]
                     with suppress(self.ray.exceptions.RayError):  # ``_outcome`` reports a dead one
-                        self._hear(place, self.ray.get(ref))
+                        self._record_beat(place, self.ray.get(ref))
                 else:
-                    self._silent(place, time.monotonic() - asked)
-            self._gets_on()
+                    self._check_silent(place, time.monotonic() - asked)
+            self._check_progress()
             if time.monotonic() >= until:
                 return
             time.sleep(_EVERY)
 
-    def _hear(self, place: Place, beat: Beat) -> None:
+    def _record_beat(self, place: Place, beat: Beat) -> None:
         self._silences.pop(place, None)
         self._stuck[place], self._where[place] = beat.stuck, (beat.node, beat.pid)
-        if beat.node == self._outlook.here:
-            self.cluster.know(beat.pid)
+        if beat.node == self._probe.here:
+            self.cluster.register(beat.pid)
         for line in beat.lines if place[0] else ():  # the leader's log is printed anyway
             print(f"{self._name(place)}: {line}", file=sys.stderr)
 
-    def _silent(self, place: Place, seconds: float) -> None:
+    def _check_silent(self, place: Place, seconds: float) -> None:
         """Inspect a process that has not answered for ``seconds``. Raises ``LostError`` if it is stopped, or if this
         takes longer than ``runtime.patience``."""
         if seconds < _LOOK:
             return
         silence = self._silences.setdefault(place, Silence())
         if place in self._where:
-            silence.see(self._outlook.read(*self._where[place]))
+            silence.see(self._probe.read(*self._where[place]))
         if seconds <= PATIENCE:
             return
         frozen = f"{self._name(place)} is frozen: no sign of life for {seconds:.0f} s"
@@ -353,7 +353,7 @@ class Watch:
                 file=sys.stderr,
             )
 
-    def _gets_on(self) -> None:
+    def _check_progress(self) -> None:
         """Raises ``LostError`` if a controller makes no progress and is not waiting, or if all controllers wait."""
         for place, stuck in self._stuck.items():
             if stuck is not None and not stuck.waits:

@@ -63,7 +63,7 @@ class Silence:
         return f"{what}: {used:.1f} s of CPU time in {seconds:.0f} s"
 
 
-class Outlook:
+class ProcessProbe:
     """Final class: readings of processes on every node of a Ray cluster. On this node they are taken at once; on other
     nodes by a Ray task, without waiting for it.
     """

@@ -99,7 +99,7 @@ class OpenRun:
 @contextmanager
 def opened(loaded: LoadedRecipe, out: Path, *, resume: bool, overwrite: bool) -> Generator[OpenRun]:
     """Create or take over the directory ``out``, and keep it locked inside the block. Raises ``UserError``."""
-    loaded = resolved(loaded.going_on(out) if resume else loaded)
+    loaded = resolved(loaded.for_resume(out) if resume else loaded)
     check_trackers(loaded.recipe.log)
     with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:
         if resume and directory.resolved.exists():  # a run killed in its first second has no recipe yet

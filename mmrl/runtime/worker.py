@@ -30,7 +30,7 @@ class LostDeviceError(RuntimeError):
     """A device's process is gone, or has failed with an error that is not the user's."""
 
 
-class Reception:
+class WorkerListener:
     """Final class: the socket on which a controller's workers connect, in a folder that only this user may open."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Reception:
         self.address = str(Path(self._folder) / "workers")
         self._listener = Listener(self.address, "AF_UNIX", authkey=self.key)
 
-    def welcome(self, workers: int) -> list[Connection]:
+    def accept(self, workers: int) -> list[Connection]:
         """Wait until ``workers`` workers have connected, and return the connections by device."""
         found: dict[int, Connection] = {}
         while len(found) < workers:
@@ -115,7 +115,7 @@ class RemoteWorker:
             self._connection.close()
 
 
-class Voice:
+class ControllerLink:
     """Final class: sends a device's messages to its controller: log lines, and an answer to each task.
 
     A ``mmrl.report.notices.Listener``; safe to call from any thread.
@@ -159,23 +159,23 @@ def serve(context: StepContext, connection: Connection, saver: Saver | None = No
     """Run the controller's tasks until it disconnects. ``saver``: saves this device's shards of the weights."""
     if saver is not None:
         context.compute.local.save = lambda step: saver.begin(of_run(context, step))
-    voice = Voice(connection)
-    notices.listen(voice)
+    link = ControllerLink(connection)
+    notices.listen(link)
     while True:
         try:
             call, arguments, features = receive(connection)
         except (EOFError, ConnectionError):
             return
         except Exception:
-            voice.say("failed", traceback.format_exc())  # the controller waits for an answer to every task
+            link.say("failed", traceback.format_exc())  # the controller waits for an answer to every task
             continue
         answer = _answer(context, call, arguments, features)
         try:
-            voice.say(*answer)
+            link.say(*answer)
         except OSError:
             return
         except Exception:
-            voice.say("failed", traceback.format_exc())
+            link.say("failed", traceback.format_exc())
 
 
 def _answer(

@@ -50,7 +50,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Habits:
+class Expectations:
     """Expectations from the previous step: mean device-seconds of a micro-batch in each role."""
 
     rollout: float
@@ -59,7 +59,7 @@ class Habits:
     """Micro-batches of later rounds per micro-batch of the first round."""
 
     @classmethod
-    def of(cls, phases: Sequence[Phase]) -> Habits | None:
+    def of(cls, phases: Sequence[Phase]) -> Expectations | None:
         """The expectations from the phases of all controllers; None if nothing was judged."""
         judged = sum(phase.judged for phase in phases)
         if not judged:
@@ -86,15 +86,15 @@ class Generate:
     """One controller's phase with ``split``. ``moves``: devices may switch roles within the phase, by ``worth_moving``;
     otherwise a split stays, and colocate switches all devices when the current role has no work left.
 
-    ``price``: seconds of a switch. ``habits``: None takes the means of the tasks finished so far. ``record``: fill
-    ``Phase.spans``.
+    ``price``: seconds of a switch. ``expectations``: None takes the means of the tasks finished so far. ``record``:
+    fill ``Phase.spans``.
     """
 
     split: Split
     price: float
     replica: int = 1
     moves: bool = False
-    habits: Habits | None = None
+    expectations: Expectations | None = None
     record: bool = False
 
     def run(self, rounds: Rounds) -> Phase:
@@ -171,19 +171,19 @@ class Generate:
         devices = {role: sum(len(b.devices) for b in self._blocks if b.role == role) for role in (own, other)}
         if not devices[other]:
             return True
-        phase, habits = self._phase, self.habits
-        if habits is None and phase.judged and phase.sampled:
+        phase, expectations = self._phase, self.expectations
+        if expectations is None and phase.judged and phase.sampled:
             mean = phase.rollout_busy / phase.sampled, phase.judge_busy / phase.judged
-            habits = Habits(*mean, phase.later / phase.judged)
-        if habits is None:
+            expectations = Expectations(*mean, phase.later / phase.judged)
+        if expectations is None:
             return False
         if own == JUDGE:
-            own_left = (len(self._waiting[ROLLOUT]) + self._under_way[ROLLOUT]) * habits.judge
-            other_left = len(self._waiting[ROLLOUT]) * habits.rollout
+            own_left = (len(self._waiting[ROLLOUT]) + self._under_way[ROLLOUT]) * expectations.judge
+            other_left = len(self._waiting[ROLLOUT]) * expectations.rollout
         else:
             ahead = len(self._waiting[JUDGE]) + self._under_way[JUDGE]
-            own_left = ahead * habits.again * habits.rollout
-            other_left = len(self._waiting[JUDGE]) * habits.judge
+            own_left = ahead * expectations.again * expectations.rollout
+            other_left = len(self._waiting[JUDGE]) * expectations.judge
         return worth_moving(own_left, other_left, devices[other], self.price, devices[own] - self.replica)
 
     def _turn(self, now: float, block: _Block, role: str) -> None:

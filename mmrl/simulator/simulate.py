@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mmrl.placement.adaptive import Decision, Measured, Split, begin, decide, splits
-from mmrl.simulator.generate_phase import Generate, Habits, Phase, Rounds
+from mmrl.simulator.generate_phase import Expectations, Generate, Phase, Rounds
 from mmrl.simulator.trace import Trace, Work
 
 
@@ -100,11 +100,11 @@ def best_static(trace: Trace, cluster: Cluster) -> Outcome:
 def adaptive(trace: Trace, cluster: Cluster, *, moves: bool = True) -> Outcome:
     """The split follows the load between steps; with ``moves``, devices also switch roles within a step."""
     out = Outcome("adaptive" if moves else "adaptive, split alone", cluster.total)
-    state, habits = begin(cluster.devices, cluster.replica, moves=moves), None
+    state, expectations = begin(cluster.devices, cluster.replica, moves=moves), None
     for work in trace.steps:
-        phase = Generate(state.split, trace.price, cluster.replica, moves, habits)
+        phase = Generate(state.split, trace.price, cluster.replica, moves, expectations)
         phases = _generate(out, work, cluster, phase)
-        habits = Habits.of(phases) or habits
+        expectations = Expectations.of(phases) or expectations
         state, decision = decide(state, measured(phases, cluster, trace.price))
         out.decisions.append(decision)
     return out
