@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mmrl.algorithms.objective import Offline
+from mmrl.algorithms.objective import Objective
 from mmrl.json_types import JsonObject
 from mmrl.training.batch import MicroBatch
 from mmrl.trajectory import Slot
@@ -63,7 +63,7 @@ def gathered(everyone: Sequence[tuple[Places, Values]], prefix: str = "") -> Per
 class Records:
     """The figures of given records (pairs, responses): an objective says only the sums of a micro-batch."""
 
-    def __init__(self, objective: Offline) -> None:
+    def __init__(self, objective: Objective) -> None:
         self._objective = objective
         self._sums: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._places: dict[int, tuple[str, float]] = {}
