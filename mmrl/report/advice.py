@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from mmrl.report.heldout import Change, label_in
 from mmrl.report.recorded import RecordedRun
@@ -40,23 +41,25 @@ class Advice:
 
 @dataclass(frozen=True)
 class Facts:
-    """What rules read: the run, its held-out measure and how that changed. ``hacked``: a reward that training did not
-    use fell; ``alike``: the diversity left, where it is below its limit."""
+    """What rules read: the run, its held-out measure and how that changed. ``fallen``: the figure of a reward that
+    training did not use, where it fell; ``alike``: the diversity left, where it is below its limit."""
 
     run: RecordedRun
     measure: str | None
     change: Change | None
-    hacked: bool = False
+    fallen: str | None = None
     alike: float | None = None
 
     @property
-    def outcome(self) -> str:
+    def outcome(self) -> Literal["rose", "fell", "unclear", "unknown"]:
         """``rose``, ``fell`` and ``unclear`` as training wants it: a reward with a negative weight should fall."""
         if self.change is None:
             return "unknown"
         weight = self.run.trained.get(label_in(self.measure or "") or "", 1.0)
-        turned = {"rose": "fell", "fell": "rose", "unclear": "unclear"}
-        return turned[self.change.verdict] if weight < 0 else self.change.verdict
+        verdict = self.change.verdict
+        if weight >= 0 or verdict == "unclear":
+            return verdict
+        return "fell" if verdict == "rose" else "rose"
 
     def mean(self, key: str, *, first: bool = False) -> float | None:
         """A metric of training, mean over the last steps, or over the first; None where it was not recorded."""
@@ -115,14 +118,23 @@ def rewards_failed(facts: Facts) -> Advice | None:
 
 
 def over_optimised(facts: Facts) -> Advice | None:
-    if not facts.hacked and facts.alike is None:
+    if facts.fallen is None and facts.alike is None:
         return None
-    why = "A reward that training did not use fell" if facts.hacked else "Samples became alike"
+    why = "Samples became alike" if facts.fallen is None else "A reward that training did not use fell"
     kept = facts.number("algorithm.kl_coef")
     if kept is None:
         return _slower(facts, f"{why}; a smaller learning rate stays nearer to the base model.")
     edit = facts.times("algorithm.kl_coef", 4) if kept else "algorithm.kl_coef=0.01"
     return Advice(edit, f"{why}; a larger pull to the base model keeps the policy near it.")
+
+
+def stop_before_it_falls(facts: Facts) -> Advice | None:
+    if facts.fallen is None or facts.run.setting("eval.early_stopping") is not None:
+        return None
+    return Advice(
+        f"eval.early_stopping={{metric: {facts.fallen}, patience: 2}}",
+        "The run ends when the reward that training does not use ceases to rise, and keeps the weights of its best.",
+    )
 
 
 def fell(facts: Facts) -> Advice | None:
@@ -240,7 +252,7 @@ def too_slow(facts: Facts) -> Advice | None:
 def still_rising(facts: Facts) -> Advice | None:
     """The last evaluation is the best, and the second half of the run brought a fifth of the rise or more."""
     key, change = facts.measure, facts.change
-    if key is None or change is None or facts.outcome != "rose" or facts.hacked:
+    if key is None or change is None or facts.outcome != "rose" or facts.fallen is not None:
         return None
     values = [row[key] for row in facts.run.heldout if row.get(key) is not None]
     middle = values[len(values) // 2]
@@ -276,6 +288,7 @@ RULES: tuple[Callable[[Facts], Advice | None], ...] = (
     no_evaluation,
     rewards_failed,
     over_optimised,
+    stop_before_it_falls,
     fell,
     too_easy,
     too_hard,

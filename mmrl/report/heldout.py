@@ -12,6 +12,7 @@ import numpy as np
 import scipy  # its parts are loaded when they are first used
 from numpy.typing import NDArray
 
+from mmrl.report.charts import short
 from mmrl.report.metrics import of_pairs, read
 from mmrl.report.recorded import RecordedRun
 from mmrl.report.rundir import RunDir
@@ -156,8 +157,10 @@ def level(sums: PromptSums) -> Interval | None:
 
 def number(value: float, near: float) -> str:
     """``value`` with as many digits as a difference of ``near`` needs, at least two of numbers below 10."""
+    if near and math.isfinite(near) and abs(near) < 1e-4:
+        return short(value)
     most = 0 if abs(value) >= 10 else 2
-    digits = most if not near or not math.isfinite(near) else max(most, min(6, -math.floor(math.log10(abs(near)))))
+    digits = most if not near or not math.isfinite(near) else max(most, -math.floor(math.log10(abs(near))))
     text = f"{value:.{digits}f}"
     return text.removeprefix("-") if not float(text) else text
 

@@ -31,11 +31,15 @@ class RecordedRun:
     failures: list[Row]
     resolved: dict[str, Any]
     given: set[str]
-    overridden: set[str]
     overrides: list[str]
     env: JsonObject
     owner: JsonObject | None
     evaluations: list[Evaluation]
+
+    @property
+    def overridden(self) -> set[str]:
+        """The keys that the command line set."""
+        return {text.partition("=")[0].strip() for text in self.overrides}
 
     @property
     def trained(self) -> dict[str, float]:
@@ -79,7 +83,6 @@ def read_run(path: Path) -> RecordedRun:
     run = RunDir(path)
     if not (looks_like_run(path) or run.metrics.is_file() or run.heldout.is_file()):
         raise UserError(f"there is no run in {path}; name a directory that mmrl train made (it holds metrics.jsonl)")
-    overrides = run.overrides()
     return RecordedRun(
         path=path,
         metrics=_rows(run.metrics),
@@ -87,8 +90,7 @@ def read_run(path: Path) -> RecordedRun:
         failures=read(run.failures),
         resolved=_json(run.resolved),
         given=_given(run.recipe),
-        overridden={text.partition("=")[0].strip() for text in overrides},
-        overrides=overrides,
+        overrides=run.overrides(),
         env=_json(run.env),
         owner=run.owner(),
         evaluations=read_evaluations(run.samples),

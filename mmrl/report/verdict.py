@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from mmrl.report.advice import Advice, Facts, advice
 from mmrl.report.heldout import Change, Samples, change_of, label_in, measure_of, number, part_of, read_samples, signed
@@ -14,24 +15,23 @@ from mmrl.report.recorded import RecordedRun, read_run
 WIDTH = 80
 """Columns of the terminal."""
 NOBODY_ELSE = "No reward that training does not use was measured (eval.rewards), so over-optimisation would not show."
+Outcome = Literal["rose", "hacked", "fell", "unclear", "unknown"]
+"""``hacked``: it rose, and a reward that training did not use fell. ``unknown``: there is nothing to compare."""
 _NAMES = {"success": "success", "correct": "accuracy", "accuracy": "accuracy"}
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What held-out samples say of a run. ``sentences``: of its measure, and of rewards that training did not use;
+    """What held-out samples say of a run. ``outcome`` is as training wants it: a reward with a negative weight should
+    fall. ``sentences``: of its measure, and of rewards that training did not use;
     ``remark``: what was not measured, for the report alone."""
 
+    outcome: Outcome
     measure: str | None
     change: Change | None
     sentences: list[str]
     remark: str = ""
     advice: list[Advice] = field(default_factory=list)
-
-    @property
-    def outcome(self) -> str:
-        """``rose``, ``fell``, ``unclear``, or ``unknown`` where nothing can be compared."""
-        return "unknown" if self.change is None else self.change.verdict
 
     def lines(self) -> list[str]:
         """The sentences, wrapped for the terminal."""
@@ -48,10 +48,12 @@ def judgement(run: RecordedRun, samples: Samples) -> Judgement:
     measure = measure_of(run)
     found = None if measure is None else change_of(run, samples, measure)
     sentences = [_of_measure(run, measure, found), *_beside(run, samples, measure, found)]
-    others = [of for key in _untrained(run, measure) if (of := change_of(run, samples, key)) is not None]
-    facts = Facts(run, measure, found, any(of.verdict == "fell" for of in others), _alike(run))
+    others = {key: change_of(run, samples, key) for key in _untrained(run, measure)}
+    fallen = next((key for key, of in others.items() if of is not None and of.verdict == "fell"), None)
+    facts = Facts(run, measure, found, fallen, _alike(run))
     known = measure is None or not run.resolved or any(label not in run.trained for label in run.labels)
-    return Judgement(measure, found, sentences, "" if known else NOBODY_ELSE, advice(facts))
+    outcome = "hacked" if fallen is not None and facts.outcome == "rose" else facts.outcome
+    return Judgement(outcome, measure, found, sentences, "" if known else NOBODY_ELSE, advice(facts))
 
 
 def name_of(key: str) -> str:
