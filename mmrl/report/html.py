@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -29,6 +29,9 @@ from mmrl.report.transcripts import transcripts
 from mmrl.report.verdict import Judgement, judgement
 from mmrl.secrets import hidden
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 __all__ = ["curve_png", "write_report"]
 
 PHASES = ("encode", "sample", "decode", "reward", "prepare", "train")
@@ -41,14 +44,9 @@ def write_report(run: Path | str, judged: Judgement | None = None) -> Path:
 
     Raises ``UserError`` where the directory is no run or a file in it cannot be read.
     """
-    from jinja2 import Environment, StrictUndefined
-
     found = read_run(Path(run))
-    source = Path(__file__).with_name("template.html").read_text(encoding="utf-8")
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters["short"] = short
     before_after, samples = pairs(found.evaluations), read_samples(found.path)
-    html = page.from_string(source).render(
+    html = template("template.html").render(
         name=found.resolved.get("name") or found.path.resolve().name,
         head=_head(found),
         judged=judged or judgement(found, samples),
@@ -70,6 +68,21 @@ def write_report(run: Path | str, judged: Judgement | None = None) -> Path:
     target = RunDir(run).report
     write_atomic(target, hidden(html))
     return target
+
+
+def template(name: str) -> Template:
+    """A page of this folder; everything that is put into it is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    page = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page.filters["short"] = short
+    return page.get_template(name)
 
 
 def _head(run: RecordedRun) -> dict[str, Any]:
