@@ -16,6 +16,7 @@ from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.report.heldout import (
     LEVEL,
+    SUCCESS,
     Change,
     Interval,
     PromptSums,
@@ -166,7 +167,7 @@ def _student(values: Sequence[float]) -> float:
 
 
 def _same_kind(runs: Sequence[RecordedRun]) -> Makes:
-    kinds = {run.path: _makes(run) for run in runs}
+    kinds: dict[Path, Makes] = {run.path: _makes(run) for run in runs}
     if len(set(kinds.values())) > 1:
         named = "; ".join(f"{path} makes {kind}" for path, kind in kinds.items())
         raise UserError(f"runs of different modalities cannot be compared ({named}); name runs of one")
@@ -183,9 +184,8 @@ def _makes(run: RecordedRun) -> Makes:
 def _same_measure(runs: Sequence[RecordedRun], wanted: str | None) -> str:
     """The figure that all runs have: the one that is asked for, or the measure of each. Raises ``UserError``."""
     figures = [{key for row in run.heldout for key, value in row.items() if value is not None} for run in runs]
-    shared = sorted(
-        key for key in set.intersection(*figures) if "/" in key and not key.startswith(("guard/", "failed/"))
-    )
+    both = {key for key in set.intersection(*figures) if "/" in key and not key.startswith(("guard/", "failed/"))}
+    shared = sorted(both, key=lambda key: (not key.endswith(SUCCESS), key))
     edit = f"give one that all have: --measure {shared[0]}" if shared else "give eval.rewards the same reward in all"
     if len(shared) > 1:
         edit += f" (or {', '.join(shared[1:6])})"
