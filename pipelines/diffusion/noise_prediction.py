@@ -44,9 +44,10 @@ class NoisePredictionAdapter(Adapter, ABC):
                 "remove it"
             )
         scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
+        assert isinstance(scheduler, DDIMScheduler)
         if self.spacing is not None:
             scheduler = DDIMScheduler.from_config(scheduler.config, timestep_spacing=self.spacing)
-        assert isinstance(scheduler, DDIMScheduler)
+            assert isinstance(scheduler, DDIMScheduler)
         if scheduler.config["timestep_spacing"] == "linspace":
             raise UserError(
                 "model.path: the scheduler of this checkpoint says timestep_spacing: linspace, and diffusers' DDIM "
