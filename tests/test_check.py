@@ -199,6 +199,8 @@ def test_the_command_passes_options_and_refuses_those_of_other_kinds(capsys):
         run(capsys, "grpo", "--options", "clip_lo=0.1")
     with pytest.raises(UserError, match="--data: grpo is of kind algorithm"):
         run(capsys, "grpo", "--data", "sums")
+    with pytest.raises(UserError, match=r"llm/chat is a text .* write mmrl check FILE\.py:CLASS for a rollout"):
+        run(capsys, "llm/chat")
     with pytest.raises(UserError, match="takes a small checkpoint of its family; give its folder with --model"):
         run(capsys, "diffusion/flux")
     assert torch.get_default_dtype() == torch.float32

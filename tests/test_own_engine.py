@@ -1,9 +1,11 @@
 """Rollout engines in files of a user's: they train, they sleep, and wrong ones are refused before a model is loaded."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from mmrl.cli import app
 from mmrl.config.loader import RecipeError, load_recipe
@@ -12,6 +14,7 @@ from mmrl.contracts.running import CannotRun
 from mmrl.engines.lazy_engine import LazyEngine
 from mmrl.errors import UserError
 from mmrl.planner.plan import plan
+from mmrl.planner.render import render
 from mmrl.run import build
 from tests.planning import planned_in_short
 
@@ -174,6 +177,12 @@ def test_the_plan_shows_the_engine_and_its_settings():
     assert not made.problems
     (role,) = [role for role in made.roles if role.name == "engine"]
     assert role.what == "engine.py:OwnCopy, batch: 5; its memory is not known to mmrl"
+    shown = io.StringIO()
+    render(made, Console(file=shown, width=200))
+    assert (
+        "16 samples, up to 40 tokens each, drawn by engine.py:OwnCopy: it chooses its own forwards" in shown.getvalue()
+    )
+    assert "16 samples, 1 forwards of training, 1 backwards" in shown.getvalue()
 
 
 @pytest.fixture(scope="module")

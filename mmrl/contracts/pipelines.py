@@ -30,7 +30,10 @@ SHIPPED: Mapping[str, tuple[str, Mapping[str, object]]] = {
 """Families whose small models mmrl ships, and how these sample."""
 
 
-_OF_PICTURES = "pipelines have checks for families of diffusion models; what samples text is checked as an engine"
+_OF_PICTURES = (
+    "mmrl check has the contract of families of diffusion models alone; write mmrl check FILE.py:CLASS for a rollout "
+    "engine of text, or mmrl verify RUN for a run of text"
+)
 
 
 def of_name(name: str, options: Mapping[str, object]) -> Recipe:
