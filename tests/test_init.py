@@ -184,7 +184,8 @@ def test_a_shipped_model_takes_the_settings_of_its_recipe_with_the_algorithm():
     path = str(Path(__file__).resolve().parents[1] / folder)
     for algorithm, names in ((None, {"shapes-full", "shapes-lora"}), ("diffusion_nft", {"shapes-nft"})):
         found = look_at_model(path, None, edits=False, algorithm=algorithm)
-        assert found.like and found.like.same
+        assert found.like is not None
+        assert found.like.same
         assert found.like.name in names
 
 

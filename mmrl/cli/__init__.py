@@ -1,7 +1,4 @@
-"""The command line.
-
-Its commands are ``train plan simulate score eval sample report export verify check serve judge ls cp init data
-doctor``.
+"""The command line, a module per group of commands.
 
 Commands import what they run when they run it, so that ``--help`` answers at once and no mistake in a recipe waits for
 torch. What a user can mend (``UserError``) is printed without a traceback and exits with 2, a run that waited in vain
@@ -17,7 +14,7 @@ import sys
 
 import typer
 
-from mmrl.cli import check, data, init, judge, recipes, rewards, runs, sample, simulate
+from mmrl.cli import check, compare, data, init, judge, recipes, rewards, runs, sample, simulate
 from mmrl.errors import UserError
 from mmrl.quiet import be_quiet
 from mmrl.secrets import hidden
@@ -39,6 +36,7 @@ for _command in (
     runs.evaluate,
     sample.sample,
     runs.report,
+    compare.compare,
     runs.export,
     runs.verify,
     check.check,
