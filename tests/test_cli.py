@@ -30,7 +30,7 @@ threads: 3
 """
 COMMANDS = (
     *("train", "plan", "simulate", "score", "eval", "sample", "report", "compare", "export", "verify"),
-    *("check", "serve", "judge", "ls", "cp", "data", "doctor"),
+    *("check", "serve", "judge", "ls", "cp", "init", "data", "doctor"),
 )
 SHIPPED = next(iter(shipped_recipes()))
 

@@ -7,18 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from PIL import Image
 
 import mmrl
 from mmrl import cli
+from mmrl._torchvision import allow_cpu_only
 from mmrl.cli import init
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.planner import first_model
 from mmrl.planner.first_data import UnknownColumnError, look_at_data
 from mmrl.planner.first_model import Modality, look_at_model
-from mmrl.planner.first_reward import starting_point, usual_reward
+from mmrl.planner.first_reward import named_in_recipe, starting_point, usual_reward
 from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import tiny, tiny_diffusion
 
@@ -29,6 +29,7 @@ SEES = importlib.util.find_spec("torchvision") is not None
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Tiny models by modality."""
+    allow_cpu_only()
     folder = tmp_path_factory.mktemp("models")
     made = {
         "text": tiny.language_model(folder / "words"),
@@ -78,16 +79,19 @@ def test_a_recipe_of_each_modality_is_planned_without_problems(modality, models,
     if modality not in models:
         pytest.skip("needs torchvision")
     data, pipeline, algorithm, reward = USES[modality]
-    code = mmrl_init("first.yaml", "--model", models[modality], "--data", data, "--device", "cpu")
+    (folder / "recipes").mkdir()
+    file = "recipes/first.yaml"
+    code = mmrl_init(file, "--model", models[modality], "--data", data, "--device", "cpu")
     said = capsys.readouterr().out
     assert code == 0, said
-    assert said.endswith("next:\n  mmrl data check first.yaml\n  mmrl plan first.yaml\n  mmrl train first.yaml\n")
-    text = Path("first.yaml").read_text()
+    assert said.endswith(f"next:\n  mmrl data check {file}\n  mmrl plan {file}\n  mmrl train {file}\n")
+    text = Path(file).read_text()
     assert 25 <= len(text.splitlines()) <= 45
     assert text.count(" # ") >= 10
-    recipe = load_recipe(["first.yaml"]).recipe
+    recipe = load_recipe([file]).recipe
     assert (recipe.pipeline, recipe.algorithm.type, recipe.device) == (pipeline, algorithm, "cpu")
-    assert [one.name for one in recipe.rewards] == [reward]
+    assert [one.name for one in recipe.rewards] == [f"../{reward}" if reward.startswith("reward.py") else reward]
+    assert recipe.data.train["path"] == f"../{data}"
     assert recipe.model.path == str(models[modality])
     assert recipe.model.lora is not None
     if modality == "pictures":
@@ -175,6 +179,11 @@ def test_a_model_that_is_not_here_is_known_from_a_shipped_recipe():
     assert (sees.modality, sees.pipeline, sees.readable) == (Modality.vision_language, "vlm/chat", False)
     draws = look_at_model("black-forest-labs/FLUX.1-dev", None, edits=False, algorithm=None)
     assert (draws.pipeline, draws.like and draws.like.name) == ("diffusion/flux", "flux-dev")
+    for edits, pipeline in ((False, "diffusion/flux2_klein"), (True, "diffusion/flux2_klein_edit")):
+        found = look_at_model("black-forest-labs/FLUX.2-klein-base-4B", None, edits=edits, algorithm=None)
+        assert found.pipeline == pipeline
+    with pytest.raises(UserError, match="is for pictures, says the recipe flux-dev"):
+        look_at_model("black-forest-labs/FLUX.1-dev", Modality.text, edits=False, algorithm=None)
     other = look_at_model("nobody/knows-it", Modality.clips, edits=False, algorithm=None)
     assert other.pipeline == "diffusion/wan"  # the one that makes clips
 
@@ -245,10 +254,9 @@ def test_the_commands_words_are_those_of_the_planner():
     assert [*init.Modality] == [*first_model.Modality]
 
 
-def test_a_recipe_of_another_folder_finds_its_files(models, folder):
+def test_a_reward_is_named_from_the_recipes_folder(folder):
     (folder / "sub").mkdir()
-    flags = ("--model", models["text"], "--data", "questions.csv", "--device", "cpu", "--reward", "mine.py:score")
-    assert mmrl_init("sub/first.yaml", *flags) == 0
-    values = yaml.safe_load(Path("sub/first.yaml").read_text())
-    assert values["data"]["train"]["path"] == "../questions.csv"
-    assert values["rewards"] == [{"name": "../mine.py:score"}]
+    assert named_in_recipe("mine.py:score", folder / "sub") == "../mine.py:score"
+    assert named_in_recipe("answer:number", folder / "sub") == "answer:number"
+    (folder / "sub" / "beside.py").write_text("def score(samples, *, context):\n    return []\n")
+    assert named_in_recipe("beside.py", folder / "sub") == "beside.py"

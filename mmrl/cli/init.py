@@ -188,7 +188,7 @@ def _wanted(file: Path, chosen: _Chosen, ask: _Asker) -> tuple[Wanted, dict[Path
     """What the recipe is for, and the texts of the files of rewards that are to be begun. Raises ``UserError``."""
     from mmrl.config.algorithms import find_algorithm
     from mmrl.planner.first_recipe import Wanted, name_of
-    from mmrl.planner.first_reward import files_to_begin, reward_in_recipe, usual_reward
+    from mmrl.planner.first_reward import files_to_begin, named_in_recipe, usual_reward
 
     home, modality, answers = file.absolute().parent, chosen.model.modality, chosen.data.answers
     offline = find_algorithm(chosen.algorithm).settings.kind == "offline"
@@ -200,11 +200,10 @@ def _wanted(file: Path, chosen: _Chosen, ask: _Asker) -> tuple[Wanted, dict[Path
         asked = ask.text("--reward", "Reward: a name (mmrl ls rewards), or FILE.py:function, which may be new", usual)
         rewards = [asked]
     begun = files_to_begin(rewards, home, modality, answers=bool(answers))
-    named = [reward_in_recipe(name, home) for name in rewards]
-    wanted = Wanted(
-        name_of(file), home, chosen.model, chosen.data, named, chosen.algorithm, chosen.device, chosen.lora, offline
-    )
-    return wanted, begun
+    named = [named_in_recipe(name, home) for name in rewards]
+    algorithm = named_in_recipe(chosen.algorithm, home)
+    name, model, data = name_of(file), chosen.model, chosen.data
+    return Wanted(name, home, model, data, named, algorithm, chosen.device, chosen.lora, offline), begun
 
 
 def _write(file: Path, wanted: Wanted, begun: dict[Path, str]) -> None:

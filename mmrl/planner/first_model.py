@@ -110,7 +110,7 @@ def look_at_model(name: str, modality: Modality | None, *, edits: bool, algorith
             "directory that has one, as save_pretrained writes it"
         )
     else:
-        return _not_here(name, modality, algorithm)
+        return _not_here(name, modality, algorithm, edits=edits)
     if modality not in (None, found.modality):
         raise UserError(f"--modality {modality}: {name} is for {found.modality}: {found.says}; leave --modality out")
     return _with_shipped(replace(found, given=expanduser(name)), algorithm)
@@ -124,12 +124,22 @@ def _with_shipped(found: FirstModel, algorithm: str | None) -> FirstModel:
     return replace(found, like=like)
 
 
-def _not_here(name: str, modality: Modality | None, algorithm: str | None) -> FirstModel:
+def _not_here(name: str, modality: Modality | None, algorithm: str | None, *, edits: bool) -> FirstModel:
     """A model on the hub whose configuration cannot be read: from a shipped recipe, or as the user says."""
-    shipped = next((one for one in _recipes_like(name, algorithm) if one.same), None)
-    if shipped is not None:
+    known = [one for one in _recipes_like(name, algorithm) if one.same]
+    chats = {chat: made for made, chat in _CHAT.items()}
+    for shipped in known:
         pipeline = str(shipped.values["pipeline"])
-        made = next((m for m, chat in _CHAT.items() if chat == pipeline), None) or _MADE[_families()[pipeline].makes]
+        made = chats.get(pipeline)
+        if made is None:
+            family = _families()[pipeline]
+            if family.edits != edits and shipped is not known[-1]:
+                continue
+            made = _MADE[family.makes]
+        if modality not in (None, made):
+            raise UserError(
+                f"--modality {modality}: {name} is for {made}, says the recipe {shipped.name}; leave it out"
+            )
         says = f"not downloaded; the shipped recipe {shipped.name} is for it"
         return FirstModel(name, name, made, pipeline, says, readable=False, like=shipped)
     why = f"--model: {name} cannot be read here, and no shipped recipe is for it; download it (hf download {name})"
@@ -192,7 +202,7 @@ def _families() -> dict[str, _Family]:
         module = mmrl.load("pipelines", entry.name)
         for value in vars(module).values():
             if isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "lora_targets"):
-                found[entry.name] = value
+                found[entry.name] = getattr(module, value.__name__)
     return found
 
 

@@ -184,8 +184,6 @@ def _training(wanted: Wanted) -> Iterator[str]:
         steps = wanted.model.like.section("eval").get("steps")
         if steps:
             yield f"  steps: {_yaml(steps)} # of denoising, as the model is used"
-    yield "checkpoint:"
-    yield "  every: 10 # steps; mmrl train --resume goes on from there"
 
 
 def _rate(wanted: Wanted) -> tuple[float, str]:

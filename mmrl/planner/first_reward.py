@@ -78,8 +78,8 @@ def missing_file(name: str, home: Path) -> Path | None:
     return there
 
 
-def reward_in_recipe(name: str, home: Path) -> str:
-    """The reward ``name`` of the command line, as a recipe in ``home`` names it."""
+def named_in_recipe(name: str, home: Path) -> str:
+    """The reward or algorithm ``name`` of the command line, as a recipe in ``home`` names it."""
     file, attribute = split_file(expanduser(name))
     if file is None:
         return name
