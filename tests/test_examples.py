@@ -8,13 +8,11 @@ import pytest
 import torch
 import transformers
 
-from mmrl._torchvision import allow_cpu_only
 from mmrl.cli import app
+from mmrl.contracts import pipelines
 from mmrl.errors import UserError
 from mmrl.rewards.loading import build, find
 from tests import tiny_diffusion
-
-allow_cpu_only()  # before transformers imports torchvision
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SUMS = EXAMPLES.parent / "pipelines" / "llm" / "models" / "sums-qwen3"
@@ -64,9 +62,37 @@ def aura_flow(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def pixart(tmp_path_factory):
+    """A small pipeline of the real class with random weights, whose transformer predicts a variance too, and with the
+    scheduler of the published checkpoint."""
+    folder = tmp_path_factory.mktemp("pixart")
+    tokenizer, encoder = tiny_diffusion._t5()
+    torch.manual_seed(0)
+    transformer = diffusers.PixArtTransformer2DModel(
+        sample_size=16,
+        num_layers=2,
+        patch_size=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        cross_attention_dim=16,
+        caption_channels=32,
+        in_channels=4,
+        out_channels=8,
+    )
+    for parameter in transformer.parameters():
+        if parameter.ndim >= 2:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    scheduler = diffusers.DPMSolverMultistepScheduler(timestep_spacing="linspace")
+    pipe = diffusers.PixArtSigmaPipeline(tokenizer, encoder, tiny_diffusion._vae(), transformer, scheduler)
+    pipe.save_pretrained(folder)
+    return folder
+
+
 def test_each_example_has_60_lines_at_most():
     files = sorted(EXAMPLES.glob("*.py"))
-    assert {file.stem for file in files} == {"algorithm", "engine", "family", "judge", "reward", "sampler"}
+    kinds = {"algorithm", "engine", "family", "judge", "noise_family", "reward", "sampler"}
+    assert {file.stem for file in files} == kinds
     assert [f"{file.name}: {n}" for file in files if (n := len(file.read_text().splitlines())) > 60] == []
     readme = (EXAMPLES / "README.md").read_text()
     assert all(f"mmrl check examples/{file.name}" in readme for file in files if file.stem != "sampler")
@@ -94,6 +120,30 @@ def test_the_family_keeps_its_contract(aura_flow, capsys):
     assert check(capsys, "family.py", "--model", str(aura_flow), *options)[-1] == "5 passed"
 
 
+def test_the_family_that_predicts_noise_keeps_its_contract(pixart, capsys):
+    options = ["--options", "max_sequence_length=16"]
+    said = check(capsys, "noise_family.py", "--model", str(pixart), *options)
+    assert said[-1] == "5 passed"
+    assert any("ok      exported lora draws the same" in line for line in said)
+
+
+def test_a_lora_that_diffusers_cannot_load_is_written_for_peft(pixart, tmp_path, monkeypatch):
+    """The code on its card draws with it: PixArt's class has no ``load_lora_weights``."""
+    recipe = pipelines.opened(
+        str(EXAMPLES / "noise_family.py"), {"max_sequence_length": 16, "guidance_scale": 2.0}, str(pixart)
+    )
+    case = pipelines.contract.Case(recipe)
+    case.pipeline.write(tmp_path, "lora")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    ((how, code),) = case.pipeline.usage(str(tmp_path), "lora", case.slots[0].prompt).code.items()
+    assert how == "With peft"
+    assert 'timestep_spacing="trailing"' in code
+    monkeypatch.chdir(pixart.parent)  # a card names the base model without its folders
+    made = {}
+    exec(code, made)
+    assert made["image"].size == (32, 32)
+
+
 def test_recipes_train_with_the_algorithm_the_reward_the_judge_and_the_engine(tmp_path):
     rewards = [
         {"name": str(EXAMPLES / "reward.py:Concise"), "label": "concise", "options": {"most": 3, "names": ["answer:"]}},
@@ -114,30 +164,3 @@ def test_recipes_train_with_the_algorithm_the_reward_the_judge_and_the_engine(tm
         assert 0 < row["reward/concise"] <= 1
         assert row["optim/grad_norm"] > 0
         assert abs(row["mismatch/kl"]) < 1e-6
-
-
-USERS = {
-    "pictures": ["train.group_size=4", "train.micro_batch_size=8", "sampling.steps=4"],
-    "own_reward": ["train.group_size=8"],
-    "vision_language": ["train.group_size=4"],
-}
-"""The recipes for each kind of user, and how a step of each becomes small."""
-
-
-def test_there_is_a_recipe_for_each_kind_of_user():
-    assert {path.stem for path in (EXAMPLES / "recipes").glob("*.yaml")} == set(USERS)
-
-
-@pytest.mark.parametrize("name", USERS)
-def test_the_recipe_of_each_kind_of_user_trains(name, tmp_path):
-    if name == "vision_language":
-        pytest.importorskip("torchvision")
-    small = ["train.steps=1", "train.prompts_per_step=2", "eval.samples=8", "eval.every=1", *USERS[name]]
-    app(["train", str(EXAMPLES / "recipes" / f"{name}.yaml"), *small, "--out", str(tmp_path)], standalone_mode=False)
-    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    before, after = [json.loads(line) for line in (tmp_path / "heldout.jsonl").read_text().splitlines()]
-    assert row["optim/grad_norm"] > 0
-    watched = {"pictures": "saturation", "own_reward": "number", "vision_language": "exact"}[name]
-    assert {f"reward/{watched}", "guard/diversity_share"} <= before.keys() <= after.keys()
-    source = {"pictures": "captions", "own_reward": "pass@4", "vision_language": "look"}[name]
-    assert [key for key in after if source in key]

@@ -232,5 +232,7 @@ def test_a_run_learns_which_responses_are_good(folder, tmp_path):
     before, after = lines(done)
     assert before["policy/loss"] == pytest.approx(0.5, abs=1e-4)
     assert after["kto/accuracy"] > 0.85
+    kept = lines(done, "heldout_samples.jsonl")[-1]["values"]["kto/accuracy"]
+    assert sum(kept) / len(kept) == pytest.approx(after["kto/accuracy"])
     assert after["policy/loss"] < 0.45
     assert json.loads((done / "resolved.json").read_text())["algorithm"]["desirable_weight"] == 1.0

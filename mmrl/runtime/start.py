@@ -21,6 +21,7 @@ from mmrl.planner.plan import resolved
 from mmrl.report.html import write_report
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import check_trackers
+from mmrl.report.verdict import judge_run
 from mmrl.runtime.launch import launch
 from mmrl.session import ANEW, Outcome, Session
 from mmrl.stopping import Stop, stop_on_signal
@@ -123,8 +124,11 @@ def resumed(loaded: LoadedRecipe, again: str) -> str:
 
 
 def finish(directory: RunDir, outcome: Outcome) -> None:
-    """Write the report; raise ``UserError`` if the last checkpoint could not be saved."""
-    report = write_report(directory.path)
+    """Write the report, and say whether the run learned; raise ``UserError`` if the last checkpoint could not be
+    saved."""
+    judged = judge_run(directory.path)
+    report = write_report(directory.path, judged)
+    print("\n".join(judged.lines()), file=sys.stderr)
     print(
         f"done: {outcome.done} steps, {outcome.cpu_seconds:.0f} CPU-seconds of training; report: {report}",
         file=sys.stderr,

@@ -29,10 +29,11 @@ from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rollout.collect import encode, prompts_only
 from mmrl.rollout.mismatched import mismatched
-from mmrl.training import guards
+from mmrl.training import guards, per_sample
 from mmrl.training.batch import chunks
 from mmrl.training.guards import MOST, Measures
 from mmrl.training.micro_batches import split_micro_batches
+from mmrl.training.per_sample import PerSample
 from mmrl.training.repeated import sums_at
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
@@ -53,6 +54,8 @@ class Made:
     scores: list[dict[str, float]] = field(default_factory=list)
     gaps: tuple[float, int] = (0.0, 0)
     """For texts: the sum of the tokens' log-probs minus those of the base model, and the number of tokens."""
+    kept: list[PerSample] = field(default_factory=list)
+    """The figures of each sample and of each given record, of all controllers."""
 
 
 class Evaluator:
@@ -79,11 +82,12 @@ class Evaluator:
         """
         if self.run.objective.kind != "offline":
             return self._score(self._slots(samples))
-        slots, row, bad = self._compare(self._slots(min(samples, len(self.prompts))))
+        slots, row, bad, records = self._compare(self._slots(min(samples, len(self.prompts))))
         made, failures = Made(), []
         if self.run.recipe.eval.rewards:
             rewards, made, failures = self._score(slots)
             row |= rewards
+        made.kept.insert(0, records)
         count = self.run.controller.count
         row |= {"samples": count(len(slots)), "dropped": row.get("dropped", 0) + count(len(bad))}
         return row, made, [*bad, *failures]
@@ -125,7 +129,10 @@ class Evaluator:
         rows = [{k: v[i].item() for k, v in parts.items() if math.isfinite(v[i])} for i in range(len(slots))]
         mine = {name: values.tolist() for name, values in parts.items()}
         sources = by_source([sample.prompt for sample in made], self.run.recipe.data.labels)
-        everyone = gather(mine | values_of_sources(mine, sources))
+        where = [(sample.id.slot, sample.prompt.id) for sample in made]
+        gathered = gather((where, mine, values_of_sources(mine, sources)))
+        whole.kept.append(per_sample.gathered([(places, values) for places, values, _ in gathered], "reward/"))
+        everyone = [values | of_sources for _, values, of_sources in gathered]
         names = dict.fromkeys(name for one in everyone for name in one)  # a reward that failed has no parts
         row = {
             name if name.startswith(SOURCE) else f"reward/{name}": finite_mean(
@@ -164,13 +171,13 @@ class Evaluator:
             so_far[0], so_far[1] = so_far[0] + total, so_far[1] + n
         return {name: total / n for name, (total, n) in totals.items()}
 
-    def _compare(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, float], list[Failure]]:
+    def _compare(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, float], list[Failure], PerSample]:
         """The usable slots, the objective's metrics with the evaluation's weights, as means over the records of
-        ``slots`` (or their tokens), and the failures of the other slots."""
+        ``slots`` (or their tokens), the failures of the other slots, and the figures of each record."""
         run, good, bad = self.run, list[Slot](), list[Failure]()
         pairs, prepared = pairs_of(run.pipeline), dict[str, Tensor]()
         sums: defaultdict[str, float] = defaultdict(float)
-        total = 0.0
+        total, each = 0.0, per_sample.Records(run.objective)
         with (
             run.compute.devices.sampling_phase(run, run.policy.evaluated),
             torch.no_grad(),
@@ -185,9 +192,12 @@ class Evaluator:
                 batch = prompts_only(run, usable, keys)
                 batch.prepared = {name: of[[rows[slot.index] for slot in usable]] for name, of in prepared.items()}
                 total += run.objective.loss_denominator(batch.weights, batch.lengths)
+                each.place(usable, batch.weights, batch.lengths)
                 for micro_batch in split_micro_batches(run, batch, list(range(len(usable)))):
                     new = pairs.compare(micro_batch.rows, run.objective.needs, run.policy.using)
-                    for name, value in run.objective.loss(new, micro_batch.old, 1.0).sums.items():
+                    found = run.objective.loss(new, micro_batch.old, 1.0).sums
+                    each.add(usable, micro_batch, new, found)
+                    for name, value in found.items():
                         sums[name] += value.item()
                         if source:
                             sums[f"{SOURCE}{source}/{name}"] += value.item()
@@ -195,14 +205,14 @@ class Evaluator:
                     sums[f"{SOURCE}{source}/samples"] += len(usable)
                 run.pipeline.features.release(keys)
                 progress.advance(len(chunk))
-        everyone = run.controller.gather((total, dict(sums)))
-        count = sum(n for n, _ in everyone)
+        everyone = run.controller.gather((total, dict(sums), each.of_controller()))
+        count = sum(n for n, _, _ in everyone)
         if not count:
             named = f"; of {bad[0].prompt!r}: {bad[0].reason}" if bad else ""
             raise UserError(f"data.heldout: none of its records can be used{named}")
-        names = dict.fromkeys(name for _, sums in everyone for name in sums)
-        whole = {name: sum(sums.get(name, 0.0) for _, sums in everyone) for name in names}
-        return good, means_of_pairs(whole, count), bad
+        names = dict.fromkeys(name for _, sums, _ in everyone for name in sums)
+        whole = {name: sum(sums.get(name, 0.0) for _, sums, _ in everyone) for name in names}
+        return good, means_of_pairs(whole, count), bad, per_sample.of_records([own for *_, own in everyone])
 
     def _by_source(self, slots: list[Slot]) -> Iterator[tuple[str, list[Slot]]]:
         """The slots in micro-batches, each with its source (empty for a single data set)."""
@@ -350,6 +360,8 @@ def measure(
         row |= guarded(heldout.guards, row, made, base=step == 0)
     for f in failures:
         directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
+    if context.controller.leads:
+        directory.evaluated(step, [kept.row() for kept in made.kept])
     log.write(step, row)
     shown, scores = made.samples[: context.recipe.eval.grid], made.scores[: context.recipe.eval.grid]
     if shown and context.pipeline.makes != "text":
