@@ -40,7 +40,7 @@ from mmrl.placement.adaptive import Split, starting
 from mmrl.placement.multi_device import MultiDevice
 from mmrl.report.clock import Clock
 from mmrl.run import build
-from mmrl.runtime.worker import WorkerListener, RemoteWorker, call, serve
+from mmrl.runtime.worker import RemoteWorker, WorkerListener, call, serve
 from mmrl.simulator.simulate import Cluster, Outcome, adaptive, bound, static
 from mmrl.simulator.trace import Trace
 from mmrl.simulator.trace_from_run import read_run
