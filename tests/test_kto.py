@@ -220,7 +220,7 @@ def test_a_bad_record_is_replaced_and_nobodys_neighbour(folder, tmp_path):
 
 
 def test_a_step_of_one_response_is_refused(folder):
-    with pytest.raises(RecipeError, match=r"train\.prompts_per_step: kto compares each prompt with the response of"):
+    with pytest.raises(RecipeError, match=r"train\.prompts_per_step: kto pairs each prompt with the response of"):
         load(folder, "train.prompts_per_step=1")
 
 
