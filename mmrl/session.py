@@ -109,6 +109,7 @@ class Session:
         self._measured: int | None = None
         self._evaluating = False
         self._evaluation_seconds = 0.0
+        self._paced = False
         self._given: dict[str, float] = {}
         self.trackers: list[Tracker] = []
         settings = self.recipe.eval.early_stopping
@@ -204,12 +205,9 @@ class Session:
                 due = self._due() and self.done not in measured and not self.spending.over()
                 if self.controller.gather(due)[0] and not self._agreed(stop.asked):  # others may be new to the run
                     progress.line(self._measure(heldout))
-                began = self.done, self._spent
                 while not self.finished and not self.spending.over() and not self._agreed(stop.asked):
                     with nullcontext() if self._traces is None else self._traces.step(self.done + 1):
                         row = self._step(metrics, progress)
-                    if self.done == began[0] + 1 and not self.finished:
-                        progress.line(self._expected(row["time/step"], self._spent - began[1]))
                     if self._due():
                         progress.line(f"step {self.done}  {self._measure(heldout)}")
                     if self.done % recipe.checkpoint.every == 0 or self._best_now:
@@ -288,8 +286,9 @@ class Session:
         )
         sent, features = self._sent(), self.run.pipeline.features
         written = features.written_bytes
+        spent = self._spent
         with in_phase("step"):
-            row, failures = train_step(self.run, self.done, clock, self._spent)
+            row, failures = train_step(self.run, self.done, clock, spent)
         self.cpu_seconds += self.controller.count(self.run.compute.devices.cpu_seconds(self.run) - cpu)
         self.done += 1
         self.updates = self.run.policy.updates
@@ -315,6 +314,9 @@ class Session:
         self.directory.placed(self.run.compute.devices.lines() if self.controller.leads else ())
         line = status_line(self.done, self.recipe.train.steps, row, brief=True)
         progress.advance(1, line + self._left_out(row, failures), self._spent)
+        if not self._paced and not self.finished:
+            progress.line(self._expected(row["time/step"], self._spent - spent))
+        self._paced = True
         return row | logged
 
     def _left_out(self, row: Mapping[str, float], failures: Sequence[Failure]) -> str:
