@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from mmrl.json_types import Cell
 from mmrl.media import Media
 from mmrl.transfer import picked
 
@@ -34,7 +35,9 @@ class Prompt:
     all of the user's messages, in the order of their ``<image>`` and ``<video>`` placeholders (before the first message
     where there are none). ``system`` is a system message for models with a chat template. ``negative_prompt`` is what
     classifier-free guidance moves away from (pictures and clips); None takes the recipe's.
-    ``max_new_tokens`` is a limit of its responses, below that of the recipe.
+    ``max_new_tokens`` is a limit of its responses, below that of the recipe. ``height``, ``width`` (pixels) and
+    ``aspect_ratio`` (width / height) are those wanted of the picture or clip, as the record has them; with
+    ``sampling.buckets`` ``mmrl.datasets.buckets`` reads them.
     """
 
     id: str
@@ -45,6 +48,9 @@ class Prompt:
     negative_prompt: str | None = None
     turns: tuple[Turn, ...] = ()
     max_new_tokens: int | None = None
+    height: Cell = None
+    width: Cell = None
+    aspect_ratio: Cell = None
 
     @property
     def conversation(self) -> str:

@@ -26,7 +26,9 @@ _TRUTH = "reward_model.ground_truth"
 """Where verl's records have the answer."""
 IMAGES = ("images", "image")
 VIDEOS = ("videos", "video")
-_OTHERS = ("system", "negative_prompt", "meta", "max_new_tokens", "id", "file_name", "file_names")
+SIZE = ("height", "width", "aspect_ratio")
+"""What a record says of the size of its picture; ``mmrl.datasets.buckets`` reads it."""
+_OTHERS = ("system", "negative_prompt", "meta", "max_new_tokens", "id", "file_name", "file_names", *SIZE)
 """Further keys that are read, or that say nothing about the prompt: no warning names them."""
 ROLES: tuple[Literal["user"], Literal["assistant"]] = ("user", "assistant")
 """Whose messages alternate in a conversation."""
@@ -94,6 +96,8 @@ class Fields:
     """The messages before ``text``."""
     max_new_tokens: int | None = None
     """The limit of its responses."""
+    size: dict[str, Cell] = field(default_factory=dict)
+    """What it says under ``SIZE``."""
     shown: int = 0
     """The number of pictures and clips in its messages, with or without a source there."""
     keys: tuple[str, ...] = ()
@@ -140,6 +144,7 @@ def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise ValueError(f'"max_new_tokens" is {most!r}; write a whole number from 1 on')
     found.max_new_tokens = most
+    found.size = {name: _pick(record, columns.renamed.get(name), (name,)) for name in SIZE}
     return found
 
 
@@ -161,6 +166,7 @@ def make_prompt(name: str, fields: Fields, media: Sequence[Media]) -> Prompt:
         fields.negative_prompt,
         tuple(fields.turns),
         fields.max_new_tokens,
+        **fields.size,
     )
 
 
