@@ -90,7 +90,7 @@ def by_size(prompts: Sequence[Prompt], sampling: Sampling | TextSampling) -> lis
     return list(found.values())
 
 
-def counts(prompts: Iterable[Prompt], sampling: Sampling) -> dict[Size, int]:
+def count_by_size(prompts: Iterable[Prompt], sampling: Sampling) -> dict[Size, int]:
     """How many of ``prompts`` are sampled at each size of ``sampling``; those that cannot be read at none."""
     found = Counter(_readable(prompt, sampling) for prompt in prompts)
     return {size: found[size] for size in sampling.sizes}

@@ -12,6 +12,7 @@ import mmrl
 from mmrl.config.data import Data
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
+from mmrl.datasets.buckets import bucket_of
 from mmrl.datasets.checks import look
 from mmrl.datasets.loading import load_data
 from mmrl.datasets.mixture import Interleaved, Mixture, by_source
@@ -42,6 +43,8 @@ class Record:
     responses: dict[str, int] = field(default_factory=dict)
     """Of given texts (both of a pair, or a response): the tokens of each."""
     problem: str | None = None
+    size: str | None = None
+    """Of pictures and clips, height x width, where the recipe has several (``sampling.buckets``)."""
 
 
 @dataclass
@@ -60,6 +63,8 @@ class Split:
     sources: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
     """Of the prompts that were looked at: the fewest, the mean, the most."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Of the prompts that were looked at: how many are sampled at each size of ``sampling.buckets``."""
 
 
 @dataclass
@@ -129,7 +134,7 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
     for record in bad:
         left_out[_kind(record.why)] += 1
         first.setdefault(_kind(record.why), str(record))
-    records, counts, seen = list[Record](), list[int](), list[Prompt]()
+    records, counts, seen, sizes = list[Record](), list[int](), list[Prompt](), Counter[str]()
     for n in range(min(len(prompts), max(shown, looked_at if read else 0))):
         seen.append(prompts[n])
         record = _record(seen[-1], read, sizes=n < shown)
@@ -138,6 +143,7 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
             first.setdefault(_kind(record.problem), f"{record.id}: {record.problem}")
         elif record.tokens is not None:
             counts.append(record.tokens)
+        sizes.update([record.size] if record.size is not None else [])
         records += [record] if n < shown else []
     total = getattr(prompts, "seen", len(prompts) + len(bad))
     parts = by_source(seen, data.labels)
@@ -152,6 +158,7 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
         records,
         {label: len(of) for label, of in parts.items()},
         tokens,
+        dict(sizes),
     )
 
 
@@ -185,15 +192,16 @@ def _reader(loaded: LoadedRecipe) -> tuple[Reader | None, str, dict[str, Json]]:
     try:
         module = mmrl.load("pipelines", loaded.resolve_drop_in(recipe.pipeline))
         if not hasattr(module, "describe"):
-            return None, f"not known: {recipe.pipeline} has no describe(recipe, path, architecture)", {}
+            said = f"not known: {recipe.pipeline} has no describe(recipe, path, architecture)"
+            return _of_size(recipe), said, {}
         description = module.describe(recipe, path, architecture)
     except UserError as error:
-        return None, f"not known: {error}", {}
+        return _of_size(recipe), f"not known: {error}", {}
     pipeline = description.pipeline
     if recipe.makes == "text":
         settings: dict[str, Json] = {"overlong": recipe.data.overlong, "max_new_tokens": recipe.decoding.max_new_tokens}
         return _of_text(pipeline), description.source, settings
-    return None, description.source, _of_pictures(recipe, getattr(pipeline, "adapter", None))
+    return _of_size(recipe), description.source, _of_pictures(recipe, getattr(pipeline, "adapter", None))
 
 
 def _of_text(pipeline: LanguagePipeline) -> Reader:
@@ -208,10 +216,23 @@ def _of_text(pipeline: LanguagePipeline) -> Reader:
     return read
 
 
+def _of_size(recipe: Recipe) -> Reader | None:
+    """Fills in at which of several sizes a prompt is sampled."""
+    if recipe.makes == "text" or recipe.denoising.buckets is None:
+        return None
+
+    def read(prompt: Prompt, record: Record) -> None:
+        record.size = str(bucket_of(prompt, recipe.denoising))
+
+    return read
+
+
 def _of_pictures(recipe: Recipe, adapter: object) -> dict[str, Json]:
     """The size of what is made, and the text that guidance compares with."""
     sampling = recipe.denoising
     settings: dict[str, Json] = {"width": sampling.width, "height": sampling.height, "steps": sampling.steps}
+    if sampling.buckets is not None:
+        settings["buckets"] = [str(size) for size in sampling.sizes]
     if sampling.frames is not None:
         settings["frames"] = sampling.frames
     settings["guidance_scale"] = sampling.guidance_scale
