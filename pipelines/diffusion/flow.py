@@ -186,9 +186,9 @@ class FlowPipeline:
         evaluate: bool = False,
     ) -> Trajectory:
         steps = (self.recipe.eval.steps if evaluate else None) or self.steps
+        schedule, shape = self.sizes.adapted(slots).schedule(steps), self.sizes.shape(slots)
         keys = [self._key(slot.prompt) for slot in slots]
         features = self.batch_features(slots)
-        schedule, shape = self.sizes.adapted(slots).schedule(steps), self.sizes.shape(slots)
         c = self._coefficients(schedule, actions)
         x = self._initial(ids, seed, schedule, shape)
         states, log_probs, seen = [], [], []
