@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from mmrl.datasets.fields import negative_of
+from mmrl.datasets.fields import negative_of, size_of
 from mmrl.errors import UserError
 from mmrl.json_types import Json
 from mmrl.trajectory import Prompt
@@ -84,7 +84,7 @@ def _read(path: Path) -> list[Prompt]:
             reason = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
             bad.append(f"line {number}: {reason}")
             continue
-        content = (prompt.text, prompt.negative_prompt, json.dumps([prompt.height, prompt.width, prompt.aspect_ratio]))
+        content = (prompt.text, prompt.negative_prompt, repr(prompt.size))
         if content in found:
             repeated.append(number)
             continue
@@ -122,15 +122,8 @@ def _line_of_json(line: str, name: str) -> Prompt:
     identity = record.get("id", name)
     if isinstance(identity, bool) or not isinstance(identity, str | int):
         raise ValueError('"id" is neither text nor a whole number')
-    return Prompt(
-        str(identity),
-        _checked(text.strip()),
-        meta,
-        negative_prompt=negative_of(record),
-        height=record.get("height"),
-        width=record.get("width"),
-        aspect_ratio=record.get("aspect_ratio"),
-    )
+    size = size_of(record)
+    return Prompt(str(identity), _checked(text.strip()), meta, negative_prompt=negative_of(record), size=size)
 
 
 def _checked(text: str) -> str:

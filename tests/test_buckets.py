@@ -32,7 +32,7 @@ from mmrl.sample import draw
 from mmrl.session import Session
 from mmrl.stopping import Stop
 from mmrl.training.loop import train_step
-from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+from mmrl.trajectory import AskedSize, Prompt, SampleId, Slot, Trajectory
 from tests import test_families, test_picture_dpo
 from tests.tiny_diffusion import save, two_blocks
 
@@ -77,6 +77,10 @@ def loaded(records, *overrides, name="mixed"):
 def make(records, *overrides, name="mixed"):
     found = loaded(records, *overrides, name=name)
     return build(found.recipe, found.root)
+
+
+def prompt(name="p", text="a cat", media=(), **says):
+    return Prompt(name, text, media=media, size=AskedSize(**says))
 
 
 def step(run, n=0):
@@ -130,7 +134,7 @@ THREE = sampling((64, 64), (48, 80), (80, 48), (128, 128))
     ],
 )
 def test_a_prompt_goes_to_the_bucket_that_fits_it(says, size):
-    assert bucket_of(Prompt("p", "a cat", **says), THREE) == size
+    assert bucket_of(prompt(**says), THREE) == size
 
 
 def test_a_picture_that_its_file_says_is_turned_counts_as_it_is_shown():
@@ -157,15 +161,15 @@ def test_a_picture_that_its_file_says_is_turned_counts_as_it_is_shown():
 )
 def test_what_is_no_size_is_named(says, why):
     with pytest.raises(BadPromptError, match=why):
-        bucket_of(Prompt("p", "a cat", **says), THREE)
+        bucket_of(prompt(**says), THREE)
     if "media" not in says:  # without buckets nobody reads it
-        assert bucket_of(Prompt("p", "a cat", **says), Sampling(height=64, width=32)) == (64, 32)
+        assert bucket_of(prompt(**says), Sampling(height=64, width=32)) == (64, 32)
 
 
 def test_the_first_bucket_is_the_size_unless_one_is_given():
     assert sampling((48, 80), (80, 48)).size == (48, 80)
     assert sampling((48, 80), (80, 48), height=80, width=48).size == (80, 48)
-    prompts = [Prompt(str(n), "x", **SIZES[n % 3]) for n in range(5)]
+    prompts = [prompt(str(n), **SIZES[n % 3]) for n in range(5)]
     assert by_size(prompts, sampling(*EXPECTED)) == [[0, 3], [1, 4], [2]]
     assert by_size(prompts, Sampling(height=32, width=32)) == [[0, 1, 2, 3, 4]]
 
@@ -263,14 +267,14 @@ def test_pictures_are_the_stock_pipelines_at_their_size(folders, family, guidanc
     pipe.set_progress_bar_config(disable=True)
     for size in sizes:
         media = case.slots[0].prompt.media
-        prompt = replace(case.slots[0].prompt, height=size[0], width=size[1])
-        slot, name = Slot(0, 0, 0, prompt), SampleId(0, 0, 0, 0)
+        asked = replace(case.slots[0].prompt, size=AskedSize(*size))
+        slot, name = Slot(0, 0, 0, asked), SampleId(0, 0, 0, 0)
         case.pipeline.encode([slot])
         mine = case.pipeline.images(case.pipeline.sample([slot], [name], [], seed=5))
         adapter, shape = case.pipeline.adapter, case.pipeline.sizes.shapes[Size(*size)]
-        given = {} if not media else {"image": fitted(prompt, media[0], Size(*size))}
+        given = {} if not media else {"image": fitted(asked, media[0], Size(*size))}
         stock = pipe(
-            prompt=prompt.text,
+            prompt=asked.text,
             num_inference_steps=3,
             height=size[0],
             width=size[1],
@@ -314,7 +318,7 @@ def test_pairs_are_compared_at_the_size_of_the_better_picture():
     run = test_picture_dpo.make(BUCKETS)
     pipeline, shapes = run.pipeline, run.pipeline.sizes.shapes
     slots = [
-        Slot(0, n, 0, Prompt(str(n), "a cat", media=(png(*wh), png(40, 40, 255)), **says))
+        Slot(0, n, 0, prompt(str(n), media=(png(*wh), png(40, 40, 255)), **says))
         for n, (wh, says) in enumerate([((40, 30), {}), ((30, 40), {}), ((30, 40), {"height": 32, "width": 32})])
     ]
     pipeline.encode(slots)
@@ -377,7 +381,7 @@ def test_an_evaluation_keeps_the_order_of_its_prompts_and_their_sizes(records, w
 
 def test_mmrl_sample_draws_each_prompt_at_its_size(records, whole, tmp_path, capsys):
     out, _ = whole
-    prompts = [Prompt(str(n), "a red circle", **says) for n, says in enumerate([*SIZES, {"height": -1, "width": 3}])]
+    prompts = [prompt(str(n), "a red circle", **says) for n, says in enumerate([*SIZES, {"height": -1, "width": 3}])]
     folder = draw(out, prompts, tmp_path / "drawn", n=2)
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     sizes = [(row["id"], Image.open(folder / row["file"]).size) for row in rows]
@@ -387,7 +391,7 @@ def test_mmrl_sample_draws_each_prompt_at_its_size(records, whole, tmp_path, cap
 
 def test_the_card_draws_the_prompt_at_its_size(mixed):
     run = mixed[0]
-    code = run.pipeline.usage("here", "lora", Prompt("p", "a cat", height=24, width=32)).code["With diffusers"]
+    code = run.pipeline.usage("here", "lora", prompt(height=24, width=32)).code["With diffusers"]
     assert "height=24,\n    width=32," in code
 
 
@@ -425,7 +429,7 @@ def test_columns_prompt_files_and_shards_keep_the_size(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "h": 24, "w": 32}\n{"prompt": "b", "h": 32, "w": 24}\n')
     jsonl = mmrl.load("datasets", "jsonl").prompts
     found = jsonl(path=str(tmp_path / "p.jsonl"), heldout=0, columns={"height": "h", "width": "w"})
-    assert [(p.height, p.width) for p in found] == [(24, 32), (32, 24)]
+    assert [p.size[:2] for p in found] == [(24, 32), (32, 24)]
     (tmp_path / "q.jsonl").write_text(
         '{"prompt": "a", "aspect_ratio": "3:4"}\n{"prompt": "a", "height": 24, "width": 32}\n{"prompt": "a"}\n'
     )

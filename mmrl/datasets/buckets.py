@@ -14,7 +14,7 @@ from mmrl.datasets.records import BadRecord, Records
 from mmrl.errors import BadPromptError
 from mmrl.json_types import Cell
 from mmrl.media import BadMediaError, Media, probe_image
-from mmrl.trajectory import Prompt
+from mmrl.trajectory import AskedSize, Prompt
 
 _RATIO = re.compile(r"(\d+(?:\.\d+)?) *[:/] *(\d+(?:\.\d+)?)")
 _LARGEST = 10**6
@@ -58,12 +58,13 @@ def asked_of(prompt: Prompt) -> Size | float | None:
 
     Raises ``ValueError``, which says what is wrong.
     """
-    if prompt.height is None and prompt.width is None:
-        return None if prompt.aspect_ratio is None else _aspect(prompt.aspect_ratio)
-    if prompt.height is None or prompt.width is None:
-        has, lacks = ("width", "height") if prompt.height is None else ("height", "width")
+    height, width, aspect = prompt.size or AskedSize()
+    if height is None and width is None:
+        return None if aspect is None else _aspect(aspect)
+    if height is None or width is None:
+        has, lacks = ("width", "height") if height is None else ("height", "width")
         raise ValueError(f'has "{has}" and no "{lacks}"; give both, or "aspect_ratio"')
-    return Size(_pixels("height", prompt.height), _pixels("width", prompt.width))
+    return Size(_pixels("height", height), _pixels("width", width))
 
 
 def nearest(asked: Size | float, sizes: Sequence[Size]) -> Size:
@@ -131,8 +132,7 @@ def with_sizes(prompts: Sequence[Prompt], sampling: Sampling, where: str) -> Seq
 
 
 def _warn_unless_used(prompts: Sequence[Prompt], sampling: Sampling, where: str) -> None:
-    first = prompts[0]
-    if first.height is not None or first.width is not None or first.aspect_ratio is not None:
+    if prompts[0].size is not None:
         warnings.warn(
             f"{where}: its records have a size (height, width or aspect_ratio), and all are sampled at "
             f"{sampling.size}; to sample each at its own, list the sizes in sampling.buckets",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from mmrl.config.sampling import Sampling, Size
 from mmrl.media import Media
-from mmrl.trajectory import Prompt
+from mmrl.trajectory import AskedSize, Prompt
 
 MOST = 4
 """Numbers of pixels whose work is measured; prompts of other sizes count as the nearest of these."""
@@ -21,7 +21,7 @@ def largest(sampling: Sampling) -> Size:
 
 def prompt_of(size: Size, media: tuple[Media, ...]) -> Prompt:
     """A prompt that is sampled at ``size``, with ``media``."""
-    return Prompt("plan", "plan", media=media, height=size.height, width=size.width)
+    return Prompt("plan", "plan", media=media, size=AskedSize(*size))
 
 
 def others(counts: Mapping[Size, int], most: Size) -> list[tuple[Size, float]]:

@@ -316,7 +316,7 @@ def _different(
         return sum(map(len, prompts)), 0
     every = [prompt for split in prompts for prompt in split]
     sizes = 1 if sampling.type == "text" else len(sampling.sizes)
-    said = [repr((p.height, p.width, p.aspect_ratio)) if sizes > 1 else "" for p in every]
+    said = [repr(p.size) if sizes > 1 else "" for p in every]
     found = {(p.text, p.media if description.pictures else (), size) for p, size in zip(every, said, strict=True)}
     negatives = len({p.negative_prompt for p in every}) * sizes  # without one of its own: the recipe's, or the empty
     return len(found) + negatives, negatives
