@@ -57,4 +57,4 @@ class OwnCopy:
         self.model.to(self.device)
 
     def close(self):
-        del self.model
+        self.model = None

@@ -100,6 +100,13 @@ def test_a_data_set_of_ours_and_pictures_are_shown(capsys):
     assert (code, found["settings"]["negative_prompt"], found["settings"]["width"]) == (0, "", 32)
 
 
+def test_what_a_record_sets_for_itself_is_shown(tmp_path, capsys):
+    lines(tmp_path / "own.jsonl", [{"prompt": "a cat", "negative_prompt": "a dog", "max_new_tokens": 7}])
+    code, said = checked(capsys, tmp_path / "own.jsonl", "--options", "heldout=0")
+    assert code == 0
+    assert "  negative_prompt: 'a dog'\n  max_new_tokens: 7\n" in said
+
+
 def test_the_first_records_of_a_mixture_are_of_all_sources(folder, capsys):
     source = "name: jsonl, train: {path: data.jsonl, heldout: 2}, heldout: {path: data.jsonl, heldout: 2}"
     mixture = f"data={{mixture: [{{{source}, label: a}}, {{{source}, label: b}}]}}"

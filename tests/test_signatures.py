@@ -1,6 +1,7 @@
 """Booleans are passed by name; constructors, functions and modules stay small; pyright is strict everywhere."""
 
 import ast
+import functools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -33,10 +34,10 @@ LARGE = {
 """Constructors with more parameters, and why. But for the first they are records that one function fills."""
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_bytes())
+@functools.cache
+def trees() -> list[tuple[str, ast.Module]]:
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_bytes())) for path in paths]
 
 
 def is_public(name: str) -> bool:

@@ -63,11 +63,11 @@ def check_(
         from mmrl.planner.data_check import check_data, data_at
 
         found = check_data(data_at(target, given), Path.cwd(), show, look_at)
-    print(json.dumps(found.as_json(), indent=2, default=str) if as_json else "\n".join(_told(found)))
+    print(json.dumps(found.as_json(), indent=2, default=str) if as_json else "\n".join(_lines(found)))
     raise typer.Exit(1 if found.faults else 0)
 
 
-def _told(found: Checked) -> Iterator[str]:
+def _lines(found: Checked) -> Iterator[str]:
     """The lines for a terminal."""
     yield f"model: {found.model}"
     if found.settings:
@@ -101,6 +101,7 @@ def _lines_of(record: Record) -> Iterator[str]:
         yield f"  system: {record.system!r}"
     shown = record.text if record.rendered is None else record.rendered
     yield from (f"  | {line}" for line in shown.splitlines())
+    yield from (f"  {name}: {value!r}" for name, value in record.settings.items())
     yield from (f"  {medium}" for medium in record.media)
     if record.meta:
         said = json.dumps(record.meta, ensure_ascii=False, default=str)

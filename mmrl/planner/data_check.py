@@ -37,6 +37,8 @@ class Record:
     text: str
     system: str | None = None
     meta: Mapping[str, Json] = field(default_factory=dict)
+    settings: dict[str, Json] = field(default_factory=dict)
+    """What the record sets in place of the recipe: ``negative_prompt``, ``max_new_tokens``."""
     media: list[str] = field(default_factory=list)
     rendered: str | None = None
     tokens: int | None = None
@@ -119,7 +121,7 @@ def data_at(target: str, options: Mapping[str, Json]) -> Data:
 def _splits(
     data: Data, root: Path, read: Reader | None, shown: int, looked_at: int, recipe: Recipe | None = None
 ) -> dict[str, Split]:
-    lenient = data.model_copy(update={"max_bad_fraction": 1.0})  # all of it is to be told
+    lenient = data.model_copy(update={"max_bad_fraction": 1.0})  # every bad record is reported
     return {
         split: _split(lenient, load_data(lenient, root, split, recipe), read, shown, looked_at)
         for split in ("train", "heldout")
@@ -163,7 +165,9 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
 
 
 def _record(prompt: Prompt, read: Reader | None, *, sizes: bool) -> Record:
-    found = Record(prompt.id, prompt.conversation, prompt.system, dict(prompt.meta))
+    own = {"negative_prompt": prompt.negative_prompt, "max_new_tokens": prompt.max_new_tokens}
+    settings: dict[str, Json] = {name: value for name, value in own.items() if value is not None}
+    found = Record(prompt.id, prompt.conversation, prompt.system, dict(prompt.meta), settings)
     try:
         found.media = [_size(medium) for medium in prompt.media] if sizes else []
         if read is not None:
