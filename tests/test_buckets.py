@@ -231,7 +231,10 @@ TARGET = [*FORWARD, "train.group_size=1", 'rewards=[{name: "colour:target", opti
     "overrides",
     [
         ["train.updates_per_step=2", "sampling.batch_size=2", "algorithm.kl_coef=0.01", "train.steps_per_forward=2"],
-        ["algorithm={type: flow_grpo, dynamic_sampling: true, max_attempts: 2}", "rewards=[{name: shapes}]"],
+        pytest.param(
+            ["algorithm={type: flow_grpo, dynamic_sampling: true, max_attempts: 2}", "rewards=[{name: shapes}]"],
+            marks=pytest.mark.slow,
+        ),
         ["algorithm={type: diffusion_nft, noise_levels: 2}", *FORWARD],
         ["algorithm={type: draft, last_steps: 1}", *TARGET],
     ],
@@ -420,7 +423,7 @@ def test_records_that_say_no_size_are_left_out_counted_and_named(tmp_path, capsy
     found = json.loads(capsys.readouterr().out)
     split = found["splits"]["train"]
     assert split["sizes"] == {"32 x 32": 1, "24 x 32": 2, "32 x 24": 1}
-    assert [record["size"] for record in split["shown"]] == ["32 x 32", "24 x 32", "32 x 24"]
+    assert [record["settings"]["size"] for record in split["shown"]] == ["32 x 32", "24 x 32", "32 x 24"]
     assert sum(split["left_out"].values()) == 3
     assert found["settings"]["buckets"] == ["32 x 32", "24 x 32", "32 x 24"]
 
@@ -442,6 +445,7 @@ def test_columns_prompt_files_and_shards_keep_the_size(tmp_path):
 # -- plan ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_memory_of_the_largest_and_the_work_of_the_mean(records):
     several = plan(loaded(records, "sampling.buckets=[[32, 32], [24, 32]]"))
     square = plan(loaded(records))

@@ -92,7 +92,6 @@ def _lines(found: Checked) -> Iterator[str]:
 
 def _lines_of(record: Record) -> Iterator[str]:
     about = "" if record.tokens is None else f"  {record.tokens} tokens"
-    about += "" if record.size is None else f"  {record.size}"
     about += "".join(f"  {name} {n} tokens" for name, n in record.responses.items())
     yield f"  --- {record.id}{about}"
     if record.problem is not None:

@@ -38,15 +38,14 @@ class Record:
     system: str | None = None
     meta: Mapping[str, Json] = field(default_factory=dict)
     settings: dict[str, Json] = field(default_factory=dict)
-    """What the record sets in place of the recipe: ``negative_prompt``, ``max_new_tokens``."""
+    """What the record sets in place of the recipe: ``negative_prompt``, ``max_new_tokens``, and of a recipe with
+    ``sampling.buckets`` the ``size`` that the prompt is sampled at, height x width."""
     media: list[str] = field(default_factory=list)
     rendered: str | None = None
     tokens: int | None = None
     responses: dict[str, int] = field(default_factory=dict)
     """Of given texts (both of a pair, or a response): the tokens of each."""
     problem: str | None = None
-    size: str | None = None
-    """Of pictures and clips, height x width, where the recipe has several (``sampling.buckets``)."""
 
 
 @dataclass
@@ -145,7 +144,7 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
             first.setdefault(_kind(record.problem), f"{record.id}: {record.problem}")
         elif record.tokens is not None:
             counts.append(record.tokens)
-        sizes.update([record.size] if record.size is not None else [])
+        sizes.update([str(record.settings["size"])] if "size" in record.settings else [])
         records += [record] if n < shown else []
     total = getattr(prompts, "seen", len(prompts) + len(bad))
     parts = by_source(seen, data.labels)
@@ -226,7 +225,7 @@ def _of_size(recipe: Recipe) -> Reader | None:
         return None
 
     def read(prompt: Prompt, record: Record) -> None:
-        record.size = str(bucket_of(prompt, recipe.denoising))
+        record.settings["size"] = str(bucket_of(prompt, recipe.denoising))
 
     return read
 
