@@ -17,7 +17,8 @@ BY_PLACE = {
     "mmrl/placement/device_tasks.py": "arguments of a task travel in their order to the device's process",
     "mmrl/training/loop.py": "so do those of the task `backward`",
     **dict.fromkeys(
-        ("mmrl/cli/data.py", "mmrl/cli/judge.py", "mmrl/cli/runs.py", "mmrl/cli/simulate.py"), "typer calls"
+        ("mmrl/cli/compare.py", "mmrl/cli/data.py", "mmrl/cli/judge.py", "mmrl/cli/runs.py", "mmrl/cli/simulate.py"),
+        "typer calls",
     ),
 }
 """Files whose public functions may take booleans by place, and why."""
@@ -29,7 +30,6 @@ LARGE = {
     "Measured": "numbers of a step that was run without data",
     "Plan": "what a plan shows",
     "Timeline": "what the page of a run shows",
-    "_Run": "what the page of a run shows",
 }
 """Constructors with more parameters, and why. But for the first they are records that one function fills."""
 
