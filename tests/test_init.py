@@ -145,6 +145,7 @@ MISTAKES = [
     (["--data", "numbers.csv"], "numbers.csv has no column of text for the prompt; it has a, b"),
     (["--data", "gone.csv"], "--data: there is no 'gone.csv'"),
     (["--data", "nosuch"], "--data: there is no data set 'nosuch'"),
+    (["--data", "jsonl"], "--data: jsonl reads files: name the file or the folder"),
     (["--data", "red.png"], "--data: red.png is no .jsonl"),
     (["--prompt-column", "Qestion"], "has no column 'Qestion'; did you mean 'Question'?"),
     (["--reward", "answr:number"], "--reward: there is no reward 'answr'"),
@@ -208,6 +209,8 @@ def test_columns_are_found_by_their_usual_names_then_by_others(folder):
     named = look_at_data("questions.csv", folder / "below", "Solution", "level")
     assert named.renamed == {"prompt": "Solution", "answer": "level"}
     assert named.options["path"] == "../questions.csv"
+    (folder / "empty.csv").write_text("caption,image\na cat,\n")
+    assert look_at_data("empty.csv", folder).columns == {"prompt": "caption"}  # nothing is in the other
     (folder / "two.jsonl").write_text('{"x": "a text", "y": "another"}\n')
     with pytest.raises(UnknownColumnError) as error:
         look_at_data("two.jsonl", folder)

@@ -249,3 +249,5 @@ def _problems(file: Path) -> list[str]:
             return plan(read_recipe(str(file), ())).problems
     except RecipeError as error:
         return [str(problem) for problem in error.problems]
+    except UserError as error:
+        return [str(error)]

@@ -20,6 +20,8 @@ from mmrl.planner.data_check import data_at
 
 LOOKED_AT = 20
 """Records from which columns and kinds of values are told."""
+_READERS = ("jsonl", "prompts", "folder", "shards")
+"""Data sets that ``data_at`` chooses by what the path is."""
 _USUAL = {"prompt": TEXT, "answer": ANSWER, "images": IMAGES, "videos": VIDEOS}
 _ALIKE = {
     "prompt": ("problem", "instruction", "query", "input", "caption", "captions", "description"),
@@ -88,6 +90,8 @@ def _must_exist(target: str) -> None:
         return
     if path.suffix.lower() in suffixes or target.startswith((".", "/")):
         raise UserError(f"--data: there is no {target!r} (looked in the current folder); correct the path")
+    if target in _READERS:
+        raise UserError(f"--data: {target} reads files: name the file or the folder, and the recipe gets {target}")
     if not is_hub_data(target) and (wrong := missing_drop_in("datasets", target, "looked in the current folder")):
         raise UserError(f"--data: {wrong}")
 
@@ -170,7 +174,8 @@ def _choose(
         return  # the messages that both of a pair begin with
     if column is None:
         alike = (*_USUAL[name], *_ALIKE[name])
-        column = next((key for word in alike for key in keys if key.lower() == word), None)
+        filled = [key for key in keys if any(record.get(key) is not None for record in records)]
+        column = next((key for word in alike for key in filled if key.lower() == word), None)
     if column is None and name == "prompt":
         column = _only_text(target, keys, records)
     if column is not None:

@@ -83,7 +83,8 @@ def named_in_recipe(name: str, home: Path) -> str:
     file, attribute = split_file(expanduser(name))
     if file is None:
         return name
-    return ":".join(filter(None, (in_recipe(_place(file, home), home), attribute)))
+    beside = not Path(file).is_file() and (home / file).is_file()
+    return name if beside else ":".join(filter(None, (in_recipe(file, home), attribute)))
 
 
 def files_to_begin(names: Sequence[str], home: Path, modality: Modality, *, answers: bool) -> dict[Path, str]:
