@@ -15,7 +15,7 @@ from mmrl.algorithms.objective import Objective, copies_of, prepared_by
 from mmrl.algorithms.settings import CriticSettings
 from mmrl.checkpoint import reader
 from mmrl.checkpoint.reader import Saved
-from mmrl.checkpoint.resume import as_it_worked
+from mmrl.checkpoint.resume import with_older_defaults
 from mmrl.config.checks import possible
 from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.objectives import load_objective
@@ -42,7 +42,7 @@ from mmrl.rollout.curriculum import Curriculum
 from mmrl.rollout.dynamic_sampling import DynamicSampling
 from mmrl.rollout.partial_rollout import PartialRollout
 from mmrl.secrets import given_again
-from mmrl.training.evaluation import Evaluator, told
+from mmrl.training.evaluation import Evaluator, summary
 from mmrl.training.step_context import Compute, Devices, Rollout, RolloutStrategy, StepContext, StepPart
 
 
@@ -198,7 +198,7 @@ def open_run(path: Path) -> tuple[Recipe, RunDir]:
     """A finished or interrupted run's recipe. Raises ``UserError`` where ``path`` is no run."""
     directory = RunDir(path)
     try:
-        settings = as_it_worked(given_again(json.loads(directory.resolved.read_text())))
+        settings = with_older_defaults(given_again(json.loads(directory.resolved.read_text())))
         return possible(Recipe.model_validate_json(json.dumps(settings))), directory
     except (OSError, ValueError) as error:
         raise UserError(
@@ -254,5 +254,5 @@ def evaluate(path: Path, samples: int | None = None, which: str = "latest") -> d
     heldout = Evaluator(run, load_prompts(run.recipe, path, "heldout"), path)
     row, _, failures = heldout.score(samples or run.recipe.eval.samples)
     if failures:
-        print(f"warning: {told(row, failures)}", file=sys.stderr)
+        print(f"warning: {summary(row, failures)}", file=sys.stderr)
     return {"step": step} | {k: v if math.isfinite(v) else None for k, v in row.items()}

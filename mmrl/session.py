@@ -17,7 +17,7 @@ from mmrl.callbacks import Callbacks
 from mmrl.checkpoint import reader
 from mmrl.checkpoint.manifest import directory_of
 from mmrl.checkpoint.reader import BEST, Saved, Stateful
-from mmrl.checkpoint.run_state import of_run, restore, saver_of, take_up
+from mmrl.checkpoint.run_state import load_checkpoint, of_run, restore, saver_of
 from mmrl.config.evaluation_checks import label_of
 from mmrl.config.loader import LoadedRecipe
 from mmrl.controller import Controller
@@ -172,7 +172,7 @@ class Session:
                 with self.pulse("evaluation"), in_phase("evaluation"):
                     self.heldout.draw_base()
             restore(self.run, found, self._others)
-            self.run.compute.devices.run_on_other_trainers(self.run, take_up, self.checkpoints, found.step)
+            self.run.compute.devices.run_on_other_trainers(self.run, load_checkpoint, self.checkpoints, found.step)
             self.done, self.cpu_seconds = found.step, found.cpu_seconds
             self.saver.saved, self.updates = self.done, self.run.policy.updates
         print(
@@ -213,9 +213,9 @@ class Session:
                         self._save()
                     yield row
                 if self.early is not None and self.early.stopped:
-                    progress.line(self.early.told())
+                    progress.line(self.early.message())
                 elif self.limits.stopped:
-                    progress.line(self.limits.told())
+                    progress.line(self.limits.message())
             self._save_rest()
             if not self.finished and (why := self.spending.over()):
                 self._agreed(True)  # nobody ends the others while they save

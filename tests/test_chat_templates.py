@@ -111,7 +111,7 @@ def test_variables_have_their_older_name_too(folder):
     old = loaded(folder, "sampling.chat_template={enable_thinking: false}")
     assert old.recipe.decoding.chat_template_kwargs == {"enable_thinking": False}
     assert old.source("sampling.chat_template_kwargs") == "command line"
-    with pytest.raises(RecipeError, match=r"a template, or a file with one, is model\.chat_template"):
+    with pytest.raises(RecipeError, match=r"write a template, or a file with one, as model\.chat_template"):
         loaded(folder, "sampling.chat_template=plain.jinja")
 
 

@@ -138,17 +138,19 @@ for step in range(1, 10_000):
 def test_a_controller_that_cannot_write_what_it_alone_has_stops_the_save_everywhere(tmp_path):
     rows = {"flight-1": {"clean": torch.zeros(2, 0, dtype=torch.long)}}
     taken = reader.Checkpoint(3, {"weights": {"w": torch.zeros(2)}} | rows, {}, frozenset(rows))
-    others = writer.hand_in(tmp_path, taken, leads=False, gather=lambda said: [{"parts": [], "error": None}, said])
+    others = writer.write_own_parts(
+        tmp_path, taken, leads=False, gather=lambda said: [{"parts": [], "error": None}, said]
+    )
     assert others == ["flight-1"]
     assert [p.name for p in tmp_path.rglob("*.safetensors")] == ["flight-1.safetensors"]  # and not the weights
     torn = tmp_path / "file"
     torn.touch()
     with pytest.raises(OSError, match="Not a directory"):
-        writer.hand_in(torn, taken, leads=False, gather=lambda said: [said])
+        writer.write_own_parts(torn, taken, leads=False, gather=lambda said: [said])
     full, unseen = {"parts": [], "error": "no space"}, {"parts": ["flight-2"], "error": None}
     for leads in (True, False):
         with pytest.raises(OSError, match="no space"):
-            writer.hand_in(tmp_path, taken, leads=leads, gather=lambda said: [said, full])
+            writer.write_own_parts(tmp_path, taken, leads=leads, gather=lambda said: [said, full])
     for of_another, why in ((full, "no space"), (unseen, "No such file")):
         saver = writer.Saver(tmp_path, keep=1, gather=lambda said, other=of_another: [said, other])
         saver.begin(taken)

@@ -28,7 +28,7 @@ train: {steps: 4, prompts_per_step: 2, group_size: 4, micro_batch_size: 4}
 threads: 3
 """
 COMMANDS = (
-    *("train", "plan", "simulate", "score", "eval", "sample", "report", "export", "verify"),
+    *("train", "plan", "simulate", "score", "eval", "sample", "report", "compare", "export", "verify"),
     *("check", "serve", "judge", "ls", "cp", "data", "doctor"),
 )
 SHIPPED = next(iter(shipped_recipes()))

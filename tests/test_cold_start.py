@@ -147,7 +147,7 @@ def test_an_adapter_of_another_model_is_refused(folder, tmp_path, capsys):
 
 
 def test_a_reward_model_begins_with_an_adapter_of_its_own(folder):
-    with pytest.raises(RecipeError, match=r"model\.lora\.path: the adapter of a reward model begins anew"):
+    with pytest.raises(RecipeError, match=r"model\.lora\.path: a reward model starts with a new adapter"):
         load(folder, ADAPTER, "pipeline=llm/score", "algorithm={type: reward_model}")
 
 

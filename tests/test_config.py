@@ -95,7 +95,8 @@ IN_FILE = [
         "dotted key in a file",
         "name: t",
         "name: t\noptim.lr: 1",
-        f"recipe.yaml:2  optim.lr: unknown key; in a file a dot is a level: write lr inside optim  (keys: {TOP})",
+        "recipe.yaml:2  optim.lr: unknown key; in a file keys are nested, without dots: write lr inside optim  "
+        f"(keys: {TOP})",
     ),
     ("wrong type", "lr: 1e-4", "lr: abc", "recipe.yaml:16  optim.lr: expected a positive number, got 'abc'"),
     ("out of range", "lr: 1e-4", "lr: 0", "recipe.yaml:16  optim.lr: expected a positive number, got 0"),

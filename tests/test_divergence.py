@@ -115,7 +115,7 @@ def test_an_absurd_learning_rate_is_named_and_the_last_finite_checkpoint_stays(d
     assert found.step == 2
     assert all(torch.isfinite(t).all() for of in found.tensors.values() for t in of.values())
     assert len(skipped) == 1
-    assert "checkpoint step_000003 is not used, as training diverged after it: step 4" in skipped[0]
+    assert "checkpoint step_000003 is not used, because training diverged after it: step 4" in skipped[0]
     assert [row["step"] for row in rows(diverged.out)] == [1, 2, 3]
     (failure,) = rows(diverged.out, "failures.jsonl")
     assert (failure["kind"], failure["step"], failure["lr"]) == ("diverged", 4, 1e30)
@@ -328,7 +328,7 @@ def test_a_diverged_evaluation_is_named_and_nothing_is_saved_after_it(folder, tm
         start.train(loaded(folder, "picture", *of, "optim.lr=1e30"), out)
     said = str(error.value)
     assert "training diverged in the evaluation after step 1 at learning rate 1e+30" in said
-    assert "there is no checkpoint yet: --resume begins again at step 0" in said
+    assert "there is no checkpoint yet: --resume starts again at step 0" in said
     assert reader.steps(out / "checkpoints") == []
     start.train(loaded(folder, "picture", *of, "optim.lr=1e-4", "train.steps=1"), out, resume=True)
     assert [row["step"] for row in rows(out)] == [1]

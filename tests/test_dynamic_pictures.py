@@ -122,10 +122,13 @@ def test_a_resumed_run_draws_as_if_it_had_not_stopped(asked, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (["algorithm={type: grpo_guard, dynamic_sampling: true}", "model.dtype=bfloat16"], "rounds bfloat16 otherwise"),
+        (
+            ["algorithm={type: grpo_guard, dynamic_sampling: true}", "model.dtype=bfloat16"],
+            "changes the rounding of bfloat16",
+        ),
         (
             ["algorithm.dynamic_sampling=true", "devices_per_controller=2", "placement={type: disaggregated}"],
-            "would be encoded while another step trains",
+            "would be encoded while a different step trains",
         ),
     ],
 )

@@ -109,9 +109,9 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, capsys):
     for key in "ab":
         cache.write(key, features(5))
         assert cache.read(key) is None
-    assert capsys.readouterr().err.count("takes no further prompts") == 1
+    assert capsys.readouterr().err.count("takes no more prompts") == 1
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"features.cache: .*cannot be made"):
+    with pytest.raises(UserError, match=r"features.cache: .*cannot be created"):
         FeatureCache(tmp_path / "file", "identity")
 
 

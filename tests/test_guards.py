@@ -198,7 +198,7 @@ def test_the_distance_of_texts_is_their_log_prob_gap():
     [
         ("shapes-lora", ["eval.every=null", "eval.guards={action: stop}"], "eval.guards.action: nothing is evaluated"),
         ("sums", ["eval.guards={distance_max: 1}"], "without LoRA and without algorithm.kl_coef no base model is kept"),
-        ("shapes-dpo", ["eval.rewards=[]", "eval.guards={distance_max: 1}"], "on given pairs samples nothing"),
+        ("shapes-dpo", ["eval.rewards=[]", "eval.guards={distance_max: 1}"], "on given pairs does not sample"),
     ],
 )
 def test_limits_that_nothing_would_reach_are_refused(name, changes, said):

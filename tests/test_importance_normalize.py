@@ -110,7 +110,7 @@ def test_several_updates_share_the_mean(folder):
     ("changes", "says"),
     [
         (["rollout.importance=none"], "importance_normalize: importance is none"),
-        (["rollout.importance=auto"], "rollout.importance_normalize: the weights that train sample as well"),
+        (["rollout.importance=auto"], "rollout.importance_normalize: the trained weights also sample"),
     ],
 )
 def test_nothing_to_normalize_is_refused(folder, changes, says):

@@ -220,7 +220,7 @@ def test_a_bad_record_is_replaced_and_nobodys_neighbour(folder, tmp_path):
 
 
 def test_a_step_of_one_response_is_refused(folder):
-    with pytest.raises(RecipeError, match=r"train\.prompts_per_step: kto compares each prompt with the response of"):
+    with pytest.raises(RecipeError, match=r"train\.prompts_per_step: kto pairs each prompt with the response of"):
         load(folder, "train.prompts_per_step=1")
 
 
@@ -232,5 +232,7 @@ def test_a_run_learns_which_responses_are_good(folder, tmp_path):
     before, after = lines(done)
     assert before["policy/loss"] == pytest.approx(0.5, abs=1e-4)
     assert after["kto/accuracy"] > 0.85
+    kept = lines(done, "heldout_samples.jsonl")[-1]["values"]["kto/accuracy"]
+    assert sum(kept) / len(kept) == pytest.approx(after["kto/accuracy"])
     assert after["policy/loss"] < 0.45
     assert json.loads((done / "resolved.json").read_text())["algorithm"]["desirable_weight"] == 1.0

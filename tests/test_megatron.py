@@ -300,12 +300,12 @@ def test_every_tensor_is_seen_once_where_it_lies(tmp_path):
     ("overrides", "message"),
     [
         (["train.backend=megatron"], "train.tensor_parallel: megatron needs at least 2 devices"),
-        (["train.tensor_parallel=2"], "train.tensor_parallel: replicated cuts no layer"),
-        (["train.sequence_parallel=true"], "train.sequence_parallel: replicated cuts no layer"),
-        (["train.pipeline_parallel=2"], "train.pipeline_parallel: replicated cuts no layer"),
-        ([*PP, "train.sequence_parallel=true"], "train.sequence_parallel: it divides what train.tensor_parallel"),
-        ([*CP, *TURNS, "devices_per_controller=4"], "train.pipeline_chunks: stages in turns take whole rows"),
-        ([*TP, "train.pipeline_chunks=2"], "train.pipeline_chunks: one stage is not cut in turns"),
+        (["train.tensor_parallel=2"], "train.tensor_parallel: replicated does not split layers"),
+        (["train.sequence_parallel=true"], "train.sequence_parallel: replicated does not split layers"),
+        (["train.pipeline_parallel=2"], "train.pipeline_parallel: replicated does not split layers"),
+        ([*PP, "train.sequence_parallel=true"], "train.sequence_parallel: it needs train.tensor_parallel"),
+        ([*CP, *TURNS, "devices_per_controller=4"], "train.pipeline_chunks: interleaved stages need whole rows"),
+        ([*TP, "train.pipeline_chunks=2"], "train.pipeline_chunks: it needs several pipeline stages"),
         ([*TP, "train.pipeline_parallel=2"], "2 train there; set devices_per_controller to a multiple of 4"),
         ([*TP, "devices_per_controller=3"], "3 train there; set devices_per_controller to a multiple of 2"),
         ([*TP, "model.lora={rank: 4}"], "model.lora: megatron trains whole weights"),
@@ -313,7 +313,7 @@ def test_every_tensor_is_seen_once_where_it_lies(tmp_path):
         ([*TP, "model.dtype=float16"], "model.dtype: megatron scales no losses for float16"),
         (
             [*TP, "rollout={engine: vllm_server}", "placement={type: colocate, sleep: true}"],
-            r"placement.sleep: vllm_server would wake without weights, which weights in parts \(megatron\) give",
+            r"placement.sleep: vllm_server would wake without weights: weights in parts \(megatron\) can only",
         ),
     ],
 )

@@ -136,7 +136,7 @@ def test_a_run_goes_on_in_shards_and_over_other_devices(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.expert_parallel=2"], "train.expert_parallel: replicated cuts no layer"),
+        (["train.expert_parallel=2"], "train.expert_parallel: replicated does not split layers"),
         ([*EP, "devices_per_controller=3"], "2 devices that share experts .* 3 train there; .* to a multiple of 2"),
         ([*TP, "train.expert_parallel=4", "devices_per_controller=6"], "share experts .* to a multiple of 4"),
     ],

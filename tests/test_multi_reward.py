@@ -135,7 +135,7 @@ def test_a_run_takes_an_advantage_of_each_reward():
         (["algorithm={type: dpo}"], "use picture_dpo"),
         (
             ["algorithm={type: flow_dppo}", "devices_per_controller=2", "placement=disaggregated"],
-            "flow_dppo compares samples with the very policy",
+            "flow_dppo needs samples of the current policy",
         ),
         (["algorithm={type: reflx}"], "did you mean 'refl'"),
     ],

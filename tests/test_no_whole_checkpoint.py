@@ -135,8 +135,8 @@ def test_a_copy_is_named_and_the_one_that_is_called_so_is_taken(tmp_path, capsys
     assert found is not None
     assert found.directory == good
     said = capsys.readouterr().err
-    assert "checkpoint step_000001 is of step 2, as its manifest.json says; step_000002 is another of it" in said
-    assert "checkpoint a copy is of step 2, as its manifest.json says; step_000002 is another of it" in said
+    assert "checkpoint step_000001 is of step 2, as its manifest.json says; step_000002 is of the same step" in said
+    assert "checkpoint a copy is of step 2, as its manifest.json says; step_000002 is of the same step" in said
     damage.flipped(good, good / "weights.safetensors")
     found, skipped = reader.load_latest(tmp_path)
     assert found is not None

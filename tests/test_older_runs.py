@@ -27,13 +27,13 @@ def older(tmp_path):
 def test_keys_it_did_not_know_are_as_it_worked(older, capsys):
     same_run(older, load_recipe(["shapes-nft"], ["algorithm.guidance=sampling"]))
     assert capsys.readouterr().err == (
-        'the run began before there was algorithm.guidance="sampling", algorithm.last_level=false, '
-        'data.overlong="skip": it goes on so\n'
+        'the run is older than these settings and continues with algorithm.guidance="sampling", '
+        'algorithm.last_level=false, data.overlong="skip"\n'
     )
 
 
 def test_where_the_default_was_another_it_says_how_the_run_began(older):
-    with pytest.raises(UserError, match=r'guidance differ from .*; it began with algorithm\.guidance="sampling"'):
+    with pytest.raises(UserError, match=r'guidance differ from .*; it started with algorithm\.guidance="sampling"'):
         same_run(older, load_recipe(["shapes-nft"]))
 
 

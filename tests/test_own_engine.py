@@ -113,7 +113,7 @@ def test_what_a_class_cannot_do_is_refused_in_the_plan(broken):
     assert "one of it for each of 2 devices" not in problems(OWN, "controllers=2")
     assert "Alone takes no lora_rank, and model.lora trains an adapter" in problems(alone, "model.lora={rank: 4}")
     asleep = planned_in_short("sums", *SMALL, alone, "placement.sleep=true")
-    assert any("Alone cannot sleep: it is ended" in note for note in asleep.notes)
+    assert any("Alone cannot sleep, so its process ends" in note for note in asleep.notes)
     with pytest.raises(UserError, match=r"raised OSError: no port is free at .*broken.py:\d+; mend that line"):
         engines.opened(f"{broken}:Raises", {}, "unused")
 

@@ -230,7 +230,7 @@ def test_other_data_than_what_is_in_flight_is_refused(folder, tmp_path, uninterr
     found, _ = reader.load_latest(uninterrupted / "checkpoints")
     run = replace(run, prompts=[*run.prompts[1:], run.prompts[0]])
     with pytest.raises(
-        UserError, match=r"slot \d of step \d held the prompt data:\d+, and now .* the data set has changed"
+        UserError, match=r"slot \d of step \d had the prompt data:\d+, and now has .* the data set has changed"
     ):
         run_state.restore(run, found)
 
@@ -296,7 +296,7 @@ def test_whatever_the_number_of_controllers_the_same_groups_are_trained_on(folde
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["rollout.engine=transformers"], "rollout.partial: only an engine with weights of its own"),
+        (["rollout.engine=transformers"], "rollout.partial: only an engine with its own copy of the weights"),
         (["algorithm={type: dapo}"], "set algorithm.dynamic_sampling to false"),
         ([f"rollout.partial.cut_after={LONGEST}"], "rollout.partial.cut_after: no response is longer than 14 tokens"),
         (["rollout.partial.extra=0"], "rollout.partial.extra"),
@@ -313,7 +313,7 @@ def test_what_does_not_go_together_is_refused(folder, overrides, why):
 
 
 def test_pictures_are_not_drawn_in_parts():
-    with pytest.raises(UserError, match=r"rollout\.partial: pictures are not drawn in parts"):
+    with pytest.raises(UserError, match=r"rollout\.partial: pictures are not sampled in parts"):
         load_recipe(["shapes-lora"], ["rollout={partial: {cut_after: 2, extra: 2}}"])
 
 

@@ -25,7 +25,7 @@ from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rewards.serve import RewardServer
 from mmrl.session import Session
 from mmrl.stopping import Stop
-from mmrl.training.evaluation import told, unmeasured
+from mmrl.training.evaluation import summary, unmeasured
 from mmrl.trajectory import Prompt, Sample, SampleId
 from tests import judging
 from tests.ranks import launched
@@ -345,8 +345,8 @@ def test_no_value_stands_without_its_reason():
     assert status_line(3, 9, {"reward/mean": float("nan")}, brief=True) == "reward -"
     row = {"reward/a": float("nan"), "reward/a/part": 0.5, "reward/b": 0.25, "samples": 8, "dropped": 8, "failed/a": 8}
     bad = [Failure(SampleId(-1, k, 0, 0), "p", "a", "connection\nrefused") for k in range(4)]
-    assert told(row, bad) == "a - (8 of 8 samples failed: connection refused)  a/part 0.500  b 0.250"
-    assert told(row, []).startswith("a - (8 of 8 samples failed: on other controllers)")
+    assert summary(row, bad) == "a - (8 of 8 samples failed: connection refused)  a/part 0.500  b 0.250"
+    assert summary(row, []).startswith("a - (8 of 8 samples failed: on other controllers)")
 
 
 def test_an_evaluation_with_too_few_scores_of_the_metric_is_not_measured():

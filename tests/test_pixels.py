@@ -102,8 +102,8 @@ def test_engines_that_make_tokens_of_pictures_get_the_same_limits(folder, monkey
     ("changes", "says"),
     [
         (["model.min_pixels=9000"], "is above model.max_pixels"),
-        (["rollout.engine=sglang"], r"sglang resizes pictures by itself; tell it the same in rollout\.options"),
-        (["rollout.engine=examples/engine.py:OwnCopy"], "would read pictures without it"),
+        (["rollout.engine=sglang"], r"sglang resizes pictures by itself; set the same limit in rollout\.options"),
+        (["rollout.engine=examples/engine.py:OwnCopy"], "would not apply it to pictures"),
     ],
 )
 def test_what_cannot_be_is_refused_when_the_recipe_is_read(folder, changes, says):

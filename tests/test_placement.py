@@ -89,9 +89,9 @@ def test_placements_that_cannot_be_are_refused(overrides, message):
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ("{engine: vllm}", "set it to vllm_server, which each that samples starts for itself"),
+        ("{engine: vllm}", "set it to vllm_server, which every sampling device starts for itself"),
         ("{engine: vllm_server, partial: {cut_after: 2, extra: 2}}", "controllers to more, or remove rollout.partial"),
-        ("{engine: sglang, options: {url: 'http://127.0.0.1:9'}}", "remove url, and each that samples starts"),
+        ("{engine: sglang, options: {url: 'http://127.0.0.1:9'}}", "remove url, so that each sampling device starts"),
         ("{engine: vllm_server, options: {environment: {CUDA_VISIBLE_DEVICES: '1'}}}", "remove CUDA_VISIBLE_DEVICES"),
         ("{engine: vllm_server, options: {tensor_parallel_size: 2}}", "remove tensor_parallel_size"),
         ("{engine: sglang, options: {tp_size: 4}}", "an engine of 4 devices does not fit beside one of 2"),

@@ -116,7 +116,7 @@ def test_a_reward_of_ones_own_that_names_no_model_and_one_that_is_asked_elsewher
     asked, problems, notes = asked_of(f"rewards=[{{name: {own}}}]", "eval.rewards=[{name: clip}]")
     assert [(one.label, one.trained_on) for one in asked] == [("own", True), ("clip", False)]
     assert problems == []
-    assert "own): it does not say which model" in notes[0]
+    assert "own): it does not declare its model" in notes[0]
     assert asked_of(URL) == ([], [], [])
 
 
@@ -147,7 +147,7 @@ def test_a_judge_in_a_server_counts_with_what_the_server_takes():
     assert (one.bytes, one.weights, one.what) == (
         weights + CACHE,
         weights,
-        "shapes-judge, float32, in a server of its own",
+        "shapes-judge, float32, in a separate server",
     )
     assert made.problems == []
     assert rows(made) == [("0", "sample; judge asleep", "train; judge asleep"), ("1", "judge", "train; judge asleep")]
@@ -166,7 +166,7 @@ def test_a_judge_over_several_devices_is_refused_beside_others_and_taken_alone(d
     served = f"rewards.0.options.model={{vllm: {JUDGE}, args: {{tensor_parallel_size: 2}}}}"
     for layout in (f"devices_per_controller={devices}", f"controllers={devices}"):
         problems = " ".join(planned_in_short(served, layout).problems)
-        assert ("rewards (judge): its server is spread over 2 devices, and each of the 2 devices" in problems) == (
+        assert ("rewards (judge): its server needs 2 devices, and each of this run's 2 devices" in problems) == (
             devices == 2
         )
         assert ("remove tensor_parallel_size" in problems) == (devices == 2)
@@ -181,10 +181,10 @@ def test_a_judge_that_has_no_room_in_its_share_is_refused():
         return " ".join(made.problems)
 
     refused = problems(gpu_memory_utilization=0.05)
-    assert "its server may have 5% of" in refused
+    assert "its server may use 5% of" in refused
     assert "raise options.model.args.gpu_memory_utilization" in refused
-    assert "its server may have" not in problems(gpu_memory_utilization=0.2)
-    assert "its server may have" not in problems(gpu_memory_utilization=0.06, tensor_parallel_size=2)
+    assert "its server may use" not in problems(gpu_memory_utilization=0.2)
+    assert "its server may use" not in problems(gpu_memory_utilization=0.06, tensor_parallel_size=2)
 
 
 def test_an_engine_that_sleeps_is_there_while_it_samples():
@@ -211,7 +211,7 @@ def test_the_drawing_of_an_adaptive_placement(adaptive):
     assert "placement: adaptive, 2 controllers x 2 devices" in text
     assert "of a controller: 3 sampling micro-batches on 1; 3 calls of judge on 1; 6 slices of an update on 2" in text
     assert "between controllers: the gradients" in text
-    assert "between a controller and its further devices, on their host, a step: up to about features" in text
+    assert "between a controller and its other devices, on their host, per step: up to about features" in text
     assert "else freed" in text
 
 
@@ -275,16 +275,16 @@ def test_devices_that_keep_their_role_are_drawn_with_what_they_do():
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        (["rewards=[{name: shapes}]"], "no reward of this recipe computes on a device"),
-        (["rewards=[{name: shapes}]", "eval.rewards=[{name: clip}]"], "no reward of this recipe computes on a device"),
-        ([URL], "no reward of this recipe computes on a device"),
+        (["rewards=[{name: shapes}]"], "no reward of this recipe runs on a device"),
+        (["rewards=[{name: shapes}]", "eval.rewards=[{name: clip}]"], "no reward of this recipe runs on a device"),
+        ([URL], "no reward of this recipe runs on a device"),
         (
             [
                 "algorithm={type: draft, last_steps: 2}",
                 "rewards=[{name: 'colour:target', options: {rgb: [255, 0, 0]}}]",
                 "train.group_size=1",
             ],
-            "draft samples nothing before its updates",
+            "draft does not sample before its updates",
         ),
     ],
 )
@@ -313,7 +313,7 @@ def test_a_plan_says_all_of_it_at_once():
         "an update's 2 slices of a controller cannot keep 4 devices busy; set train.micro_batch_size=24 or less",
     ]
     own = planned_in_short("devices_per_controller=2", "placement=adaptive", "rewards=[{name: 'jpeg:compressibility'}]")
-    assert "no reward of this recipe computes on a device" in own.problems[0]
+    assert "no reward of this recipe runs on a device" in own.problems[0]
 
 
 def test_devices_of_one_machine_need_room_together(partial):
@@ -340,7 +340,7 @@ def test_a_judge_that_fills_the_device_is_told_to_sleep_or_to_be_smaller(partial
     (problem,) = does_not_fit(replace(partial, asked=[judge], phases=phases, device_memory=2**30))
     edits = problem.partition("Try: ")[2].split("; ")
     assert "placement={type: partial, sleep: true}" in edits[:2]
-    assert "a smaller model for judge, or one that is asked elsewhere (a judge's model: {url: ..., name: ...})" in edits
+    assert "a smaller model for judge, or one on a separate server (a judge's model: {url: ..., name: ...})" in edits
     asleep = partial.recipe.model_copy(update={"placement": Placement(type="partial", sleep=True)})
     (problem,) = does_not_fit(replace(partial, recipe=asleep, asked=[judge], phases=phases, device_memory=2**30))
     assert "sleep: true" not in problem

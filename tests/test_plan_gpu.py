@@ -235,7 +235,9 @@ def test_the_output_says_that_it_is_an_estimate_and_fits_a_terminal():
 
 def test_an_unknown_gpu_is_refused_and_the_known_ones_named():
     assert gpu_of("H100-80G") is H100
-    with pytest.raises(UserError, match=r"--gpu h100-80: no figures .* write --gpu h100-80g") as refused:
+    with pytest.raises(
+        UserError, match=r"--gpu h100-80: this GPU is not in the table; write --gpu h100-80g"
+    ) as refused:
         gpu_of("h100-80")
     assert all(name in str(refused.value) for name in GPUS)
 

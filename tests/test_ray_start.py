@@ -11,7 +11,7 @@ import pytest
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.runtime.cluster import ClusterLostError, cluster
-from mmrl.runtime.process_probe import Outlook
+from mmrl.runtime.process_probe import ProcessProbe
 
 pytest.importorskip("ray")
 
@@ -35,7 +35,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "file"))
     said = refused()
     assert said.startswith("ray: Ray did not start on this machine ([Errno 20] Not a directory")
-    assert f"make room in {tmp_path}/file" in said
+    assert f"free space in {tmp_path}/file" in said
     assert "RAY_TMPDIR=/path" in said
 
 
@@ -74,13 +74,13 @@ def test_clusters_that_lose_a_process_are_found_out_and_leave_nothing():
 
 
 def reads_processes_of_another_node(ray):
-    outlook = Outlook(ray)
-    node, outlook.here = outlook.here, "another"
+    probe = ProcessProbe(ray)
+    node, probe.here = probe.here, "another"
     sleeper = subprocess.Popen(["sleep", "100"])
     try:
-        assert until(lambda: outlook.read(node, sleeper.pid)).status == psutil.STATUS_SLEEPING
+        assert until(lambda: probe.read(node, sleeper.pid)).status == psutil.STATUS_SLEEPING
         sleeper.send_signal(signal.SIGSTOP)
-        assert until(lambda: outlook.read(node, sleeper.pid)).stopped
+        assert until(lambda: probe.read(node, sleeper.pid)).stopped
     finally:
         sleeper.kill()
         sleeper.wait()

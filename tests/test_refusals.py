@@ -220,7 +220,7 @@ def test_a_recipe_is_read_within_two_seconds_or_refused(folder, tmp_path, what, 
         "a long value": "a value of 50,000 characters; at most 16,384 are read",
         "levels": "nested more than 32 levels deep",
         "open brackets": "nested too deeply",
-        "unknown keys": "further problems, which are not listed",
+        "unknown keys": "more problems are not listed",
         "rewards": "(64 at most)",
         "aliases": "a recipe has at most 5,000 values",
     }

@@ -139,7 +139,7 @@ def test_an_evaluation_has_the_figures_of_its_samples(folder):
     votes = [majority_at([texts[i][:1] or None for i in g], [right[i] for i in g], 4) for g in groups]
     assert row["maj@4/vowel"] == pytest.approx(sum(votes) / 4)
     assert "maj@4/long" not in row  # says no answers
-    with pytest.raises(UserError, match=r"6 samples are no multiple of eval.samples_per_prompt, 4"):
+    with pytest.raises(UserError, match=r"6 samples are not a multiple of eval.samples_per_prompt, 4"):
         evaluator.score(6)
 
 
@@ -167,8 +167,8 @@ def test_figures_are_in_the_report(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("eval.samples=18", "18 is no multiple of eval.samples_per_prompt, 4; set it to 20"),
-        ("eval.pass_at=[8]", "8 of 4 samples cannot be; set eval.samples_per_prompt to 8"),
+        ("eval.samples=18", "18 is not a multiple of eval.samples_per_prompt, 4; set it to 20"),
+        ("eval.pass_at=[8]", "8 of 4 samples is impossible; set eval.samples_per_prompt to 8"),
         ("eval.temperature=0", "at temperature 0 the 4 responses to a prompt are the same"),
     ],
 )

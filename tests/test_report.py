@@ -268,7 +268,7 @@ def test_report_of_a_run_with_parts_missing(tmp_path, shapes, missing):
         remove(run.path / name)
     html, _ = page_of(run)
     assert "</html>" in html
-    assert ("No held-out evaluation yet" in html) == (missing in ("heldout.jsonl", "all"))
+    assert ("there is no held-out evaluation yet" in html) == (missing in ("heldout.jsonl", "all"))
 
 
 def test_report_while_the_run_goes_on_and_after_it_was_killed(tmp_path, shapes):

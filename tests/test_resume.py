@@ -1,5 +1,6 @@
 """A run that was killed goes on as if it had not been."""
 
+import json
 import random
 import shutil
 import signal
@@ -41,6 +42,7 @@ def test_after_kill_9_the_metrics_are_those_of_the_run_that_was_never_killed(tmp
     assert done.returncode == 0, done.stderr
     assert recipes.metrics(out) == recipes.metrics(uninterrupted)
     assert recipes.heldout(out) == recipes.heldout(uninterrupted)
+    assert (out / "heldout_samples.jsonl").read_text() == (uninterrupted / "heldout_samples.jsonl").read_text()
 
 
 @pytest.mark.slow
@@ -84,6 +86,12 @@ def test_a_finished_run_shows_what_it_should(uninterrupted):
     assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
     assert all(r["policy/first_ratio_max_dev"] == 0 for r in rows)
     assert [r["step"] for r in recipes.heldout(uninterrupted)] == [0, 2, 4, 6]
+    kept = [json.loads(line) for line in (uninterrupted / "heldout_samples.jsonl").read_text().splitlines()]
+    for row, each in zip(recipes.heldout(uninterrupted), kept, strict=True):
+        assert each["step"] == row["step"]
+        assert len(each["prompts"]) == row["samples"]
+        means = {key: sum(of) / len(of) for key, of in each["values"].items()}
+        assert means == pytest.approx({key: of for key, of in row.items() if key.startswith("reward/")}, abs=1e-5)
     for name in ("recipe.yaml", "resolved.json", "env.json", "report.html", "samples/step_000006.png"):
         assert (uninterrupted / name).stat().st_size > 0
     assert sorted(p.name for p in (uninterrupted / "checkpoints").iterdir()) == ["step_000004", "step_000006"]

@@ -97,7 +97,7 @@ def test_what_the_user_must_mend_stops_all(tmp_path):
     code, said = ended(start(tmp_path / "x", "controllers=2", reward))
     assert code == 2
     assert "no luck" in said, said
-    assert "steps up to 1 are saved; mend it, then: mmrl train" in said
+    assert "steps up to 1 are saved; fix it, then: mmrl train" in said
 
 
 @pytest.mark.long

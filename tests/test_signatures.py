@@ -29,7 +29,6 @@ LARGE = {
     "Measured": "numbers of a step that was run without data",
     "Plan": "what a plan shows",
     "Timeline": "what the page of a run shows",
-    "_Run": "what the page of a run shows",
 }
 """Constructors with more parameters, and why. But for the first they are records that one function fills."""
 

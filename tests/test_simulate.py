@@ -13,7 +13,7 @@ from mmrl.cli.simulate import MadeUp, micro_batches, shape
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.placement.adaptive import Split, splits
-from mmrl.simulator.generate_phase import Generate, Habits
+from mmrl.simulator.generate_phase import Expectations, Generate
 from mmrl.simulator.simulate import (
     Cluster,
     adaptive,
@@ -83,7 +83,7 @@ def test_all_work_is_done_once_and_no_device_does_two_things(name, price, moves)
     trace = synthetic(load, 2, 2, 12, 60, seed=4)
     for work, split in itertools.product(trace.steps, splits(6, 2)):
         for rounds in work.shares:
-            generate = Generate(split, price, 2, moves, Habits(20.0, 30.0, 0.4), record=True)
+            generate = Generate(split, price, 2, moves, Expectations(20.0, 30.0, 0.4), record=True)
             phase = generate.run(rounds)
             batches = [batch for one in rounds for batch in one]
             assert (phase.sampled, phase.judged) == (len(batches), len(batches))
@@ -228,7 +228,7 @@ def test_a_run_without_records_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no metrics\.jsonl"):
         read_run(tmp_path)
     (tmp_path / "placement.jsonl").write_text('{"role": "rollout", "step": 0}\n')
-    with pytest.raises(UserError, match=r"placement\.jsonl has a line that is not as expected"):
+    with pytest.raises(UserError, match=r"placement\.jsonl has a line with an unexpected format"):
         read_run(tmp_path)
 
 
@@ -267,7 +267,7 @@ def test_a_run_that_sampled_ahead_and_does_not_say_for_what_is_no_trace(tmp_path
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.0, "sampling/stale_steps": 1.0}\n')
     event = {"step": 1, "controller": 0, "device": 1, "role": "rollout", "began": 0.0, "ended": 1.0}
     (tmp_path / "placement.jsonl").write_text(json.dumps(event) + "\n")
-    with pytest.raises(UserError, match="name a run of this version, or of another placement"):
+    with pytest.raises(UserError, match="name a run of this version, or of a different placement"):
         read_run(tmp_path)
 
 

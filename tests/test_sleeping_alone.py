@@ -176,7 +176,7 @@ def test_a_plan_counts_what_sleeps_on_the_host_while_one_device_trains(folder):
 
 def test_what_has_nothing_to_put_to_sleep_is_refused(folder, tmp_path):
     for recipe in ("shapes-draft", "shapes-dpo"):
-        with pytest.raises(UserError, match="samples nothing before it trains, so nothing sleeps; remove it"):
+        with pytest.raises(UserError, match="does not sample before it trains, so nothing sleeps; remove it"):
             load_recipe([recipe], [SLEEP])
     said = " ".join(planned_in_short("sums", SLEEP).problems)
     assert "the policy itself samples, so nothing sleeps; remove it, or set rollout.engine" in said

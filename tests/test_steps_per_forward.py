@@ -104,8 +104,8 @@ def left_open():
     """A plan with one step in a forward (4 rows, 5 steps), and what each further one takes, before it settles."""
     made = elsewhere("auto")
     assert made.notes == [
-        "train.steps_per_forward: auto is 1, for 3 would take more memory than the other phases do, and that of the "
-        "device is not known"
+        "train.steps_per_forward: auto is 1, because 3 would take more memory than the other phases do, and the "
+        "device's memory is not known"
     ]
     return replace(made, recipe=with_steps(made.recipe, "auto"), notes=[])
 
@@ -130,12 +130,12 @@ def test_auto_is_planned_as_its_number_is(left_open):
     ("sizes", "changed", "at_once", "said"),
     [
         ({"slice_rows": 1}, {}, 5, "5 rows in a forward"),
-        ({"slice_rows": 9}, {}, 1, "for one has 9 rows in a forward, and more than 16 gain next to nothing"),
+        ({"slice_rows": 9}, {}, 1, "because a forward of one step has 9 rows, and more than 16 gain next to nothing"),
         ({"entries": 1}, {}, 1, "one step of a sample trains"),
-        ({}, {"dtype": "bfloat16"}, 1, "rounds otherwise in another batch than sampling's (of 4)"),
+        ({}, {"dtype": "bfloat16"}, 1, "rounds differently if the batch is not sampling's (of 4)"),
         ({"batch": 12, "entries": 3}, {"dtype": "bfloat16"}, 3, "12 rows"),
-        ({"batch": 12}, {"dtype": "bfloat16"}, 1, "another batch"),  # 5 steps: the last forward would have 8 rows
-        ({"batch": 20}, {"dtype": "bfloat16"}, 1, "another batch"),  # more than pay
+        ({"batch": 12}, {"dtype": "bfloat16"}, 1, "rounds differently"),  # 5 steps: the last forward would have 8 rows
+        ({"batch": 20}, {"dtype": "bfloat16"}, 1, "rounds differently"),  # more than pay
     ],
 )
 def test_auto_takes_what_pays(left_open, sizes, changed, at_once, said):
@@ -150,5 +150,5 @@ def test_auto_takes_what_there_is_room_for(left_open):
     for memory, at_once in ((two / 0.8 + 9, 2), (two / 0.8 - 9, 1)):
         made = settled_with(left_open, int(memory))
         assert made.recipe.train.steps_per_forward == at_once
-        assert "for 3 would take more memory than 80% of the device's" in made.notes[0]
+        assert "because 3 would take more memory than 80% of the device's" in made.notes[0]
         assert made.peak.total <= max(0.8 * memory, left_open.peak.total)

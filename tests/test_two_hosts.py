@@ -170,7 +170,7 @@ def test_a_run_outlives_a_host(two, tmp_path):
     finally:
         process.kill()
     assert process.returncode == 0, said
-    assert "1 of 2 controllers go on" in said, said
+    assert "1 of 2 controllers continue" in said, said
     whole = ["train", "sums", *SMALL, *longer, "--out", str(tmp_path / "whole")]
     subprocess.run([sys.executable, "-m", "mmrl.cli", *whole], check=True, env=ENVIRONMENT, timeout=200)
     assert learned(tmp_path / "run") == learned(tmp_path / "whole")

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mmrl import cli
-from mmrl.checkpoint.resume import as_it_worked
+from mmrl.checkpoint.resume import with_older_defaults
 from mmrl.config.loader import load_recipe
 from mmrl.judge import remote
 from mmrl.judge.store import CACHE, TRANSCRIPTS
@@ -391,9 +391,9 @@ def test_what_clocks_measured_is_not_compared():
 
 def test_an_older_run_is_repeated_with_what_its_version_did():
     resolved = load_recipe(["shapes-nft"], ["algorithm.guidance=1.0"]).resolved()
-    assert as_it_worked(resolved) == resolved
+    assert with_older_defaults(resolved) == resolved
     del resolved["algorithm"]["guidance"]
-    assert as_it_worked(resolved)["algorithm"]["guidance"] == "sampling"
+    assert with_older_defaults(resolved)["algorithm"]["guidance"] == "sampling"
     assert "guidance" not in resolved["algorithm"]
 
 

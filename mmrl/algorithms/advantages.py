@@ -13,7 +13,7 @@ from mmrl.algorithms.settings import Spread
 _EPSILON = 1e-4
 
 AllSum = Callable[[Tensor], Tensor]
-"""Adds a small float64 tensor over all controllers. Every one must call it equally often, also with no rows to add."""
+"""Sums a small float64 tensor over all controllers. Each must call it equally often, also with no rows to add."""
 
 
 def alone(values: Tensor) -> Tensor:
@@ -25,8 +25,8 @@ def alone(values: Tensor) -> Tensor:
 class Advantages:
     """``values`` ``[B]``, or ``[B, T]`` of tokens, float32 (0 where the reward is missing); ``valid`` ``[B]``.
 
-    Counts are over the batch's groups. ``returns`` ``[B, T]`` float32 is what a critic is fitted to; ``metrics`` are
-    means for the log.
+    The counts are of the batch's groups. ``returns`` ``[B, T]`` float32 are the critic's targets; ``metrics`` are means
+    for the log.
     """
 
     values: Tensor
@@ -39,7 +39,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Of every group, ``[G]`` float64 over its valid samples: mean, population variance and their number."""
+    """Mean, population variance and number of the valid samples of every group, ``[G]`` float64 each."""
 
     mean: Tensor
     variance: Tensor
@@ -49,7 +49,7 @@ class GroupStatistics:
     def flat(self) -> Tensor:
         """``[G]`` bool: fewer than two values, or all equal.
 
-        Equal rewards can differ from their mean in the last digit; that is no signal.
+        Equal rewards can differ from their mean by rounding; such a difference counts as 0.
         """
         return (self.variance.sqrt() <= 1e-9 * self.mean.abs().clamp(min=1.0)) | (self.count < 2)
 
@@ -72,8 +72,8 @@ def group_statistics(values: Tensor, weights: Tensor, groups: Tensor) -> GroupSt
 def batch_statistics(values: Tensor, weights: Tensor, all_sum: AllSum = alone) -> tuple[Tensor, Tensor]:
     """Mean and population variance of ``values`` where ``weights`` (same shape) are above 0, over all controllers.
 
-    float64 scalars, 0 of nothing. In two sums, as squares of what is not centred would lose the digits of a small
-    variance. A value that is left out may be anything, NaN too.
+    float64 scalars, 0 without values. Two passes: squares of values that are not centred would lose the digits of a
+    small variance. A value that is left out may be anything, NaN too.
     """
     w = weights.double()
     v = torch.where(w > 0, values.double(), 0.0)
@@ -84,9 +84,9 @@ def batch_statistics(values: Tensor, weights: Tensor, all_sum: AllSum = alone) -
 
 
 def flat_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """``[G]`` bool: groups that teach nothing, as their valid rewards ``[B]`` are all equal or fewer than two.
+    """``[G]`` bool: groups without a learning signal: their valid rewards ``[B]`` are all equal or fewer than two.
 
-    What dynamic sampling replaces (DAPO, arXiv 2503.14476, sec. 3.2).
+    Dynamic sampling replaces these groups (DAPO, arXiv 2503.14476, sec. 3.2).
     """
     return group_statistics(rewards, torch.isfinite(rewards), groups).flat
 
@@ -96,8 +96,8 @@ def group_advantages(rewards: Tensor, groups: Tensor, std: Spread, all_sum: AllS
 
     ``rewards`` ``[B]``, NaN where a sample was dropped; ``groups`` ``[B]`` integers. ``std``: of the group, of the
     batch (Flow-GRPO's ``global_std``), or no division (Dr.GRPO). Population standard deviations. A group whose rewards
-    are all equal, or with fewer than two valid samples, has advantage 0 and is counted. A group is whole; ``all_sum``
-    adds what is known of the batch over all controllers.
+    are all equal, or with fewer than two valid samples, has advantage 0 and is counted. All samples of a group must be
+    in ``rewards``; ``all_sum`` sums the statistics of the batch over all controllers.
     """
     valid = torch.isfinite(rewards)
     stats = group_statistics(rewards, valid, groups)

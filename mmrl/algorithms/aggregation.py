@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number, over denominators that are global to an optimizer step.
+"""Reduce the losses of tokens to one number, with denominators that are global to an optimizer step.
 
 A token's weight depends on its own response alone and the denominator is a sum over all controllers, so that any split
 of the work into micro-batches and controllers has the same gradient. The names are those of verl:
@@ -8,7 +8,7 @@ of the work into micro-batches and controllers has the same gradient. The names 
 - seq_mean_token_sum       mean over responses of the sum of their tokens
 - seq_mean_token_sum_norm  the same, divided by a constant                 (Dr.GRPO)
 
-A response without a token counts nowhere.
+A response without a token does not count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mmrl.algorithms.settings import AggregationMode
 
 @dataclass(frozen=True)
 class Aggregation:
-    """``norm`` divides sums under ``seq_mean_token_sum_norm`` and is read nowhere else."""
+    """``norm`` divides the sums of ``seq_mean_token_sum_norm``; the other modes do not read it."""
 
     mode: AggregationMode
     norm: float = 1.0
@@ -42,7 +42,7 @@ class Aggregation:
     def mean_weights(self, weights: Tensor, mask: Tensor) -> Tensor:
         """Weights ``[B, T]`` under which a sum over tokens, divided by the same denominator, is a mean.
 
-        Of tokens, or of responses. What the log's ratios and fractions are weighted with.
+        The mean is over tokens, or over responses. The log weights ratios and fractions with it.
         """
         rows = weights.unsqueeze(1) * mask
         return rows if self.mode == "token_mean" else rows / mask.sum(1, keepdim=True).clamp(min=1)

@@ -2,8 +2,8 @@
 
     L = -scale r(x0), or scale |target - r(x0)|, + kl_coef |v - v_ref|^2,   a graph through the last K steps
 
-The authors detach the predictions before the last K steps and leave the graph through the latents; no weight is on it
-there, so those steps are sampled without a graph, which is the same gradient.
+The authors detach the predictions before the last K steps and keep the graph through the latents. No weight is part of
+that graph, so those steps are sampled without one here, which gives the same gradient.
 
 Departs: K is uniform, from 1 to all, and drawn once for all samples of a training step; the authors' code draws it for
 every batch, by default near 8 of 50 steps. kl_coef (0) is not the paper's.

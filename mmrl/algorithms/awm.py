@@ -4,7 +4,7 @@
     L = max(-A r, -A clip(r)) + kl_coef mean (v - v_ref)^2 + average_coef mean (v - v_average)^2
 
 ``w`` is l, t l, t^2 l, t (sqrt(l + 1e-10) - 1e-5) (huber) or t ((l + 1e-10)^p - 1e-10^p) / p (ghuber). ``old`` is the
-policy as the step began, which sampled; A is held within advantage_clip and divided by it.
+policy at the start of the step, which sampled; A is clipped to advantage_clip and divided by it.
 
 Departs: noise levels are drawn without replacement from the sampling steps' own, the first (pure noise) among them; the
 authors leave it out and space them. Samples come from the plain ODE, theirs from an SA-solver.
@@ -34,12 +34,12 @@ class AWMSettings(ForwardSettings, PictureSettings):
     """Noise levels trained per sample; None takes every rollout step but the last."""
     clip_range: PositiveFloat = 1.0
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
-    """Of the matching error by its noise level t: 1, t, t squared, or a root of it times t."""
+    """Weight of the matching error by its noise level t: 1, t, t squared, or t times a root of the error."""
     ghuber_power: Annotated[float, Field(gt=0, le=1)] = 0.25
     kl_coef: NonNegative = 0.003
     """Weight of the squared distance to the reference's velocity."""
     average_coef: NonNegative = 1.0
-    """Weight of the squared distance to the velocity of a moving average of the policy; 0 keeps none."""
+    """Weight of the squared distance to the velocity of a moving average of the policy; 0 keeps no average."""
     average_decay_rate: NonNegative = 0.001
     average_decay_max: Fraction = 0.3
     """After step n the average becomes d * average + (1 - d) * policy, d = min(rate * n, max)."""

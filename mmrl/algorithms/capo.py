@@ -6,8 +6,8 @@
 that the vote over critiques (``mmrl.algorithms.voting``) finds wrong, so that with the paper's weights a token
 earns 2, 1, 0 or -1. The loss is GRPO's.
 
-Departs: the sources at hand give the mean; the division by the standard deviation is GRPO's, and the loss is a mean
-over all tokens, so that a group's tokens pull with a sum of 0.
+Departs: the available sources give the mean; the division by the standard deviation is GRPO's. The loss is a mean
+over all tokens, so that the advantages of a group's tokens sum to 0 in it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class CAPOSettings(ClippedSettings):
 
     aggregation: AggregationMode = "token_mean"
     outcome_weight: PositiveFloat = 2.0
-    """Times the response's reward, on each of its tokens."""
+    """Weight of the response's reward, which each of its tokens gets."""
     step_weight: NonNegative = 1.0
-    """Times the rewards of single tokens: -1 in a step found wrong, less where critiques were averaged. The paper finds
+    """Weight of the rewards of single tokens: -1 in a wrong step, less where critiques were averaged. The paper finds
     that it must stay below outcome_weight."""
 
     uses_token_rewards: ClassVar[bool] = True
@@ -47,7 +47,7 @@ class CAPO(TokenObjective):
         self.outcome_weight, self.step_weight = settings.outcome_weight, settings.step_weight
 
     def advantages(self, scored: Scored) -> Advantages:
-        """Without rewards of tokens in the batch, every step passes for right."""
+        """If the batch has no rewards of tokens, every step counts as correct."""
         assert scored.mask is not None
         valid = torch.isfinite(scored.rewards)
         steps = torch.zeros_like(scored.mask) if scored.token_rewards is None else scored.token_rewards

@@ -2,7 +2,7 @@
 
     L = -min(ratio, ratio_max) A log policy,   no gradient through the ratio
 
-Without a lower bound, as in the paper. ``policy/clip_fraction`` counts weights that were cut, whatever the advantage.
+There is no lower bound, as in the paper. ``policy/clip_fraction`` counts clipped weights, whatever the advantage.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""DAPO: GRPO with a higher upper clip, a mean over all tokens, and overlong responses punished (arXiv 2503.14476).
+"""DAPO: GRPO with a higher upper clip, a mean over all tokens and a penalty on overlong responses (arXiv 2503.14476).
 
     A = (r + overlong_penalty punishment(length) - mean of its group) / (std + 1e-4)
     L = mean over all tokens of max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high))
 
-Dynamic sampling (``dynamic_sampling`` of the section) is the loop's: it redraws the groups that ``flat_groups`` names,
-by their rewards before the punishment of length. ``advantage/overlong_fraction`` is the share of responses punished.
+The training loop does the dynamic sampling (``dynamic_sampling``): it replaces the groups that ``flat_groups`` names,
+by their rewards before the length punishment. ``advantage/overlong_fraction`` is the share of responses punished.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class DAPOSettings(ClippedSettings):
     aggregation: AggregationMode = "token_mean"
     advantage_std: Spread = "group"
     overlong_buffer: Fraction = 0.2
-    """Share of max_new_tokens at its end over which the punishment of length grows from 0 to overlong_penalty (4096 of
-    20480 tokens in the paper); 0 punishes nothing."""
+    """Share of max_new_tokens, at its end, over which the length punishment grows from 0 to overlong_penalty (4096 of
+    20480 tokens in the paper); 0 switches it off."""
     overlong_penalty: NonNegative = 1.0
     dynamic_sampling: bool = True
 
@@ -61,6 +61,6 @@ class DAPO(TokenObjective):
 def overlong_punishment(lengths: Tensor, limit: int, buffer: int) -> Tensor:
     """Soft overlong punishment of ``lengths`` ``[B]`` in tokens (DAPO, eq. 13), float64 in [-1, 0].
 
-    0 up to ``limit - buffer``, then falling in a line to -1 at ``limit`` and beyond it.
+    0 up to ``limit - buffer``, then it falls linearly to -1 at ``limit`` and stays there.
     """
     return ((limit - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0)

@@ -2,10 +2,10 @@
 
     L = mean over samples and steps of [ surrogate + kl_coef |mu - mu_ref|^2 / (2 e^2) ]
 
-Ratios are of mean (not summed) log-probs, hence clip ranges of 1e-4 and below. ``e`` is what the code of each noise's
-authors has (``sde.Coefficients.kl_std``), so that published coefficients carry over: ``std`` of the step, which makes
-it the KL of the two Gaussians; with Flow-SDE ``std / sqrt(-dt)``. (FlowCPS's scripts for SD3 and FLUX do not divide;
-its others and Flow-GRPO's CPS do.)
+Ratios are of mean (not summed) log-probs, so clip ranges are 1e-4 and below. ``e`` (``sde.Coefficients.kl_std``)
+follows the code of each noise's authors, so that published coefficients carry over: the step's ``std``, which makes the
+term the KL of the two Gaussians; with Flow-SDE ``std / sqrt(-dt)``. (FlowCPS's scripts for SD3 and FLUX do not divide;
+its other scripts and Flow-GRPO's CPS do.)
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from mmrl.algorithms.settings import Spread, StepSettings
 class StepLoss:
     """The policy's part of the loss and its ratio, ``[B, T]``.
 
-    ``outside`` (bool) marks ratios beyond the clip range, or what was left out; ``logged`` ``[B, T]`` by the log's
-    name.
+    ``outside`` (bool) marks ratios beyond the clip range, or entries left out; ``logged``: metric name to ``[B, T]``.
     """
 
     loss: Tensor
@@ -37,13 +36,13 @@ class StepLoss:
 
 
 class DenoisingObjective(ABC):
-    """Abstract; see ``mmrl.algorithms.objective.PolicyGradient``. An algorithm says its surrogate."""
+    """Abstract; see ``mmrl.algorithms.objective.PolicyGradient``. A subclass defines ``surrogate``."""
 
     kind: Literal["policy_gradient"] = "policy_gradient"
     prepares: frozenset[str] = frozenset()
 
     def __init__(self, settings: StepSettings, needs: frozenset[str] = frozenset()) -> None:
-        """``needs``: what the surrogate reads of ``new`` beside log_probs."""
+        """``needs``: what the surrogate reads from ``new`` besides log_probs."""
         self.advantage_clip = settings.advantage_clip
         self.advantage_std: Spread = settings.advantage_std
         self.kl_coef = settings.kl_coef
@@ -64,11 +63,11 @@ class DenoisingObjective(ABC):
         return float((weights.double() * lengths).sum())
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
-        """``new``: log_probs ``[B, T]``, and what else is needed of reference_distance and old_distance ``[B, T]``.
+        """``new``: log_probs ``[B, T]``, and reference_distance and old_distance ``[B, T]`` if ``needs`` has them.
 
         ``old``: log_probs ``[B, T]``, advantages ``[B]``, weights ``[B]`` (0 leaves a sample out), std, kl_std, dt and
         c_v ``[T]``, every_std and every_c_v ``[S]`` of all steps that may be trained, optionally importance ``[B, T]``
-        (of samples that another policy drew: ``mmrl.algorithms.mismatch``).
+        (for samples that a different policy drew: ``mmrl.algorithms.mismatch``).
         """
         weights = old["weights"].unsqueeze(1)
         advantages = old["advantages"].clamp(-self.advantage_clip, self.advantage_clip).unsqueeze(1)

@@ -3,16 +3,15 @@
     L = K / beta log(1 + exp(S)) of each group,   S = beta / K sum over its K samples of A (l - l_ref)
 
 with ``l = mean (v - (eps - x0))^2``. Its gradient is ``sigmoid(S)`` times that of ``sum A l``: the weight falls as the
-policy comes to prefer what has an advantage. All of a group are noised alike.
+policy comes to prefer samples with a positive advantage. All samples of a group get the same noise.
 
-A moving average of the policy is kept, as in the authors' code. An error ``l`` of a sample with ``A > 0`` (else) has no
-gradient where ``exp(l_average - l)`` is above ``1 + clip_range`` (below ``1 - clip_range``); it counts in S as before.
-After ``average_samples_after`` steps the average draws the samples; it may be the reference too (TDM-R1, arXiv
-2603.07700).
+A moving average of the policy is kept, as in the authors' code. A sample with ``A > 0`` (else) has no gradient where
+``exp(l_average - l)`` is above ``1 + clip_range`` (below ``1 - clip_range``); its error still counts in S. After
+``average_samples_after`` steps the average draws the samples. It may also be the reference (TDM-R1, arXiv 2603.07700).
 
-Departs: the authors draw the trained levels once for all prompts of a step, here for each group. Where they sample
-without guidance they guide the reference (kl_cfg 4.5); here it is predicted as the policy is. A sample without a reward
-counts in K.
+Departs: the authors draw the trained levels once for all prompts of a step; here each group has its own. Where they
+sample without guidance, they guide the reference (kl_cfg 4.5); here the reference has the policy's guidance. A sample
+without a reward counts in K.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ class DGPOSettings(ForwardSettings, PictureSettings):
     kl_coef: NonNegative = 0.0
     """Weight of the squared distance to the reference's velocity."""
     clip_range: PositiveFloat | None = 1e-2
-    """A sample whose error has moved further than this from the average policy's, the way its advantage asks, moves it
-    no more (0.001 to 0.01 with guidance in sampling, 1e-5 to 1e-4 without); None does not clip."""
+    """A sample whose error differs by more than this from the average policy's, in the direction of its advantage, has
+    no gradient (0.001 to 0.01 with guidance in sampling, 1e-5 to 1e-4 without); None does not clip."""
     reference: Literal["start", "average"] = "start"
-    """What the errors are compared with: the policy as the run began, or its moving average (with beta 2000 to
-    5000)."""
+    """The policy whose errors are compared with: that at the start of the run, or the moving average (with beta 2000
+    to 5000)."""
     average_samples_after: Annotated[int, Field(ge=0)] | None = 200
     """After so many steps the moving average draws the samples; None: the policy, always."""
     average_decay_rate: NonNegative = 0.001
@@ -82,14 +81,14 @@ class DGPO(ForwardObjective):
         return "current" if self.samples_after is None or step <= self.samples_after else "average"
 
     def advantages(self, scored: Scored) -> Advantages:
-        """All rows stay, so that groups stay whole: a dropped one has advantage 0."""
+        """All rows are kept, so that groups stay complete: a dropped sample has advantage 0."""
         plain = group_advantages(scored.rewards, scored.groups, self.advantage_std, scored.all_sum)
         return Advantages(plain.values, torch.ones_like(plain.valid), plain.groups, plain.zero_std_groups)
 
     def losses(
         self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """A ``K``-th of a group's loss on each of its rows."""
+        """Each of a group's ``K`` rows has 1 / K of the group's loss."""
         advantages = old["advantages"].clamp(-self.advantage_clip, self.advantage_clip)
         error = squared_distance(new["v"], new["target"])
         logged = {"policy/matching": error}

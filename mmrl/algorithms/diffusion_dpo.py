@@ -2,10 +2,10 @@
 
     L = -log sigmoid(-beta / 2 [(l_w - l_w,ref) - (l_l - l_l,ref)]),   l = mean (v - (eps - x0))^2
 
-Both of a pair are noised alike. A group whose rewards are all equal has no pair.
+Both samples of a pair get the same noise. A group whose rewards are all equal has no pair.
 
-Departs: pairs are of the run's own samples, drawn anew every step, not a data set's (``picture_dpo`` takes those). The
-matching error is of the velocity, as flow models predict it, and beta is of a mean over dimensions.
+Departs: pairs come from the run's own samples of each step, not from a data set (``picture_dpo`` takes those). The
+matching error is that of the velocity, which flow models predict, and beta multiplies a mean over dimensions.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DiffusionDPO(ForwardObjective):
     def losses(
         self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Half of a pair's loss on each of its rows."""
+        """Each of a pair's two rows has half of the pair's loss."""
         error = squared_distance(new["v"], new["target"])
         gain = error - squared_distance(new["v_reference"], new["target"])
         inside = -self.beta / 2 * in_group(gain * old["advantages"] * old["weights"], old["groups"])

@@ -8,13 +8,13 @@ No SDE, no log-probs: clean samples of the old policy are noised afresh, and the
 
 with ``x0+- = x_s - s v+-`` and ``w+- = mean |x0+- - x0|`` (no gradient, at least 1e-5), as in the authors' code.
 
-Departs: samples come from Euler's ODE steps; the authors take a second-order solver.
+Departs: samples come from Euler's ODE steps; the authors use a second-order solver.
 
-The objective improves on the policy that drew the samples, and ``v_old`` must be its velocity: their theorem takes it
-apart into the velocities of the positive and the negative policy over those samples. So of samples drawn ahead
-(``placement: disaggregated``) ``v_old`` is of the old policy as it was when it drew them, not of what it has become
-since, and no importance weight is called for. This departs from the paper, where the old policy of the present draws:
-the policy that trains is ``staleness`` steps further from the one it is compared with.
+``v_old`` must be the velocity of the policy that drew the samples: the paper's theorem splits this velocity into those
+of a positive and a negative policy over the samples. So when samples are drawn ahead (``placement: disaggregated``),
+``v_old`` uses the old policy's weights from the time of sampling, and no importance weight is needed. This departs from
+the paper, where the current old policy samples: the trained policy is ``staleness`` steps further from the policy it is
+compared with.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DiffusionNFTSettings(ForwardSettings, PictureSettings):
     old_decay_max: Fraction = 0.5
     """After step n the old policy becomes d * old + (1 - d) * policy, d = min(rate * n, max)."""
     last_level: bool = True
-    """Levels are drawn among all of the rollout, the last too; false leaves that one out."""
+    """Train on all noise levels of the rollout, the last one included; false leaves the last one out."""
 
     def levels(self, steps: int) -> list[int]:
         return list(range(steps)) if self.last_level else super().levels(steps)

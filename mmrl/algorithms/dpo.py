@@ -32,7 +32,7 @@ class DPOSettings(PairSettings):
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
     """The loss of a pair, by TRL's names."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the pairs believed to be labelled the wrong way round (conservative DPO); of ``sigmoid`` only."""
+    """Assumed share of pairs with swapped labels (conservative DPO); only for ``sigmoid``."""
     reference_free: bool = False
     """Take the reference as uniform: no reference model is needed."""
 
@@ -63,7 +63,7 @@ class DPO(PairObjective):
 
     def pair_loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """``new``: chosen_log_probs and rejected_log_probs ``[B]``, summed over the response's tokens, the same of
-        the reference as reference_chosen_log_probs and reference_rejected_log_probs, and of IPO the numbers of tokens
+        the reference as reference_chosen_log_probs and reference_rejected_log_probs, and for IPO the numbers of tokens
         as chosen_tokens and rejected_tokens ``[B]``."""
         beta, kind = self.settings.beta, self.settings.loss_type
         chosen, rejected = new["chosen_log_probs"], new["rejected_log_probs"]

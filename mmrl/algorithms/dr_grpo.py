@@ -3,7 +3,7 @@
     A = r - mean of its group
     L = max(-A ratio, -A clip(ratio)), summed over a response's tokens and divided by the length limit
 
-The limit is the same for all responses: the constant that the paper leaves open, and TRL's choice.
+The limit is the same for all responses. The paper leaves this constant open; TRL chooses the same.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class DRaFTSettings(PathwiseSettings):
 
     last_steps: PositiveInt = 1
     renoise: Annotated[int, Field(ge=0)] = 0
-    """DRaFT-LV: noise the picture to the last step's level again so many times (2 in the paper), predict it anew each
-    time, and average the gradients; with last_steps 1."""
+    """DRaFT-LV: noise the picture to the last step's level this many times (2 in the paper), predict it anew each
+    time, and average the gradients; needs last_steps 1."""
 
 
 class DRaFT(PathwiseObjective):

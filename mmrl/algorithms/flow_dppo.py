@@ -1,8 +1,8 @@
-"""Flow-DPPO: the exact divergence of a step, not its ratio, says when it has moved far enough (arXiv 2606.11025).
+"""Flow-DPPO: the exact divergence of a step replaces the clipped ratio as the trust region (arXiv 2606.11025).
 
     L = -A r,   0 where D >= max_divergence and (r > 1 and A > 0, or r < 1 and A < 0),   D = |mu - mu_old|^2 / (2 std^2)
 
-A ratio is one sample's noisy estimate of the divergence; of two Gaussians of equal spread it is known.
+A ratio is a noisy estimate of the divergence from one sample; for two Gaussians of equal spread it is known exactly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mmrl.config.section import NonNegative
 
 
 class FlowDPPOSettings(StepSettings):
-    """No clip: a step that has moved too far and would move further is left out (Flow-DPPO)."""
+    """A denoising step beyond max_divergence that would move further is left out; no clip (Flow-DPPO)."""
 
     takes_older_samples: ClassVar[bool] = False
     exact_replay: ClassVar[bool] = True

@@ -2,14 +2,14 @@
 
     L = w max(-A r, -A clip(r, 1 - clip_range, 1 + clip_range)),   r = exp(log p - log p_old)
 
-``w`` is 1, or one of two weights of steps (``step_weight``): ``tempflow`` 2.25 std, the noise of the step, where there
-is most to choose; ``flash`` std / |c_v|, which takes out of a step's gradient how far its mean moves with the velocity,
-divided by its mean over all steps that may be trained.
+``w`` is 1, or one of two weights of steps (``step_weight``): ``tempflow`` is 2.25 std, so that noisier steps, where
+samples differ most, count more; ``flash`` is std / |c_v| divided by its mean over all steps that may be trained, which
+removes the factor by which a step's mean moves with the velocity from its gradient.
 
-Departs: Flash-GRPO's authors draw a step for every prompt and divide by the mean over the steps of a batch. A training
-step has one window for all prompts here, of which that mean is the weight itself; that over all steps is what theirs
-comes to on average. TempFlow's branches are not there: a window of one step gives a branch's credit, from a noise
-per sample.
+Departs: Flash-GRPO's authors draw a step for every prompt and divide by the mean over the steps of a batch. Here all
+prompts of a training step share one window, so their mean would be the weight itself; the mean over all steps equals
+theirs on average. TempFlow's branches are not implemented: a window of one step gives the credit of a branch, with
+separate noise per sample.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from mmrl.algorithms.settings import Spread
 
 
 class ForwardObjective(ABC):
-    """Abstract; see ``mmrl.algorithms.objective.ForwardProcess``. An algorithm says its loss of a noised sample."""
+    """Abstract; see ``mmrl.algorithms.objective.ForwardProcess``. A subclass defines ``losses``."""
 
     kind: Literal["forward_process"] = "forward_process"
     shares_noise: bool = False
@@ -38,8 +38,8 @@ class ForwardObjective(ABC):
     def losses(
         self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """The loss ``[B]`` with its graph, and by the log's names what is shown of each row, ``[B]``, as means and as
-        maxima. ``new`` and ``old`` as in ``loss``."""
+        """The loss ``[B]`` with its graph, and two mappings from a metric's name to its values ``[B]``. The log shows
+        means of the first and maxima of the second. ``new`` and ``old`` as in ``loss``."""
 
     def samples_with(self, step: int) -> str:
         return "current"
@@ -52,8 +52,8 @@ class ForwardObjective(ABC):
         return float((weights.double() * lengths).sum())
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
-        """``new``: v, target, x_s and x0 ``[B, ...]``, sigma ``[B]``, and what else is needed of v_old, v_average and
-        v_reference ``[B, ...]``; ``old``: advantages and weights ``[B]`` (0 leaves a row out), groups ``[B]``."""
+        """``new``: v, target, x_s and x0 ``[B, ...]``, sigma ``[B]``, and v_old, v_average and v_reference ``[B, ...]``
+        if ``needs`` has them; ``old``: advantages and weights ``[B]`` (0 leaves a row out), groups ``[B]``."""
         weights = old["weights"]
         loss, sums, maxima = self.losses(new, old)
         sums = {"policy/loss": loss, **sums}
@@ -69,6 +69,6 @@ class ForwardObjective(ABC):
 
 
 def in_group(values: Tensor, groups: Tensor) -> Tensor:
-    """The sum of ``values`` ``[B]`` over the rows of each one's group, ``[B]``; ``groups`` ``[B]`` integers from 0."""
+    """For each row the sum of ``values`` ``[B]`` over its group, ``[B]``; ``groups`` ``[B]`` integers from 0."""
     sums = torch.zeros(int(groups.max()) + 1, dtype=values.dtype, device=values.device)
     return sums.index_add(0, groups, values)[groups]

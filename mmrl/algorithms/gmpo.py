@@ -26,7 +26,7 @@ class GMPOSettings(TokenSettings):
     """Geometric-mean policy optimisation (Zhao et al. 2025, arXiv 2507.20673)."""
 
     clip_low: PositiveFloat = 0.4
-    """Of the logarithm of a token's ratio: the ratio is clipped at ``exp(-clip_low)``."""
+    """Clip range of the log ratio of a token: the ratio is clipped at ``exp(-clip_low)``."""
     clip_high: PositiveFloat = 0.4
     """The ratio is clipped at ``exp(clip_high)``."""
     advantage_std: Spread = "group"

@@ -3,9 +3,9 @@
     r = exp(std [log p - log p_old + |mu - mu_old|^2 / (2 std^2)]) = exp(mean(z (mu - mu_old)))
     L = max(-A r, -A clip(r, 1 - clip_range, 1 + clip_range)) / -dt
 
-A plain ratio is below 1 on average, by another amount at every step, so that its clip range works on one side only. The
-added term takes that bias away, the factor ``std`` makes the spread the same, and ``1 / -dt`` the gradients. ``z`` is
-the noise that was drawn.
+A plain ratio is below 1 on average, by an amount that differs between steps, so that its clip range acts on one side
+only. The added term removes that bias, the factor ``std`` makes the spread of all steps equal, and ``1 / -dt`` makes
+their gradients equal. ``z`` is the noise that was drawn.
 
 Departs: means are over each sample's own dimensions; the authors' code takes them over the batch as well.
 """
@@ -36,8 +36,8 @@ class GRPOGuardSettings(StepSettings):
     def conflicts(self, sampling: Sampling | TextSampling) -> Iterator[str]:
         if isinstance(sampling, Sampling) and sampling.sde.kind == "cps":
             yield (
-                "sampling.sde.kind: grpo_guard takes its bias off the log-prob of a Gaussian, and that of cps leaves "
-                "out the noise's size; set it to flow, dance or linear"
+                "sampling.sde.kind: grpo_guard removes the bias of a Gaussian's log-prob, and the log-prob of cps "
+                "leaves out the noise's size; set it to flow, dance or linear"
             )
 
 

@@ -2,8 +2,8 @@
 
     s = exp(mean_t log ratio_t),   L = mean over responses of max(-A s, -A clip(s, 1 - low, 1 + high))
 
-The clip ranges are on the scale of a mean and so a thousandth of a token's. ``policy/ratio`` is ``s``;
-``policy/ratio_max_dev`` stays the tokens', as a check of replay.
+The clip ranges apply to a mean over tokens and are about a thousandth of a token's. ``policy/ratio`` is ``s``;
+``policy/ratio_max_dev`` is that of the tokens' ratios, as a check of replay.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KTO: responses are good or bad, and none is paired with another (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 7-8).
+"""KTO: trains on good and bad responses without pairs (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 7-8).
 
     r = log(policy / reference) of the response, z = max(0, mean of the same over responses of other prompts)
     L = mean of desirable_weight (1 - sigmoid(beta (r - z))) of a good response,
@@ -7,8 +7,8 @@
 ``z`` estimates the divergence from the reference and has no gradient. Each prompt is given the response of the prompt
 before it in the step, and ``z`` is the mean over the whole step, on all controllers.
 
-Departs: TRL (as the authors' code) takes ``z`` over a micro-batch of all processes, so that it depends on how a step is
-cut.
+Departs: TRL (like the authors' code) takes ``z`` over a micro-batch of all processes, so that it depends on how a step
+is split.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KTOSettings(ResponseSettings):
     beta: PositiveFloat = 0.1
     """Strength of the pull to the reference."""
     desirable_weight: PositiveFloat = 1.0
-    """Weight of good responses, where they are not as many as the bad ones."""
+    """Weight of good responses; balances unequal numbers of good and bad ones."""
     undesirable_weight: PositiveFloat = 1.0
     """Weight of bad responses."""
     labels: str = "label"

@@ -1,24 +1,25 @@
-"""The gap between the engine that sampled and the trainer: its size, and truncated importance weights against it.
+"""The mismatch between rollout engine and trainer: its size, and truncated importance weights that correct it.
 
-The two compute the same log-probs with other kernels, precision or (an engine that lags) older weights. With
+The two compute the same log-probs with different kernels, precision or (if the engine lags) older weights. With
 ``d = log(trainer / engine)`` per token, before the step's updates:
 
 - token     c_t = min(exp(d_t), cap)                     (truncated importance sampling, TIS: cap 2)
-- sequence  c   = min(exp(sum_t d_t), cap), one a response
+- sequence  c   = min(exp(sum_t d_t), cap), one per response
 
 ``mode: mask`` sets a weight beyond its limits to 0 in place of the limit. Rejection leaves out tokens or responses by
 other statistics of ``d``: ``k1 = exp(-d)``, ``k2 = d^2 / 2``, ``k3 = exp(d) - d - 1``, of a token, or their sum, mean
-or maximum over a response (of ``k1`` those of ``-d``, before exp). What is left out still counts in the loss's
+or maximum over a response (for ``k1`` those of ``-d``, before exp). Rejected tokens still count in the loss's
 denominator.
 
-Token weights are biased and steady, a response's product unbiased and wild. The cap of 2 is that of TIS (Yao et al.
-2025, "Your efficient RL framework secretly brings you off-policy RL training") and verl's. TRL's default is one weight
-a response, 0 past 3.
+Token weights are biased and have a low variance; the product over a response is unbiased and has a high variance. The
+cap of 2 is that of TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training") and
+verl's. TRL's default is one weight per response, 0 above 3.
 
 The weights of a batch may be divided by their mean over all its tokens, or responses (verl's
 ``rollout_is_batch_normalize``).
 
-Departs: verl takes rejected tokens out of the denominator, too. Here it is known before the first slice is recomputed.
+Departs: verl takes rejected tokens out of the denominator, too. Here the denominator is computed before the first slice
+is recomputed, so they stay in it.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Mismatch:
     """``weights`` is ``[B, T]`` (token, or where single tokens may be rejected), ``[B, 1]`` (sequence) or None; 1
     outside the mask.
 
-    ``sums`` are over the ``tokens`` tokens of the batch and mean something once divided by their number, here or over
-    all controllers; ``maxima`` stand as they are.
+    ``sums`` are over the ``tokens`` tokens of the batch, to be divided by their number, here or over all controllers;
+    ``maxima`` need no division.
     """
 
     weights: Tensor | None
@@ -59,7 +60,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Correction:
-    """How weights are made of the gap: see ``Rollout`` in ``mmrl/config/rollout.py``."""
+    """How the weights are computed; see ``Rollout`` in ``mmrl/config/rollout.py``."""
 
     level: Level
     cap: float = 2.0
@@ -73,8 +74,8 @@ def mismatch(
 ) -> Mismatch:
     """Compare log-probs of the same tokens, ``trainer`` and ``engine`` ``[B, T]``, inside ``mask`` ``[B, T]``.
 
-    ``scale``: what weights are divided by, after their limits (their mean over the batch, as ``summed_weights`` has it
-    of all slices).
+    ``scale``: divides the weights, after their limits (their mean over the batch, from ``summed_weights`` of all
+    slices).
 
     The engine drew the tokens, so that ``mismatch/kl`` (k1) and ``mismatch/kl_k3`` estimate the divergence of the
     engine from the trainer, in nats per token. ``mismatch/log_prob_gap`` is the mean of ``|d|``;
@@ -105,8 +106,8 @@ def mismatch(
 
 
 def limited(d: Tensor, correction: Correction) -> tuple[Tensor, Tensor]:
-    """Weights within their limits, and which were beyond, ``[B, T]`` of tokens or ``[B, 1]`` of responses; of ``d``
-    ``[B, T]``, 0 outside the mask."""
+    """Weights within their limits, and which were clipped, ``[B, T]`` for tokens or ``[B, 1]`` for responses; ``d``
+    ``[B, T]`` is 0 outside the mask."""
     log_weights = d if correction.level == "token" else d.sum(1, keepdim=True)
     raw = log_weights.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     beyond = (raw > correction.cap) | (raw < correction.floor)
@@ -124,8 +125,8 @@ def summed_weights(trainer: Tensor, engine: Tensor, mask: Tensor, correction: Co
 
 
 def accepted(d: Tensor, inside: Tensor, rejection: Sequence[Rejection]) -> Tensor:
-    """1 where every test is passed and 0 elsewhere, of ``d`` (trainer less engine, 0 outside ``inside``) ``[B, T]``:
-    ``[B, T]``, or ``[B, 1]`` where all tests are of responses."""
+    """1 where every test of ``rejection`` is passed and 0 elsewhere: ``[B, T]``, or ``[B, 1]`` if all tests are of
+    responses. ``d`` ``[B, T]`` is trainer minus engine, 0 outside ``inside``."""
     kept = torch.ones_like(d[:, :1])
     for test in rejection:
         value = statistic(d, inside, test.statistic)
@@ -137,7 +138,7 @@ def accepted(d: Tensor, inside: Tensor, rejection: Sequence[Rejection]) -> Tenso
 
 
 def statistic(d: Tensor, inside: Tensor, name: Statistic) -> Tensor:
-    """``[B, T]`` of tokens, ``[B, 1]`` of responses; a response without a token has that of no gap."""
+    """``[B, T]`` for tokens, ``[B, 1]`` for responses; a response without a token has the value of ``d = 0``."""
     of, _, estimator = name.rpartition("_")
     bounded = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     values = {"k1": d, "k2": 0.5 * d.square(), "k3": bounded.exp() - bounded - 1}[estimator]

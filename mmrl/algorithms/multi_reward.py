@@ -3,8 +3,8 @@
     each: A = sum_i weight_i A(r_i)                    (MixGRPO, arXiv 2507.21802)
     gdpo: A' = (A - mean) / (std + 1e-4) over the batch   (GDPO, arXiv 2601.05242)
 
-An advantage of the rewards' sum is that of the reward which varies most, whatever the weights; each one's own advantage
-is on one scale before it is weighted.
+The advantage of the rewards' sum is dominated by the reward that varies most, whatever the weights. Separate advantages
+have the same scale before they are weighted.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _EPSILON = 1e-4
 
 
 def aggregated(of: Callable[[Scored], Advantages], scored: Scored, how: AdvantageAggregation) -> Advantages:
-    """The advantages of a batch by ``of`` (an objective's), which must be ``[B]`` and linear in nothing but itself.
+    """The advantages of a batch by ``of``, an objective's function that returns ``[B]``, combined as ``how`` says.
 
-    A group counts as flat where every reward is. All controllers must call it alike.
+    A group counts as flat if every reward is equal in it. All controllers must call it equally often.
     """
     if how == "sum" or not scored.parts:
         return of(scored)

@@ -1,4 +1,4 @@
-"""The protocols of objectives: four kinds, by what is recomputed with a graph."""
+"""The protocols of the four kinds of objectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["GraphSteps", "Kind", "Loss", "Objective", "Scored"]
 
 @dataclass(frozen=True)
 class Loss:
-    """``value``: a scalar with a graph, already divided by the update's global denominator.
+    """``value``: a scalar with its graph, already divided by the update's global denominator.
 
     ``sums``: detached sums over this slice's entries, each divided by the same denominator when logged, and
     ``maxima``: detached maxima.
@@ -32,7 +32,7 @@ class Scored:
     """A controller's whole batch as advantages see it: ``B`` samples of up to ``T`` response tokens (diffusion: no
     token fields).
 
-    What the objective ``prepares`` is there; positions outside ``mask`` may hold anything finite.
+    The tensors that the objective ``prepares`` are present. Positions outside ``mask`` may hold any finite number.
     """
 
     rewards: Tensor
@@ -42,7 +42,7 @@ class Scored:
     mask: Tensor | None = None
     """``[B, T]`` float32, 1 on response tokens."""
     token_rewards: Tensor | None = None
-    """``[B, T]`` float64, rewards of single tokens (CAPO: -1 in a wrong step); None: nothing was said of them."""
+    """``[B, T]`` float64, rewards of single tokens (CAPO: -1 in a wrong step); None if there are none."""
     log_probs: Tensor | None = None
     """``[B, T]`` of the policy before this step's updates."""
     reference_log_probs: Tensor | None = None
@@ -50,20 +50,20 @@ class Scored:
     values: Tensor | None = None
     """``[B, T]`` of the critic before this step's updates."""
     all_sum: AllSum = alone
-    """Adds over all controllers what is known of these rows, for statistics of the whole batch."""
+    """Sums over all controllers, for statistics of the whole batch."""
     parts: Sequence[tuple[float, Tensor]] = ()
-    """Of several rewards the weight of each and its values ``[B]`` float64, NaN where ``rewards`` is; empty where one
-    advantage is made of their sum."""
+    """The weight and the values ``[B]`` float64 of each reward, NaN where ``rewards`` is; empty if one advantage is
+    computed from their sum."""
 
 
 @dataclass(frozen=True)
 class GraphSteps:
     """Which sampling steps of a pathwise objective carry a graph: ``first`` to ``last``, counted from 0.
 
-    At ``last`` the clean picture is predicted from the state, as the final step does anyhow; later steps are not taken.
-    ``renoised``: that picture, detached, is noised to the level of ``last`` again so many times, and predicted anew.
-    ``jumps``: no step carries a graph; the picture is noised to the first level of each with the noise it was sampled
-    from, taken to the second by one prediction with a graph, and recovered from there by the known noise.
+    At ``last`` the clean picture is predicted from the state, as the final step always does; later steps are skipped.
+    ``renoised``: how many times that picture, detached, is noised to the level of ``last`` again and predicted anew.
+    ``jumps``: no step carries a graph. For each pair of levels the picture is noised to the first one with the noise it
+    was sampled from, moved to the second by one prediction with a graph, and recovered from there by the known noise.
     """
 
     first: int
@@ -73,7 +73,7 @@ class GraphSteps:
 
 
 class _Objective(Protocol):
-    """What the loop asks of every objective: a pure function from recomputed tensors to a loss."""
+    """What every objective must have: a pure function from recomputed tensors to a loss."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -100,34 +100,34 @@ class _Objective(Protocol):
 
 
 class PolicyGradient(_Objective, Protocol):
-    """On recorded actions, denoising steps or tokens: their log-probs against those they were drawn with."""
+    """Compares log-probs of recorded actions (denoising steps or tokens) with those of the policy that sampled them."""
 
     kind: Literal["policy_gradient"]
 
     @property
     def prepares(self) -> frozenset[str]:
-        """Of ``log_probs``, ``reference_log_probs`` and ``values``: what ``advantages`` reads of the whole batch,
-        recomputed before the updates."""
+        """Those of ``log_probs``, ``reference_log_probs`` and ``values`` that ``advantages`` reads. They are recomputed
+        for the whole batch before the updates."""
         ...
 
     def advantages(self, scored: Scored) -> Advantages:
-        """What each sample, or each of its tokens, is worth."""
+        """The advantage of each sample, or of each of its tokens."""
         ...
 
 
 class ForwardProcess(_Objective, Protocol):
-    """On clean results of sampling, noised afresh: no log-probs."""
+    """Noises the clean samples afresh and matches velocities, without log-probs."""
 
     kind: Literal["forward_process"]
 
     @property
     def copies(self) -> Mapping[str, Callable[[int], float]]:
-        """Copies of the weights to keep, and the decay each is moved with after step ``n``."""
+        """The copies of the weights to keep, and for each the decay of its moving average after step ``n``."""
         ...
 
     @property
     def shares_noise(self) -> bool:
-        """Whether the samples of a group are noised alike."""
+        """Whether the samples of a group get the same noise."""
         ...
 
     def samples_with(self, step: int) -> str:
@@ -135,44 +135,44 @@ class ForwardProcess(_Objective, Protocol):
         ...
 
     def advantages(self, scored: Scored) -> Advantages:
-        """What each sample is worth."""
+        """The advantage of each sample."""
         ...
 
 
 class Pathwise(_Objective, Protocol):
-    """On differentiable rewards of what is sampled with a graph."""
+    """Back-propagates differentiable rewards through sampling steps."""
 
     kind: Literal["pathwise"]
 
     def graph_steps(self, steps: int, draw: float) -> GraphSteps:
-        """Which of ``steps`` sampling steps carry a graph in a training step whose uniform random number in [0, 1) is
-        ``draw``; 0 is what takes most memory."""
+        """Which of ``steps`` sampling steps carry a graph. ``draw``: the training step's uniform random number in
+        [0, 1); 0 needs the most memory."""
         ...
 
     def phrases(self, step: int) -> Sequence[str]:
-        """What is put before a picture's prompt for its reward, which is taken with each; nothing where there are
-        none."""
+        """The phrases to put before a picture's prompt for the reward, which is computed once with each; empty takes
+        the prompt itself."""
         ...
 
 
 class Offline(_Objective, Protocol):
-    """On given pairs or responses: nothing is sampled."""
+    """Trains on given pairs or responses, without sampling."""
 
     kind: Literal["offline"]
 
 
 @runtime_checkable
 class ComparesBatch(Offline, Protocol):
-    """One of given responses whose loss reads a figure of all responses of a step."""
+    """An offline objective whose loss reads a statistic of all responses of a step."""
 
     @property
     def prepares(self) -> frozenset[str]:
-        """What is recomputed of each response for it before the updates, without a graph."""
+        """The tensors that are recomputed for the statistic before the updates, without a graph."""
         ...
 
     def of_batch(self, columns: Mapping[str, Tensor], weights: Tensor, all_sum: AllSum) -> dict[str, Tensor]:
-        """What ``loss`` finds in ``old``, ``[B]`` each, of ``columns`` ``[B]`` and ``weights`` ``[B]`` of this
-        controller; ``all_sum`` adds over all."""
+        """Tensors ``[B]`` to add to the ``old`` of ``loss``, from ``columns`` ``[B]`` and ``weights`` ``[B]`` of this
+        controller; ``all_sum`` sums over all controllers."""
         ...
 
 
@@ -186,34 +186,34 @@ PROTOCOLS: Mapping[Kind, type] = {
 
 
 def lacking(objective: Objective) -> list[str]:
-    """What it lacks of the protocol of its kind."""
+    """The members of its kind's protocol that ``objective`` lacks."""
     bases = [base for base in PROTOCOLS[objective.kind].__mro__ if base.__module__ == __name__]
     names = {name for base in bases for name in (*vars(base), *base.__annotations__) if not name.startswith("_")}
     return sorted(name for name in names if not hasattr(objective, name))
 
 
 def copies_of(objective: Objective) -> Mapping[str, Callable[[int], float]]:
-    """The copies of the weights that it keeps, and the decay of each after step ``n``."""
+    """The copies of the weights that ``objective`` keeps, and the decay of each after step ``n``."""
     return objective.copies if objective.kind == "forward_process" else {}
 
 
 def sampler(objective: Objective, step: int) -> str:
-    """The copy of the weights that samples in training step ``step``; ``"current"`` are those that train."""
+    """The copy of the weights that samples in training step ``step``; ``"current"``: the trained weights."""
     return objective.samples_with(step) if objective.kind == "forward_process" else "current"
 
 
 def compares_batch(objective: Objective) -> TypeGuard[ComparesBatch]:
-    """Whether the loss of an offline objective reads a figure of all responses of a step."""
+    """Whether the loss of an offline objective reads a statistic of all responses of a step."""
     return objective.kind == "offline" and isinstance(objective, ComparesBatch)
 
 
 def prepared_by(objective: Objective) -> frozenset[str]:
-    """What it has recomputed of the whole batch before the updates."""
+    """The tensors that ``objective`` needs recomputed for the whole batch before the updates."""
     return objective.prepares if objective.kind == "policy_gradient" else frozenset()
 
 
 def advantages_of(objective: Objective) -> Callable[[Scored], Advantages]:
-    """How it makes advantages of rewards. Raises ``TypeError`` for a kind that has none."""
+    """The objective's ``advantages``. Raises ``TypeError`` for a kind that has none."""
     if objective.kind == "policy_gradient" or objective.kind == "forward_process":
         return objective.advantages
     raise TypeError(f"{type(objective).__module__} is {objective.kind}: it has no advantages")

@@ -20,14 +20,14 @@ class PairObjective(ABC):
 
     @abstractmethod
     def pair_loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss ``[B]`` with its graph, and what the log says of each pair, ``[B]``."""
+        """The loss ``[B]`` with its graph, and for the log each metric's values ``[B]``."""
 
     def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
         """The number of pairs that count."""
         return float(weights.double().sum())
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
-        """``old``: weights ``[B]`` (0 leaves a pair out), and what ``pair_loss`` reads of the data."""
+        """``old``: weights ``[B]`` (0 leaves a pair out), and the tensors that ``pair_loss`` reads."""
         weights = old["weights"]
         value, logged = self.pair_loss(new, old)
         return Loss(

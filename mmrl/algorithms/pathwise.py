@@ -12,7 +12,7 @@ from mmrl.algorithms.objective import GraphSteps, Loss
 
 
 class PathwiseObjective(ABC):
-    """Abstract; see ``mmrl.algorithms.objective.Pathwise``. An algorithm says its steps, and its loss of a reward."""
+    """Abstract; see ``mmrl.algorithms.objective.Pathwise``. A subclass defines ``graph_steps`` and ``of_reward``."""
 
     kind: Literal["pathwise"] = "pathwise"
     entries: int | None = None
@@ -29,7 +29,7 @@ class PathwiseObjective(ABC):
         """The loss of rewards with their graph, of any shape."""
 
     def of_pictures(self, new: Mapping[str, Tensor]) -> Tensor:
-        """The loss ``[B]`` of what was generated and its rewards."""
+        """The loss ``[B]`` of generated pictures; ``new`` as in ``loss``."""
         return self.of_reward(new["rewards"]).mean(0)
 
     def phrases(self, step: int) -> Sequence[str]:

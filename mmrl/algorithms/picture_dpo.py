@@ -3,11 +3,11 @@
     h = -beta / 2 [(l_w - l_w,ref) - (l_l - l_l,ref)],   l = mean (v(x_s) - (eps - x0))^2,   x_s = (1 - s) x0 + s eps
     L = -log sigmoid(h)
 
-A pair is noised alike, at one noise level that is drawn anew in every step. ``diffusion_dpo`` makes pairs of its own
-samples.
+Both pictures of a pair get the same noise, at one level that is drawn anew in every step. ``diffusion_dpo`` makes pairs
+from the run's own samples.
 
-Departs: the matching error is of the velocity and its mean over dimensions, and beta is of that; levels are those of
-``sampling.steps``, not all 1,000; latents are the mode of the VAE's distribution.
+Departs: the matching error is that of the velocity, as a mean over dimensions, which beta multiplies; levels are those
+of ``sampling.steps``, not all 1,000; latents are the mode of the VAE's distribution.
 """
 
 from __future__ import annotations

@@ -24,14 +24,14 @@ from mmrl.algorithms.objective import Loss, Scored
 from mmrl.algorithms.settings import AggregationMode, KLEstimator, TokenSettings, length_limit
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios beyond it are cut: exp of them would overflow, and infinity times a clipped gradient of 0 is no number."""
+"""Log-ratios are clamped to it: exp would overflow, and infinity times a clipped gradient of 0 is NaN."""
 
 
 @dataclass(frozen=True)
 class Surrogate:
     """The policy's part of the loss and its ratio, ``[B, T]``, or ``[B, 1]`` where a response is one action.
 
-    ``low`` and ``high`` mark where the clip range takes the gradient away, below and above it (bool, the same shape).
+    ``low`` and ``high`` mark where clipping sets the gradient to 0, below and above the range (bool, the same shape).
     """
 
     loss: Tensor
@@ -41,7 +41,7 @@ class Surrogate:
 
 
 class TokenObjective(ABC):
-    """Abstract; see ``mmrl.algorithms.objective.PolicyGradient``. An algorithm has its advantages and surrogate."""
+    """Abstract; see ``mmrl.algorithms.objective.PolicyGradient``. A subclass has ``advantages`` and ``surrogate``."""
 
     kind: Literal["policy_gradient"] = "policy_gradient"
     prepares: frozenset[str] = frozenset()
@@ -76,16 +76,16 @@ class TokenObjective(ABC):
         ``advantages`` ``[B, T]`` or ``[B, 1]``."""
 
     def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
-        """See ``Aggregation.amount``."""
+        """See ``Aggregation.loss_denominator``."""
         return self.aggregation.loss_denominator(weights, lengths)
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:
         """The loss of some rows.
 
-        ``new``: log_probs ``[B, T]``, and where they are needed or known reference_log_probs, entropy and values
-        ``[B, T]``. ``old``: log_probs ``[B, T]``, advantages ``[B]`` or ``[B, T]``, weights ``[B]`` (0 leaves a row
-        out), mask ``[B, T]``, optionally importance ``[B, T]`` or ``[B, 1]``. Values outside the mask may be anything.
-        Ratios, fractions and divergences are logged as means over what the aggregation averages: tokens, or responses.
+        ``new``: log_probs ``[B, T]``, and if needed or known reference_log_probs, entropy and values ``[B, T]``.
+        ``old``: log_probs ``[B, T]``, advantages ``[B]`` or ``[B, T]``, weights ``[B]`` (0 leaves a row out), mask
+        ``[B, T]``, optionally importance ``[B, T]`` or ``[B, 1]``. Values outside the mask may be anything. Ratios,
+        fractions and divergences are logged as means over tokens or responses, whichever the aggregation averages.
         """
         inside = old["mask"] > 0
         mask, weights = inside.to(old["weights"].dtype), old["weights"]
@@ -117,7 +117,7 @@ class TokenObjective(ABC):
     def terms(
         self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], inside: Tensor
     ) -> dict[str, tuple[float, Tensor]]:
-        """What is added to the surrogate: the log's name to a coefficient (0: only logged) and ``[B, T]``."""
+        """Terms to add to the surrogate: a metric's name to its coefficient (0: only logged) and values ``[B, T]``."""
         out: dict[str, tuple[float, Tensor]] = {}
         if "reference_log_probs" in new:
             kl = divergence(new["log_probs"], new["reference_log_probs"], inside, self.kl_estimator, self.kl_max)
@@ -151,8 +151,8 @@ def divergence(
 ) -> Tensor:
     """An estimate of the divergence from the reference, ``[B, T]``, in nats; 0 outside ``inside`` ``[B, T]`` (bool).
 
-    ``limit`` clamps each value, whose gradient is 0 beyond it. Of a straight-through estimator it clamps the value
-    alone: the gradient is that of k2 everywhere, as in verl.
+    ``limit`` clamps each value; its gradient is 0 beyond the limit. For a straight-through estimator only the value is
+    clamped: the gradient is that of k2 everywhere, as in verl.
     """
     d = torch.where(inside, reference - log_probs, 0.0)
 

@@ -2,9 +2,9 @@
 
     L = mean over tokens of max(-A ratio, -A clip(ratio)) + 1/2 max((V - R)^2, (clip(V, V_old -+ value_clip) - R)^2)
 
-``A`` is GAE over rewards less the divergence, whitened over the batch's tokens; ``R = A + V_old`` before whitening. The
-critic has weights of its own, so that its term needs no coefficient, only its learning rate (``critic_lr``). A response
-cut at the length limit ends there like any other: nothing is bootstrapped.
+``A`` is GAE over rewards minus the divergence, whitened over the batch's tokens; ``R = A + V_old`` before whitening.
+The critic shares no weights with the policy, so its term needs no coefficient, only a learning rate (``critic_lr``). A
+response cut at the length limit counts as finished: its return is not bootstrapped.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class PPOSettings(ClippedSettings, CriticSettings):
 
     aggregation: AggregationMode = "token_mean"
     kl_coef: NonNegative = 0.05
-    """Of each token's divergence, taken from its reward (TRL's default)."""
+    """Weight of each token's divergence, which is subtracted from its reward (TRL's default)."""
     gamma: Fraction = 1.0
     gae_lambda: Fraction = 0.95
     value_clip: PositiveFloat = 0.2
-    """A new value counts no further than this from the value before the step's updates."""
+    """Clip range of a new value around the value before the step's updates."""
 
     uses_token_rewards: ClassVar[bool] = True
 
@@ -85,9 +85,9 @@ class PPO(TokenObjective):
 
 
 def clipped_value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Half the squared error of ``values``, or of ``values`` held within ``clip`` of ``before``, whichever is larger.
+    """Half the squared error of ``values``, or of ``values`` clipped to ``before`` +- ``clip``, whichever is larger.
 
-    Returns it and where the held one was larger, which takes the gradient away (0 or 1), in the shape of ``values``.
+    Returns it and where the clipped one was larger, so that the gradient is 0 (0 or 1), in the shape of ``values``.
     """
     free = (values - returns).square()
     held = (before + (values - before).clamp(-clip, clip) - returns).square()

@@ -7,7 +7,7 @@
 Equations 3 and 4. With gamma < 1, and with rewards of single tokens, plain takes the discounted reward-to-go; k2 is
 Schulman's.
 
-The batch is that of all controllers. Statistics are over tokens, so that a response weighs with its length, as in verl.
+The batch is that of all controllers. Statistics are over tokens, so that longer responses weigh more, as in verl.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ReinforcePPSettings(ClippedSettings):
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262), with or without the group baseline."""
 
     variant: Literal["plain", "baseline"] = "plain"
-    """``plain``: each token's divergence is taken from its reward, and a group of 1 will do. ``baseline``: the group's
-    mean is taken off the reward first, and the divergence (k2) is a term of the loss."""
+    """``plain``: each token's divergence is subtracted from its reward; a group of 1 is enough. ``baseline``: the
+    group's mean is subtracted from the reward first, and the divergence (k2) is a term of the loss."""
     aggregation: AggregationMode = "token_mean"
     kl_coef: NonNegative = 0.01
     gamma: Fraction = 1.0

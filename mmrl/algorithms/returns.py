@@ -1,6 +1,6 @@
 """Token rewards and their sums: the KL divergence in the reward, reward-to-go, GAE and whitening.
 
-All ``[B, T]``, computed in float64. Positions outside the mask are skipped, wherever they lie, and come back as 0.
+All are ``[B, T]``, computed in float64. Positions outside the mask are skipped, wherever they are; results are 0 there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mmrl.algorithms.objective import Scored
 
 
 def token_rewards(scored: Scored, kl_coef: float) -> tuple[Tensor, dict[str, float]]:
-    """Each token's reward: the response's at its last token, and its own, less ``kl_coef log(policy / reference)``.
+    """Each token's reward: its own, plus the response's at the last token, minus ``kl_coef log(policy / reference)``.
 
     The form of InstructGPT (arXiv 2203.02155) and of REINFORCE++ (arXiv 2501.03262, eq. 3), with Schulman's k1. Rows
     without a reward, and without a token, are 0. Returns ``[B, T]`` and the mean divergence per token for the log.
@@ -31,7 +31,7 @@ def token_rewards(scored: Scored, kl_coef: float) -> tuple[Tensor, dict[str, flo
 
 
 def penalised_rewards(scored: Scored, kl_coef: float) -> tuple[Tensor, dict[str, float]]:
-    """The response's reward ``[B]`` less ``kl_coef`` times the sum of its tokens' divergence; NaN stays NaN."""
+    """The response's reward ``[B]`` minus ``kl_coef`` times the sum of its tokens' divergence; NaN stays NaN."""
     kl, metrics = divergence(scored, kl_coef)
     return scored.rewards.double() - (kl_coef * kl.sum(1) if kl_coef else 0.0), metrics
 
@@ -73,8 +73,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 def whiten(values: Tensor, mask: Tensor, all_sum: AllSum = alone) -> Tensor:
     """``(x - mean) / std`` over the tokens inside ``mask``; population standard deviation, 1e-8 under its root.
 
-    Nothing is divided where all are equal. ``all_sum`` makes the statistics those of all controllers' tokens. float64,
-    0 outside ``mask``.
+    Values that are all equal are not divided. ``all_sum`` makes the statistics those of all controllers' tokens.
+    float64, 0 outside ``mask``.
     """
     mean, variance = batch_statistics(values, mask, all_sum)
     return torch.where(mask > 0, (values.double() - mean) / (variance + 1e-8).sqrt(), 0.0)

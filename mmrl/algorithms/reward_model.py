@@ -2,7 +2,7 @@
 
     L = -log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2
 
-The margin is the data's (Llama 2, arXiv 2307.09288, eq. 2), 0 without one; the second term keeps scores about 0
+The margin is a column of the data (Llama 2, arXiv 2307.09288, eq. 2), else 0; the second term keeps scores near 0
 (Eisenstein et al. 2023, arXiv 2312.09244).
 """
 

@@ -1,11 +1,10 @@
 """RLOO: REINFORCE with a leave-one-out baseline, a whole response as one action (arXiv 2402.14740, eq. 8).
 
-    A = r - mean of the others of its group,   r less kl_coef log(policy / reference) of the response
-    L = max(-A ratio, -A clip(ratio)), the ratio that of the whole response
+    A = r' - mean of r' of the others of its group,   r' = r - kl_coef log(policy / reference) of the response
+    L = max(-A ratio, -A clip(ratio)), with the ratio of the whole response
 
-The reward is less ``kl_coef`` times the response's ``log(policy / reference)``. The paper takes one step on fresh
-samples, where the ratio is 1; for further updates the response's ratio, the product over its tokens, is clipped as in
-TRL's RLOOTrainer.
+The paper takes one step on fresh samples, where the ratio is 1. For further updates the response's ratio, the product
+over its tokens, is clipped as in TRL's RLOOTrainer.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class RLOOSettings(ClippedSettings):
     """REINFORCE with a leave-one-out baseline, a response as one action (Ahmadian et al. 2024, arXiv 2402.14740)."""
 
     kl_coef: NonNegative = 0.05
-    """Of the response's divergence, taken from its reward (TRL's default)."""
+    """Weight of the response's divergence, which is subtracted from its reward (TRL's default)."""
 
     @property
     def divergence_in_loss(self) -> bool:

@@ -5,8 +5,8 @@
 
 ``best`` is the supervised fine-tuning (SFT) that Flow-GRPO compares itself with.
 
-Departs: weights are of the group, not of the reward itself or of the batch, so that easy prompts do not take over; a
-group whose rewards are all equal is left out.
+Departs: weights are normalised within a group, not over the batch, so that easy prompts do not dominate; a group whose
+rewards are all equal is left out.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class RWRSettings(ForwardSettings):
     """Reward-weighted fine-tuning on the run's own samples (Lee et al. 2023, arXiv 2302.12192)."""
 
     weights: Literal["softmax", "best"] = "softmax"
-    """A sample counts by the softmax of its group's standardised rewards, or the best one of each group alone (SFT on
-    own samples)."""
+    """``softmax``: a sample's weight is the softmax over its group's standardised rewards; ``best``: only the best
+    sample of each group trains (SFT on own samples)."""
     temperature: PositiveFloat = 1.0
-    """Of the softmax, in standard deviations of the group."""
+    """Temperature of the softmax, in standard deviations of the group."""
     kl_coef: NonNegative = 0.0
     """Weight of the squared distance to the reference's velocity."""
 

@@ -13,10 +13,10 @@ computed once in float64:
 - ddim   std = eta n' sqrt((b'^2 / b^2) (1 - a^2 / a'^2)), total noise level stays s'   (DDIM, arXiv 2010.02502, eq. 16)
 - ode    std = 0
 
-DDIM's ``a``, ``b`` and ``n`` are those of a state of unit variance, ``a x0 + b eps`` with ``a^2 + b^2 = 1``, of which
-``x_s`` is the ``n``-th part: ``a = (1 - s) / n``, ``b = s / n``, ``n = sqrt((1 - s)^2 + s^2)``. With eta 1 it is the
-policy of DDPO (arXiv 2305.13301). Log-probs are of ``x_s``; DDPO's, of the other state, are less by ``-log n'``, which
-no ratio sees.
+DDIM's ``a``, ``b`` and ``n`` are those of a state of unit variance, ``a x0 + b eps`` with ``a^2 + b^2 = 1``, and
+``x_s`` is ``n`` times that state: ``a = (1 - s) / n``, ``b = s / n``, ``n = sqrt((1 - s)^2 + s^2)``. With eta 1 it is
+the policy of DDPO (arXiv 2305.13301). Log-probs are of ``x_s``; DDPO's, of the other state, differ by the constant
+``log n'``, which cancels in every ratio.
 
 ``s_second`` and ``s_last`` are sigmas of the schedule. Where ``s = 1``, within 0.001, the flow's ``1 - s`` takes the
 schedule's second sigma, as the paper's code does. Log-probs are the *mean* over the non-batch dimensions; CPS leaves
@@ -53,15 +53,15 @@ class Coefficients:
 
     @property
     def kl_std(self) -> Tensor:
-        """What the authors of each noise divide the distance of two means by for their KL, ``[T]``: ``std``, the KL of
-        the two Gaussians; Flow-GRPO ``d``, so without the step's ``dt``."""
+        """What the authors of each noise divide the distance of two means by for their KL term, ``[T]``: ``std``, which
+        is the KL of the two Gaussians; Flow-GRPO ``d``, so without the step's ``dt``."""
         return self.std / (-self.dt).sqrt() if self.kind in ("flow", "dance") else self.std
 
 
 def coefficients(sigmas: Tensor, kind: Kind, noise_level: float, noisy: Sequence[int]) -> Coefficients:
     """Constants of every step of ``sigmas`` ``[T + 1]`` (falling to 0): noise at the steps ``noisy``, ODE elsewhere.
 
-    Raises ``ValueError`` where noise is asked of a step that cannot carry it (the final one) or lies outside.
+    Raises ``ValueError`` for a step in ``noisy`` that does not exist or cannot carry noise (the final one).
     """
     s, s2 = sigmas[:-1].double(), sigmas[1:].double()
     dt = s2 - s
@@ -98,10 +98,10 @@ def _ddim_std(s: Tensor, s2: Tensor) -> Tensor:
 
 
 def noiseless(sigmas: Tensor, kind: Kind, steps: Sequence[int]) -> list[int]:
-    """Those of ``steps`` that ``ddim`` leaves next to no noise: they end below sigma 0.01.
+    """Those of ``steps`` in which ``ddim`` adds almost no noise: they end below sigma 0.01.
 
-    Schedules of flow models come to 0.001 before 0. A log-prob's gradient goes with 1 / std, so that such a step's
-    would drown all others'.
+    Schedules of flow models reach 0.001 before 0. The gradient of a log-prob grows with 1 / std, so that such a step
+    would dominate all others.
     """
     return [i for i in steps if kind == "ddim" and sigmas[i + 1] < 0.01]
 

@@ -1,6 +1,6 @@
 """The settings that all algorithms share, and those that one kind shares. Imports no algorithm, no torch.
 
-An algorithm's own settings stand beside its objective; the defaults are those of its paper.
+An algorithm's own settings are in the file of its objective; the defaults are those of its paper.
 """
 
 from __future__ import annotations
@@ -15,55 +15,55 @@ from mmrl.config.section import NonNegative, Section
 from mmrl.errors import UserError
 
 Kind = Literal["policy_gradient", "forward_process", "pathwise", "offline"]
-"""What an update is made of: recorded actions, clean results noised afresh, a differentiable reward, or
+"""What an update trains on: recorded actions, clean samples noised afresh, a differentiable reward, or
 given pairs or responses."""
 TrainsOn = Literal["denoising", "tokens", "pairs", "responses", "picture_pairs"]
 Spread = Literal["group", "batch", "none"]
 """What centred rewards are divided by: the standard deviation of their group, of the batch, or nothing."""
 AdvantageAggregation = Literal["sum", "each", "gdpo"]
-"""How several rewards become one advantage: of their weighted sum; one of each reward, then their weighted sum
-(MixGRPO, arXiv 2507.21802), so that a reward that varies much does not drown the others; or the same, standardised over
+"""How several rewards become one advantage: the advantage of their weighted sum; the weighted sum of an advantage per
+reward (MixGRPO, arXiv 2507.21802), so that a reward that varies much does not dominate; or the same, standardised over
 the batch again (GDPO, arXiv 2601.05242)."""
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 AggregationMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-"""How the losses of tokens become one number, by the field's names: over all tokens alike, or per response first."""
+"""How the losses of tokens become one number, by verl's names: over all tokens alike, or per response first."""
 
 
 class AlgorithmSettings(Section):
-    """The section ``algorithm`` of a recipe, and what its algorithm says of itself (abstract)."""
+    """The section ``algorithm`` of a recipe, and the properties of its algorithm (abstract)."""
 
     trains_on: ClassVar[TrainsOn] = "denoising"
-    """What a step is made of: denoised pictures and clips, sampled text, given responses, or pairs of a better and a
-    worse text or picture."""
+    """The data of a step: denoised pictures and clips, sampled text, given responses, or pairs of a better and a worse
+    text or picture."""
     kind: ClassVar[Kind] = "policy_gradient"
     uses_token_rewards: ClassVar[bool] = False
-    """Rewards of single tokens count; elsewhere they would be lost."""
+    """Whether the algorithm reads rewards of single tokens; the others would ignore them."""
     whole: ClassVar[Literal["group", "pair"] | None] = None
-    """What an update must see in one slice."""
+    """What must not be split over micro-batches: a whole group, or a whole pair."""
     takes_older_samples: ClassVar[bool] = True
-    """Whether it may train on samples that older weights drew, with or without a weight that corrects them."""
+    """Whether it may train on samples of older weights, with or without an importance weight."""
     trains_scores: ClassVar[bool] = False
-    """Whether the model is one that scores a text, in place of one that writes it."""
+    """Whether the model scores a text, in place of writing it."""
     exact_replay: ClassVar[bool] = False
-    """Whether the mean of a denoising step is compared with the one it was drawn from, which must be the same to the
-    last digits."""
+    """Whether the mean of a denoising step is compared with the mean at sampling time, so that replay must reproduce it
+    almost exactly."""
 
     type: str = ""
-    """The name of the algorithm's file, or path/to/file.py:Class; a recipe says it."""
+    """The name of the algorithm's file, or path/to/file.py:Class; required in a recipe."""
 
     @property
     def label(self) -> str:
-        """A short name: of ``path/to/file.py:Class`` the class."""
+        """A short name: for ``path/to/file.py:Class`` the class."""
         return self.type.rpartition(":")[2].rpartition("/")[2].removesuffix(".py")
 
     @property
     def compares_group(self) -> bool:
-        """Whether a sample is judged against the others of its prompt, so that a group of one teaches nothing."""
+        """Whether a sample is compared with the others of its prompt, so that a group of one has no signal."""
         return True
 
     @property
     def given_texts(self) -> Mapping[str, str]:
-        """Of given texts: what each text of a row is called, and the column of the data that has it."""
+        """For given texts: the name of each text of a row, and the column of the data that has it."""
         return {}
 
     @property
@@ -77,7 +77,7 @@ class AlgorithmSettings(Section):
         return sampling
 
     def conflicts(self, sampling: Sampling | TextSampling) -> Iterator[str]:
-        """What cannot work, of these settings and with how the recipe samples: ``key: why; edit`` each."""
+        """The settings that cannot work, alone or with this sampling: ``key: why; edit`` each."""
         yield from ()
 
 
@@ -94,19 +94,19 @@ class TokenSettings(AlgorithmSettings):
     """Limit of the estimate of a token, in nats: it is clamped to [-kl_max, kl_max], and has no gradient beyond;
     ``k1+`` and ``k3+`` keep that of k2 (verl: 10 for k3, no limit for others)."""
     entropy_coef: NonNegative = 0.0
-    """Weight of the policy's entropy, which is raised."""
+    """Weight of the entropy bonus."""
     max_new_tokens: PositiveInt | None = None
-    """The length limit that ``seq_mean_token_sum_norm`` divides by and that overlong responses are measured against;
-    None takes sampling.max_new_tokens."""
+    """The length limit, by which ``seq_mean_token_sum_norm`` divides and beyond which a response is overlong; None
+    takes sampling.max_new_tokens."""
     mask_truncated: bool = False
     """Leave responses that were cut at the length limit out of the loss and its mean; their rewards still count in
     their group's. TRL calls it ``mask_truncated_completions``."""
     drop_zero_std_groups: bool = False
     """Leave groups in which no sample has an advantage out of the loss's mean, to which they add 0 otherwise."""
     dynamic_sampling: bool = False
-    """Draw other prompts in place of groups whose rewards are all equal (DAPO)."""
+    """Draw new prompts in place of groups whose rewards are all equal (DAPO)."""
     max_attempts: PositiveInt = 10
-    """Rounds of sampling in a step at most, where dynamic_sampling is on."""
+    """Largest number of sampling rounds in a step with dynamic_sampling."""
 
     @property
     def attempts(self) -> int | None:
@@ -114,7 +114,7 @@ class TokenSettings(AlgorithmSettings):
 
     @property
     def divergence_in_loss(self) -> bool:
-        """Whether the divergence is a term of the loss with the estimator that the recipe names."""
+        """Whether the divergence is a term of the loss, with the recipe's estimator."""
         return True
 
     def conflicts(self, sampling: Sampling | TextSampling) -> Iterator[str]:
@@ -128,7 +128,7 @@ class TokenSettings(AlgorithmSettings):
 
 
 class ClippedSettings(TokenSettings):
-    """A clipped surrogate: the ratio moves a token's loss inside [1 - clip_low, 1 + clip_high] (abstract)."""
+    """A clipped surrogate: the ratio counts within [1 - clip_low, 1 + clip_high] (abstract)."""
 
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     clip_high: PositiveFloat = 0.2
@@ -143,10 +143,10 @@ class ClippedSettings(TokenSettings):
 
 
 class CriticSettings(TokenSettings):
-    """A critic of tokens trains beside the policy (abstract)."""
+    """A critic that values each token trains with the policy (abstract)."""
 
     critic_lr: PositiveFloat = 1e-5
-    """Peak learning rate of the critic's weights; its optimizer is otherwise as optim says."""
+    """Peak learning rate of the critic; the rest of its optimizer is set by optim."""
 
 
 class GivenSettings(AlgorithmSettings):
@@ -160,7 +160,7 @@ class GivenSettings(AlgorithmSettings):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the policy as the run began is compared with."""
+        """Whether the loss compares with the policy at the start of the run."""
         return False
 
 
@@ -175,13 +175,13 @@ class PairSettings(GivenSettings):
 
 
 class ResponseSettings(GivenSettings):
-    """Given responses, one a prompt (abstract)."""
+    """Given responses, one per prompt (abstract)."""
 
     trains_on: ClassVar[TrainsOn] = "responses"
     completion: str = "completion"
     """The column of the data that has the response. ``chosen`` takes the better text of pairs."""
     mismatches: ClassVar[bool] = False
-    """Whether each prompt is compared with the response of another, too."""
+    """Whether each prompt is also paired with the response of a different prompt."""
 
     @property
     def label_column(self) -> str | None:
@@ -194,7 +194,7 @@ class ResponseSettings(GivenSettings):
 
 
 class PictureSettings(AlgorithmSettings):
-    """What the algorithms share that weigh a picture by its group's rewards (abstract)."""
+    """Shared by the algorithms that compute a picture's advantage from its group's rewards (abstract)."""
 
     advantage_clip: PositiveFloat = 5.0
     advantage_std: Spread = "batch"
@@ -203,9 +203,9 @@ class PictureSettings(AlgorithmSettings):
     drop_zero_std_groups: bool = False
     """Leave groups in which no sample has an advantage out of the loss's mean, to which they add 0 otherwise."""
     dynamic_sampling: bool = False
-    """Draw other prompts in place of groups whose rewards are all equal (DAPO, arXiv 2503.14476)."""
+    """Draw new prompts in place of groups whose rewards are all equal (DAPO, arXiv 2503.14476)."""
     max_attempts: PositiveInt = 10
-    """Groups drawn for a slot at most, where dynamic_sampling is on."""
+    """Largest number of groups drawn for a slot with dynamic_sampling."""
 
     @property
     def attempts(self) -> int | None:
@@ -217,7 +217,7 @@ class StepSettings(PictureSettings):
 
     kl_coef: NonNegative = 0.04
     trained_steps: PositiveInt | None = None
-    """Train so many of the recorded steps, drawn anew in every training step (DanceGRPO: 60 % of them); None trains
+    """Number of recorded steps to train, drawn anew in every training step (DanceGRPO: 60 % of them); None trains
     all."""
 
 
@@ -256,14 +256,14 @@ A = TypeVar("A", bound=AlgorithmSettings)
 
 
 def with_length_limit(algorithm: A, max_new_tokens: int) -> A:
-    """``algorithm`` with its ``max_new_tokens`` filled in where it has one that was left to sampling."""
+    """``algorithm`` with its ``max_new_tokens`` filled in if it has that setting and it is None."""
     if isinstance(algorithm, TokenSettings) and algorithm.max_new_tokens is None:
         return algorithm.model_copy(update={"max_new_tokens": max_new_tokens})
     return algorithm
 
 
 def length_limit(settings: TokenSettings) -> int:
-    """The section's ``max_new_tokens``; raises ``UserError`` where it was left to sampling and nothing filled it in."""
+    """The section's ``max_new_tokens``; raises ``UserError`` if it is None."""
     if settings.max_new_tokens is None:
         raise UserError(
             f"algorithm.max_new_tokens: this {settings.label or type(settings).__name__} measures lengths against a "

@@ -2,9 +2,9 @@
 
     L = - sum over responses and their tokens of log policy(token | prompt, earlier tokens) / number of tokens
 
-The tokens are those of the whole update, on all controllers, so that no way to cut it into micro-batches changes the
-gradient. Prompts are not trained on. It is what transformers' causal models compute where the labels of the prompt are
--100, and TRL's SFTTrainer on prompt-completion data.
+The tokens are those of the whole update, on all controllers, so that the split into micro-batches does not change the
+gradient. Prompts are not trained on. It equals the loss of transformers' causal models with prompt labels of -100, and
+that of TRL's SFTTrainer on prompt-completion data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SFT:
         self.settings = settings
 
     def loss_denominator(self, weights: Tensor, lengths: Tensor) -> float:
-        """The tokens of the responses that count, their ends among them."""
+        """The number of tokens of the responses that count, end-of-sequence tokens included."""
         return float((weights.double() * lengths.double()).sum())
 
     def loss(self, new: Mapping[str, Tensor], old: Mapping[str, Tensor], total: float) -> Loss:

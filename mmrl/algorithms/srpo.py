@@ -4,14 +4,14 @@
     L = max(threshold - (1 + k) r+(x0~) + r-(x0~), 0) / 2 of a = b + d, plus the same of a = b - d with r+, r- exchanged
 
 ``x0`` is sampled without a graph, ``eps`` is the noise it was sampled from, ``v`` has a graph. Because the noise is
-known, a level of nearly pure noise shows a whole picture, and early steps train too. ``r+`` and ``r-`` are the reward
-with a wanted and an unwanted word before the prompt, so that what the reward says whatever the words counts ``k`` only.
+known, a whole picture is recovered even from almost pure noise, so early steps train too. ``r+`` and ``r-`` are the
+reward with a wanted and an unwanted word before the prompt; what does not depend on the words has the weight ``k``.
 Without words (``wanted: []``, ``unwanted: []``): L = max(threshold - r(x0~), 0), a = b + d (Direct-Align alone).
 
 Departs: x0 comes from the ODE, the authors' from an SDE. ``b`` is drawn once for all samples of a training step, and so
-that ``a`` stays among the levels, where the authors shorten d. Words are put before the prompt for the reward alone, as
-theirs, but each text is scored apart: of rewards linear in the text's embedding (CLIP) that is their one score of
-(1 + k) text+ - text-. kl_coef (0) is not the paper's.
+that ``a`` stays among the levels, where the authors shorten d. Words are put before the prompt only for the reward, as
+in their code, but each text is scored separately: for rewards linear in the text's embedding (CLIP) this equals their
+one score of (1 + k) text+ - text-. kl_coef (0) is not in the paper.
 """
 
 from __future__ import annotations
@@ -30,23 +30,22 @@ from mmrl.config.sampling import Sampling, TextSampling
 
 
 class SRPOSettings(PathwiseSettings):
-    """Rewards of pictures recovered by their known noise, relative to unwanted words (Shen et al. 2025, arXiv
-    2509.06942)."""
+    """Rewards of pictures recovered by known noise, relative to words (Shen et al. 2025, arXiv 2509.06942)."""
 
     wanted: tuple[str, ...] = ("Natural-lighting", "Detail", "Detailed", "Real")
-    """Words before the prompt, one a training step in turn, that the reward shall prefer pictures with; [] takes the
-    reward itself."""
+    """Words put before the prompt, one per training step in turn, which the reward should favour; [] takes the reward
+    itself."""
     unwanted: tuple[str, ...] = ("Concept art", "Painting", "Anime", "Flat", "Oil")
     lowest: Annotated[float, Field(gt=0, lt=1)] = 0.75
     highest: Annotated[float, Field(gt=0, lt=1)] = 0.964
-    """Noise levels that train: of the authors' 50 steps with shift 3 the 5th to the 25th."""
+    """Noise levels that train: the 5th to the 25th of the authors' 50 steps with shift 3."""
     jump: Annotated[float, Field(gt=0, le=0.5)] = 0.1
     """How far one prediction goes, as a share of these levels."""
     discount: tuple[float, float] = (0.1, 0.25)
-    """What the reward counts beside the difference of the words, at the lowest and at the highest level; predictions
-    toward the picture."""
+    """Weight ``k`` of the reward itself, besides the difference of the words, at the lowest and at the highest level;
+    for predictions toward the picture."""
     discount_inverted: tuple[float, float] = (0.3, 0.01)
-    """The same of predictions away from it."""
+    """The same for predictions away from it."""
     threshold: float = 0.7
     """A relative reward beyond it has no gradient."""
 
@@ -77,8 +76,8 @@ class SRPO(PathwiseObjective):
         return (self.settings.threshold - rewards).relu()
 
     def of_pictures(self, new: Mapping[str, Tensor]) -> Tensor:
-        """``new``: rewards ``[W P, B]``, for each of the phrases those of all jumps, and from ``[P]``, the levels that
-        these start from."""
+        """``new``: rewards ``[W P, B]``, for each of the ``W`` phrases those of all ``P`` jumps, and from ``[P]``, the
+        levels at which the jumps start."""
         rewards = new["rewards"]
         if not self.settings.wanted:
             return self.of_reward(rewards).mean(0)
@@ -92,5 +91,5 @@ class SRPO(PathwiseObjective):
 
 
 def _between(ends: tuple[float, float], place: float) -> float:
-    """From the first of ``ends`` at 0 to the second at 1."""
+    """Interpolate from the first of ``ends`` at place 0 to the second at place 1."""
     return ends[0] + place * (ends[1] - ends[0])

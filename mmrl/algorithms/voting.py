@@ -10,11 +10,11 @@ Vote = Literal["intersection", "majority", "union", "average"]
 
 
 def vote(critiques: Sequence[Iterable[int]], rule: Vote) -> dict[int, float]:
-    """The penalty of each step that is found wrong, in (0, 1], by the step's number, in order.
+    """The penalty of each wrong step, in (0, 1], by the step's number, in order.
 
-    ``critiques`` list the wrong steps, one list a critique; a step named twice in a list counts once. ``intersection``:
-    all critiques name it; ``majority``: at least half do (two of four will do); ``union``: any does; ``average``: any
-    does, and the penalty is the share that do. No critique finds nothing.
+    ``critiques``: one list of wrong steps per critique; a step named twice in a list counts once. ``intersection``: all
+    critiques name it; ``majority``: at least half do (two of four are enough); ``union``: any does; ``average``: any
+    does, and the penalty is the share that do. Without critiques no step is wrong.
     """
     counts = Counter(step for critique in critiques for step in set(critique))
     n = len(critiques)

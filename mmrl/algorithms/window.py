@@ -1,12 +1,12 @@
-"""Where the window of trained denoising steps begins (MixGRPO, arXiv 2507.21802, section 3.2, and its authors' code).
+"""The start of the window of trained denoising steps (MixGRPO, arXiv 2507.21802, section 3.2, and its authors' code).
 
 ``progressive`` stays at a start for ``every`` training steps, moves on by one and returns to the first after the last.
-``decay`` and ``exp_decay`` stay less and less long, since early steps decide what a picture shows:
+``decay`` and ``exp_decay`` stay for fewer and fewer training steps, because early steps decide what a picture shows:
 
 - decay      int(every (1 - p) + least p), p = start / last step, least = max(1, every // 4), and not less than least
 - exp_decay  ceil(every exp(-decay_rate max(0, start - decay_from)))
 
-Departs: windows are whole; the authors' are cut at the last step.
+Departs: windows always have their full length; the authors' are cut at the last step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mmrl.config.sampling import Window
 
 
 def start(window: Window, steps: range, step: int) -> int:
-    """The first denoising step of the window in training step ``step``; the window stays within ``steps``. Of every
-    strategy but ``random``, which draws."""
+    """The first denoising step of the window in training step ``step``; the window stays within ``steps``. For every
+    strategy except ``random``, which draws it elsewhere."""
     stays = [_stay(window, first, steps[-1]) for first in steps[: len(steps) - window.size + 1]]
     left = step % sum(stays)
     for first, stay in zip(steps, stays, strict=False):

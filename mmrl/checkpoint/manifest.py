@@ -1,7 +1,7 @@
 """The checkpoints in a folder, as their manifests describe them.
 
-A checkpoint's directory holds ``manifest.json``: the step it is of, and the size and SHA-256 of each of its files. The
-step in the manifest counts, whatever the directory is called: somebody may have renamed or copied it.
+A checkpoint's directory holds ``manifest.json``: its step, and the size and SHA-256 of each of its files. The step in
+the manifest counts, not the directory's name: somebody may have renamed or copied it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIVERGED = "diverged.json"
 _NAME = re.compile(r"step_(\d{6,})$")
 _PATTERN = "*.safetensors"
 _SHOWN = 3
-"""How many faults of a manifest a message names."""
+"""Largest number of faults of a manifest in a message."""
 
 
 class File(BaseModel):
@@ -43,10 +43,10 @@ class Manifest(BaseModel):
 
 @dataclass(frozen=True)
 class Entry:
-    """A checkpoint's directory. ``fault``: why it cannot be used, as far as that is seen without reading its files.
+    """A checkpoint's directory. ``fault``: why it cannot be used, as far as this is known without reading its files.
 
-    ``manifest`` is None where it cannot be read; ``step`` is then the one in the directory's name. ``diverged``: what
-    training met after it, where that was not finite.
+    ``manifest`` is None if it cannot be read; ``step`` is then the one in the directory's name. ``diverged``: the
+    numbers that were not finite in training after it, if there were any.
     """
 
     step: int
@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def renamed(self) -> bool:
-        """Whether the directory has another name than that of its step."""
+        """Whether the directory's name is not that of its step."""
         return self.directory.name != directory_of(self.step)
 
 
@@ -72,7 +72,7 @@ def directory_of(step: int) -> str:
 
 
 def entries(folder: Path) -> list[Entry]:
-    """The checkpoints in ``folder`` by step; of several of one step those whose directories were renamed come last."""
+    """The checkpoints in ``folder`` by step; within one step those with renamed directories come last."""
     if not folder.is_dir():
         return []
     found = [_entry(p) for p in sorted(folder.iterdir()) if p.is_dir() and not p.name.startswith(".")]
@@ -101,7 +101,7 @@ def sha256(path: Path) -> str:
 
 
 def _entry(directory: Path) -> Entry | None:
-    """None for a directory that is no checkpoint by its name and has no manifest that can be read."""
+    """The checkpoint in ``directory``; None if its name is not that of a checkpoint and it has no readable manifest."""
     name = _NAME.match(directory.name)
     diverged = _diverged(directory)
     try:
@@ -115,7 +115,7 @@ def _entry(directory: Path) -> Entry | None:
 
 
 def _missing(directory: Path, manifest: Manifest) -> str | None:
-    """The fault that names and sizes of the files show, or None."""
+    """A fault in the names and sizes of the files, or None."""
     files = manifest.files
     for name, expected in files.items():
         path = directory / name
@@ -124,7 +124,7 @@ def _missing(directory: Path, manifest: Manifest) -> str | None:
         if path.stat().st_size != expected.bytes:
             return f"{name} has {path.stat().st_size} bytes, not {expected.bytes}"
     stray = sorted(path.name for path in directory.glob(_PATTERN) if path.name not in files)
-    if stray:  # the reader takes every file of tensors that it finds
+    if stray:  # the reader reads every file of tensors that it finds
         return f"{stray[0]} is not in its {MANIFEST}; move that file elsewhere"
     return None if STATE in files else f"{STATE} is missing"
 

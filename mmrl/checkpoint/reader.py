@@ -3,9 +3,9 @@
 ``checkpoints/step_000010/`` holds safetensors files, ``state.json`` and, written last, ``manifest.json`` with the size
 and SHA-256 of each. Step ``n`` means: ``n`` training steps are done. Tensors are called ``part/name``.
 
-Where the weights lie in shards each rank wrote a file, in the safetensors layout of ``torch.distributed.checkpoint``:
-the place of each piece in its tensor stands in the file. Otherwise there is a file per part. Any number of ranks reads
-either, each only what it keeps. There is no pickle in it.
+With sharded weights each rank writes a file, in the safetensors layout of ``torch.distributed.checkpoint``, which
+contains the offsets of each shard in its tensor. Otherwise there is one file per part. Any number of ranks can read
+both forms, each rank only its shards. No pickle is used.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 ELSEWHERE = "put the files back from a copy, or give --checkpoint base"
-"""The edit for commands that read a run without a whole checkpoint."""
+"""The edit for commands on a run without a complete checkpoint."""
 BEST = "early_stopping"
 """The key of early stopping in the state of a checkpoint; its ``step`` is that of the best weights."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is to be saved: ``tensors`` by part and name, ``state``, and ``step``, the number of finished steps.
+    """The data to save: ``tensors`` by part and name, ``state``, and ``step``, the number of finished steps.
 
-    The tensors are the run's own, which the next step changes; sharded ones are ``DTensor``. ``own``: the parts that
-    each controller saves itself.
+    The tensors are the run's own, not copies, so the next step changes them; sharded ones are ``DTensor``. ``own``: the
+    parts that each controller saves itself.
     """
 
     step: int
@@ -55,24 +55,24 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole checkpoint in ``directory``: every file has the size and SHA-256 of its manifest."""
+    """A complete checkpoint in ``directory``: every file has the size and SHA-256 of its manifest."""
 
     step: int
     state: JsonObject
     directory: Path
 
     def numbers(self, part: str) -> JsonObject:
-        """What the part of the run called ``part`` gave as ``PartState.numbers``."""
+        """The ``PartState.numbers`` of the run's part ``part``."""
         return as_object(self.state[part])
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU seconds that training steps had taken."""
+        """CPU seconds of all training steps up to the checkpoint."""
         return as_number(self.state["cpu_seconds"])
 
     @cached_property
     def shapes(self) -> dict[str, dict[str, Tensor]]:
-        """Its tensors on the meta device (without data), by part and name."""
+        """The tensors on the meta device (without data), by part and name."""
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         out: dict[str, dict[str, Tensor]] = {}
@@ -84,7 +84,7 @@ class Saved:
 
     @cached_property
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """All its tensors."""
+        """All tensors, by part and name."""
         return self.parts("")
 
     def parts(self, prefix: str) -> dict[str, dict[str, Tensor]]:
@@ -98,12 +98,12 @@ class Saved:
         return out
 
     def read(self, rooms: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Read into the tensors ``rooms``, of a ``DTensor`` this rank's shard. Not collective."""
+        """Read into the tensors ``rooms``; for a ``DTensor`` only this rank's shard. Not collective."""
         from torch.distributed import checkpoint as dcp
 
         flat = {f"{part}/{name}": room for part, of in rooms.items() for name, room in of.items()}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each reads for itself
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # every rank reads by itself
             dcp.load(flat, storage_reader=self._reader(), no_dist=True)
 
     def _reader(self) -> HuggingFaceStorageReader:
@@ -126,20 +126,20 @@ class Stateful(Protocol):
     def state_dict(self) -> PartState: ...
 
     def load_state_dict(self, numbers: JsonObject, saved: Saved, /) -> None:
-        """Restore what ``state_dict`` gave: its ``numbers``, and its tensors, which it reads from ``saved``.
+        """Restore the state of ``state_dict``: its ``numbers``, and its tensors, which it reads from ``saved``.
 
-        Raises ``UserError`` where the checkpoint is of another run.
+        Raises ``UserError`` if the checkpoint is of a different run.
         """
         ...
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint directory, whole or not, in ascending order."""
+    """The steps that have a checkpoint directory, complete or not, in ascending order."""
     return sorted({entry.step for entry in entries(folder)})
 
 
 def load(folder: Path, step: int) -> Saved:
-    """The checkpoint of ``step``, after a comparison of every file with the manifest.
+    """The checkpoint of ``step``, after checking every file against the manifest.
 
     Raises ``UserError`` if there is none, or if it is damaged; the message names the damage.
     """
@@ -157,7 +157,7 @@ def load(folder: Path, step: int) -> Saved:
 
 
 def load_latest(folder: Path) -> tuple[Saved | None, list[str]]:
-    """The newest whole checkpoint, if there is one, and a line for each newer one that was skipped."""
+    """The newest complete checkpoint, if there is one, and a line for each newer one that was skipped."""
     skipped: list[str] = []
     for entry in _newest_first(folder):
         try:
@@ -168,15 +168,15 @@ def load_latest(folder: Path) -> tuple[Saved | None, list[str]]:
 
 
 def newest(folder: Path, mend: str) -> Saved | None:
-    """The newest whole checkpoint; None without checkpoints. Prints which ones were skipped or renamed.
+    """The newest complete checkpoint; None without checkpoints. Prints which ones were skipped or renamed.
 
-    Raises ``UserError`` if there are checkpoints and none is whole: with all faults, and the edit ``mend``.
+    Raises ``UserError`` if there are checkpoints and none is complete: with all faults, and the edit ``mend``.
     """
     found, skipped = load_latest(folder)
     if found is None and skipped:
         raise UserError("\n  ".join([f"no checkpoint in {folder} can be used", *skipped, mend]))
     if found is not None:
-        for line in [f"{line}; an older one is taken" for line in skipped] + _renamed(folder, found):
+        for line in [f"{line}; an older one is used" for line in skipped] + _renamed(folder, found):
             print(f"warning: {line}", file=sys.stderr)
     return found
 
@@ -184,7 +184,7 @@ def newest(folder: Path, mend: str) -> Saved | None:
 def load_best(folder: Path) -> Saved | None:
     """The checkpoint that early stopping found best; None without checkpoints.
 
-    Raises ``UserError`` without early stopping, if the base model was best, and if no checkpoint is whole.
+    Raises ``UserError`` without early stopping, if the base model was best, and if no checkpoint is complete.
     """
     last = newest(folder, ELSEWHERE)
     best = None if last is None else best_step(last.state)
@@ -198,8 +198,8 @@ def load_best(folder: Path) -> Saved | None:
 
 
 def best_step(state: JsonObject) -> int | None:
-    """After which step early stopping found the best weights, by the ``state`` of a checkpoint; 0 is the base model,
-    None a run without early stopping."""
+    """The step of the best weights by early stopping, from the ``state`` of a checkpoint; 0 is the base model, None
+    means that the run has no early stopping."""
     found = as_object(state.get(BEST, {})).get("step")
     return None if found is None else as_integer(found)
 
@@ -211,7 +211,7 @@ def _newest_first(folder: Path) -> list[Entry]:
 def _load_entry(entry: Entry) -> Saved:
     if entry.diverged is not None:
         raise UserError(
-            f"checkpoint {entry.directory.name} is not used, as training diverged after it: {entry.diverged}"
+            f"checkpoint {entry.directory.name} is not used, because training diverged after it: {entry.diverged}"
         )
     fault = fault_of(entry)
     if fault:
@@ -220,11 +220,11 @@ def _load_entry(entry: Entry) -> Saved:
 
 
 def _renamed(folder: Path, found: Saved) -> list[str]:
-    """A line for each directory whose name says another step than its manifest."""
+    """A line for each directory whose name has a different step than its manifest."""
     lines = []
     for entry in entries(folder):
         if entry.renamed and entry.manifest is not None:
             same = found.directory if found.step == entry.step else folder / directory_of(entry.step)
-            again = f"; {same.name} is another of it" if same != entry.directory and same.is_dir() else ""
+            again = f"; {same.name} is of the same step" if same != entry.directory and same.is_dir() else ""
             lines.append(f"checkpoint {entry.directory.name} is of step {entry.step}, as its {MANIFEST} says{again}")
     return lines

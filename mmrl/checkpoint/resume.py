@@ -19,22 +19,21 @@ _LAYOUT = (
     *("backend", "tensor_parallel", "sequence_parallel", "context_parallel", "pipeline_parallel", "pipeline_chunks"),
     *("expert_parallel", "distributed_optimizer", "steps_per_forward", "balance"),
 )
-"""Keys of ``train`` that say how weights and rows are divided over devices."""
+"""Keys of ``train`` that set how weights and rows are divided among devices."""
 _MEMORY = (
     *("train.micro_batch_size", "train.micro_batch_tokens", "sampling.batch_size"),
     *("model.offload", "model.gradient_checkpointing"),
 )
-"""Keys that may change after a run has run out of memory: the work stays the same."""
+"""Keys that may change after a run has run out of memory, because the work stays the same."""
 _BEFORE = {"algorithm.guidance": "sampling", "algorithm.last_level": False, "algorithm.t_min": 0.0}
-"""What versions without these keys did, where it differs from today's default."""
+"""The behaviour of versions without these keys, if it differs from today's default."""
 
 
 def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
-    """Refuse to resume with another recipe than the run's. How long the run takes, where it runs, and what it logs may
-    change.
+    """Refuse to resume with a different recipe than the run's. Its length, its devices and its logging may change.
 
-    A key that the run's version of mmrl did not have gets the value that this version used, and the terminal names it.
-    Raises ``UserError`` with the keys that differ.
+    A key that the run's version of mmrl did not have gets that version's behaviour, and the terminal names it. Raises
+    ``UserError`` with the keys that differ.
     """
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
     free |= {"controllers", "devices_per_controller", "placement", "ray", "runtime", "scoring", "profile"}
@@ -51,17 +50,17 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     changed = [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]
     changed = [k for k in changed if k == "placement.staleness" or not {k, k.split(".")[0]} & free]
     if changed:
-        began = "".join(f"; it began with {k}={json.dumps(new[k])}" for k in changed if k in new)
+        began = "".join(f"; it started with {k}={json.dumps(new[k])}" for k in changed if k in new)
         raise UserError(
             f"--resume: {', '.join(changed)} differ from {directory.resolved}{began}. Resume with the "
             "same recipe and overrides, or start a new run with --out"
         )
-    if told := [f"{key}={json.dumps(value)}" for key, value in new.items() if value not in (None, [])]:
-        print(f"the run began before there was {', '.join(told)}: it goes on so", file=sys.stderr)
+    if kept := [f"{key}={json.dumps(value)}" for key, value in new.items() if value not in (None, [])]:
+        print(f"the run is older than these settings and continues with {', '.join(kept)}", file=sys.stderr)
 
 
-def as_it_worked(stored: JsonObject) -> JsonObject:
-    """The resolved recipe of a run, completed by what its version of mmrl did for keys that it did not have, where that
+def with_older_defaults(stored: JsonObject) -> JsonObject:
+    """The resolved recipe of a run, with its version's behaviour for keys that this version did not have, if that
     differs from today's default."""
     known, given = (flatten(tree) for tree in (Recipe.model_validate(stored).model_dump(mode="json"), stored))
     filled = dict(stored)

@@ -32,7 +32,7 @@ def of_run(context: StepContext, step: int, others: Mapping[str, Stateful] | Non
 def restore(context: StepContext, saved: Saved, others: Mapping[str, Stateful] | None = None) -> None:
     """Restore ``context`` and ``others`` from a checkpoint; a part that the checkpoint lacks starts from the beginning.
 
-    Raises ``UserError`` where the checkpoint is of another run.
+    Raises ``UserError`` if the checkpoint is of a different run.
     """
     restore_trained(context, saved)
     for name, part in context.rollout.parts.items():
@@ -44,12 +44,12 @@ def restore(context: StepContext, saved: Saved, others: Mapping[str, Stateful] |
 
 
 def restore_trained(context: StepContext, saved: Saved) -> None:
-    """Restore the trained models only, which every trainer has."""
+    """Restore only the trained models, which every trainer has."""
     for name, policy in context.trained.items():
         policy.load_state_dict(saved.numbers(name), saved)
 
 
-def take_up(context: StepContext, checkpoints: Path, step: int) -> None:
+def load_checkpoint(context: StepContext, checkpoints: Path, step: int) -> None:
     """Device task: load the checkpoint of ``step``, which the controller has checked."""
     restore_trained(context, reader.load(checkpoints, step))
 

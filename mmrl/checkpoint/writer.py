@@ -1,4 +1,4 @@
-"""Write checkpoints while the run continues: copy the state, write it aside, checksum it and rename it into place."""
+"""Write checkpoints while the run continues: copy the state, write it to a new folder, checksum it and rename it."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ T = TypeVar("T")
 
 
 class FileEntry(TypedDict):
-    """What a manifest says of a file."""
+    """A file's entry in the manifest."""
 
     bytes: int
     sha256: str
 
 
-class HandedIn(TypedDict):
-    """The parts that a controller wrote for the leader, and why it could not."""
+class WrittenParts(TypedDict):
+    """The parts that a controller wrote for the leader, or its error."""
 
     parts: list[str]
     error: str | None
 
 
 Manifest = Mapping[str, FileEntry]
-Gather = Callable[[HandedIn], list[HandedIn]]
+Gather = Callable[[WrittenParts], list[WrittenParts]]
 
 
 class Saver:
@@ -69,7 +69,7 @@ class Saver:
         self.saved = 0
         """The newest step that was saved, or that the run was resumed from."""
         self.failed: str | None = None
-        """Why the last save failed; None if it did not."""
+        """The error of the last save; None if it succeeded."""
         self._copies: dict[str, Tensor] = {}
         self._stager = None if ranks is None else stager()
         self._thread: Thread | None = None
@@ -82,10 +82,10 @@ class Saver:
         return self.ranks is not None or self._gather is not None
 
     def begin(self, taken: Checkpoint, *, proved: bool = True) -> None:
-        """Copy ``taken``, and write it in a thread. Waits first for the save before.
+        """Copy ``taken``, and write it in a thread. Waits first for the previous save.
 
-        ``proved``: whether something finite was computed with its weights. If not, the checkpoint before it is kept
-        too, whatever ``keep`` is. Raises ``NotFiniteError``, and writes nothing, if a tensor of ``taken`` is not
+        ``proved``: whether something finite was computed with its weights. If not, the previous checkpoint is also
+        kept, even with ``keep`` 1. Raises ``NotFiniteError``, and writes nothing, if a tensor of ``taken`` is not
         finite.
         """
         self.finish()
@@ -96,7 +96,7 @@ class Saver:
         others: list[str] = []
         try:
             if self._gather is not None:
-                others = hand_in(self.folder, taken, leads=self.leads, gather=self._gather)
+                others = write_own_parts(self.folder, taken, leads=self.leads, gather=self._gather)
             if self.ranks is None and not self.leads:
                 self.saved = taken.step
                 return
@@ -140,11 +140,11 @@ class Saver:
     def _run(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except BaseException as error:  # told, or raised, where the run asks next
+        except BaseException as error:  # reported or raised when the run waits for it next
             self._error = error
 
     def _copied(self, taken: Checkpoint, keep: int, others: Sequence[str]) -> Callable[[], object]:
-        """Copy into the memory of the last copy: to allocate hundreds of megabytes takes longer than to copy them."""
+        """Copy into the last copy's memory: allocating hundreds of megabytes takes longer than copying them."""
         before, self._copies = self._copies, {}
         tensors: dict[str, dict[str, Tensor]] = {}
         for part, of in taken.tensors.items():
@@ -161,9 +161,9 @@ class Saver:
         return lambda: save(self.folder, copied, keep, others)
 
 
-def hand_in(folder: Path, taken: Checkpoint, gather: Gather, *, leads: bool) -> list[str]:
-    """Write this controller's own parts where the leader finds them. Collective over all controllers. Returns the parts
-    that the other controllers wrote.
+def write_own_parts(folder: Path, taken: Checkpoint, gather: Gather, *, leads: bool) -> list[str]:
+    """Write this controller's own parts for the leader. Collective over all controllers. Returns the parts that the
+    other controllers wrote.
 
     Raises ``OSError`` on every controller if one cannot write.
     """
@@ -171,7 +171,7 @@ def hand_in(folder: Path, taken: Checkpoint, gather: Gather, *, leads: bool) -> 
     error = None
     try:
         for part in mine:
-            room = _handed_in(folder, taken.step)
+            room = _own_parts_folder(folder, taken.step)
             room.mkdir(parents=True, exist_ok=True)
             _save_part(room, part, taken.tensors[part])
     except OSError as failed:
@@ -183,7 +183,7 @@ def hand_in(folder: Path, taken: Checkpoint, gather: Gather, *, leads: bool) -> 
     return [part for one in found for part in one["parts"]]
 
 
-def _handed_in(folder: Path, step: int) -> Path:
+def _own_parts_folder(folder: Path, step: int) -> Path:
     return folder / f".parts-step_{step:06d}"
 
 
@@ -196,7 +196,7 @@ def _save_part(folder: Path, part: str, tensors: Mapping[str, Tensor]) -> None:
 
 def save(folder: Path, whole: Checkpoint, keep: int, others: Sequence[str] = ()) -> Path:
     """Write ``whole`` into ``folder`` atomically, with the parts ``others`` of other controllers. Deletes all
-    checkpoints but the newest ``keep`` and the best.
+    checkpoints except the newest ``keep`` and the best.
 
     Raises ``OSError`` if the disk is full or not writable; older checkpoints are untouched then.
     """
@@ -204,7 +204,7 @@ def save(folder: Path, whole: Checkpoint, keep: int, others: Sequence[str] = ())
     try:
         for part, tensors in whole.tensors.items():
             _save_part(aside, part, tensors)
-        handed_in = _handed_in(folder, whole.step)
+        handed_in = _own_parts_folder(folder, whole.step)
         for part in others:
             os.replace(handed_in / f"{part}.safetensors", aside / f"{part}.safetensors")
         shutil.rmtree(handed_in, ignore_errors=True)
@@ -216,7 +216,7 @@ def save(folder: Path, whole: Checkpoint, keep: int, others: Sequence[str] = ())
 
 
 def stager() -> AsyncStager:
-    """The stager that copies shards, into the memory of its last copy."""
+    """A stager that copies shards into the memory of its last copy."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     cuda = torch.cuda.is_available()
@@ -235,18 +235,18 @@ def begin_shards(
 
     rank = dist.get_rank(ranks)
     aside = folder / f".tmp-step_{taken.step:06d}"
-    _all_well(ranks, lambda: _aside(folder, taken.step) if rank == 0 else None)
+    _run_on_all_ranks(ranks, lambda: _aside(folder, taken.step) if rank == 0 else None)
     writer = dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True)
     writing = dcp.async_save(taken.flat, storage_writer=writer, process_group=ranks, async_stager=stager)
     assert isinstance(writing, Future)
 
     def finish() -> None:
         try:
-            _all_well(ranks, writing.result)
+            _run_on_all_ranks(ranks, writing.result)
             mine = sorted(aside.glob(f"shard-{rank + 1:05d}-*"))
             found = _on_every_rank(ranks, lambda: {path.name: _described(path) for path in mine})
             files = {name: described for of in found for name, described in of.items()}
-            _all_well(ranks, lambda: _in_place(folder, aside, taken, files, keep) if rank == 0 else None)
+            _run_on_all_ranks(ranks, lambda: _in_place(folder, aside, taken, files, keep) if rank == 0 else None)
         except BaseException:
             if rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -255,8 +255,8 @@ def begin_shards(
     return finish
 
 
-def _all_well(ranks: dist.ProcessGroup, work: Callable[[], object]) -> None:
-    """Do ``work`` on every rank. Raises ``OSError`` on all of them where it failed on one."""
+def _run_on_all_ranks(ranks: dist.ProcessGroup, work: Callable[[], object]) -> None:
+    """Run ``work`` on every rank. Raises ``OSError`` on all of them if it fails on one."""
 
     def done() -> None:
         work()
@@ -265,14 +265,14 @@ def _all_well(ranks: dist.ProcessGroup, work: Callable[[], object]) -> None:
 
 
 def _on_every_rank(ranks: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
-    """What ``work`` returned on every rank, without None. Raises ``OSError`` on all of them where it failed on one."""
+    """The results of ``work`` on every rank, without None. Raises ``OSError`` on all of them if it fails on one."""
     from torch.distributed.checkpoint import CheckpointException
 
     mine: T | None = None
     error: str | None = None
     try:
         mine = work()
-    except CheckpointException as failed:  # no Exception; it holds every rank's
+    except CheckpointException as failed:  # not an ``Exception``; it holds the errors of all ranks
         error = _why(next(iter(failed.failures.values()))[0])
     except Exception as failed:
         error = _why(failed)
@@ -289,7 +289,7 @@ def _why(failed: BaseException) -> str:
 
 
 def _aside(folder: Path, step: int) -> Path:
-    """A new empty directory to write into; removes those that killed processes left."""
+    """A new empty directory to write into; removes those of killed processes."""
     for left in folder.glob(".tmp-step_*"):
         shutil.rmtree(left, ignore_errors=True)
     aside = folder / f".tmp-step_{step:06d}"
@@ -315,7 +315,7 @@ def _in_place(folder: Path, aside: Path, taken: Checkpoint, files: Manifest, kee
 def _rotate(folder: Path, taken: Checkpoint, keep: int) -> None:
     """Delete the checkpoints older than the newest ``keep`` usable ones, except the best.
 
-    Checkpoints of later steps are of an earlier attempt at these steps: they do not count, and are replaced later.
+    Checkpoints of later steps belong to an earlier attempt at these steps: they do not count, and are replaced later.
     """
     best = best_step(taken.state)
     before = [entry for entry in entries(folder) if entry.step <= taken.step]

@@ -1,4 +1,4 @@
-"""The command line: ``train plan simulate score eval sample report export verify check serve judge ls cp data doctor``.
+"""The command line, a module per group of commands.
 
 Commands import what they run when they run it, so that ``--help`` answers at once and no mistake in a recipe waits for
 torch. What a user can mend (``UserError``) is printed without a traceback and exits with 2, a run that waited in vain
@@ -14,7 +14,7 @@ import sys
 
 import typer
 
-from mmrl.cli import check, data, judge, recipes, rewards, runs, sample, simulate
+from mmrl.cli import check, compare, data, judge, recipes, rewards, runs, sample, simulate
 from mmrl.errors import UserError
 from mmrl.quiet import be_quiet
 from mmrl.secrets import hidden
@@ -36,6 +36,7 @@ for _command in (
     runs.evaluate,
     sample.sample,
     runs.report,
+    compare.compare,
     runs.export,
     runs.verify,
     check.check,

@@ -1,1 +1,1 @@
-"""Typed recipes. Importing it imports no torch; reading a recipe does, with the algorithm that it names."""
+"""Typed recipes. Importing this package does not import torch; reading a recipe does, for its algorithm."""

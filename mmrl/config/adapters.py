@@ -1,4 +1,4 @@
-"""What a saved LoRA adapter says of itself: folders of peft, and files of diffusers. Headers are read, no weights."""
+"""Read the settings of a saved LoRA adapter (a folder of peft, a file of diffusers) without loading its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from mmrl.json_types import Json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""Of a folder that peft wrote."""
+"""The files of a folder that peft wrote."""
 DIFFUSERS = "pytorch_lora_weights.safetensors"
 _PLAIN: Mapping[str, tuple[Json, ...]] = {
     "bias": ("none",),
@@ -23,13 +23,13 @@ _PLAIN: Mapping[str, tuple[Json, ...]] = {
     "target_parameters": ([], None),
     "layer_replication": ([], None),
 }
-"""Settings of an adapter that is nothing but two matrices for each target, of one rank."""
+"""Settings of a plain LoRA: two matrices for each target, all of one rank."""
 
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """``weights`` is a safetensors file; ``config`` the folder with peft's settings, None for a file of diffusers, in
-    which names begin with ``component`` (``transformer``, ``unet``). ``targets`` is a pattern where it is a text."""
+    """``weights``: a safetensors file. ``config``: the folder with peft's settings, or None for a file of diffusers,
+    whose names begin with ``component`` (``transformer``, ``unet``). ``targets``: names, or one pattern as a text."""
 
     weights: Path
     rank: int
@@ -40,7 +40,7 @@ class SavedAdapter:
 
 
 def read_adapter(path: str) -> SavedAdapter:
-    """The adapter at ``path``, a folder or a file of diffusers. Raises ``ValueError`` for what is no plain LoRA."""
+    """The adapter at ``path``, a folder or a file of diffusers. Raises ``ValueError`` if it is not a plain LoRA."""
     place = Path(path)
     if (place / CONFIG).is_file():
         return _of_peft(place)
@@ -51,10 +51,10 @@ def read_adapter(path: str) -> SavedAdapter:
 
 
 def with_adapters_settings(values: Mapping[str, Json]) -> dict[str, Json]:
-    """The section ``model.lora`` with rank, alpha and targets of the adapter at its ``path``; itself where nothing is
-    there. Raises ``ValueError`` where it says otherwise."""
+    """The section ``model.lora`` with rank, alpha and targets of the adapter at its ``path``; unchanged if there is no
+    file. Raises ``ValueError`` if the section contradicts the adapter."""
     path = values.get("path")
-    if not isinstance(path, str) or not Path(path).exists():  # which the names of a recipe are looked at for
+    if not isinstance(path, str) or not Path(path).exists():  # the check of the recipe's names reports it
         return dict(values)
     saved = read_adapter(path)
     targets: Json = None if isinstance(saved.targets, str) else list(saved.targets)

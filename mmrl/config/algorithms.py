@@ -1,7 +1,7 @@
 """The algorithms by their names in a recipe: a file of ``mmrl/algorithms``, or ``path/to/file.py:Class``.
 
-A file holds an algorithm where a class takes its settings, of another class of that file:
-``def __init__(self, settings: MySettings)``. A new file is found by that, and nothing else lists it. Only the algorithm
+A file holds an algorithm if one of its classes takes settings, whose class is in the same file:
+``def __init__(self, settings: MySettings)``. A new file is found by that and needs no registration. Only the algorithm
 that a recipe names is imported.
 """
 
@@ -30,7 +30,7 @@ from mmrl.user_code import describe, place_of
 
 
 class AlgorithmError(UserError, ValueError):
-    """``algorithm.type`` names no algorithm; the message says what to write, after the key."""
+    """``algorithm.type`` is not the name of an algorithm; the message says what to write, after the key."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"algorithm.type: {message}")
@@ -38,7 +38,7 @@ class AlgorithmError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """``objective`` is made of ``settings``; ``module`` is the file that holds both."""
+    """``objective`` is constructed from ``settings``; ``module`` is the file that defines both."""
 
     name: str
     objective: type
@@ -48,13 +48,13 @@ class Algorithm:
 
 @cache
 def algorithm_names() -> tuple[str, ...]:
-    """The algorithms of this installation. Reads the files and imports none."""
+    """The names of this installation's algorithms. Reads the files without importing them."""
     files = sorted(file for folder in folders("algorithms") for file in folder.glob("*.py"))
     return tuple(file.stem for file in files if _holds_one(file))
 
 
 def shipped_algorithms() -> list[Algorithm]:
-    """All of this installation, which are imported."""
+    """All algorithms of this installation, imported."""
     return [find_algorithm(name) for name in algorithm_names()]
 
 
@@ -78,8 +78,8 @@ def _found(name: str) -> Algorithm:
 
 
 def as_settings(section: object) -> object:
-    """The section ``algorithm`` of a recipe as the settings of the algorithm that it names, which is imported; what is
-    no section stays as it is. Raises ``AlgorithmError``, and ``ValidationError`` where the settings are wrong."""
+    """Import the algorithm that the section ``algorithm`` names, and return the section as its settings. A value that
+    is not a mapping is returned unchanged. Raises ``AlgorithmError``; ``ValidationError`` if the settings are wrong."""
     if not isinstance(section, Mapping):
         return section
     if "type" not in section:
@@ -91,13 +91,13 @@ def as_settings(section: object) -> object:
 
 
 def samples_nothing(section: object) -> bool:
-    """Whether the section ``algorithm``, as it is written, is of an algorithm that samples nothing."""
+    """Whether the section ``algorithm``, as written, names an algorithm without sampling."""
     if isinstance(section, AlgorithmSettings):
         return section.kind == "offline"
     name = section.get("type") if isinstance(section, Mapping) else None
     try:
         return isinstance(name, str) and find_algorithm(name).settings.kind == "offline"
-    except AlgorithmError:  # said of the section itself
+    except AlgorithmError:  # the check of the section reports it
         return False
 
 
@@ -126,7 +126,7 @@ def _in_file(name: str, file: Path, attribute: str) -> Algorithm:
         several = ", ".join(cls.__name__ for cls in classes)
         raise AlgorithmError(f"{shown(file)} has several ({several}); name one, as in {file.name}:{cls.__name__}")
     settings = _checked(cls, f"{shown(file)}:{attribute or cls.__name__}")
-    copyreg.pickle(settings, _sent)  # another process loads the file: the class has no module that can be imported
+    copyreg.pickle(settings, _sent)  # other processes load the file by path: its module cannot be imported
     return Algorithm(name, cls, settings, module)
 
 
@@ -137,7 +137,7 @@ _FORM = (
 
 
 def _checked(cls: type, where: str) -> type[AlgorithmSettings]:
-    """The settings of an algorithm of a user's. Raises ``AlgorithmError`` where the class cannot be one."""
+    """The settings class of a user's algorithm. Raises ``AlgorithmError`` if ``cls`` cannot be an algorithm."""
     settings = _settings_of(cls) if inspect.isclass(cls) else None
     if settings is None:
         raise AlgorithmError(f"{where} takes no settings. {_FORM}")
@@ -166,12 +166,12 @@ def _received(name: str, values: str) -> AlgorithmSettings:
 
 
 def one_line(error: BaseException) -> str:
-    """Its type and what it says, on one line."""
+    """The error's type and message, on one line."""
     return " ".join(describe(error).split())
 
 
 def unknown(name: object) -> str:
-    """That ``name`` is no algorithm, what it may have meant, and which there are."""
+    """A message: ``name`` is no algorithm, what was perhaps meant, and which algorithms exist."""
     written, known = kind_of(name), algorithm_names()
     word = written.strip("'")
     return f"unknown type {written}{alias_message(word) or did_you_mean(word, known)}  (types: {', '.join(known)})"
@@ -195,10 +195,10 @@ def _algorithms_in(module: ModuleType, name: str) -> list[Algorithm]:
 
 
 def _settings_of(cls: type) -> type[AlgorithmSettings] | None:
-    """What the constructor takes, where that is the settings of an algorithm."""
+    """The class of the constructor's settings, if it takes the settings of an algorithm."""
     try:
         parameters = list(inspect.signature(cls.__init__).parameters)
         taken = get_type_hints(cls.__init__).get(parameters[1]) if len(parameters) > 1 else None
-    except (NameError, TypeError, ValueError):  # of a class of another kind
+    except (NameError, TypeError, ValueError):  # not an algorithm's class
         return None
     return taken if inspect.isclass(taken) and issubclass(taken, AlgorithmSettings) else None

@@ -44,12 +44,12 @@ SETTINGS: dict[str, list[str]] = {
     "DRaFT-LV": ["type: draft", "algorithm.renoise: 2"],
     "SFT on the best samples": ["type: rwr", "algorithm.weights: best"],
 }
-"""By the name of the paper, as the authors' scripts have them (docs/published.yaml). Of 16 steps DanceGRPO trains 60 %
-of the first 15, and of 20 Flash-GRPO one of the first 10."""
+"""Settings by the name of the paper, as in the authors' scripts (docs/published.yaml). DanceGRPO trains 60 % of the
+first 15 of 16 steps, Flash-GRPO one of the first 10 of 20."""
 
 
 def alias_message(name: str) -> str:
-    """``; DDPO is ...`` for a type that is one of these, however spelled (``mix_grpo``, ``MixGRPO``), or nothing."""
+    """``; DDPO is ...`` for one of these names in any spelling (``mix_grpo``, ``MixGRPO``), else an empty text."""
     for known, settings in SETTINGS.items():
         short = re.split(r"[ ,]", known)[0]
         if _plain(name) in (_plain(short), _plain(short).removesuffix("grpo")):
@@ -62,11 +62,11 @@ NO_GUIDANCE = {
     "pathwise": "{} samples inside the update, and so with sampling.guidance_scale",
     "offline": "{} trains the prediction with the prompt alone",
 }
-"""Why a loss has no guidance of its own, by the kind of algorithm."""
+"""Why a loss has no guidance setting, by the kind of algorithm."""
 
 
-def not_asked(section: type[AlgorithmSettings], name: str, key: str) -> str:
-    """Why the settings of ``name``, an algorithm of pictures, lack ``key``, where the reason is known, or nothing."""
+def why_missing(section: type[AlgorithmSettings], name: str, key: str) -> str:
+    """Why the settings of ``name``, an algorithm for pictures, lack ``key``; empty if no reason is known."""
     if key != "guidance" or section.trains_on not in ("denoising", "picture_pairs"):
         return ""
     return NO_GUIDANCE.get(section.kind, "").format(name)

@@ -1,4 +1,4 @@
-"""A chat template of the recipe's own, in place of the checkpoint's (``model.chat_template``)."""
+"""A chat template that a recipe sets in place of the checkpoint's (``model.chat_template``)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mmrl.config.names import resolve
 from mmrl.json_types import JsonObject, as_object
 
 _TAG = "unknown tag 'generation'"
-"""transformers has this tag beside Jinja's own."""
+"""transformers adds this tag to Jinja's."""
 
 
 def with_template_read(root: Path, values: JsonObject) -> JsonObject:
     """``values`` of a recipe with the text of the file that ``model.chat_template`` names, looked up from ``root``.
 
-    A run keeps the text, so that it goes on with the same template whatever becomes of the file. What is no readable
-    file stays, and ``checked`` says so.
+    A run stores the text, so that resuming uses the same template even if the file changes. A value that is not a
+    readable file is left unchanged; ``checked`` reports it.
     """
     model = values.get("model")
     said = model.get("chat_template") if isinstance(model, Mapping) else None
@@ -37,7 +37,7 @@ def with_template_read(root: Path, values: JsonObject) -> JsonObject:
 
 
 def checked(text: str) -> str:
-    """``text``, which must be a Jinja template. Raises ``ValueError``. It is rendered in a sandbox, by transformers."""
+    """Return ``text``; raises ``ValueError`` if it is not a Jinja template. transformers renders it in a sandbox."""
     if not _is_template(text):
         raise ValueError(
             f"there is no file {text[:80]!r} of UTF-8 text, and a template has {{{{ or {{% in it; correct the path"

@@ -15,7 +15,7 @@ from mmrl.config.schema import Recipe
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu")
 MOST_SAMPLES = 10**6
-"""Of a step: what is known of them is listed one by one."""
+"""Largest number of samples in a step: they are listed one by one."""
 
 
 def impossibilities(recipe: Recipe) -> list[str]:
@@ -133,7 +133,7 @@ def _text(recipe: Recipe) -> Iterator[str]:
             "rollout.partial, or set rollout.engine to vllm_server"
         )
     if recipe.performance.compile:
-        yield "performance.compile: what samples text has another shape for every token; remove it"
+        yield "performance.compile: shapes change with every token while text is sampled; remove it"
     if recipe.train.steps_per_forward != 1:
         yield "train.steps_per_forward: text has no denoising steps, all tokens of a row are one forward; remove it"
     if recipe.features.cache is not None:
@@ -141,7 +141,7 @@ def _text(recipe: Recipe) -> Iterator[str]:
 
 
 def _pixels(recipe: Recipe) -> Iterator[str]:
-    """Of limits for pictures in prompts; engines that make tokens of pictures themselves must have the same."""
+    """Check limits for pictures in prompts: engines that preprocess pictures themselves must have the same limits."""
     low, high, rollout = recipe.model.min_pixels, recipe.model.max_pixels, recipe.rollout
     key = "model.max_pixels" if low is None else "model.min_pixels"
     if low is None and high is None:
@@ -149,10 +149,10 @@ def _pixels(recipe: Recipe) -> Iterator[str]:
     if low is not None and high is not None and low > high:
         yield f"model.min_pixels: {low} is above model.max_pixels, {high}; lower it"
     if rollout.own_class:
-        yield f"{key}: {rollout.engine_name} would read pictures without it; remove it, or sample with another engine"
+        yield f"{key}: {rollout.engine_name} would not apply it to pictures; remove it, or use a different engine"
     if rollout.engine == "sglang" and "mm_process_config" not in rollout.options:
         yield (
-            f"{key}: sglang resizes pictures by itself; tell it the same in rollout.options "
+            f"{key}: sglang resizes pictures by itself; set the same limit in rollout.options "
             "({mm_process_config: {image: {max_pixels: ...}}}), or set rollout.engine to vllm_server"
         )
 
@@ -169,8 +169,8 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
         )
     if isinstance(algorithm, ResponseSettings) and algorithm.mismatches and recipe.train.prompts_per_step < 2:
         yield (
-            f"train.prompts_per_step: {algorithm.type} compares each prompt with the response of another one of its "
-            "step, and a step of 1 has no other; set it to 2 or more"
+            f"train.prompts_per_step: {algorithm.type} pairs each prompt with the response of a different prompt of "
+            "its step, and a step with 1 prompt has none; set it to 2 or more"
         )
     if recipe.rewards:
         yield (
@@ -179,7 +179,7 @@ def _pairs(recipe: Recipe) -> Iterator[str]:
         )
     if algorithm.trains_scores and recipe.model.continues_adapter:
         yield (
-            "model.lora.path: the adapter of a reward model begins anew; merge the saved one (mmrl export) and set "
+            "model.lora.path: a reward model starts with a new adapter; merge the saved one (mmrl export) and set "
             "model.path to that folder"
         )
     if algorithm.trains_scores and recipe.eval.rewards:
@@ -197,15 +197,15 @@ def _partial(recipe: Recipe) -> Iterator[str]:
         return
     if recipe.rollout.engine == "transformers":
         yield (
-            "rollout.partial: only an engine with weights of its own can stop in the middle of a response and go on; "
-            "set rollout.engine to vllm, vllm_server or sglang, or remove rollout.partial"
+            "rollout.partial: only an engine with its own copy of the weights can interrupt a response and continue it "
+            "later; set rollout.engine to vllm, vllm_server or sglang, or remove rollout.partial"
         )
     if algorithm.kind == "offline":
         yield f"rollout.partial: {algorithm.type} samples nothing in training; remove rollout.partial"
     if getattr(algorithm, "dynamic_sampling", False):
         yield (
-            "rollout.partial: dynamic sampling draws groups anew until they differ, and a response in flight cannot be "
-            "waited for; set algorithm.dynamic_sampling to false, or remove rollout.partial"
+            "rollout.partial: dynamic sampling needs complete groups to decide which to replace, and partial rollout "
+            "leaves responses unfinished; set algorithm.dynamic_sampling to false, or remove rollout.partial"
         )
     if partial.cut_after >= recipe.decoding.max_new_tokens:
         yield (
@@ -220,8 +220,8 @@ def _partial(recipe: Recipe) -> Iterator[str]:
             )
     if partial.pools % recipe.controllers:
         yield (
-            f"rollout.partial.pools: {partial.pools} do not divide among {recipe.controllers} controllers, which have "
-            f"whole ones; set it to {-(-partial.pools // recipe.controllers) * recipe.controllers}, or controllers to "
+            f"rollout.partial.pools: {partial.pools} do not divide evenly among {recipe.controllers} controllers; "
+            f"set it to {-(-partial.pools // recipe.controllers) * recipe.controllers}, or controllers to "
             "a divisor of it"
         )
 
@@ -234,7 +234,7 @@ def _normalize(recipe: Recipe) -> Iterator[str]:
         yield "rollout.importance_normalize: only sampled text has such weights; remove it"
     elif rollout.engine == "transformers" and rollout.importance == "auto" and not recipe.placement.apart:
         yield (
-            "rollout.importance_normalize: the weights that train sample as well, so that nothing is weighed; remove "
+            "rollout.importance_normalize: the trained weights also sample, so there are no importance weights; remove "
             "it, or set rollout.importance"
         )
 
@@ -243,7 +243,7 @@ def _diffusion(recipe: Recipe) -> Iterator[str]:
     if recipe.algorithm.trains_on in ("pairs", "responses"):
         yield (
             f"algorithm.type: {recipe.algorithm.type} trains on given {recipe.algorithm.trains_on} of texts; use "
-            "picture_dpo, whose pairs are of pictures, or diffusion_dpo, which makes pairs of its own samples"
+            "picture_dpo, which takes pairs of pictures, or diffusion_dpo, which makes pairs from the run's samples"
         )
     elif recipe.algorithm.trains_on == "tokens":
         yield (
@@ -258,7 +258,7 @@ def _diffusion(recipe: Recipe) -> Iterator[str]:
     if recipe.rollout.engine != "transformers":
         yield f"rollout.engine: {recipe.rollout.engine_name} samples text; remove rollout"
     if recipe.rollout.partial is not None:
-        yield "rollout.partial: pictures are not drawn in parts; remove rollout"
+        yield "rollout.partial: pictures are not sampled in parts; remove rollout"
 
 
 def _batches(recipe: Recipe) -> Iterator[str]:
@@ -287,8 +287,8 @@ def _performance(recipe: Recipe) -> Iterator[str]:
     asked = recipe.performance
     if asked.offload_reference and recipe.model.lora is not None and not recipe.model.continues_adapter:
         yield (
-            "performance.offload_reference: with LoRA the reference is the base model with its adapter off, which the "
-            "policy needs itself; remove it"
+            "performance.offload_reference: with LoRA the reference is the base model with its adapter off, and the "
+            "policy needs the base model too; remove it"
         )
     text = recipe.sampling.type == "text"
     known = TEXT_ATTENTION if text else PICTURE_ATTENTION
@@ -307,8 +307,8 @@ def _performance(recipe: Recipe) -> Iterator[str]:
         yield f"performance.attention: train.{key} brings its own attention; remove one of the two"
     if asked.optimizer == "adamw_8bit" and recipe.train.backend != "replicated":
         yield (
-            "performance.optimizer: the 8-bit moments of a part of a weight cannot be saved so that other numbers of "
-            f"devices read them; set it to adamw, or train.backend to replicated (it is {recipe.train.backend})"
+            "performance.optimizer: 8-bit moments of sharded weights cannot be saved for a different number of "
+            f"devices; set it to adamw, or train.backend to replicated (it is {recipe.train.backend})"
         )
     if asked.offload_optimizer and recipe.train.backend == "megatron":
         yield (
@@ -323,12 +323,12 @@ def _labels(recipe: Recipe) -> Iterator[str]:
         if n > 1:
             yield f"rewards: {n} rewards are called {label!r}; give them different labels (rewards[i].label)"
         if label in ("mean", "std", "dropped"):
-            yield f"rewards: the label {label!r} is the log's own; set rewards[i].label to another"
+            yield f"rewards: the label {label!r} is reserved for the log; set rewards[i].label to a different one"
 
 
 def _weights(recipe: Recipe) -> Iterator[str]:
     if recipe.rewards and not any(reward.weight for reward in recipe.rewards):
         yield (
             "rewards: all weights are 0, so nothing would be learned; give one of them a weight (rewards[0].weight), "
-            "and what is only to be measured stands under eval.rewards"
+            "and move rewards that are only measured to eval.rewards"
         )

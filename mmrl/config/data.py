@@ -19,13 +19,13 @@ class Source(Section):
     name: str
     """As ``data.name``."""
     label: str | None = None
-    """What metrics call it and the ids of its prompts begin with; None takes the last part of ``name``."""
+    """Its name in metrics, and the prefix of its prompts' ids; None takes the last part of ``name``."""
     weight: PositiveFloat = 1.0
-    """Its share of the prompts in training is this over the sum of all weights."""
+    """Its share of the training prompts is this weight divided by the sum of all weights."""
     train: Options | None = Field(default_factory=dict)
-    """Its options; null takes nothing of it for training."""
+    """Its options for training; null leaves it out of training."""
     heldout: Options | None = Field(default_factory=dict)
-    """Its options; null takes nothing of it for evaluation."""
+    """Its options for evaluation; null leaves it out of evaluation."""
 
 
 class Sampler(Section):
@@ -44,19 +44,19 @@ class Data(Section):
     """A data set by name or path/to/file.py:function, and its keyword arguments."""
 
     name: str
-    """``shapes``, ``org/name`` of the hub, ``path/to/file.py:prompts``; nothing beside ``mixture``."""
+    """``shapes``, ``org/name`` of the hub, ``path/to/file.py:prompts``; empty with ``mixture``."""
     train: Options = Field(default_factory=dict)
     heldout: Options = Field(default_factory=dict)
     mixture: Annotated[list[Source], Field(max_length=MOST_SOURCES)] = Field(default_factory=list)
     """Several data sets in place of one, with weights."""
     sampler: Annotated[Sampler | None, BeforeValidator(_sampler_settings)] = None
-    """``path/to/file.py:Class``, or a section: which prompts each step takes. None goes through them in epochs."""
+    """``path/to/file.py:Class``, or a section: chooses the prompts of each step. None takes all prompts in epochs."""
     max_bad_fraction: Fraction = 0.01
-    """Records that cannot be used are left out, counted and named in failures.jsonl; past this share the run stops."""
+    """Bad records are left out, counted and named in failures.jsonl; above this share of them the run stops."""
     overlong: Literal["skip", "cut", "error"] = "skip"
-    """Text: prompts with more tokens, those of pictures among them, than sampling.max_prompt_tokens, or than the
-    context leaves beside max_new_tokens. ``skip``: left out and named, another takes its place; ``cut``: the user's
-    text loses its beginning and keeps its end; ``error``: the run does not begin, and the prompts are named."""
+    """Text: prompts with more tokens (tokens of pictures included) than sampling.max_prompt_tokens, or than the context
+    has room for besides max_new_tokens. ``skip``: the prompt is left out, named and replaced; ``cut``: the user's text
+    loses its beginning and keeps its end; ``error``: the run does not start, and the prompts are named."""
 
     @property
     def names(self) -> list[str]:
@@ -65,7 +65,7 @@ class Data(Section):
 
     @property
     def labels(self) -> list[str]:
-        """What metrics call the sources of a mixture; nothing of a single data set."""
+        """The names of a mixture's sources in metrics; empty for a single data set."""
         return [source_label(source) for source in self.mixture]
 
 
@@ -78,7 +78,7 @@ def without_name(values: JsonObject) -> JsonObject:
 
 
 def of_data(data: Data) -> Iterator[str]:
-    """What in the section cannot be, as ``key: why; the edit``."""
+    """The section's impossible settings, as ``key: why; the edit``."""
     if not data.mixture:
         if not data.name:
             yield "data.name: it is empty; name a data set (mmrl ls datasets), or several in data.mixture"
@@ -88,9 +88,9 @@ def of_data(data: Data) -> Iterator[str]:
             yield f"data.{key}: data.mixture names the data sets and their options; remove data.{key}"
     for i, label in enumerate(data.labels):
         if label in data.labels[:i]:
-            yield f"data.mixture[{i}].label: two sources are called {label!r}; give one another label"
+            yield f"data.mixture[{i}].label: two sources are called {label!r}; give them different labels"
         elif not label or "/" in label or label.strip() != label:
-            yield f"data.mixture[{i}].label: {label!r} cannot be part of a metric's name; take another without '/'"
+            yield f"data.mixture[{i}].label: {label!r} cannot be part of a metric's name; write one without '/'"
     for split in ("train", "heldout"):
         if all(getattr(source, split) is None for source in data.mixture):
             yield f"data.mixture: every source has {split}: null, which leaves no prompts; give one of them options"
@@ -99,12 +99,12 @@ def of_data(data: Data) -> Iterator[str]:
         if source.train is not None and source.weight / total < 1e-3:
             yield (
                 f"data.mixture[{i}].weight: {source.weight:g} of {total:g} is less than a prompt in 1000; raise it, or "
-                "take the source out"
+                "remove the source"
             )
 
 
 def source_label(source: Source) -> str:
-    """What metrics call it: its label, else the attribute, the file or the last part of its name."""
+    """The source's name in metrics: its label, else the attribute, the file or the last part of its name."""
     if source.label is not None:
         return source.label
     return source.name.removesuffix(":prompts").rpartition(":")[2].rpartition("/")[2].removesuffix(".py")

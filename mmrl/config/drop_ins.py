@@ -1,6 +1,6 @@
 """List the pipelines, rewards and data sets of this installation by reading their text: nothing is imported or run.
 
-What makes a module a drop-in is what its users call: a pipeline defines ``build(recipe, ...)``, a data set
+A module is recognised by the function that mmrl calls: a pipeline defines ``build(recipe, ...)``, a data set
 ``prompts(split, ...)``, a reward is a function that takes ``context`` or a class whose ``score`` does.
 """
 
@@ -19,7 +19,7 @@ from mmrl.config.layers import shown
 from mmrl.python_objects import in_this_process
 
 DEFAULT: dict[Kind, str] = {"pipelines": "build", "rewards": "score", "datasets": "prompts", "algorithms": ""}
-"""What a name without ``:attribute`` stands for; the one algorithm of a file needs no name."""
+"""The attribute that a name without ``:attribute`` means; the only algorithm of a file needs no name."""
 _FIRST: dict[Kind, str] = {"pipelines": "recipe", "datasets": "split"}
 NOUN: dict[Kind, str] = {
     "pipelines": "pipeline",
@@ -31,7 +31,7 @@ NOUN: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A drop-in by the name a recipe calls it, and the first line of its docstring."""
+    """A drop-in: its name in a recipe, its file and the first line of its docstring."""
 
     name: str
     file: Path
@@ -50,9 +50,9 @@ def entries(kind: Kind) -> list[Entry]:
 
 
 def missing_drop_in(kind: Kind, name: str, looked: str) -> str:
-    """What is wrong with the name of a drop-in, or of an algorithm in a file; empty where it exists.
+    """What is wrong with the name of a drop-in, or of an algorithm in a file; empty if it exists.
 
-    ``looked`` says for a message where a file was looked for.
+    ``looked``: the part of the message that says where a file was looked for.
     """
     if in_this_process(name):
         attribute = name.partition(":")[2]
@@ -74,7 +74,7 @@ def missing_drop_in(kind: Kind, name: str, looked: str) -> str:
 
 
 def missing_class(name: str, looked: str) -> str:
-    """What is wrong with ``path/to/file.py:Class``; empty where the file has that name. ``looked`` as above."""
+    """What is wrong with ``path/to/file.py:Class``; empty if the file has that name. ``looked`` as above."""
     file, _, attribute = name.rpartition(":")
     if not os.path.isfile(file):
         return f"there is no file {file!r} ({looked}); correct the path"
@@ -83,14 +83,14 @@ def missing_class(name: str, looked: str) -> str:
 
 @cache
 def _known(kind: Kind) -> tuple[str, ...]:
-    """What there is to choose from, for messages: every file is read for it, so once."""
+    """The existing names, for messages. Cached, because every file is read."""
     return tuple(entry.name for entry in entries(kind))
 
 
 def declared_paths(name: str) -> tuple[str, ...]:
-    """The options that the reward ``name`` declares as files: ``@mmrl.reward(paths=("model",))``, spelled out there.
+    """The options that the reward ``name`` declares as files: ``@mmrl.reward(paths=("model",))``, written literally.
 
-    Nothing for a reward that cannot be found or read; whoever builds it says so.
+    Empty for a reward that cannot be found or read; building it raises the error.
     """
     file_text, attribute = split_file(name)
     target, _, own = name.partition(":")
@@ -100,7 +100,7 @@ def declared_paths(name: str) -> tuple[str, ...]:
     except (SyntaxError, OSError, ValueError):
         return ()
     wanted = (own if file_text is None else attribute) or DEFAULT["rewards"]
-    for _ in body:  # ``score = Judge``: no longer a chain than there are statements
+    for _ in body:  # follow ``score = Judge``: a chain has at most as many links as statements
         named = [n.value for n in body if isinstance(n, ast.Assign) and _assigns(n, wanted)]
         wanted = next((value.id for value in reversed(named) if isinstance(value, ast.Name)), wanted)
     definitions = [node for node in body if getattr(node, "name", None) == wanted]
@@ -136,7 +136,7 @@ def _missing_attribute(file: Path, attribute: str, wanted: str) -> str:
     if not wanted or defined is None or wanted in defined:
         return ""
     public = [name for name in defined if not name.startswith("_")]
-    write = "" if attribute else f"; name one of its own, as in {file.name}:{public[0]}" if public else ""
+    write = "" if attribute else f"; name one that it has, as in {file.name}:{public[0]}" if public else ""
     has = ", ".join(public) or "no functions or classes"
     return f"{shown(file)} has no {wanted!r}{did_you_mean(wanted, public) or write}  (it has {has})"
 
@@ -147,7 +147,7 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _defined(body: list[ast.stmt]) -> list[str] | None:
-    """The names a module defines; None where that cannot be told without importing it (``import *``)."""
+    """The names that a module defines; None if only importing it shows them (``import *``)."""
     found: list[str] = []
     for node in _statements(body):
         match node:
@@ -203,7 +203,7 @@ def _entries_of(kind: Kind, module: str, file: Path) -> Iterator[Entry]:
 def _takes(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, parameter: str) -> bool:
     if isinstance(node, ast.ClassDef):
         if any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases):
-            return False  # what a drop-in is like, and none itself
+            return False  # a base class or protocol, not a drop-in
         methods = [m for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef) and m.name == "score"]
         return any(_takes(method, parameter) for method in methods)
     return parameter in {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]}

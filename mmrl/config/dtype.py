@@ -1,7 +1,7 @@
 """``model.dtype: auto``: bfloat16 where the device has instructions for it, float32 elsewhere.
 
-It is chosen once, where the recipe of a new run is read. The choice stands in the run's resolved.json, and everything
-that goes on with the run or opens it takes it from there, whatever its own CPU can do.
+The choice is made once, when the recipe of a new run is read, and stored in the run's resolved.json. Resuming and all
+other commands on the run read it from there, whatever their CPU supports.
 """
 
 # What is private to torch below has no public name.
@@ -20,13 +20,13 @@ from mmrl.json_types import JsonObject
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 _WITHOUT = {"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni"}
-"""Values of ONEDNN_MAX_CPU_ISA that keep oneDNN from multiplying in bfloat16, whatever the CPU can do."""
+"""Values of ONEDNN_MAX_CPU_ISA that keep oneDNN from multiplying in bfloat16, whatever the CPU supports."""
 
 
 def has_bfloat16(device: str) -> bool:
-    """Whether the recipe's ``device`` multiplies bfloat16 by instructions of its own. Imports torch.
+    """Whether the recipe's ``device`` has instructions that multiply bfloat16. Imports torch.
 
-    A GPU that is not on this machine is taken for one that does.
+    True for a GPU that is not on this machine.
     """
     import torch
 
@@ -49,20 +49,20 @@ def _cpu_has_bfloat16() -> bool:
 
 
 def choose(device: str) -> tuple[Dtype, str]:
-    """What ``auto`` is on ``device``, and the reason."""
+    """The dtype that ``auto`` means on ``device``, and the reason."""
     if has_bfloat16(device):
         return "bfloat16", "because this device has instructions for it"
     return "float32", "because this device has no instructions for bfloat16"
 
 
 def is_auto(values: JsonObject) -> bool:
-    """Whether a recipe, as it is written, leaves the choice open."""
+    """Whether a recipe, as written, has ``model.dtype: auto``."""
     model = values.get("model")
     return isinstance(model, Mapping) and model.get("dtype") == "auto"
 
 
 def with_choice(values: JsonObject, dtype: Dtype | None = None) -> JsonObject:
-    """``values`` of a recipe with ``dtype`` in place of ``auto``; None chooses for the recipe's device."""
+    """``values`` of a recipe with ``dtype`` in place of ``auto``; None chooses by the recipe's device."""
     model = values.get("model")
     if not isinstance(model, Mapping) or not is_auto(values):
         return values
@@ -72,7 +72,7 @@ def with_choice(values: JsonObject, dtype: Dtype | None = None) -> JsonObject:
 
 
 def chosen_by(run: Path) -> Dtype | None:
-    """What the run in the directory ``run`` computes in; None where there is no run, or a damaged one."""
+    """The dtype of the run in the directory ``run``; None if there is no run, or a damaged one."""
     try:
         found = json.loads((run / "resolved.json").read_text(encoding="utf-8"))["model"]["dtype"]
     except (OSError, ValueError, KeyError, TypeError):

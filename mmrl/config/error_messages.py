@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from mmrl.algorithms.settings import AlgorithmSettings
 from mmrl.config.algorithms import AlgorithmError, find_algorithm, shipped_algorithms
-from mmrl.config.aliases import not_asked
+from mmrl.config.aliases import why_missing
 from mmrl.config.errors import Finding, KeyPath, did_you_mean
 from mmrl.config.layers import Tree, kind_of, parse_key
 from mmrl.config.peer_names import peer_message
@@ -26,19 +26,19 @@ from mmrl.config.section import OWN_CLASS, seconds_of
 from mmrl.json_types import Json, JsonObject
 
 Annotation: TypeAlias = object
-"""What a section writes behind a key: a type, a union, ``Annotated``, ``Literal``. Python has no narrower type for
-these; None stands for an unknown key."""
+"""The annotation of a key: a type, a union, ``Annotated``, ``Literal``. Python has no narrower type for these; None
+means an unknown key."""
 
 MOST_EXPLAINED = 50
-"""Errors of a recipe: what an unknown key may have meant takes a while to find."""
+"""Largest number of errors that are explained: the search for what an unknown key may mean is slow."""
 
 
 def explain(error: ValidationError, tree: Tree) -> Iterator[Finding]:
-    """Every error of ``error``, placed where its key is written (or, if it is missing, where it should be); of very
-    many the first."""
+    """The errors of ``error``, each placed where its key is written (or, if it is missing, where it should be); at most
+    ``MOST_EXPLAINED``."""
     details = error.errors(include_url=False)
     if len(details) > MOST_EXPLAINED:
-        further = f"{len(details) - MOST_EXPLAINED} further problems, which are not listed"
+        further = f"{len(details) - MOST_EXPLAINED} more problems are not listed"
         yield Finding(max(tree.sources.values()), (), further)
     for detail in details[:MOST_EXPLAINED]:
         if detail["type"] == "value_error":
@@ -52,7 +52,7 @@ def explain(error: ValidationError, tree: Tree) -> Iterator[Finding]:
 
 
 def implicit_booleans(recipe: Recipe, tree: Tree) -> Iterator[Finding]:
-    """``true`` where a number belongs, which pydantic would take for 1."""
+    """``true`` in place of a number, which pydantic would accept as 1."""
     for path in tree.sources:
         written, taken = _at(tree.values, path), _at(recipe, path)
         if isinstance(written, bool) and isinstance(taken, int | float) and not isinstance(taken, bool):
@@ -60,7 +60,7 @@ def implicit_booleans(recipe: Recipe, tree: Tree) -> Iterator[Finding]:
 
 
 def contradictions(text: str, tree: Tree, at: KeyPath = ()) -> Iterator[Finding]:
-    """The lines ``key: why; edit`` of a check, each placed where its key is written; a line without key belongs to
+    """The lines ``key: why; edit`` of a check, each placed where its key is written; a line without a key is placed at
     ``at``."""
     for line in text.splitlines():
         key, _, why = line.partition(": ")
@@ -106,7 +106,7 @@ def _unknown(path: KeyPath, values: JsonObject) -> str:
     assert section is not None, "only a section forbids keys"
     siblings = list(section.model_fields)
     listed = f"  (keys: {', '.join(siblings)})"
-    if issubclass(section, AlgorithmSettings) and (why := not_asked(section, _tag(section), key)):
+    if issubclass(section, AlgorithmSettings) and (why := why_missing(section, _tag(section), key)):
         return f"{why}; remove it{listed}"
     others = [s for s in _sections(_annotation(path[:-1], values)) if s is not section and key in s.model_fields]
     if others:
@@ -123,10 +123,11 @@ def _unknown(path: KeyPath, values: JsonObject) -> str:
 
 
 def _meant(key: str, parent: KeyPath, siblings: list[str]) -> str:
-    """The likeliest meaning: a slip of the pen here, this very key elsewhere, a slip elsewhere, anything near here."""
+    """The likeliest meaning, in this order: a typo of a sibling key, the same key in another section, a typo of a key
+    in another section, any similar sibling."""
     if key in _all_keys() and "." in key:
         section, _, leaf = key.rpartition(".")
-        return f"; in a file a dot is a level: write {leaf} inside {section}"
+        return f"; in a file keys are nested, without dots: write {leaf} inside {section}"
     slip = did_you_mean(key, siblings, 0.75)
     if slip:
         return slip
@@ -156,11 +157,11 @@ def _all_keys() -> tuple[str, ...]:
     return tuple(dict.fromkeys(walk(Recipe, "")))
 
 
-# The schema beside the values: which annotation and which section a key path leads to.
+# Walk the schema along the values: the annotation and the section of a key path.
 
 
 def _path(loc: tuple[str | int, ...], values: JsonObject) -> KeyPath:
-    """``loc`` without the tags that pydantic puts in behind a section, or a value, of several types."""
+    """``loc`` without the tags that pydantic inserts for unions."""
     path: KeyPath = ()
     for part in loc:
         annotation = _annotation(path, values)
@@ -231,7 +232,7 @@ def _of(info: FieldInfo) -> Annotation:
 
 
 def _parts(annotation: Annotation) -> tuple[Annotation, ...]:
-    """The alternatives of a union, without their ``Annotated``; a single type is its own only part."""
+    """The alternatives of a union, without their ``Annotated``; of a single type, that type."""
     if get_origin(annotation) is Annotated:
         return _parts(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -240,7 +241,7 @@ def _parts(annotation: Annotation) -> tuple[Annotation, ...]:
 
 
 def _sections(annotation: Annotation) -> list[type[BaseModel]]:
-    """The sections that may stand there; of the algorithm those of all that are shipped."""
+    """The sections that ``annotation`` allows; for the algorithm those of all shipped algorithms."""
     parts = [part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
     return [found.settings for found in shipped_algorithms()] if parts == [AlgorithmSettings] else parts
 
@@ -255,7 +256,7 @@ def _item(annotation: Annotation, index: int) -> Annotation:
 
 
 def _maps(annotation: Annotation) -> bool:
-    """Whether any key may stand under it."""
+    """Whether ``annotation`` is a mapping with free keys."""
     return any(part is Any or part is dict or get_origin(part) is dict for part in _parts(annotation))
 
 
@@ -264,7 +265,7 @@ def _choices(annotation: Annotation) -> list[str]:
 
 
 def _at(values: Json | BaseModel, path: KeyPath) -> Json | BaseModel:
-    """What stands at ``path`` in plain values or in a recipe; None where there is nothing."""
+    """The value at ``path`` in plain values or in a recipe; None if there is none."""
     for part in path:
         if isinstance(values, BaseModel):
             values = getattr(values, str(part), None)
@@ -277,12 +278,12 @@ def _at(values: Json | BaseModel, path: KeyPath) -> Json | BaseModel:
     return values
 
 
-# What an annotation asks for, in words.
+# Describe in words what an annotation expects.
 
 
 @dataclass(frozen=True)
 class _Bounds:
-    """The constraints of ``Annotated``; None where there is none."""
+    """The constraints of ``Annotated``; None if not set."""
 
     gt: float | None = None
     ge: float | None = None
@@ -345,7 +346,7 @@ def _number(noun: str, bounds: _Bounds) -> str:
 
 
 def _most(annotation: Annotation) -> float | None:
-    """The largest number, or the most items of a list, that is allowed; None where that is not said."""
+    """The largest number, or the most items of a list, that is allowed; None without a limit."""
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
         bounds = _bounds(metadata)
@@ -357,7 +358,7 @@ def _most(annotation: Annotation) -> float | None:
 
 
 def _bounds(metadata: Sequence[object], outer: _Bounds = _Bounds()) -> _Bounds:
-    """Those of ``metadata``; ``outer`` has those that it does not set."""
+    """The constraints in ``metadata``; ``outer`` has the defaults."""
     found = outer
     for item in metadata:
         if isinstance(item, FieldInfo):

@@ -14,7 +14,7 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True, order=True)
 class Source:
-    """A place in one layer of the recipe; ``line`` 0 is the whole file, or the command line."""
+    """A place in one layer of the recipe; ``line`` 0 means the whole file, or the command line."""
 
     layer: int
     line: int
@@ -26,7 +26,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Finding:
-    """A mistake with its place still comparable, so that findings of all checks can be sorted into reading order."""
+    """A mistake and its place in the recipe; findings of all checks can be sorted into reading order."""
 
     source: Source
     path: KeyPath
@@ -46,7 +46,7 @@ class Problem:
 
 
 class RecipeError(UserError, ValueError):
-    """A recipe that cannot run; ``problems`` holds everything that is wrong with it, in reading order."""
+    """A recipe that cannot run; ``problems`` lists all mistakes in reading order."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)

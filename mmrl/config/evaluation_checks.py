@@ -8,22 +8,22 @@ from mmrl.config.schema import Recipe
 
 
 def label_of(name: str, label: str | None) -> str:
-    """What metrics call a reward: its label, else the attribute it is loaded from, or the file if that is ``score``."""
+    """A reward's name in metrics: its label, else the attribute it is loaded from, or the file if that is ``score``."""
     return label or name.removesuffix(":score").rpartition(":")[2].rpartition("/")[2].removesuffix(".py")
 
 
 def _repeated(recipe: Recipe) -> Iterator[str]:
-    """Several samples of a held-out prompt."""
+    """Check the settings for several samples per held-out prompt."""
     evaluation, n = recipe.eval, recipe.eval.samples_per_prompt
     if evaluation.samples % n:
         yield (
-            f"eval.samples: {evaluation.samples} is no multiple of eval.samples_per_prompt, {n}; set it to "
+            f"eval.samples: {evaluation.samples} is not a multiple of eval.samples_per_prompt, {n}; set it to "
             f"{-(-evaluation.samples // n) * n}"
         )
     for key in ("pass_at", "maj_at"):
         for k in getattr(evaluation, key):
             if k > n:
-                yield f"eval.{key}: {k} of {n} samples cannot be; set eval.samples_per_prompt to {k} or more"
+                yield f"eval.{key}: {k} of {n} samples is impossible; set eval.samples_per_prompt to {k} or more"
     if n > 1 and recipe.algorithm.kind == "offline":
         yield "eval.samples_per_prompt: given pairs are compared once each; remove it"
     if recipe.sampling.type != "text":
@@ -41,20 +41,20 @@ def _repeated(recipe: Recipe) -> Iterator[str]:
 def _no_distance(recipe: Recipe) -> str | None:
     """Why evaluations do not measure the distance to the base model, with the edit."""
     if recipe.algorithm.kind == "offline" and not recipe.eval.rewards:
-        return "an evaluation on given pairs samples nothing; name a reward under eval.rewards"
+        return "an evaluation on given pairs does not sample; name a reward under eval.rewards"
     if recipe.sampling.type != "text":
         return None
     if recipe.rollout.engine != "transformers":
-        return f"{recipe.rollout.engine_name} samples, and holds no base model; set rollout.engine to transformers"
+        return f"{recipe.rollout.engine_name} samples and has no base model; set rollout.engine to transformers"
     if recipe.train.backend != "replicated" or recipe.train.width > 1:
-        return "the model lies on several devices, and has no base model beside it; set train.backend to replicated"
+        return "the model is sharded and no base model is kept beside it; set train.backend to replicated"
     if recipe.model.lora is None and not getattr(recipe.algorithm, "kl_coef", 0):
         return "without LoRA and without algorithm.kl_coef no base model is kept; set one of the two"
     return None
 
 
 def of_evaluation(recipe: Recipe) -> Iterator[str]:
-    """What in the section ``eval`` cannot be, as ``key: why; the edit``."""
+    """The impossible settings of the section ``eval``, as ``key: why; the edit``."""
     evaluation, stopping = recipe.eval, recipe.eval.early_stopping
     if evaluation.tuned_fraction < 1 and recipe.sampling.type == "text":
         yield "eval.tuned_fraction: text has no denoising steps; remove it"
@@ -75,8 +75,8 @@ def of_evaluation(recipe: Recipe) -> Iterator[str]:
     labels = [label_of(r.name, r.label) for r in [*recipe.rewards, *evaluation.rewards]]
     if stopping.metric == "policy/loss":
         yield (
-            "eval.early_stopping.metric: policy/loss falls as the model gets better, and a metric that rises is waited "
-            "for; set it to reward/ and a reward's label, or to a figure of the data, such as sft/log_prob"
+            "eval.early_stopping.metric: policy/loss falls as the model gets better, and early stopping needs a metric "
+            "that rises; set it to reward/ and a reward's label, or to a metric of the data, such as sft/log_prob"
         )
         return
     kind, _, rest = stopping.metric.partition("/")
@@ -84,7 +84,7 @@ def of_evaluation(recipe: Recipe) -> Iterator[str]:
     of_reward = kind in ("reward", *repeated)
     known = rest.partition("/")[0] in labels if of_reward else recipe.algorithm.kind == "offline"
     if not known:
-        named = " or ".join(f"reward/{label}" for label in labels) or "a figure of the data, such as dpo/accuracy"
+        named = " or ".join(f"reward/{label}" for label in labels) or "a metric of the data, such as dpo/accuracy"
         yield (
             f"eval.early_stopping.metric: {stopping.metric!r} is no reward of this recipe; set it to {named}, or a "
             "part of one (reward/label/part)"

@@ -1,8 +1,8 @@
 """Merge YAML files and ``a.b=c`` overrides into one tree of plain values that records where each was written.
 
 Scalars follow YAML 1.2's core schema, so that ``1e-5`` is a number, and ``no``, ``012`` and ``2024-01-01`` are not
-turned into something else. Mappings of later files merge into earlier ones, everything else replaces; an override
-always replaces, a mapping too. Nothing is constructed from tags.
+converted. Mappings of later files merge into earlier ones, all other values replace; an override always replaces, even
+a mapping. Tags construct no objects.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mmrl.config.errors import COMMAND_LINE, Finding, KeyPath, Source, format_ke
 from mmrl.json_types import JsonScalar, MutableJson, item, set_item
 
 MOST_CHARACTERS = 1 << 16
-"""Of all files and overrides of a recipe together. A recipe has about 2,000; PyYAML reads some 100,000 a second."""
+"""Limit for all files and overrides of a recipe. A recipe has about 2,000; PyYAML reads some 100,000 a second."""
 MOST_VALUES = 5_000
-"""A recipe has hundreds; past this it is a list of data, or aliases of aliases are blowing it up."""
+"""A recipe has hundreds; more than this is a list of data, or an explosion of aliases."""
 MOST_IN_ONE = 1 << 14
 """Characters of one value."""
 MOST_LEVELS = 32
@@ -29,14 +29,14 @@ MOST_LEVELS = 32
 
 @dataclass
 class Room:
-    """What is left of the limits on a recipe while its layers are read."""
+    """What remains of the limits on a recipe while its layers are read."""
 
     characters: int = MOST_CHARACTERS
     values: int = MOST_VALUES
 
 
 class _TooLarge(Exception):
-    """A recipe is past one of the limits; the message says which, and the edit."""
+    """A recipe exceeds one of the limits; the message says which, and the edit."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -70,14 +70,14 @@ for _name, (_pattern, _first, _) in _SCALARS.items():
 
 @dataclass
 class Tree:
-    """Plain values (mappings, lists, scalars), the source of each key, and what was wrong with the text."""
+    """Plain values (mappings, lists, scalars), the source of each key, and the mistakes in the text."""
 
     values: dict[str, MutableJson] = field(default_factory=dict)
     sources: dict[KeyPath, Source] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
     def source(self, path: KeyPath) -> Source:
-        """Where ``path`` was written, or the nearest section around it that was."""
+        """Where ``path`` was written; if it was not, the nearest enclosing section that was."""
         while path and path not in self.sources:
             path = path[:-1]
         return self.sources[path]
@@ -94,13 +94,13 @@ def read_layers(files: list[Path], overrides: list[str]) -> Tree:
 
 
 def shown(path: Path) -> str:
-    """A path as a person would write it: relative where it lies under the current folder."""
+    """A path for messages: relative if it is under the current folder."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
 def parse_key(text: str) -> KeyPath | None:
-    """``rewards[0].weight`` or ``rewards.0.weight`` as ``("rewards", 0, "weight")``; None where it is no key."""
+    """``rewards[0].weight`` or ``rewards.0.weight`` as ``("rewards", 0, "weight")``; None if it is not a key."""
     if not re.fullmatch(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[[0-9]+\])*", text):
         return None
     return tuple(int(part) if part.isascii() and part.isdigit() else part for part in re.findall(r"[^.\[\]]+", text))
@@ -129,7 +129,7 @@ class _Builder:
             if self.room.characters < 0:
                 raise _TooLarge(
                     f"a recipe has at most {MOST_CHARACTERS:,} characters, its files and overrides together; put long "
-                    "texts and lists of data into files of their own and name these"
+                    "texts and lists of data into separate files and name these"
                 )
             node = yaml.compose(text, Loader=_Loader)
             return None if node is None else self._build(node, path)
@@ -170,7 +170,7 @@ class _Builder:
         return None
 
     def _count(self, node: yaml.Node, path: KeyPath) -> None:
-        """Raise ``_TooLarge`` where ``node`` is past a limit."""
+        """Raise ``_TooLarge`` if ``node`` exceeds a limit."""
         self.room.values -= 1
         if self.room.values < 0:
             raise _TooLarge(
@@ -183,7 +183,7 @@ class _Builder:
         if isinstance(node, yaml.ScalarNode) and len(node.value) > MOST_IN_ONE:
             raise _TooLarge(
                 f"line {node.start_mark.line + 1}: a value of {len(node.value):,} characters; at most {MOST_IN_ONE:,} "
-                "are read, put it into a file of its own and name that"
+                "are read; put it into a separate file and name that"
             )
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, MutableJson]:
@@ -217,7 +217,7 @@ def _read_file(file: Path, layer: int, room: Room) -> Tree:
     values: MutableJson = None
     try:
         with file.open("rb") as opened:
-            read = opened.read(4 * MOST_CHARACTERS + 1)  # bytes of a character in UTF-8, the most
+            read = opened.read(4 * MOST_CHARACTERS + 1)  # a UTF-8 character has at most 4 bytes
         values = builder.parse(read.decode("utf-8-sig", "ignore" if len(read) > 4 * MOST_CHARACTERS else "strict"), ())
     except UnicodeDecodeError:
         builder.findings.append(Finding(origin, (), "not text in UTF-8; save it as UTF-8"))
@@ -291,7 +291,7 @@ def _override(tree: Tree, text: str, origin: Source, room: Room) -> None:
 
 
 def _descend(values: dict[str, MutableJson], path: KeyPath) -> tuple[MutableJson, str]:
-    """The container that holds ``path[-1]``, made where a section is absent or null; or what is in the way."""
+    """The container that holds ``path[-1]``, created if a section is absent or null; or why it cannot hold it."""
     container: MutableJson = values
     for depth, step in enumerate(path):
         mistake = _cannot_hold(container, step, format_key(path[:depth]))

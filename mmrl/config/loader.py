@@ -51,18 +51,18 @@ class LoadedRecipe:
     overrides: tuple[str, ...]
     tree: Tree = field(repr=False)
     from_python: bool = False
-    """Whether it was made of Python values, so that its files are gone when the process is."""
+    """Whether it was made from Python values, so that its files are deleted when the process ends."""
 
     def resolve(self, text: str) -> str:
-        """The absolute path of a model or file named in this recipe, or ``text`` where nothing local is meant."""
+        """The absolute path of a model or file named in this recipe, or ``text`` if it names nothing local."""
         return resolve(self.root, text)
 
     def resolve_drop_in(self, text: str) -> str:
-        """As ``resolve``, of a pipeline, reward or data set."""
+        """As ``resolve``, for a pipeline, reward or data set."""
         return resolve_drop_in(self.root, text)
 
     def resolved(self) -> dict[str, Any]:
-        """All settings, defaults too, ready for JSON; local names are absolute, so that it loads from any folder."""
+        """All settings with their defaults, ready for JSON; local paths are absolute, so it loads from any folder."""
         settings = self.recipe.model_dump(mode="json")
         rewards = [*settings["rewards"], *settings["eval"]["rewards"]]
         sources = [settings["data"], *settings["data"]["mixture"]]
@@ -81,11 +81,11 @@ class LoadedRecipe:
 
     @property
     def chose_dtype(self) -> bool:
-        """Whether ``model.dtype`` was left to the device (``auto``)."""
+        """Whether ``model.dtype`` is ``auto`` in the recipe."""
         return is_auto(self.tree.values)
 
-    def going_on(self, run: Path) -> LoadedRecipe:
-        """The recipe as the run in the directory ``run`` goes on with it: what it chose for ``auto`` stays."""
+    def for_resume(self, run: Path) -> LoadedRecipe:
+        """The recipe to resume the run in the directory ``run`` with: its choice for ``auto`` stays."""
         dtype = chosen_by(run)
         if not self.chose_dtype or dtype in (None, self.recipe.model.dtype):
             return self
@@ -111,7 +111,7 @@ def load_recipe(
     override replaces whatever it names, so ``algorithm={type: draft}`` starts that section anew. ``prepare`` gets the
     plain values before they are checked, and returns those to check. ``root``: where relative paths start, in place of
     the first file's folder. Raises ``RecipeError`` with every problem found.
-    Loads no model, and imports of all that it names the algorithm alone.
+    Loads no model; of the names in the recipe only the algorithm is imported.
     """
     files = [find_recipe(str(path)) for path in paths]
     root = root or files[0].resolve().parent
@@ -143,7 +143,7 @@ def load_recipe(
 
 
 def _not_yet_known(findings: list[Finding], syntax: list[Finding]) -> list[Finding]:
-    """Without what follows from a mistake already found in the text: a file that is not YAML misses every key."""
+    """Drop findings that follow from a syntax error: a file that is not YAML misses every key."""
     if any(not finding.path for finding in syntax):
         return [finding for finding in findings if not finding.message.startswith("missing")]
     known = {finding.path for finding in syntax}

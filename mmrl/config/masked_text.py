@@ -12,12 +12,12 @@ from mmrl.secrets import mask_text, masked
 
 
 def masked_document(text: str, settings: JsonObject) -> str:
-    """A recipe file without the secrets of ``settings``; comments and order stay where the text can be kept."""
+    """A recipe file without the secrets of ``settings``; comments and order are kept if possible."""
     shown = mask_text(text, settings)
     values = masked(_parsed(text))
     if values is None or _parsed(shown) == values:
         return shown
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)  # for a tag, an escape, a folded text
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)  # it has a tag, an escape or a folded scalar
 
 
 def masked_override(text: str, settings: JsonObject) -> str:

@@ -1,8 +1,8 @@
-"""The layouts of Megatron-Core that are allowed: the combinations whose training a test compares with one process.
-All others are refused.
+"""The allowed layouts of Megatron-Core: the combinations whose training a test compares with one process. All others
+are refused.
 
-``TP`` tensor parallelism, ``SP`` the same with sequence parallelism, ``PP`` pipeline stages, ``VPP`` the same in
-chunks, ``CP`` context parallelism, ``EP`` expert parallelism, ``DO`` the distributed optimizer.
+``TP``: tensor parallelism, ``SP``: the same with sequence parallelism, ``PP``: pipeline parallelism, ``VPP``: the same
+with interleaved stages, ``CP``: context parallelism, ``EP``: expert parallelism, ``DO``: the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 
 class Asked(Protocol):
-    """Of ``mmrl.config.schema.Train``, which this module cannot import: its checks import this one."""
+    """The fields of ``mmrl.config.schema.Train`` that are read here. (Importing it would be a circular import.)"""
 
     tensor_parallel: int
     sequence_parallel: bool
@@ -69,11 +69,11 @@ _FORMS = {
     ("PP", "VPP"): "set train.pipeline_chunks to 2",
     ("VPP", "PP"): "remove train.pipeline_chunks",
 }
-"""Edits that turn one form of a cut into the other."""
+"""Edits that turn one form of parallelism into the other."""
 
 
 def combination(train: Asked) -> frozenset[str]:
-    """The cuts that ``train`` asks for."""
+    """The parallelisms that ``train`` sets."""
     asked = {
         "SP" if train.sequence_parallel else "TP": train.tensor_parallel > 1,
         "VPP" if train.pipeline_chunks > 1 else "PP": train.pipeline_parallel > 1,
@@ -85,8 +85,8 @@ def combination(train: Asked) -> frozenset[str]:
 
 
 def untested(kind: Kind, train: Asked) -> Iterator[str]:
-    """Why a model of this ``kind`` is not trained as ``train`` asks, where no test compares that with one process, with
-    the edits that mend it."""
+    """An error, with its edits, if no test compares a model of this ``kind`` and the layout of ``train`` with one
+    process."""
     cuts = combination(train)
     if not cuts or cuts in TESTED[kind]:
         return
@@ -102,7 +102,7 @@ def untested(kind: Kind, train: Asked) -> Iterator[str]:
 
 
 def _edits(cuts: frozenset[str], other: frozenset[str]) -> list[str] | None:
-    """What makes ``other`` of ``cuts``: each is removed or takes its other form. None where ``other`` has more."""
+    """The edits that turn ``cuts`` into ``other``, which remove or replace each. None if ``other`` has more."""
     found, left = [], set(other)
     for cut in (cut for cut in _KEYS if cut in cuts):
         form = next((b for a, b in _FORMS if a == cut and b in left), cut)

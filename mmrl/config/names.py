@@ -1,4 +1,4 @@
-"""Resolve the names in a recipe on this machine and check that they exist. Looks at files, imports none."""
+"""Resolve the names in a recipe on this machine and check that they exist. Reads files without importing them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MODEL_FILES = ("model_index.json", "config.json")
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """The recipes of this installation by name; one whose name is taken is called ``folder/name``."""
+    """The recipes of this installation by name; a second one with the same name is called ``folder/name``."""
     found: dict[str, Path] = {}
     for root in folders("pipelines"):
         for file in sorted(root.glob("*/recipes/*.yaml")):
@@ -32,7 +32,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def find_recipe(text: str) -> Path:
-    """The file that ``text`` (a path, or the name of a shipped recipe) stands for. Raises ``RecipeError``."""
+    """The file that ``text`` (a path, or the name of a shipped recipe) means. Raises ``RecipeError``."""
     file = Path(os.path.expanduser(text))
     if os.path.isfile(file):
         return file
@@ -51,11 +51,11 @@ def find_recipe(text: str) -> Path:
 
 
 def resolve(root: Path, text: str) -> str:
-    """The absolute path of the model or file that ``text`` stands for, or ``text`` itself where nothing local is meant.
+    """The absolute path of the model or file that ``text`` names, or ``text`` itself if it names nothing local.
 
     Looked up in ``root`` (the recipe's folder), the current folder and the folders of the shipped recipes, so that a
-    copied recipe still finds what lay beside the original. ``my.py:name`` keeps its ``:name``. What could as well be
-    a name (``org/model``) is a path only where it leads to a model in the library's format, or to a file.
+    copied recipe still finds the files beside the original. ``my.py:name`` keeps its ``:name``. A text that may also be
+    a hub name (``org/model``) is a path only if it leads to a model in the library's format, or to a file.
     """
     if split_file(text)[0] is not None:
         return resolve_drop_in(root, text)
@@ -68,9 +68,9 @@ def resolve(root: Path, text: str) -> str:
 
 
 def resolve_drop_in(root: Path, text: str) -> str:
-    """As ``resolve``, of a drop-in or an algorithm: ``my.py`` and ``my.py:name`` are files, all else is a name.
+    """As ``resolve``, for a drop-in or an algorithm: ``my.py`` and ``my.py:name`` are files, all other texts are names.
 
-    So a folder called ``judge``, with a model in it, takes nothing from the reward of that name.
+    So a folder ``judge`` with a model does not hide the reward ``judge``.
     """
     file, attribute = split_file(text)
     found = None if file is None else _look_up(root, file)
@@ -78,7 +78,7 @@ def resolve_drop_in(root: Path, text: str) -> str:
 
 
 def is_hub_data(name: str) -> bool:
-    """Whether ``data.name`` is a data set on the hub (``org/name``), or a folder that is named like one."""
+    """Whether ``data.name`` is a data set on the hub (``org/name``), or a folder with such a name."""
     return split_file(name)[0] is None and _HUB_DATA.fullmatch(name) is not None
 
 
@@ -96,8 +96,8 @@ def resolve_options(root: Path, options: JsonObject, paths: Sequence[str]) -> Js
 
 
 def with_files_found(root: Path, values: JsonObject) -> JsonObject:
-    """``values`` of a recipe with the absolute paths of what is read with it: an algorithm in a file, which is
-    imported, and a LoRA adapter, whose settings are taken."""
+    """``values`` of a recipe with absolute paths of the files that reading it opens: the algorithm's file, which is
+    imported, and the LoRA adapter, whose settings are taken."""
     found, algorithm, model = dict(values), values.get("algorithm"), values.get("model")
     name = _text(values, ("algorithm", "type"))
     if name and isinstance(algorithm, Mapping):
@@ -110,7 +110,7 @@ def with_files_found(root: Path, values: JsonObject) -> JsonObject:
 
 
 def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
-    """Every name in the recipe that leads nowhere, as ``(key, what is wrong and what to write)``."""
+    """Every name in the recipe that does not exist, as ``(key, what is wrong and what to write)``."""
     path = _text(tree.values, ("model", "path"))
     if path and (wrong := _missing_model(root, path)):
         yield ("model", "path"), wrong
@@ -127,7 +127,7 @@ def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
             yield key, wrong
     for kind, key in _drop_in_keys(tree.values):
         name = _text(tree.values, key)
-        if kind == "datasets" and is_hub_data(name):  # reading it says what is wrong
+        if kind == "datasets" and is_hub_data(name):  # reading it reports what is wrong
             continue
         if name and (wrong := missing_drop_in(kind, resolve_drop_in(root, name), _looked(root))):
             yield key, wrong
@@ -164,7 +164,7 @@ def _shipped_folders() -> tuple[Path, ...]:
 
 def _drop_in_keys(values: JsonObject) -> Iterator[tuple[Kind, KeyPath]]:
     yield "pipelines", ("pipeline",)
-    if split_file(_text(values, ("algorithm", "type")))[0] is not None:  # else reading the recipe says it
+    if split_file(_text(values, ("algorithm", "type")))[0] is not None:  # else reading the recipe reports it
         yield "algorithms", ("algorithm", "type")
     yield "datasets", ("data", "name")
     mixture = _value(values, ("data", "mixture"))

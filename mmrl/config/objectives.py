@@ -11,7 +11,7 @@ from mmrl.user_code import place_of
 
 
 def load_objective(recipe: Recipe) -> Objective:
-    """The objective of the recipe's algorithm, of its settings. Raises ``UserError`` for one that is of no protocol."""
+    """Construct the objective of the recipe's algorithm. Raises ``UserError`` if it does not follow its protocol."""
     text = recipe.sampling.type == "text"
     settings = with_length_limit(recipe.algorithm, recipe.decoding.max_new_tokens) if text else recipe.algorithm
     try:
@@ -20,12 +20,12 @@ def load_objective(recipe: Recipe) -> Objective:
         raise
     except Exception as error:
         raise AlgorithmError(
-            f"making {settings.type} of its settings raised {one_line(error)} at "
+            f"constructing {settings.type} with its settings raised {one_line(error)} at "
             f"{place_of(error, settings.type.rpartition(':')[0])}; mend that line"
         ) from error
     if missing := lacking(objective):
         raise AlgorithmError(
             f"{settings.type} is of kind {objective.kind} and lacks {', '.join(missing)}; write what the protocol "
-            f"{PROTOCOLS[objective.kind].__name__} of mmrl.algorithms.objective asks for"
+            f"{PROTOCOLS[objective.kind].__name__} of mmrl.algorithms.objective requires"
         )
     return objective

@@ -1,4 +1,4 @@
-"""Keys of older recipes and runs that have another name today."""
+"""Rename keys of older recipes and runs to their names of today."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ MOVED = {"model.compile": "performance.compile", "sampling.chat_template": "samp
 
 
 def renamed(values: JsonObject) -> JsonObject:
-    """``values`` of a recipe with every key under its name of today. Raises ``ValueError`` where both names are given
-    and say different things."""
+    """``values`` of a recipe with every key under its name of today. Raises ``ValueError`` if both names are given with
+    different values."""
     for old, new in MOVED.items():
         (before, key), (after, name) = old.split("."), new.split(".")
         section, into = values.get(before), values.get(after)
@@ -20,10 +20,10 @@ def renamed(values: JsonObject) -> JsonObject:
         given = section[key]
         if old == "sampling.chat_template" and isinstance(given, str):
             raise ValueError(
-                f"{old}: a template, or a file with one, is model.chat_template; {new} has variables of it"
+                f"{old}: write a template, or a file with one, as model.chat_template; {new} has its variables"
             )
         if into and into.get(name, given) != given:
-            raise ValueError(f"{old}: it is called {new} now, which says otherwise; remove it")
+            raise ValueError(f"{old}: it is called {new} now, which is also set, to a different value; remove it")
         values = {**values, before: {k: v for k, v in section.items() if k != key}}
         values = {**values, after: {**as_object(values.get(after) or {}), name: given}}
     return values

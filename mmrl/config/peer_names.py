@@ -1,4 +1,4 @@
-"""Names of settings in TRL, verl and diffusers' training scripts, and what stands for them in a recipe.
+"""Names of settings in TRL, verl and diffusers' training scripts, and their equivalents in a recipe.
 
 An error about an unknown key uses the tables, and ``python -m mmrl.config.peer_names`` prints docs/from_others.md from
 them. A name that recipes have too, such as ``temperature``, needs no line.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Here(NamedTuple):
-    """What stands for a setting: keys of a recipe, or an option of ``mmrl train``; nothing where mmrl has no equal."""
+    """The equivalent of a setting: keys of a recipe, or an option of ``mmrl train``; empty if mmrl has none."""
 
     keys: tuple[str, ...]
     note: str = ""
@@ -28,9 +28,9 @@ TRL: Mapping[str, Here] = {
     "model_name_or_path": _here("model.path"),
     "torch_dtype": _here("model.dtype"),
     "bf16": _here("model.dtype", note="bfloat16"),
-    "fp16": _here("model.dtype", note="float16 is not offered; take bfloat16"),
+    "fp16": _here("model.dtype", note="float16 is not supported; use bfloat16"),
     "attn_implementation": _here("performance.attention"),
-    "model_init_kwargs": _here("model", note="what may be set has keys of its own"),
+    "model_init_kwargs": _here("model", note="each supported argument is a key of this section"),
     "min_pixels": _here("model.min_pixels"),
     "max_pixels": _here("model.max_pixels"),
     "use_peft": _here("model.lora"),
@@ -49,7 +49,7 @@ TRL: Mapping[str, Here] = {
     "num_generations": _here("train.group_size"),
     "num_generations_eval": _here("eval.samples_per_prompt"),
     "generation_batch_size": _here("sampling.batch_size"),
-    "per_device_train_batch_size": _here("train.micro_batch_size", note="samples whose graph is held at once"),
+    "per_device_train_batch_size": _here("train.micro_batch_size", note="samples of one forward and backward pass"),
     "per_device_eval_batch_size": _here("sampling.batch_size"),
     "gradient_accumulation_steps": _here(
         "train.prompts_per_step",
@@ -85,7 +85,7 @@ TRL: Mapping[str, Here] = {
     "packing": _here("train.micro_batch_tokens", note="records of similar length share a micro-batch, with padding"),
     "reward_funcs": _here("rewards[0].name", note="a list of rewards"),
     "reward_weights": _here("rewards[0].weight"),
-    "use_vllm": _here("rollout.engine", note="vllm, or vllm_server for a server of its own"),
+    "use_vllm": _here("rollout.engine", note="vllm, or vllm_server for a separate server"),
     "vllm_mode": _here("rollout.engine", note="vllm for colocate, vllm_server for server"),
     "vllm_gpu_memory_utilization": _here("rollout.options", note="{gpu_memory_utilization: ...}"),
     "vllm_tensor_parallel_size": _here("rollout.options", note="{tensor_parallel_size: ...} of vllm_server"),
@@ -250,10 +250,10 @@ PAGE = "docs/from_others.md"
 
 
 def peer_message(key: str, written: object = None) -> str:
-    """``; verl's rollout.n is train.group_size here`` for a key of another tool, or nothing.
+    """``; verl's rollout.n is train.group_size here`` for a key of these tools, else an empty text.
 
-    ``key``: a dotted path, or the last part of one. ``written``: the section under it, of which up to three settings
-    are named.
+    ``key``: a dotted path, or the last part of one. ``written``: the section under it; up to three of its settings are
+    named.
     """
     if isinstance(written, Mapping) and written:
         said = [peer_message(f"{key}.{inner}", value) for inner, value in written.items()]
@@ -278,7 +278,7 @@ def page() -> str:
 def _lines() -> Iterator[str]:
     yield "# Coming from TRL, verl or diffusers"
     yield ""
-    yield "What a setting of these tools is called in a recipe of mmrl. The message about an unknown key says the same."
+    yield "The names of these tools' settings in a recipe of mmrl. The message about an unknown key names them, too."
     yield "Values keep their meaning unless the note says otherwise. `python -m mmrl.config.peer_names` makes the page;"
     yield "a test compares the two."
     for tool, names in TOOLS.items():

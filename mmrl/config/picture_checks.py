@@ -9,7 +9,7 @@ from mmrl.config.schema import Recipe
 
 
 def of_pictures(recipe: Recipe) -> list[str]:
-    """All of it, at once; each names the key to change."""
+    """All contradictions; each names the key to change."""
     return [
         *_window(recipe),
         *_negative_prompt(recipe),
@@ -75,7 +75,7 @@ def _fewer(most: int) -> str:
 
 
 def _steps(recipe: Recipe) -> Iterator[str]:
-    """Of policy gradients over denoising steps."""
+    """Check policy gradients over denoising steps."""
     algorithm, sampling = recipe.algorithm, recipe.denoising
     recorded = sampling.window.size if sampling.window else sampling.steps - 1
     if isinstance(algorithm, StepSettings) and (algorithm.trained_steps or 0) > recorded:
@@ -91,33 +91,32 @@ def _compiled(recipe: Recipe) -> Iterator[str]:
     algorithm = recipe.algorithm
     if recipe.replays_first and algorithm.exact_replay:
         yield (
-            f"performance.compile: compiled kernels round {recipe.model.dtype} otherwise with a gradient than without, "
-            f"which is more than {algorithm.type} tolerates between the mean of a step and the one it was drawn from; "
+            f"performance.compile: compiled kernels round {recipe.model.dtype} differently with and without gradients, "
+            f"and {algorithm.type} needs the same step mean at sampling and at training; "
             "set performance.compile to false, model.dtype to float32, or algorithm.type to flow_grpo"
         )
 
 
 def _replaced(recipe: Recipe) -> Iterator[str]:
-    """Of dynamic sampling."""
+    """Check dynamic sampling."""
     algorithm = recipe.algorithm
     if algorithm.attempts is None:
         return
     if recipe.placement.apart:
         yield (
-            "algorithm.dynamic_sampling: replacements of pictures would be encoded while another step trains with the "
+            "algorithm.dynamic_sampling: replacement prompts would be encoded while a different step trains with the "
             "same modules; set it to false, or placement to colocate"
         )
     if algorithm.exact_replay and recipe.model.dtype != "float32":
         yield (
-            "algorithm.dynamic_sampling: replaced groups are trained in other batches than they were drawn in, which "
-            f"rounds {recipe.model.dtype} otherwise, by more than {algorithm.type} tolerates between the mean of a "
-            "step and the one it was drawn from; set it to false, model.dtype to float32, or algorithm.type to "
-            "flow_grpo"
+            "algorithm.dynamic_sampling: replaced groups are trained in different batches than they were sampled in, "
+            f"which changes the rounding of {recipe.model.dtype}, and {algorithm.type} needs the same step mean at "
+            "sampling and at training; set it to false, model.dtype to float32, or algorithm.type to flow_grpo"
         )
 
 
 def _whole(recipe: Recipe) -> Iterator[str]:
-    """Of objectives that compare samples inside an update."""
+    """Check objectives that compare samples inside an update."""
     algorithm, train = recipe.algorithm, recipe.train
     if algorithm.whole is None:
         return
@@ -143,7 +142,7 @@ def _pathwise(recipe: Recipe) -> Iterator[str]:
         )
     if last > 1 and getattr(algorithm, "renoise", 0):
         yield (
-            f"algorithm.renoise: a picture is predicted anew from the last step alone, and {last} steps carry a graph "
+            f"algorithm.renoise: it needs a graph through the last step only, and {last} steps carry a graph "
             "(algorithm.last_steps); set one of them to its default"
         )
     for i, reward in enumerate(recipe.rewards):
@@ -155,7 +154,7 @@ def _pathwise(recipe: Recipe) -> Iterator[str]:
         if reward.normalize != "none":
             yield f"rewards[{i}].normalize: {name} follows the reward's own gradient; set it to none"
         if reward.on_failure == "drop":
-            yield f"rewards[{i}].on_failure: {name} has no sample to drop once its gradient is taken; set it to fail"
+            yield f"rewards[{i}].on_failure: {name} cannot drop a sample after its gradient is computed; set it to fail"
     if recipe.denoising.same_initial_noise and recipe.train.group_size > 1:
         yield (
             f"sampling.same_initial_noise: {name} adds no noise between steps, so a group would be one picture many "

@@ -11,25 +11,25 @@ from mmrl.config.schema import Recipe
 
 
 def of_placement(recipe: Recipe) -> Iterator[str]:
-    """Contradictions in who computes what, and where."""
+    """Contradictions in the roles of devices."""
     yield from _several(recipe)
     yield from _placement(recipe)
     yield from _controllers(recipe)
 
 
 def _several(recipe: Recipe) -> Iterator[str]:
-    """Of an advantage for each reward."""
+    """Check an advantage per reward."""
     how = getattr(recipe.algorithm, "advantage_aggregation", "sum")
     if how == "sum":
         return
     if sum(reward.weight != 0 for reward in recipe.rewards) < 2:
         yield (
-            f"algorithm.advantage_aggregation: {how} makes an advantage of each reward, and there is one; "
+            f"algorithm.advantage_aggregation: {how} computes one advantage per reward, and there is one reward; "
             "set it to sum, or add to rewards"
         )
     for i, reward in enumerate(recipe.rewards):
         if reward.normalize != "none":
-            yield f"rewards[{i}].normalize: an advantage of each reward ({how}) is normalised already; set it to none"
+            yield f"rewards[{i}].normalize: the advantage of each reward ({how}) is already normalised; set it to none"
 
 
 def _placement(recipe: Recipe) -> Iterator[str]:
@@ -49,39 +49,39 @@ def _placement(recipe: Recipe) -> Iterator[str]:
             f"set it to {devices - 1} or less"
         )
     if placement.sleep and devices == 1 and recipe.algorithm.kind in ("pathwise", "offline"):
-        yield f"placement.sleep: {recipe.algorithm.type} samples nothing before it trains, so nothing sleeps; remove it"
+        yield f"placement.sleep: {recipe.algorithm.type} does not sample before it trains, so nothing sleeps; remove it"
     for key in ("trainers", "staleness"):
         if getattr(placement, key) is not None and not placement.apart:
             yield f"placement.{key}: only disaggregated devices train while others sample; remove it"
     if not placement.inside and placement.type != "adaptive":
         yield f"placement.inside: with {placement.type} no device changes its role to save time; remove it"
     if devices > 1 and recipe.rollout.engine != "transformers":
-        yield from _beside_devices(recipe)
+        yield from _engine_devices(recipe)
 
 
-def _beside_devices(recipe: Recipe) -> Iterator[str]:
-    """An engine beside every device of a controller has that device alone."""
+def _engine_devices(recipe: Recipe) -> Iterator[str]:
+    """Check engines with several devices in a controller: each engine uses the one device beside it."""
     rollout, devices = recipe.rollout, f"{recipe.devices_per_controller} devices (devices_per_controller)"
     if rollout.engine == "vllm":
         yield (
             f"rollout.engine: vLLM in the process of one of {devices} would join their process group; set it to "
-            "vllm_server, which each that samples starts for itself, or devices_per_controller to 1"
+            "vllm_server, which every sampling device starts for itself, or devices_per_controller to 1"
         )
     if rollout.partial is not None and not recipe.placement.apart:
         yield (
-            f"rollout.partial: responses go on in every step, and the {devices} judge and train between; set placement "
-            "to disaggregated, devices_per_controller to 1 and controllers to more, or remove rollout.partial"
+            f"rollout.partial: responses are continued in every step, and the {devices} also judge and train; set "
+            "placement to disaggregated, devices_per_controller to 1 and controllers to more, or remove rollout.partial"
         )
     if "url" in rollout.options:
         yield (
-            f"rollout.options: of a controller's {devices} one would replace the server's weights while another "
-            "samples from it; remove url, and each that samples starts a server of its own, or set "
+            f"rollout.options: one of a controller's {devices} would replace the server's weights while a different "
+            "one samples from it; remove url, so that each sampling device starts its own server, or set "
             "devices_per_controller to 1"
         )
     if "CUDA_VISIBLE_DEVICES" in (rollout.options.get("environment") or {}):
         yield (
-            f"rollout.options: environment puts the engines of {devices} on the same; remove CUDA_VISIBLE_DEVICES, and "
-            "each uses its own, or set devices_per_controller to 1"
+            f"rollout.options: environment puts the engines of {devices} on the same GPU; remove CUDA_VISIBLE_DEVICES, "
+            "so that each uses its own, or set devices_per_controller to 1"
         )
     for name, size in _parallel(recipe):
         yield (
@@ -91,14 +91,14 @@ def _beside_devices(recipe: Recipe) -> Iterator[str]:
 
 
 def _parallel(recipe: Recipe) -> Iterator[tuple[str, int]]:
-    """The options that spread an engine over several devices."""
+    """The options that spread an engine over several devices, with their values."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "tp_size", "pp_size"):
         if (size := recipe.rollout.options.get(name, 1)) != 1:
             yield name, size
 
 
 def _disaggregated(recipe: Recipe) -> Iterator[str]:
-    """Some devices train while others sample and judge."""
+    """Check disaggregated placement."""
     placement, devices, algorithm = recipe.placement, recipe.devices_per_controller, recipe.algorithm
     if placement.training(devices) + (placement.judges or 0) >= devices:
         yield (
@@ -110,17 +110,17 @@ def _disaggregated(recipe: Recipe) -> Iterator[str]:
         yield "placement.sleep: disaggregated devices keep their role, and their models stay awake; remove it"
     if not algorithm.takes_older_samples:
         yield (
-            f"algorithm.type: {algorithm.type} compares samples with the very policy that drew them and has no weight "
-            "that corrects older ones; set placement to adaptive, or algorithm.type to flow_grpo or diffusion_nft"
+            f"algorithm.type: {algorithm.type} needs samples of the current policy and has no importance weight for "
+            "older ones; set placement to adaptive, or algorithm.type to flow_grpo or diffusion_nft"
         )
     if algorithm.kind in ("pathwise", "offline"):
         yield f"placement: {algorithm.type} samples nothing ahead of its update; set placement to colocate"
 
 
 def _controllers(recipe: Recipe) -> Iterator[str]:
-    n, one_each = recipe.controllers, recipe.devices_per_controller == 1  # else _beside_devices has said it
+    n, one_each = recipe.controllers, recipe.devices_per_controller == 1  # else _engine_devices reports it
     if ":" in recipe.device and recipe.devices_per_controller > 1:
-        yield f"device: {recipe.device} is one, and a controller takes several; set device to auto, cpu or cuda"
+        yield f"device: {recipe.device} is one device, and a controller takes several; set device to auto, cpu or cuda"
     if n * recipe.devices_per_controller > 1 and recipe.train.backend == "fsdp":
         yield from _sharded(recipe, "weights in shards (fsdp)")
     yield from _megatron(recipe)
@@ -137,13 +137,13 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
         )
     if "url" in recipe.rollout.options and one_each:
         yield (
-            f"rollout.options: {n} controllers would replace one server's weights while another samples from it; "
-            "remove url, and each starts a server of its own, or set controllers to 1"
+            f"rollout.options: {n} controllers would replace one server's weights while others sample from it; "
+            "remove url, so that each starts its own server, or set controllers to 1"
         )
     if "CUDA_VISIBLE_DEVICES" in (recipe.rollout.options.get("environment") or {}) and one_each:
         yield (
             f"rollout.options: environment puts the engines of {n} controllers on the same devices; remove "
-            "CUDA_VISIBLE_DEVICES, and each uses its controller's, or set controllers to 1"
+            "CUDA_VISIBLE_DEVICES, so that each uses its controller's, or set controllers to 1"
         )
     for name, size in _parallel(recipe) if one_each and "url" not in recipe.rollout.options else ():
         yield (
@@ -155,12 +155,12 @@ def _controllers(recipe: Recipe) -> Iterator[str]:
 
 
 def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
-    """Where weights lie in shards, forward and backward passes are of all ranks together."""
+    """With sharded weights all ranks must run each forward and backward pass together."""
     algorithm = recipe.algorithm
     if recipe.performance.compile and recipe.sampling.type != "text":
         yield (
-            "performance.compile: weights in shards (fsdp) are gathered in the middle of what would be compiled; set "
-            "it to false, or train.backend to replicated"
+            "performance.compile: weights in shards (fsdp) are gathered inside the modules to compile; set it to "
+            "false, or train.backend to replicated"
         )
     if algorithm.kind == "pathwise":
         yield (
@@ -169,8 +169,8 @@ def _sharded(recipe: Recipe, what: str) -> Iterator[str]:
         )
     if recipe.rollout.engine != "transformers" and recipe.devices_per_controller > 1 and recipe.placement.sleep:
         yield (
-            f"placement.sleep: {recipe.rollout.engine_name} would wake without weights, which {what} give to the "
-            "engines of all devices together; remove it, or set train.backend to replicated"
+            f"placement.sleep: {recipe.rollout.engine_name} would wake without weights: {what} can only be sent to the "
+            "engines of all devices at once; remove it, or set train.backend to replicated"
         )
     compared = (
         isinstance(algorithm, GivenSettings)
@@ -190,7 +190,7 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
         keys = ("tensor_parallel", "sequence_parallel", "pipeline_parallel", "pipeline_chunks", "expert_parallel")
         for key in (*keys, "distributed_optimizer"):
             if getattr(train, key) > 1 or getattr(train, key) is True:
-                yield f"train.{key}: {train.backend} cuts no layer in parts; set train.backend=megatron, or remove it"
+                yield f"train.{key}: {train.backend} does not split layers; set train.backend=megatron, or remove it"
         return
     devices = recipe.placement.training(recipe.devices_per_controller)
     fsdp = "set train.backend to fsdp"
@@ -203,13 +203,13 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
             f"or {fsdp}"
         )
     if train.pipeline_chunks > 1 and train.pipeline_parallel == 1:
-        yield "train.pipeline_chunks: one stage is not cut in turns; set train.pipeline_parallel, or remove it"
+        yield "train.pipeline_chunks: it needs several pipeline stages; set train.pipeline_parallel, or remove it"
     if train.pipeline_chunks > 1 and train.context_parallel > 1:
-        yield "train.pipeline_chunks: stages in turns take whole rows; remove it, or train.context_parallel"
+        yield "train.pipeline_chunks: interleaved stages need whole rows; remove it, or train.context_parallel"
     if train.sequence_parallel and train.tensor_parallel == 1:
-        yield "train.sequence_parallel: it divides what train.tensor_parallel devices keep; set that, or remove it"
+        yield "train.sequence_parallel: it needs train.tensor_parallel; set that, or remove it"
     if train.pipeline_parallel > 1 and algorithm.kind == "offline" and not algorithm.trains_scores:
-        yield f"train.pipeline_parallel: given texts are not trained on in stages; set it to 1, or {fsdp}"
+        yield f"train.pipeline_parallel: pipeline stages do not support training on given texts; set it to 1, or {fsdp}"
     if train.pipeline_parallel > 1 and isinstance(algorithm, CriticSettings):
         yield f"train.pipeline_parallel: log-probs and values are computed in one pass; set it to 1, or {fsdp}"
     elif isinstance(algorithm, CriticSettings) and train.context_parallel == 1:
@@ -235,16 +235,16 @@ def _megatron(recipe: Recipe) -> Iterator[str]:
 
 
 def _context(recipe: Recipe) -> Iterator[str]:
-    """Of ranks that share rows."""
+    """Check context parallelism."""
     train, algorithm, size = recipe.train, recipe.algorithm, recipe.train.context_parallel
     if size == 1:
         return
     devices = recipe.placement.training(recipe.devices_per_controller)
     remove = "remove train.context_parallel"
     if recipe.sampling.type != "text":
-        yield f"train.context_parallel: rows of tokens are cut, and this recipe makes pictures or clips; {remove}"
+        yield f"train.context_parallel: it splits rows of tokens, and this recipe makes pictures or clips; {remove}"
     elif algorithm.trains_scores or isinstance(algorithm, CriticSettings):
-        yield f"train.context_parallel: {algorithm.type} trains a head for numbers, and its rows are not cut; {remove}"
+        yield f"train.context_parallel: {algorithm.type} trains a value or score head, which needs whole rows; {remove}"
     if train.backend != "megatron" and devices % size:
         yield (
             f"train.context_parallel: the {size} devices that share a row belong to one controller, and {devices} "

@@ -11,34 +11,34 @@ from mmrl.config.section import Count, Many, NonNegative, Options, OwnClass, Sec
 
 
 class Partial(Section):
-    """Cut long responses and go on with them in the next step, under the weights of then (partial rollout)."""
+    """Cut long responses and continue them in the next step with the new weights (partial rollout)."""
 
     cut_after: Count
-    """Tokens drawn for a response at a time."""
+    """Tokens to sample for a response before it is cut."""
     extra: Many
-    """Groups in flight beyond train.prompts_per_step: the step trains on the first that are whole."""
+    """Groups to sample beyond train.prompts_per_step: the step trains on the first that are complete."""
     pools: Many = 1
-    """Parts that a step's slots and ``extra`` are divided into; each has a flight of its own, on one controller. What
-    is trained on depends on their number and not on that of controllers, which must divide it."""
+    """Number of pools that a step's slots and ``extra`` are divided into; each pool samples separately, on one
+    controller. The training data depends on the number of pools, not on that of controllers, which must divide it."""
 
 
 Statistic = Literal[
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 ]  # fmt: skip
-"""Of a token, or the sum, mean or maximum over a response, by verl's names: ``k1`` is the ratio of the engine's
-probability to the trainer's (``seq_mean_k1``: its geometric mean), ``k2`` and ``k3`` are estimates of their
+"""A statistic per token, or its sum, mean or maximum over a response, by verl's names: ``k1`` is the ratio of the
+engine's probability to the trainer's (``seq_mean_k1``: its geometric mean), ``k2`` and ``k3`` are estimates of their
 divergence."""
 
 
 class Rejection(Section):
-    """Leave out tokens or responses of which engine and trainer differ too much (verl's rollout_rs)."""
+    """Leave out tokens or responses on which engine and trainer differ too much (verl's rollout_rs)."""
 
     statistic: Statistic
     high: PositiveFloat
-    """Above it a token, or a response, is left out."""
+    """A token, or a response, above it is left out."""
     low: PositiveFloat | None = None
-    """Below it too; of ``k1`` only. None takes ``1 / high`` for ``k1``, as verl does."""
+    """A token, or a response, below it is left out; only for ``k1``, where None means ``1 / high``, as in verl."""
 
     @model_validator(mode="after")
     def _low_is_of_ratios(self) -> Rejection:
@@ -50,33 +50,32 @@ class Rejection(Section):
 
 
 class Rollout(Section):
-    """What samples text: the training process itself, or an engine with weights of its own."""
+    """What samples text: the training process, or an engine that holds its own copy of the weights."""
 
     engine: Literal["transformers", "vllm", "vllm_server", "sglang"] | OwnClass = "transformers"
-    """One of ours, or a class in a file of your own: ``path/to/file.py:Class``."""
+    """A built-in engine, or a class in your file: ``path/to/file.py:Class``."""
     options: Options = Field(default_factory=dict)
     """Keyword arguments of the engine."""
     sampling: Options = Field(default_factory=dict)
-    """Further sampling parameters by the engine's names: fields of vLLM's or SGLang's SamplingParams."""
+    """More sampling parameters, by the engine's names: fields of vLLM's or SGLang's SamplingParams."""
     importance: Literal["auto", "token", "sequence", "none"] = "auto"
-    """Truncated importance sampling against the gap between engine and trainer; ``auto`` is ``token`` for an engine
-    with weights of its own, and ``none`` in process."""
+    """Truncated importance sampling against the mismatch of engine and trainer; ``auto`` is ``token`` for an engine
+    with its own copy of the weights, and ``none`` for transformers in process."""
     importance_cap: PositiveFloat = 2.0
     """Upper limit of an importance weight."""
     importance_floor: NonNegative = 0.0
     """Lower limit of an importance weight."""
     importance_mode: Literal["truncate", "mask"] = "truncate"
-    """What becomes of a weight beyond its limits: it is set to the limit, or to 0, which leaves the token or the
-    response out. TRL's default is ``importance: sequence`` with ``importance_mode: mask`` and ``importance_cap: 3``."""
+    """A weight beyond its limits is set to the limit, or (``mask``) to 0, which leaves the token or the response out.
+    TRL's default is ``importance: sequence`` with ``importance_mode: mask`` and ``importance_cap: 3``."""
     importance_normalize: Literal["none", "batch"] = "none"
     """``batch`` divides weights, after their limits, by their mean over the step's tokens (``sequence``: responses) of
     all controllers (verl's rollout_is_batch_normalize). Log-probs are then recomputed before the update, in one more
     pass without a gradient; with several updates a step they are anyway."""
     rejection: list[Rejection] = Field(default_factory=list)
-    """Further tests that a token must pass, all of them, whatever its weight."""
+    """Tests that a token must all pass, besides the limits of its weight."""
     update_bucket_mib: Count = 512
-    """MiB of weights that are gathered before they go on to an engine with weights of its own: a tensor that is larger
-    goes alone."""
+    """MiB of weights to gather before they are sent to an engine with its own copy; a larger tensor is sent alone."""
     partial: Partial | None = None
     """None waits for the longest response of every step."""
 
@@ -97,10 +96,10 @@ class Rollout(Section):
 
     @property
     def own_class(self) -> bool:
-        """Whether the engine is a class in a file of the user's."""
+        """Whether the engine is a class in a user's file."""
         return ".py:" in self.engine
 
     @property
     def engine_name(self) -> str:
-        """What messages call the engine: of a file only its name."""
+        """The engine's name for messages; for a file its name without the folder."""
         return Path(self.engine).name

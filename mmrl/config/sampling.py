@@ -14,7 +14,7 @@ class Sde(Section):
     kind: Literal["flow", "cps", "dance", "linear", "ddim"] = "flow"
     """``linear`` is the noise of Flow-GRPO's and Flash-GRPO's code for Wan 2.1, which grows with the noise level."""
     noise_level: PositiveFloat = 0.7
-    """``a`` of Flow-SDE and CPS, ``eta`` of DanceGRPO and of DDIM (DDPO: 1), a factor of ``linear`` (1)."""
+    """``a`` of Flow-SDE and CPS, ``eta`` of DanceGRPO and DDIM (DDPO: 1), a factor of ``linear`` (1)."""
 
 
 class Window(Section):
@@ -29,9 +29,9 @@ class Window(Section):
     ``decay`` and ``exp_decay`` move it faster the later it is."""
     every: Count = 25
     decay_from: Annotated[int, Field(ge=0)] = 13
-    """``exp_decay`` moves a window that begins at most here every ``every`` steps."""
+    """``exp_decay``: a window that begins here or earlier moves every ``every`` training steps."""
     decay_rate: NonNegative = 0.1
-    """For every denoising step past that, ``exp_decay`` moves it after ``exp(-decay_rate)`` times as many."""
+    """``exp_decay``: each denoising step after ``decay_from`` multiplies that number by ``exp(-decay_rate)``."""
 
 
 class Sampling(Section):
@@ -40,29 +40,29 @@ class Sampling(Section):
     type: Literal["diffusion"] = "diffusion"
     steps: Annotated[int, Field(ge=2, le=10_000)] = 10
     guidance_scale: NonNegative = 1.0
-    """1 (or less) samples without classifier-free guidance, at half the cost. A policy gradient replays what it
-    sampled, and so trains with the same; a loss on the forward process has its own (algorithm.guidance)."""
+    """1 (or less) samples without classifier-free guidance, at half the cost. A policy gradient trains with the same
+    scale, because it replays the sampled steps; a forward-process loss has its own scale (algorithm.guidance)."""
     negative_prompt: str | None = None
-    """What guidance moves away from, where a prompt has no ``negative_prompt`` of its own. None is what the pipeline of
-    diffusers does without one: the empty text; SDXL's zeros; a space for Qwen-Image."""
+    """The negative prompt of guidance, for prompts without a ``negative_prompt`` of their own. None: the default of the
+    diffusers pipeline (the empty text; zeros for SDXL; a space for Qwen-Image)."""
     height: Count
     width: Count
     frames: Count | None = None
-    """Of a clip; None where the pipeline makes pictures."""
+    """Frames of a clip; None if the pipeline makes pictures."""
     max_sequence_length: Count = 256
     shift: PositiveFloat | None = None
     """A fixed shift of the noise levels, s to shift s / (1 + (shift - 1) s); None takes the checkpoint's own, which may
     grow with the picture's size."""
     schedule: Literal["euler", "checkpoint"] = "euler"
-    """Where a checkpoint names a solver of higher order (Wan, Sana): noise levels of the flow's Euler scheduler, or
-    those of that solver. The steps are Euler's with both."""
+    """If a checkpoint names a solver of higher order (Wan, Sana): ``euler`` takes the noise levels of the flow-matching
+    Euler scheduler, ``checkpoint`` those of that solver. The steps are Euler's in both cases."""
     sde: Sde = Sde()
     window: Window | None = None
-    """None records every step but the last."""
+    """None records every step except the last."""
     batch_size: Many | None = None
     """None takes train.micro_batch_size: equal shapes make the first ratio exactly 1."""
     same_initial_noise: bool = False
-    """Start the samples of a group from one noise (DanceGRPO)."""
+    """Start all samples of a group from the same noise (DanceGRPO)."""
 
 
 def _listed(value: object) -> object:
@@ -70,35 +70,34 @@ def _listed(value: object) -> object:
 
 
 class TextSampling(Section):
-    """Tokens of a language or vision-language model. Known by its ``max_new_tokens``."""
+    """Tokens of a language or vision-language model. The key ``max_new_tokens`` marks this kind of section."""
 
     type: Literal["text"] = "text"
     max_new_tokens: Count
     max_prompt_tokens: Count | None = None
-    """What becomes of longer prompts data.overlong says; None allows what the model's context leaves beside
-    max_new_tokens."""
+    """data.overlong decides about longer prompts; None allows the model's context minus max_new_tokens."""
     temperature: PositiveFloat = 1.0
     top_p: Annotated[Fraction, Field(gt=0)] = 1.0
-    """Below 1, what is left out still counts in the log-probs: those are of the whole distribution."""
+    """Below 1, log-probs are still those of the whole distribution, with the tokens that are left out."""
     top_k: Count | None = None
     min_p: Fraction = 0.0
     """Leaves out tokens less likely than this share of the likeliest; log-probs as with top_p."""
     repetition_penalty: PositiveFloat = 1.0
-    """Above 1 makes tokens of prompt and response less likely to come again. In process log-probs are without it."""
+    """Above 1 makes tokens of prompt and response less likely to be repeated. Log-probs in process are without it."""
     min_new_tokens: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """Of a response: before, no stop token is drawn and no stop string counts."""
+    """Least tokens of a response: before, no stop token is drawn and no stop string ends it."""
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)] = Field(default_factory=list)
-    """Texts that end a response, which keeps them and loses what its last token has behind them."""
+    """Texts that end a response. The response keeps them; text after them in the same token is cut."""
     batch_size: Many | None = None
     """Samples generated at once; None takes train.micro_batch_size."""
     system: str | None = None
-    """A system message for prompts that have none of their own."""
+    """A system message for prompts without one."""
     chat_template_kwargs: Options = Field(default_factory=dict)
     """Variables of the model's chat template (``enable_thinking: false``)."""
 
 
 def kind_of(sampling: object) -> str:
-    """Which section ``sampling`` is: ``text`` where it says how many tokens, else ``diffusion``."""
+    """The kind of the section ``sampling``: ``text`` if it has ``max_new_tokens``, else ``diffusion``."""
     if isinstance(sampling, Mapping):
         return str(sampling.get("type", "text" if "max_new_tokens" in sampling else "diffusion"))
     return "text" if isinstance(sampling, TextSampling) else "diffusion"

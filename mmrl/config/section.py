@@ -11,7 +11,7 @@ _DURATION = re.compile(r"(?:([\d.]+) *h)? *(?:([\d.]+) *m(?:in)?)? *(?:([\d.]+) 
 
 
 def seconds_of(value: object) -> object:
-    """``90s``, ``10m``, ``1h 30m`` as seconds; anything else as it is."""
+    """``90s``, ``10m``, ``1h 30m`` as seconds; any other value unchanged."""
     found = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
     if found is None or not any(found.groups()):
         return value
@@ -26,17 +26,17 @@ Duration = Annotated[float, Field(ge=0), BeforeValidator(seconds_of)]
 
 OWN_CLASS = r"^.+\.py:[A-Za-z_]\w*$"
 OwnClass = Annotated[str, Field(pattern=OWN_CLASS)]
-"""A class in a file of the user's: ``path/to/file.py:Class``."""
+"""A class in a user's file: ``path/to/file.py:Class``."""
 
 Options = dict[str, Any]
-"""Keyword arguments of a function or class that a recipe names: which types they have is its own matter."""
+"""Keyword arguments of a function or class that a recipe names; that function or class decides about their types."""
 MOST_REWARDS = 64
 Count = Annotated[int, Field(gt=0, le=10**9)]
-"""How often, how many tokens, pixels: past this it is a slip, and what is computed from it takes for ever."""
+"""Counts (steps, tokens, pixels): a larger one is a typo, and computing with it would take for ever."""
 Many = Annotated[int, Field(gt=0, le=10**6)]
-"""Samples and prompts of a step, which are listed one by one."""
+"""Numbers of samples and prompts of a step, which are listed one by one."""
 Few = Annotated[int, Field(gt=0, le=4096)]
-"""Processes, threads and devices."""
+"""Numbers of processes, threads and devices."""
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]

@@ -1,6 +1,6 @@
 """A controller: its rank, its share of the slots, and the few numbers that it exchanges with the others.
 
-Every controller runs the same program on its own slots. What it shares goes through ``peers``.
+Every controller runs the same program on its own slots, and communicates through ``peers``.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Ordered(Protocol):
-    """Prompts that know in which order training takes them, in place of one permutation of all for every epoch. Both
-    methods give the same on every controller."""
+    """Prompts that set their order in training, in place of a random permutation per epoch. Both methods return the
+    same on every controller."""
 
     def place(self, seed: int, number: int) -> int:
-        """The index of the prompt at place ``number``, counted from the first step on."""
+        """The index of the prompt at position ``number``, counted from the first step."""
         ...
 
     def draw(self, number: int) -> int:
-        """The index of a prompt by a random ``number``, for the place of one that cannot be used."""
+        """The index of a prompt by a random ``number``, which replaces an unusable one."""
         ...
 
 
@@ -75,10 +75,11 @@ class Controller:
     ) -> list[Slot]:
         """This controller's share of the ``per_step`` slots of ``step``, by index.
 
-        Position ``step * per_step + i`` in an endless sequence of epochs, each its own permutation of ``prompts``, or
-        in the order that these have (``Ordered``). Who runs a slot changes nothing in it. Every ``size``-th is this
-        controller's; where ``cost`` predicts how much work a prompt is, as many that are as much work as the others'.
-        Each controller then reads its own every ``size``-th prompt and what it is given, and only numbers cross.
+        Slot ``i`` has position ``step * per_step + i`` in an endless sequence of epochs, each a permutation of
+        ``prompts``, or in the order of the prompts (``Ordered``). Its samples do not depend on the controller that runs
+        it. This controller gets every ``size``-th slot; with ``cost``, which predicts the work of a prompt, as many
+        slots, chosen so that all controllers have equal work. Then each controller reads every ``size``-th prompt and
+        those of its slots, and controllers exchange only numbers.
         """
         own = range(self.rank, per_step, self.size)
         found = dict(zip(own, self.slots_at(own, step, prompts, per_step), strict=True))
@@ -106,7 +107,7 @@ class Controller:
         return found
 
     def replacement(self, slot: Slot, attempt: int, prompts: Sequence[Prompt]) -> Slot:
-        """The ``attempt``-th prompt tried in the place of ``slot``: the same whoever runs it."""
+        """``slot`` with its ``attempt``-th replacement prompt, which is the same on every controller."""
         n = self.other_index(slot.step, slot.index, attempt, prompts)
         return Slot(slot.step, slot.index, attempt, self._read(prompts, n))
 
@@ -116,5 +117,5 @@ class Controller:
         return prompts.draw(drawn) if isinstance(prompts, Ordered) else drawn % len(prompts)
 
     def _read(self, prompts: Sequence[Prompt], n: int) -> Prompt:
-        with self._reading:  # steps drawn ahead read replacements in a thread of their own, and data sets are lazy
+        with self._reading:  # asynchronous rollout reads replacements in a thread, and data sets are lazy
             return prompts[n]

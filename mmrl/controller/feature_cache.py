@@ -18,11 +18,12 @@ from mmrl.errors import UserError
 
 
 class FeatureCache:
-    """Final class. Groups of tensors by key under ``folder``, which is made. ``identity`` names all that the features
-    depend on but the key: entries of another identity are never served. Raises ``UserError`` where there can be no such
-    folder.
+    """Final class. Groups of tensors by key under ``folder``, which is created. ``identity`` names everything that the
+    features depend on, except the key: entries with a different identity are never returned. Raises ``UserError`` if
+    the folder cannot be created.
 
-    What cannot be read is as if it were not there, and what cannot be written is left out, with one warning for each.
+    An entry that cannot be read counts as missing, and one that cannot be written is skipped, with one warning for each
+    kind.
     """
 
     def __init__(self, folder: Path, identity: str) -> None:
@@ -31,29 +32,29 @@ class FeatureCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"features.cache: {folder} cannot be made ({error}); name a folder that can") from error
+            raise UserError(f"features.cache: {folder} cannot be created ({error}); name a different folder") from error
 
     def path(self, key: str) -> Path:
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
 
     def read(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors of ``key`` on the CPU, equal to the bit; None where they must be made."""
+        """The tensors of ``key`` on the CPU, equal to the bit; None if they must be computed."""
         path = self.path(key)
         try:
             with safe_open(path, framework="pt") as file:
-                told, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError) as error:
-            self._warn("read", f"{path} cannot be read ({error}) and is made anew")
+            self._warn("read", f"{path} cannot be read ({error}) and is computed again")
             return None
-        if told.get("digest") != digest_of(key, tensors):
-            self._warn("read", f"{path} is not what was written there and is made anew")
+        if metadata.get("digest") != digest_of(key, tensors):
+            self._warn("read", f"{path} does not match its checksum and is computed again")
             return None
         return tensors
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep ``tensors`` under ``key``: a whole file or none, however many processes write it at once."""
+        """Store ``tensors`` under ``key``, atomically, also if several processes write it at once."""
         own = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
         draft = None
         try:
@@ -64,7 +65,7 @@ class FeatureCache:
         except (OSError, SafetensorError) as error:
             if draft is not None:
                 Path(draft).unlink(missing_ok=True)
-            self._warn("write", f"{self.folder} takes no further prompts ({error}); free space there, or set another")
+            self._warn("write", f"{self.folder} takes no more prompts ({error}); free space there, or set a new one")
 
     def _warn(self, what: str, line: str) -> None:
         if what not in self._warned:
@@ -73,7 +74,7 @@ class FeatureCache:
 
 
 def digest_of(key: str, tensors: Mapping[str, Tensor]) -> str:
-    """Of a key and tensors: equal where names, shapes, dtypes and every bit are."""
+    """A digest of a key and tensors; equal if names, shapes, dtypes and all bits are equal."""
     found = hashlib.sha256(key.encode())
     for name in sorted(tensors):
         found.update(f"\0{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\0".encode())

@@ -19,7 +19,7 @@ from mmrl.controller.spill import Spill
 
 @dataclass(frozen=True)
 class FeatureRef:
-    """What the features under ``key`` are, without them: shapes and dtypes by name. ``owner`` is a rank."""
+    """A description of the features under ``key``, without their data: shapes and dtypes by name. ``owner``: a rank."""
 
     owner: int
     key: str
@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 def _locked(method: Callable[Concatenate[FeatureStore, P], R]) -> Callable[Concatenate[FeatureStore, P], R]:
-    """One thread at a time: a controller prepares what a device of its own is reading."""
+    """Allow one thread at a time: the controller prepares features while its devices read others."""
 
     @functools.wraps(method)
     def guarded(self: FeatureStore, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,17 +46,18 @@ def _locked(method: Callable[Concatenate[FeatureStore, P], R]) -> Callable[Conca
 class FeatureStore:
     """Named groups of tensors with reference counts, at most ``budget_bytes`` of them in memory.
 
-    ``hold`` and ``release`` bracket a use. Past the budget, what nobody holds is dropped, oldest use first, and then
-    what is held is written to local disk (under ``folder``, None: the system's temporary files), from where ``get``
-    brings it back equal to the bit. What was put or got last stays in memory, however large. Thread-safe.
+    Call ``hold`` before a use and ``release`` after it. Above the budget, features without a hold are dropped, the
+    least recently used first; then those with a hold are written to local disk (under ``folder``, None: the system's
+    temporary folder), from which ``get`` reads them back, equal to the bit. The features that were put or read last
+    stay in memory, whatever their size. Thread-safe.
     """
 
     def __init__(self, budget_bytes: int = 2 << 30, folder: str | None = None, owner: int = 0) -> None:
         self.budget_bytes, self.owner = budget_bytes, owner
         self.bytes = 0
-        """In memory."""
+        """Bytes in memory."""
         self.written_bytes = 0
-        """To disk, ever."""
+        """Bytes written to disk so far."""
         self._refs: dict[str, FeatureRef] = {}
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._held: Counter[str] = Counter()
@@ -72,12 +73,12 @@ class FeatureStore:
 
     @property
     def held(self) -> int:
-        """How many keys are held."""
+        """The number of keys with a hold."""
         return len(self._held)
 
     @_locked
     def put(self, key: str, features: dict[str, Tensor]) -> None:
-        """Keep ``features`` under ``key``; others make room to stay in the budget."""
+        """Store ``features`` under ``key``; drops or moves others to stay in the budget."""
         self.drop(key)
         shapes = {name: tuple(tensor.shape) for name, tensor in features.items()}
         dtypes = {name: tensor.dtype for name, tensor in features.items()}
@@ -86,13 +87,14 @@ class FeatureStore:
         self._load(key, features)
 
     def ref(self, key: str) -> FeatureRef:
-        """What is kept under ``key``; reads no disk. Raises ``KeyError`` where it was never put or dropped."""
+        """A description of the features of ``key``, without reading the disk. Raises ``KeyError`` if they were never
+        put or were dropped."""
         return self._refs[key]
 
     @_locked
     def get(self, key: str) -> dict[str, Tensor]:
-        """The features of ``key``, marked as just used. Raises ``KeyError`` where they were never put or dropped, and
-        ``UserError`` where they were on disk and cannot be read back."""
+        """The features of ``key``, marked as just used. Raises ``KeyError`` if they were never put or were dropped, and
+        ``UserError`` if they were on disk and cannot be read back."""
         if key in self._loaded:
             features = self._loaded[key] = self._loaded.pop(key)
             return features
@@ -116,14 +118,14 @@ class FeatureStore:
 
     @_locked
     def drop(self, key: str) -> None:
-        """Forget ``key``, in memory and on disk."""
+        """Delete ``key``, in memory and on disk."""
         self._unload(key)
         self._spill.remove(key)
         self._refs.pop(key, None)
 
     @_locked
     def close(self) -> None:
-        """Forget everything."""
+        """Delete everything."""
         self._refs.clear()
         self._loaded.clear()
         self._held.clear()
@@ -149,8 +151,8 @@ class FeatureStore:
             self.bytes -= self._refs[key].bytes
 
     def _to_disk(self, key: str) -> bool:
-        """Whether there was room for it; where not, the run goes on with what memory it has."""
-        if key not in self._spill:  # what came back from disk is there still
+        """Write ``key`` to disk; returns whether there was space. If not, the features stay in memory."""
+        if key not in self._spill:  # features read back from disk are still there
             try:
                 self._spill.write(key, self._loaded[key])
             except OSError as error:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 importlib.import_module("torch.distributed.nn")
-"""Imported before a group exists: its functions would keep the group as a default argument after ``close``."""
+"""Imported before a group exists: otherwise its functions keep the group as a default argument after ``close``."""
 _PATIENCE = timedelta(days=1)
-"""A controller may wait long for another (a slow reward); the launcher finds dead and frozen processes."""
+"""Controllers may wait long for each other (a slow reward); the launcher finds dead and frozen processes."""
 
 
 class Peers(Protocol):
@@ -36,7 +36,7 @@ class Peers(Protocol):
     """The process group of all ranks; None with a single controller."""
 
     def sum(self, values: Tensor, kind: str) -> Tensor:
-        """Sum ``values`` over all controllers, in place (all-reduce). ``kind``: what ``sent`` counts them as."""
+        """Sum ``values`` over all controllers, in place (all-reduce). ``kind``: their key in ``sent``."""
         ...
 
     def gather(self, values: T) -> list[T]:
@@ -44,7 +44,7 @@ class Peers(Protocol):
         ...
 
     def again(self, backend: str) -> dist.ProcessGroup | None:
-        """A second process group of the same ranks, for collectives that run beside the first group."""
+        """A second process group of the same ranks, for collectives that run in parallel with the first group's."""
         ...
 
 
@@ -67,15 +67,15 @@ class Alone:
 
 
 class Group:
-    """Final class: controllers connected by ``torch.distributed``; the first listens at ``host``:``port``, with
-    ``listening`` where it has the socket already.
+    """Final class: controllers connected by ``torch.distributed``; the first listens at ``host``:``port``, with the
+    socket ``listening`` if it has one.
 
-    NCCL carries what lies on a GPU, gloo the rest, both over the interface that leads to ``host``: on the loopback all
-    stay on it. One such group to a process.
+    NCCL sends tensors on a GPU and gloo all others, both over the network interface that leads to ``host``. A process
+    has at most one such group.
 
-    ``devices``: of each controller. Then ``rank`` of ``size`` counts devices, and a controller is the first of its own:
-    gradients are added over all, and the rest is between controllers alone. ``waiting()`` is entered while the others
-    are waited for.
+    ``devices``: devices per controller. ``rank`` and ``size`` then count devices, and the first device of a controller
+    represents it: gradients are summed over all devices, everything else over controllers. ``waiting()`` is entered
+    while waiting for the others.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Group:
         self.waited = 0.0
         self._devices, self._size, self._waiting = size, size // devices, waiting
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        if name := interface_to(host):  # by themselves they would take the one that the host's name stands for
+        if name := interface_to(host):  # their default is the interface of the host's own name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         handle = None if listening is None else listening.detach()
@@ -107,7 +107,7 @@ class Group:
         with self._wait(values.is_cuda):
             dist.all_reduce(values, group=None if everywhere else self._controllers)
         n = self._devices if everywhere else self._size
-        self.sent[kind] += 2 * (n - 1) * values.nbytes // n  # of a ring, once around and once back
+        self.sent[kind] += 2 * (n - 1) * values.nbytes // n  # a ring all-reduce: reduce-scatter and all-gather
         return values
 
     def gather(self, values: T) -> list[T]:
@@ -124,7 +124,7 @@ class Group:
 
     @contextmanager
     def _wait(self, on_gpu: bool = False) -> Generator[None]:
-        """Count the seconds of waiting; the GPU finishes its own work first, which is not waiting."""
+        """Count the seconds of waiting; first the GPU finishes its own work, which does not count."""
         if on_gpu:
             torch.cuda.synchronize()
         began = time.perf_counter()
@@ -141,11 +141,11 @@ class Group:
 
 
 def interface_to(host: str) -> str | None:
-    """The name of this machine's network interface through which ``host`` is reached; None where it is not known."""
+    """The name of this machine's network interface that leads to ``host``; None if it is not known."""
     try:
         family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # of a datagram socket: looks up the route and sends nothing
+            probe.connect(address)  # a datagram socket: finds the route without sending
             own = probe.getsockname()[0]
     except OSError:
         return None

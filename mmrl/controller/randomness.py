@@ -1,7 +1,7 @@
 """Random seeds from ``(run seed, step, slot, attempt, sample, purpose)``, never from process state.
 
-Whoever runs a slot draws the same prompt and the same noise, so a run does not depend on the number of controllers, on
-the micro-batch, on what was sampled before, or on having been resumed.
+Every controller draws the same prompt and the same noise for a slot, so a run does not depend on the number of
+controllers, on the micro-batch, on earlier samples, or on whether it was resumed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mmrl.trajectory import SampleId
 
 
 def seed_of(run_seed: int, *parts: int | str) -> int:
-    """A 63-bit seed that is a function of its arguments alone, on every machine and in every process."""
+    """A 63-bit seed that depends only on the arguments, on every machine and in every process."""
     text = "/".join(str(p) for p in (run_seed, *parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def generator(run_seed: int, *parts: int | str) -> torch.Generator:
-    """A CPU generator for ``seed_of(...)``; noise is always drawn on the CPU so that a device changes nothing."""
+    """A CPU generator for ``seed_of(...)``; noise is always drawn on the CPU, so it does not depend on the device."""
     return torch.Generator().manual_seed(seed_of(run_seed, *parts))
 
 

@@ -22,9 +22,9 @@ _LOCK = "lock"
 
 
 class Spill:
-    """Groups of tensors by key, a file each, in a folder under ``parent`` (None: the system's temporary files).
+    """Groups of tensors by key, one file each, in a folder under ``parent`` (None: the system's temporary folder).
 
-    It is made when the first is written; what processes that were killed have left beside it is cleared away then.
+    The folder is created at the first write; folders of killed processes beside it are removed then.
     """
 
     def __init__(self, parent: Path | None) -> None:
@@ -38,7 +38,7 @@ class Spill:
         return key in self._files
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Raises ``OSError`` where there is no room; then nothing of it stays."""
+        """Write ``tensors`` to a file. Raises ``OSError`` if there is no space; then no file is left."""
         folder = Path((self._folder or self._open()).name)
         self._made += 1
         path = folder / f"{self._made}.safetensors"
@@ -50,14 +50,14 @@ class Spill:
         self._files[key] = path, {name: str(t.device) for name, t in tensors.items()}
 
     def read(self, key: str) -> dict[str, Tensor]:
-        """The tensors of ``key``, equal to the bit, where they lay. Raises ``UserError`` where the file is gone."""
+        """The tensors of ``key``, equal to the bit, on their device. Raises ``UserError`` if the file is gone."""
         path, devices = self._files[key]
         try:
             return {name: t.to(devices[name]) for name, t in load(path.read_bytes()).items()}
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"features written to {path} cannot be read back ({error}): something removed or changed them; set "
-                "features.folder to a local folder that nothing cleans, or raise features.budget"
+                "features.folder to a local folder that nothing cleans up, or raise features.budget"
             ) from error
 
     def remove(self, key: str) -> None:
@@ -78,7 +78,7 @@ class Spill:
         made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=self.parent, ignore_cleanup_errors=True)
         draft = Path(made.name) / "draft"
         lock = draft.open("wb")
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the system lets it go when this process is gone, however it goes
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when this process ends, in any way
         draft.rename(draft.with_name(_LOCK))  # under this name it is always locked
         self._folder, self._lock = made, lock
         return made

@@ -1,6 +1,6 @@
 """Predict the work of a run's prompts before they are loaded, and learn from the measured work.
 
-Every controller holds the same state, for all learn the same numbers in the same order
+Every controller has the same state, because all learn the same numbers in the same order
 (``mmrl.controller.workload_balance``).
 """
 
@@ -18,16 +18,16 @@ from mmrl.training.step_context import FinishedStep, StepContext, StepPart
 from mmrl.trajectory import Prompt, Trajectory
 
 CHARACTERS = 4.0
-"""Of a token. Estimates of tokens need not be right: their price per second is measured."""
+"""Characters per token. The estimate need not be right, because the seconds per token are measured."""
 PIXELS = 28 * 28
-"""Of a token of a picture; of a clip two frames share one."""
+"""Pixels per token of a picture; in a clip two frames share a token."""
 _PER_BYTE = {"image": 4.0, "video": 30.0}
-"""Pixels of an encoded byte, about, where the data set does not say how large a medium is."""
+"""Approximate pixels per encoded byte, if the data set does not give the size of a medium."""
 _UNKNOWN = 512 * 512
 
 
 class _Measured(TypedDict):
-    """What a controller says of its step to all others."""
+    """The measurements of a step that a controller sends to all others."""
 
     seconds: float
     cost: float
@@ -38,29 +38,30 @@ class _Measured(TypedDict):
 
 
 class Balance(StepPart):
-    """Final class. Text: how much work each prompt's group is."""
+    """Final class. Text: predicts the work of each prompt's group."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.lengths = Lengths(recipe.decoding.max_new_tokens)
         self.workload = Workload()
-        """What was measured: costs of ``train.balance: measured``, and seconds of the metrics."""
+        """Fitted to measurements: the costs of ``train.balance: measured``, and the seconds in the metrics."""
         self._costs = self.workload if recipe.train.balance == "measured" else Workload()
         self._rows = recipe.train.group_size
         self._given = [*recipe.algorithm.given_texts.values()]
 
     def cost(self, prompt: Prompt) -> float:
-        """Of the group of ``prompt``, in a unit of its own; ``train.balance: measured``: in seconds, once known.
+        """The predicted cost of the group of ``prompt``, in arbitrary units; with ``train.balance: measured``, in
+        seconds after the first measurement.
 
-        In its own unit it depends on the recipe and the responses so far: equal runs divide their prompts equally.
+        In arbitrary units it depends only on the recipe and earlier responses, so equal runs divide prompts equally.
         """
         return self._rows * self._costs.cost(self._expected(prompt).terms)
 
     def seconds(self, prompt: Prompt) -> float:
-        """Predicted for the group of ``prompt``, once something was measured."""
+        """The predicted seconds of the group of ``prompt``; needs a measurement."""
         return self._rows * self.workload.cost(self._expected(prompt).terms)
 
     def end_step(self, context: StepContext, done: FinishedStep) -> dict[str, float]:
-        """Take in a step of all controllers; returns its metrics, where there are several."""
+        """Learn from a step of all controllers; returns its metrics if there are several."""
         controller, known = context.controller, self.workload.calibrated
         mine: _Measured = {
             "seconds": done.seconds,
@@ -97,13 +98,13 @@ class Balance(StepPart):
         text = (len(prompt.conversation) + len(prompt.system or "")) / CHARACTERS
         image = sum(pixels(m) / PIXELS for m in prompt.media if m.kind == "image")
         frames = sum(pixels(m) / PIXELS / 2 for m in prompt.media if m.kind == "video")
-        if times := len(self._given):  # a row is all its texts, each behind the prompt
+        if times := len(self._given):  # a row has all its texts, each after the prompt
             texts = sum(len(str(prompt.meta.get(name, ""))) for name in self._given) / CHARACTERS
             return Size(times * text + texts, times * image, times * frames)
         return Size(text, image, frames, response)
 
     def _terms(self, micro_batches: Sequence[Trajectory]) -> list[float]:
-        """Summed over all rows, with the responses that they got."""
+        """The terms summed over all rows, with their sampled responses."""
         total = [0.0] * len(TERMS)
         for trajectory in micro_batches:
             for slot, response in zip(trajectory.slots, _responses(trajectory), strict=True):
@@ -112,7 +113,7 @@ class Balance(StepPart):
         return total
 
     def _groups(self, micro_batches: Sequence[Trajectory]) -> list[tuple[list[int], str, float, float]]:
-        """Of each group its place, its prompt's id and length, and the mean length of its responses."""
+        """For each group its place, its prompt's id and length, and the mean length of its responses."""
         found: dict[tuple[int, int, int], tuple[Prompt, list[int]]] = {}
         for trajectory in micro_batches:
             for slot, response in zip(trajectory.slots, _responses(trajectory), strict=True):
@@ -125,7 +126,8 @@ class Balance(StepPart):
 
 
 def pixels(medium: Media) -> float:
-    """Of a picture, or of all frames shown of a clip: what the data set's index says, else a guess. Decodes nothing."""
+    """Pixels of a picture, or of all sampled frames of a clip: from the data set's index, else a guess. Decodes
+    nothing."""
     if medium.pixels is not None:
         return medium.pixels
     size = len(medium.data) if medium.data is not None else medium.size
@@ -133,5 +135,5 @@ def pixels(medium: Media) -> float:
 
 
 def _responses(trajectory: Trajectory) -> list[int]:
-    """Tokens of each row's response; 0 where nothing was sampled."""
+    """Tokens of each row's response; 0 without sampling."""
     return [0] * len(trajectory) if trajectory.mask is None else trajectory.responses

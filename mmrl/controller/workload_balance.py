@@ -1,8 +1,8 @@
 """Balance work: predicted work of rows, their assignment to bins, and their packing into micro-batches.
 
-Numbers in, numbers out; equal numbers give equal answers on every machine, so that controllers which hold the same
-numbers decide the same without a word. Only ``fit`` goes through a library whose last digits may differ from one
-machine to the next: its result is shared by those who must agree.
+Pure functions of numbers: equal inputs give equal results on every machine, so that controllers with the same numbers
+decide the same without communication. Only ``fit`` uses a library whose last digits may differ between machines, so its
+result is sent to all controllers.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 from mmrl.json_types import JsonObject, as_list, as_number, as_object
 
 TERMS = ("attention", "text", "image", "frames", "response", "steps", "row")
-"""What a row's time is a sum of: the square of its length, tokens of each sort, denoising steps, and being a row."""
+"""The terms of a row's time: the square of its length, tokens by kind, denoising steps, and a constant per row."""
 PRIOR = (1 / 6144, 1.0, 1.0, 1.0, 2.0, 1.0, 0.0)
-"""What each term costs beside the others before anything was measured. Attention is to the rest of a transformer as
-length to six times its width; a response is drawn and then trained on."""
+"""Relative cost of each term before the first measurement. The ratio of attention to the rest of a transformer is that
+of length to six times its width; a response is sampled and then trained on."""
 QUADRATIC, LAUNCH = PRIOR[0], 512.0
-"""What a padded row of width ``L`` costs beyond its ``L`` tokens is ``QUADRATIC * L**2``; a micro-batch costs as much
-as ``LAUNCH`` tokens beyond its rows. Fixed: micro-batches that followed measured times would make no run like another.
+"""A padded row of width ``L`` costs ``L + QUADRATIC * L**2``, and a micro-batch costs ``LAUNCH`` in addition to its
+rows, in tokens. Both are fixed: with micro-batches that follow measured times no run could be repeated.
 """
 
 
 @dataclass(frozen=True)
 class Size:
-    """What is known of a row, or expected: tokens of its prompt by sort and of its response; denoising steps."""
+    """The known or expected size of a row: tokens of its prompt by kind and of its response; denoising steps."""
 
     text: float = 0.0
     image: float = 0.0
@@ -42,7 +42,7 @@ class Size:
 
     @property
     def terms(self) -> list[float]:
-        """In the order of ``TERMS``."""
+        """The values of ``TERMS``, in their order."""
         length = self.prompt + self.response
         return [length * length, self.text, self.image, self.frames, self.response, self.steps, 1.0]
 
@@ -51,11 +51,11 @@ class Size:
 
 
 class Lengths:
-    """How long a prompt's responses will be: a moving average of its own, where it was seen before.
+    """Predicts the length of a prompt's responses: a moving average per prompt, if the prompt was seen before.
 
-    Of other prompts, a line through what was seen, by the length of the prompt: long questions tend to have long
-    answers. Before anything was seen, ``most``. ``decay``: what an old length weighs in a prompt's average, and
-    ``forget`` a group in the line; ``kept``: prompts that are remembered, the last seen.
+    For other prompts it is a linear fit to all groups by the length of the prompt: long questions tend to have long
+    answers. Before the first group it is ``most``. ``decay``: weight of old lengths in a prompt's average; ``forget``:
+    weight of old groups in the fit; ``kept``: the number of remembered prompts, the last seen.
     """
 
     def __init__(self, most: float, decay: float = 0.5, forget: float = 0.998, kept: int = 100_000) -> None:
@@ -64,7 +64,7 @@ class Lengths:
         self._sums = [0.0] * 5
 
     def expect(self, prompt: str, length: float) -> float:
-        """Response tokens of ``prompt`` (its id), which has ``length`` tokens."""
+        """Expected response tokens of ``prompt`` (its id), which has ``length`` tokens."""
         if prompt in self._average:
             return self._average[prompt]
         n, x, y, xx, xy = self._sums
@@ -75,7 +75,7 @@ class Lengths:
         return min(max(1.0, y / n + slope * (length - x / n)), self.most)
 
     def learn(self, prompt: str, length: float, response: float) -> None:
-        """``response``: mean tokens of a group's responses. Everyone must learn in the same order."""
+        """``response``: mean tokens of a group's responses. All controllers must learn in the same order."""
         before = self._average.pop(prompt, response)
         self._average[prompt] = self.decay * before + (1 - self.decay) * response
         if len(self._average) > self.kept:
@@ -84,7 +84,7 @@ class Lengths:
         self._sums = [self.forget * old + value for old, value in zip(self._sums, new, strict=True)]
 
     def state(self) -> JsonObject:
-        """What a checkpoint keeps; ``load_state`` restores it to the last bit."""
+        """The state for a checkpoint; ``load_state`` restores it to the last bit."""
         return {"average": dict(self._average), "sums": list(self._sums)}
 
     def load_state(self, state: JsonObject) -> None:
@@ -93,9 +93,9 @@ class Lengths:
 
 
 class Workload:
-    """Predicted cost of rows: ``coefficients`` for ``TERMS``, in seconds once they are ``calibrated``.
+    """Predicts the cost of rows: ``coefficients`` for ``TERMS``, in seconds after they are ``calibrated``.
 
-    ``window``: the measurements that count, the last ones.
+    ``window``: the number of last measurements that count.
     """
 
     def __init__(self, window: int = 64) -> None:
@@ -105,27 +105,27 @@ class Workload:
         self._measured: list[tuple[list[float], float]] = []
 
     def cost(self, terms: Sequence[float]) -> float:
-        """Of rows whose terms sum to ``terms``."""
+        """The cost of rows whose terms sum to ``terms``."""
         return sum(c * t for c, t in zip(self.coefficients, terms, strict=True))
 
     def learn(self, measured: Iterable[tuple[Sequence[float], float]]) -> None:
-        """Remember measurements: summed terms of rows done together, and the seconds they took."""
+        """Add measurements: the summed terms of rows computed together, and their seconds."""
         self._measured += [(list(terms), seconds) for terms, seconds in measured]
         self._measured = self._measured[-self.window :]
 
     def fitted(self) -> list[float] | None:
-        """Coefficients in seconds by what was measured; None where nothing was."""
+        """Coefficients in seconds, fitted to the measurements; None without measurements."""
         if not self._measured:
             return None
         return fit([terms for terms, _ in self._measured], [seconds for _, seconds in self._measured])
 
     def adopt(self, coefficients: Sequence[float] | None) -> None:
-        """Predict with what ``fitted`` gave, here or where it is decided for all; None changes nothing."""
+        """Use coefficients of ``fitted``, from this controller or from the leader; None changes nothing."""
         if coefficients is not None:
             self.coefficients, self.calibrated = list(coefficients), True
 
     def state(self) -> JsonObject:
-        """What a checkpoint keeps; ``load_state`` restores it."""
+        """The state for a checkpoint; ``load_state`` restores it."""
         return {
             "coefficients": list(self.coefficients),
             "calibrated": self.calibrated,
@@ -142,20 +142,20 @@ class Workload:
 def fit(
     terms: Sequence[Sequence[float]], seconds: Sequence[float], prior: Sequence[float] = PRIOR, pull: float = 0.01
 ) -> list[float]:
-    """Coefficients, none below 0, with ``terms`` ``[n, k]`` times them nearest to ``seconds`` ``[n]``.
+    """Non-negative coefficients for which ``terms`` ``[n, k]`` times coefficients is closest to ``seconds`` ``[n]``.
 
-    Least squares of relative errors. Few measurements, or ones that do not tell terms apart, are filled up from
-    ``prior``, scaled to the seconds: ``pull`` is what it weighs beside one measurement. Where no row has a term, that
-    stays as the scaled prior has it.
+    Least squares of relative errors, regularised toward ``prior`` (scaled to the seconds), for few measurements or
+    terms that they do not separate; ``pull``: the weight of the prior relative to one measurement. A term that no row
+    has keeps its scaled prior.
     """
-    from scipy.optimize import lsq_linear  # its nnls has been seen to abort the process
+    from scipy.optimize import lsq_linear  # scipy's nnls has aborted the process
 
     x, y, p = np.asarray(terms, float), np.asarray(seconds, float), np.asarray(prior, float)
     p = p * (y.sum() / max((x @ p).sum(), 1e-30))
     x = x / np.maximum(y, 1e-9)[:, None]
     size = np.sqrt((x * x).mean(0))
     seen = size > 1e-9 * size.max()
-    x, scaled = x[:, seen] / size[seen], (p * size)[seen]  # columns of one size: the problem is as even as can be
+    x, scaled = x[:, seen] / size[seen], (p * size)[seen]  # columns of equal size, for a well-conditioned problem
     weight = np.sqrt(pull)
     wanted = np.concatenate([np.ones(len(y)), weight * scaled])
     solved = lsq_linear(np.vstack([x, weight * np.eye(x.shape[1])]), wanted, (0, np.inf), method="bvls").x
@@ -165,13 +165,13 @@ def fit(
 
 
 def residual(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """The sum of absolute errors over the sum of what was measured."""
+    """The sum of absolute errors divided by the sum of ``measured``."""
     errors = sum(abs(p - m) for p, m in zip(predicted, measured, strict=True))
     return errors / max(sum(measured), 1e-30)
 
 
 def unevenness(loads: Sequence[float]) -> float:
-    """The largest load over the mean; 1 is even."""
+    """The largest load divided by the mean; 1 is perfectly balanced."""
     mean = sum(loads) / len(loads)
     return max(loads) / mean if mean > 0 else 1.0
 
@@ -182,7 +182,7 @@ def unevenness(loads: Sequence[float]) -> float:
 def divide(costs: Sequence[float], bins: int) -> list[list[int]]:
     """Items in ``bins``, whose sizes differ by at most 1: the better of ``greedy`` and ``karmarkar_karp``.
 
-    Equal costs are dealt out in turn. Each bin has its items ascending; none is empty where there are enough items.
+    Equal costs are assigned in turn. The items of each bin are ascending; no bin is empty if there are enough items.
     """
     both = [way(costs, bins, equal_size=True) for way in (greedy, karmarkar_karp)]
     return min(both, key=lambda found: max(loads(costs, found)))  # the first of equals
@@ -194,15 +194,15 @@ def loads(costs: Sequence[float], bins: Sequence[Sequence[int]]) -> list[float]:
 
 
 def greedy(costs: Sequence[float], bins: int, *, equal_size: bool = False) -> list[list[int]]:
-    """The dearest first, each to the bin that has least so far (LPT); ties go by index.
+    """Assign the most expensive first, each to the bin with the smallest load so far (LPT); ties by index.
 
-    Without ``equal_size`` the largest load is at most 4/3 - 1/(3 bins) of the best there is (Graham 1969). With it,
-    sizes differ by at most 1.
+    Without ``equal_size`` the largest load is at most 4/3 - 1/(3 bins) times the optimum (Graham 1969). With it, sizes
+    differ by at most 1.
     """
     room, extra = divmod(len(costs), bins)
     found: list[list[int]] = [[] for _ in range(bins)]
     sums = [0.0] * bins
-    for i in _dearest_first(costs):
+    for i in _by_descending_cost(costs):
         larger = sum(len(items) > room for items in found)
         open_ = [b for b in range(bins) if not equal_size or len(found[b]) < room + (larger < extra)]
         b = min(open_, key=lambda b: (sums[b], b))
@@ -212,14 +212,14 @@ def greedy(costs: Sequence[float], bins: int, *, equal_size: bool = False) -> li
 
 
 def karmarkar_karp(costs: Sequence[float], bins: int, *, equal_size: bool = False) -> list[list[int]]:
-    """The largest differencing method (Karmarkar and Karp 1982): partial divisions whose bins differ most are put
-    together first, the fullest bin of one with the emptiest of the other; ties go by index.
+    """The largest differencing method (Karmarkar and Karp 1982): partial partitions whose bins differ most are merged
+    first, the fullest bin of one with the emptiest of the other; ties by index.
 
     With ``equal_size`` sizes differ by at most 1.
     """
-    order: list[int | None] = [*_dearest_first(costs)]
+    order: list[int | None] = [*_by_descending_cost(costs)]
     if equal_size:
-        order += [None] * (-len(order) % bins)  # items that are not there, each of them in another bin
+        order += [None] * (-len(order) % bins)  # dummy items, each in a different bin
         parts = [order[n : n + bins] for n in range(0, len(order), bins)]
     else:
         parts = [[i, *[None] * (bins - 1)] for i in order]
@@ -237,7 +237,7 @@ def karmarkar_karp(costs: Sequence[float], bins: int, *, equal_size: bool = Fals
     return sorted(found, key=lambda items: items or [len(costs)])
 
 
-def _dearest_first(costs: Sequence[float]) -> list[int]:
+def _by_descending_cost(costs: Sequence[float]) -> list[int]:
     return sorted(range(len(costs)), key=lambda i: (-costs[i], i))
 
 
@@ -251,15 +251,15 @@ def pack(
     quadratic: float = QUADRATIC,
     launch: float = LAUNCH,
 ) -> list[list[int]]:
-    """Rows in micro-batches of neighbouring length, at the least total cost there is with rows sorted by length.
+    """Divide rows into micro-batches of similar length, with the smallest total cost for rows sorted by length.
 
     ``sizes`` ``[n, parts]``: tokens of each part of a row; every part is padded to the longest in its micro-batch, and
-    a row's width ``L`` is their sum (prompts and responses are padded apart). ``k`` rows cost
-    ``k * (L + quadratic * L**2) + launch``. A micro-batch has at most ``most`` rows, and ``tokens`` with padding; a row
-    longer than that goes alone. Rows that are all of one size are cut in their order, ``most`` by ``most``.
+    a row's width ``L`` is their sum (prompts and responses are padded separately). ``k`` rows cost
+    ``k * (L + quadratic * L**2) + launch``. A micro-batch has at most ``most`` rows, and at most ``tokens`` tokens with
+    padding; a longer row is a micro-batch by itself. Rows of equal size keep their order, ``most`` per micro-batch.
 
-    A dynamic programme over the ends of micro-batches: its micro-batches are contiguous in the sorted order, so that
-    the best division of the first ``n`` rows is the best one of fewer and a last micro-batch.
+    Dynamic programming over the ends of micro-batches: they are contiguous in the sorted order, so the best division of
+    the first ``n`` rows is the best division of fewer rows plus a last micro-batch.
     """
     if not sizes:
         return []
@@ -273,12 +273,12 @@ def pack(
     counts = np.arange(1, most + 1)
     for end in range(1, len(rows) + 1):
         first = max(0, end - most)
-        width = np.maximum.accumulate(rows[first:end][::-1]).sum(1).astype(float)  # of the last 1, 2, ... rows
+        width = np.maximum.accumulate(rows[first:end][::-1]).sum(1).astype(float)  # widths of the last 1, 2, ... rows
         n = counts[: len(width)]
         cost = best[first:end][::-1] + n * (width + quadratic * width * width) + launch
         if tokens is not None:
             cost[1:][(n * width)[1:] > tokens] = np.inf
-        taken = len(cost) - int(np.argmin(cost[::-1]))  # the most rows of equals
+        taken = len(cost) - int(np.argmin(cost[::-1]))  # the most rows among equal costs
         best[end], begins[end] = cost[taken - 1], end - taken
     found, end = [], len(rows)
     while end:
@@ -288,7 +288,7 @@ def pack(
 
 
 def padded(sizes: Sequence[Sequence[int]]) -> int:
-    """Tokens of a micro-batch of rows with these parts, padding among them."""
+    """Tokens of a micro-batch of rows with these parts, padding included."""
     return len(sizes) * sum(max(part) for part in zip(*sizes, strict=True))
 
 
@@ -298,7 +298,7 @@ def packing_cost(
     quadratic: float = QUADRATIC,
     launch: float = LAUNCH,
 ) -> float:
-    """What ``pack`` makes least, of any division of the rows into ``micro_batches``."""
+    """The cost that ``pack`` minimises, for any division of the rows into ``micro_batches``."""
     total = 0.0
     for index in micro_batches:
         width = padded([sizes[i] for i in index]) / len(index)

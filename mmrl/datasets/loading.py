@@ -16,7 +16,7 @@ from mmrl.config.schema import Recipe
 from mmrl.datasets.mixture import Interleaved, Mixture, Part
 from mmrl.datasets.records import BadRecord, Records, checked
 from mmrl.datasets.sampler import Chosen
-from mmrl.datasets.unpaired import Unpaired, is_paired
+from mmrl.datasets.unpaired import is_paired, unpaired
 from mmrl.errors import UserError
 from mmrl.trajectory import Prompt
 
@@ -59,7 +59,7 @@ def _for_recipe(prompts: Sequence[Prompt], recipe: Recipe | None, bad: Sequence[
         return prompts
     if not is_paired(prompts[0], algorithm.completion):
         return prompts
-    return Unpaired(prompts, algorithm.completion, algorithm.label_column)
+    return unpaired(prompts, algorithm.completion, algorithm.label_column)
 
 
 def _mixed(data: Data, root: Path, split: str, recipe: Recipe | None) -> Mixture:

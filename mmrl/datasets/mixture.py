@@ -13,12 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import overload
 
 import numpy
 
 from mmrl.controller.randomness import permutation, seed_of
-from mmrl.datasets.records import BadRecord
+from mmrl.datasets.records import BadRecord, Records
 from mmrl.trajectory import Prompt
 
 SOURCE = "source/"
@@ -36,7 +35,7 @@ class Part:
     prompts: Sequence[Prompt]
 
 
-class Mixture(Sequence[Prompt]):
+class Mixture(Records):
     """The prompts of several sources, one source behind the other; ``place`` says in which order training takes them.
 
     The ids of prompts begin with the source's label, which ``meta["data_source"]`` has too where the record has no
@@ -45,27 +44,14 @@ class Mixture(Sequence[Prompt]):
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
-        self.bad = [BadRecord(f"{p.label}: {b.where}", b.why) for p in parts for b in getattr(p.prompts, "bad", ())]
-        self.seen = sum(getattr(p.prompts, "seen", len(p.prompts)) for p in parts)
         self._ends = list(accumulate(len(p.prompts) for p in parts))
         self._shares = shares([p.weight for p in parts], BLOCK)
         self._bounds = list(accumulate(self._shares))
+        bad = [BadRecord(f"{p.label}: {b.where}", b.why) for p in parts for b in getattr(p.prompts, "bad", ())]
+        seen = sum(getattr(p.prompts, "seen", len(p.prompts)) for p in parts)
+        super().__init__(self._ends[-1], self._at, bad, seen)
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"prompt {index} of {len(self)}")
-        index %= len(self)
+    def _at(self, index: int) -> Prompt:
         part = bisect_right(self._ends, index)
         return self._prompt(part, index - self._start(part))
 

@@ -1,1 +1,1 @@
-"""Placement of a run on a controller's devices: policy, task queue, devices and device tasks."""
+"""Placement of work on a controller's devices: policy, task queue, devices and device tasks."""

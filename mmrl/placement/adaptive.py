@@ -1,10 +1,10 @@
 """Choose how many of a controller's devices judge while the others sample, from the load of the last steps.
 
-``decide`` works between steps, ``worth_moving`` inside one. Both are pure functions; the numbers of ``decide`` are the
-same on every controller, so that all decide alike and nobody coordinates. The simulator calls the very same. Imports no
-torch.
+``decide`` works between steps, ``worth_moving`` within a step. Both are pure functions. ``decide`` gets the same
+numbers on every controller, so all controllers decide the same without coordination. The simulator calls the same
+functions. Imports no torch.
 
-Seconds below are wall seconds unless they are called device-seconds.
+Seconds below are wall-clock seconds unless they are called device-seconds.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 from mmrl.config.placement import Placement
 
 SMOOTHING = 0.5
-"""What the latest step weighs in the smoothed busy seconds."""
+"""Weight of the latest step in the smoothed busy seconds."""
 WORTH = 0.03
-"""The least share of the generate phase that a new split must be expected to save (hysteresis)."""
+"""The smallest share of the generate phase that a new split must be expected to save (hysteresis)."""
 MOST_TURNS = 2
-"""Every change that goes back on the one before doubles ``WORTH``, at most so often: noise cannot make a split flap."""
+"""Every change that reverses the previous one doubles ``WORTH``, at most this often, so that noise cannot toggle it."""
 SETTLED = 6
-"""Steps after which a split that was kept is settled, and only twice ``WORTH`` moves it."""
+"""Steps after which an unchanged split is settled, so that a change must save twice ``WORTH``."""
 HORIZON = 10
-"""Steps within which what is saved must pay for the move."""
+"""Steps within which the saved time must exceed the price of the move."""
 LEARNING = 0.3
-"""What the latest step weighs, after the first, in what a kind of split takes over its formula."""
+"""Weight of the latest step, after the first, in the excess over the formula of a kind of split."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Of one controller's devices in the generate phase; ``judge`` 0 is colocate: all sample, then all judge."""
+    """The roles of one controller's devices when generating; ``judge`` 0 is colocate: all sample, then all judge."""
 
     rollout: int
     judge: int
@@ -39,38 +39,38 @@ class Split:
 
 @dataclass(frozen=True)
 class Measured:
-    """One step's generate phase, all-reduced: busy is device-seconds summed over all devices of all controllers."""
+    """One step's generate phase, all-reduced; busy: device-seconds summed over all devices of all controllers."""
 
     rollout_busy: float
     judge_busy: float
     rollout_done: float
     """From the phase's start to the end of the last sampling, the latest of all controllers."""
     judge_done: float
-    """The same of the last judging."""
+    """The same for the last judging."""
     devices: int
-    """Of all controllers."""
+    """The devices of all controllers together."""
     price: float
-    """Seconds that a device takes from one role to the other: sleep, wake, weights."""
+    """Seconds that a device needs to switch its role: sleep, wake, weights."""
     micro_batches: int = 0
-    """Judged, of all controllers; 0 where nobody counted, and then a pipeline's filling and draining are learned."""
+    """Judged micro-batches of all controllers; 0 if not counted, and then the time to fill and drain is learned."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one controller's generate phase: device-seconds in either role, and their share in one micro-batch."""
+    """The work of one controller's generate phase: device-seconds in each role, and one micro-batch's share of them."""
 
     rollout: float
     judge: float
     grain: float = 0.0
-    """One over the number of micro-batches; 0 where it is not known."""
+    """One over the number of micro-batches; 0 if it is not known."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What ``decide`` knows of earlier steps. ``dataclasses.asdict`` and ``State.read`` take it to JSON and back."""
+    """What ``decide`` knows about earlier steps. ``dataclasses.asdict`` and ``State.read`` convert to JSON and back."""
 
     devices: int
-    """Of one controller."""
+    """The devices of one controller."""
     replica: int
     """Devices of one judge replica."""
     split: Split
@@ -84,18 +84,18 @@ class State:
     moves: bool = True
     """Whether devices also move inside a step."""
     way: int = 0
-    """Of the last change: 1 to more judges, -1 to fewer."""
+    """The direction of the last change: 1 to more judges, -1 to fewer."""
     turns: int = 0
-    """Changes that went back on the one before, those from a trial left out."""
+    """The number of changes that reversed the previous one, except those that ended a trial."""
     trial: bool = False
-    """Whether the split in force was the first of its kind."""
+    """Whether the current split is the first of its kind."""
     over: dict[str, float] = field(default_factory=dict)
-    """By kind of ``formula``: what phases took over ``formula``, as a share of the even time, smoothed."""
+    """By kind of ``formula``: the phases' excess over ``formula``, as a share of the even time, smoothed."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any], settings: Placement) -> State:
-        """From ``asdict`` of a state, as JSON gives it back. Whether devices move inside a step is as ``settings`` say:
-        a resumed run may have other settings than the run that wrote the state."""
+        """Read a state that was stored as JSON. ``settings`` decide whether devices move within a step: a resumed run
+        may have different settings than the run that wrote the state."""
         known = dict(values)
         known |= {"split": Split(**values["split"]), "moves": settings.inside}
         return cls(**known)
@@ -103,7 +103,7 @@ class State:
 
 @dataclass(frozen=True)
 class Decision:
-    """The split of the next step, one plain sentence on why, and the numbers it follows from."""
+    """The split of the next step, a sentence with the reason, and the numbers behind it."""
 
     split: Split
     why: str
@@ -116,20 +116,20 @@ def splits(devices: int, replica: int = 1) -> list[Split]:
 
 
 def begin(devices: int, replica: int = 1, *, moves: bool = True) -> State:
-    """The state of a run that has measured nothing.
+    """The state of a run before its first measurement.
 
-    It begins with colocate, which no load makes much worse than the best split, and whose first step measures the work
-    of both roles and the price of a move. ``moves``: devices will also move inside a step, by ``worth_moving``.
+    It starts with colocate, which is never much slower than the best split, and whose first step measures the work of
+    both roles and the price of a move. ``moves``: devices also move within a step, by ``worth_moving``.
 
-    Raises ``ValueError`` where there is no device or a replica has none.
+    Raises ``ValueError`` if there is no device or a replica has none.
     """
     if devices < 1 or replica < 1:
-        raise ValueError(f"{devices} devices of a controller and {replica} of a judge replica: both at least 1")
+        raise ValueError(f"{devices} devices of a controller and {replica} of a judge replica: both must be at least 1")
     return State(devices, replica, Split(devices, 0), moves=moves)
 
 
 def starting(settings: Placement, devices: int, *, judged: bool = True) -> State:
-    """The split that a run begins with; ``judged``: some reward computes on a device."""
+    """The split at the start of a run; ``judged``: some reward runs on a device."""
     state = begin(devices, moves=settings.inside)
     judges = settings.judging(devices) if judged else 0
     left = devices - settings.training(devices) if settings.apart else devices
@@ -139,9 +139,10 @@ def starting(settings: Placement, devices: int, *, judged: bool = True) -> State
 def decide(state: State, measured: Measured) -> tuple[State, Decision]:
     """The split for the next step.
 
-    The target has the least expected phase (``expected``). The first decision goes straight to it; later ones go half
-    the way, in whole replicas, and only where the target saves ``WORTH`` of the phase (more once settled, or after
-    turns) and pays for its move within ``HORIZON`` steps. To colocate, and from it, is one move.
+    The target is the split with the shortest expected phase (``expected``). The first decision takes it at once; later
+    ones move half the way to it, in whole replicas, and only if the target saves ``WORTH`` of the phase (more after the
+    split is settled, or after reversals) and the savings exceed the price of the move within ``HORIZON`` steps. A
+    change to or from colocate is one move.
     """
     latest, phase = _work(state, measured), max(measured.rollout_done, measured.judge_done)
     if latest.rollout + latest.judge <= 0 or phase <= 0:
@@ -190,8 +191,8 @@ def decide(state: State, measured: Measured) -> tuple[State, Decision]:
 
 
 def expected(state: State, price: float) -> dict[Split, float]:
-    """Seconds that the generate phase is expected to take under every split: ``formula``, and what phases of its kind
-    took over it so far; never less than the even time, in which all devices share all work."""
+    """The expected seconds of the generate phase with every split: ``formula`` plus the learned excess of its kind; at
+    least the even time, in which all devices share all work."""
     work = Work(state.rollout_busy, state.judge_busy, state.grain)
     even = (work.rollout + work.judge) / state.devices
     found = {split: formula(state, split, work, price) for split in splits(state.devices, state.replica)}
@@ -201,10 +202,10 @@ def expected(state: State, price: float) -> dict[Split, float]:
 def formula(state: State, split: Split, work: Work, price: float) -> tuple[float, str]:
     """Seconds of a phase without tails, and its kind: colocate, apart or joined.
 
-    Of a split: the slice that has more work for each of its devices, begun late by one micro-batch's sampling (judging)
-    or followed by one micro-batch's judging (sampling). Where devices move inside a step and judging is what lasts
-    longer, the samplers join it once they are done, if that is sooner. Of colocate: both phases, and the price of the
-    swap between them.
+    For a split: the time of the role with more work per device, plus the sampling of the first micro-batch (if that is
+    judging) or the judging of the last one (if that is sampling). If devices move within a step and judging takes
+    longer, the samplers join it when they are done, if that is faster. For colocate: the time of both roles, and the
+    price of switching between them.
     """
     fill, drain = work.rollout * work.grain, work.judge * work.grain / state.replica
     if not split.judge:
@@ -219,14 +220,14 @@ def formula(state: State, split: Split, work: Work, price: float) -> tuple[float
 
 
 def worth_moving(own_left: float, other_left: float, other_devices: int, price: float, own_devices: int = 0) -> bool:
-    """Whether a device whose role has run dry should take up the other role, inside a step.
+    """Whether a device without work in its role should switch to the other role within a step.
 
-    ``own_left``: device-seconds of its own role's work yet to come (a judge waits for samples); ``other_left``: those
-    that wait in the other role, not begun; ``other_devices``: how many work on these now or are on their way there;
-    ``price``: seconds of one move; ``own_devices``: how many others stay in its own role.
+    ``own_left``: device-seconds of future work in its own role (a judge waits for samples); ``other_left``: those of
+    waiting tasks in the other role; ``other_devices``: devices that work in that role or are switching to it;
+    ``price``: seconds of one switch; ``own_devices``: other devices that stay in its own role.
 
-    It moves where the other role then ends sooner, its move paid for; where its own role will have work again, only if
-    the later of the two ends sooner. Its time is free, so that any gain is one.
+    It switches if the other role then ends earlier, the price included; if its own role will have work again, only if
+    the later end of both roles becomes earlier. The device is idle, so any gain is enough.
     """
     if other_left <= 0:
         return False

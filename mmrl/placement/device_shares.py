@@ -13,13 +13,13 @@ from mmrl.trajectory import Slot
 
 
 def needs(context: StepContext, role: str) -> set[str]:
-    """What must be awake for ``role``, of what is not always: models that judge, an engine that samples."""
+    """The models that must be awake for ``role``, among those that can sleep: judges, an engine that samples."""
     has = {"judge"} if role == "judge" else set()
     return has | ({"rollout"} if role == "rollout" and context.recipe.rollout.engine != "transformers" else set())
 
 
 def features_of(context: StepContext, slots: Sequence[Slot]) -> dict[str, Any]:
-    """The features of the prompts of ``slots``, as the controller holds them."""
+    """The features of the prompts of ``slots``, from the controller's store."""
     store = context.pipeline.features
     keys = context.pipeline.encode(slots)
     found = {key: store.get(key) for key in keys}
@@ -30,10 +30,10 @@ def features_of(context: StepContext, slots: Sequence[Slot]) -> dict[str, Any]:
 def split_among(micro_batches: Sequence[MicroBatch], context: StepContext, devices: int) -> list[list[MicroBatch]]:
     """Split micro-batches among devices (or groups of devices that share a model).
 
-    The largest goes first, to the device that has least. On each device they keep their order.
+    The largest goes first, to the device with the least work. On each device they keep their order.
 
-    Where all ranks go through them together, each gets as many as any device of any controller, some of them without
-    weight.
+    If all ranks compute them together, each device gets the same number as every other device of all controllers; the
+    missing ones are filled with micro-batches of weight 0.
     """
     loads = [sum(context.pipeline.lengths(micro_batch.rows)) for micro_batch in micro_batches]
     stages = context.policy.weights.stages
@@ -47,7 +47,7 @@ def split_among(micro_batches: Sequence[MicroBatch], context: StepContext, devic
 
 
 def all_of(answers: Sequence[Future[Any]]) -> list[Any]:
-    """What all came to. Raises what the first to fail raised: the others may be waiting for it."""
+    """The results of all. Raises the error of the first that failed: the others may be waiting for it."""
     done, _ = wait(answers, return_when=FIRST_EXCEPTION)
     for answer in done:
         answer.result()

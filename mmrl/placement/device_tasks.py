@@ -1,6 +1,6 @@
 """Device tasks: functions of the ``StepContext`` in a device's process.
 
-Samples and slices are computed by the same calls wherever they are computed; only who computes which differs.
+Samples and slices are computed by the same functions on every device; only their distribution differs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def sample(
                 of = slots[rows.start : rows.stop], ids[rows.start : rows.stop]
                 return context.pipeline.sample(*of, how.actions, how.seed, evaluate=how.evaluate)
 
-            parts = in_parts(context.compute.local.at_once, "sample", len(ids), drawn, _begin_with_fewer(context))
+            parts = in_parts(context.compute.local.at_once, "sample", len(ids), drawn, _batch_size_edit(context))
             trajectory = parts[0] if len(parts) == 1 else Trajectory.join(parts)
         return trajectory, _shown(context, trajectory, how, clock)
 
@@ -47,9 +47,9 @@ def sample(
 def sample_at_once(
     context: StepContext, chunks: Sequence[Chunk], how: SamplingSpec, clock: Clock
 ) -> Iterator[tuple[Trajectory, list[Sample]]]:
-    """Sample several micro-batches in one call of an engine, which batches itself; each is decoded apart.
+    """Sample several micro-batches in one call of an engine, which chooses its own batches; each is decoded separately.
 
-    Nothing is tried again with fewer rows: an engine's memory does not depend on how many it is asked for.
+    There is no retry with fewer rows: an engine's memory does not depend on the number of rows in a call.
     """
     slots, ids = [s for of, _ in chunks for s in of], [i for _, of in chunks for i in of]
     with context.policy.using(how.weights), torch.no_grad(), clock("sample"), in_phase("sample"):
@@ -60,8 +60,7 @@ def sample_at_once(
 
 
 def _sync(context: StepContext) -> None:
-    """Have what samples text sample with the policy's present weights. Pictures are sampled with the very weights that
-    train."""
+    """Update a text engine's weights to those of the policy. Pictures are sampled with the trained weights directly."""
     if context.pipeline.makes == "text":
         context.pipeline.sync(context.policy)
 
@@ -74,7 +73,7 @@ def _divided(whole: Trajectory, sizes: Sequence[int]) -> Iterator[Trajectory]:
 
 
 def _shown(context: StepContext, trajectory: Trajectory, how: SamplingSpec, clock: Clock) -> list[Sample]:
-    """What rewards see of a micro-batch."""
+    """Decode a micro-batch to the samples that rewards get."""
 
     def shown(rows: range) -> list[Sample]:
         part = trajectory if len(rows) == len(trajectory) else trajectory.rows(list(rows))
@@ -82,22 +81,22 @@ def _shown(context: StepContext, trajectory: Trajectory, how: SamplingSpec, cloc
 
     with clock("decode"):
         parts = in_parts(
-            context.compute.local.at_once, "decode", len(trajectory), shown, "sampling.batch_size={} begins so"
+            context.compute.local.at_once, "decode", len(trajectory), shown, "sampling.batch_size={} starts with that"
         )
         return [sample for part in parts for sample in part]
 
 
-def _begin_with_fewer(context: StepContext) -> str:
-    """The edit that has sampling begin with the rows that there is memory for."""
-    edit = "sampling.batch_size={} begins so"
+def _batch_size_edit(context: StepContext) -> str:
+    """The edit that makes sampling start with a number of rows that fits into memory."""
+    edit = "sampling.batch_size={} starts with that"
     if context.recipe.model.dtype == "float32" or context.objective.kind != "policy_gradient":
         return edit
     dtype = context.recipe.model.dtype
-    return f"{edit}; {dtype} rounds otherwise in training's larger batch, so lower train.micro_batch_size as well"
+    return f"{edit}; {dtype} rounds differently in training's larger batch, so lower train.micro_batch_size as well"
 
 
 def continue_generation(context: StepContext, trajectory: Trajectory, most: int, how: SamplingSpec) -> Trajectory:
-    """Draw at most ``most`` further tokens for every row, all of them under way."""
+    """Draw at most ``most`` more tokens for every row; no row may be finished."""
     with context.policy.using(how.weights):
         pipeline = of_text(context.pipeline)
         pipeline.sync(context.policy)
@@ -146,9 +145,9 @@ def score(context: StepContext, label: str, samples: Sequence[Sample], step: int
 def prepare(
     context: StepContext, micro_batches: Iterable[MicroBatch], wanted: frozenset[str]
 ) -> list[tuple[list[int], list[int], dict[str, Tensor]]]:
-    """What is recomputed before the first update, with the rows of the batch and the entries that it is of.
+    """Recompute tensors before the first update; returns each with its rows of the batch and its entries.
 
-    Where code without a gradient rounds otherwise, it is computed with the gradient that the update will want.
+    If code without a gradient rounds differently, they are computed with a gradient, as in the update.
     """
     micro_batches = list(micro_batches)
     calls = [wanted] if context.policy.weights.stages is None else [frozenset({name}) for name in sorted(wanted)]
@@ -164,7 +163,7 @@ def prepare(
                     new = pairs_of(context.pipeline).compare(rows, names, using)
                 else:
                     new = context.pipeline.replay(rows, micro_batch.entries, names, using)
-                kept = torch.stack([new[name].detach() for name in names]).cpu()  # one wait for all
+                kept = torch.stack([new[name].detach() for name in names]).cpu()  # wait for the device once
                 return micro_batch.index, micro_batch.entries, dict(zip(names, kept, strict=True))
 
             out += context.policy.each(micro_batches, made)
@@ -173,7 +172,7 @@ def prepare(
 
 
 def apply(context: StepContext, spent: float) -> dict[str, float]:
-    """The optimizer step, with the gradients of all devices of all controllers; ``spent`` as ``train_step`` has it."""
+    """The optimizer step, with the gradients of all devices of all controllers; ``spent`` as in ``train_step``."""
     metrics: dict[str, float] = {}
     for name, policy in context.trained.items():
         policy.spent = spent
@@ -202,27 +201,27 @@ def release(context: StepContext) -> None:
 
 
 def save(context: StepContext, step: int) -> None:
-    """Save this device's shards as they are after ``step`` steps, with the others."""
+    """Save this device's shards after ``step`` steps, together with all other devices."""
     if context.compute.local.save is not None:
         context.compute.local.save(step)
 
 
 def version(context: StepContext, name: str, first: bool) -> Version | None:
-    """The policy's copy ``name`` as it is now, of the ``first`` device that trains; the others do their part."""
+    """The current weights of the policy's copy ``name``, from the ``first`` training device; all must call it."""
     found = context.policy.version(name) if first or context.policy.weights.in_shards else None
     return found if first else None
 
 
 def load_version(context: StepContext, version: Version) -> None:
-    """Have the policy's weights of then, to sample with them."""
+    """Load this version of the weights for sampling."""
     context.policy.load_version(version)
 
 
 def switch_role(context: StepContext, role: str, sleep: bool) -> bool:
-    """Have ready on this device what ``role`` needs: the models that judge, or the engine that samples.
+    """Wake the models that ``role`` needs on this device: the judges, or the engine that samples.
 
-    ``sleep``: put the rest to sleep first. Returns whether something was started for good, which is no measure of what
-    the next turn takes.
+    ``sleep``: put all others to sleep first. Returns whether something was started for the first time, so that the time
+    says nothing about the next switch.
     """
     if sleep:
         if role != "judge":
@@ -230,14 +229,14 @@ def switch_role(context: StepContext, role: str, sleep: bool) -> bool:
         if role != "rollout":
             context.pipeline.sleep()
         if context.compute.device.type == "cuda":
-            torch.cuda.empty_cache()  # what is woken asks the driver for its memory, not torch
+            torch.cuda.empty_cache()  # woken models get memory from the driver, not from torch's cache
     if role == "judge":
         return context.rewards.wake()
     return role == "rollout" and context.pipeline.makes == "text" and context.pipeline.wake()
 
 
 def ready(context: StepContext, role: str) -> None:
-    """Nothing: the device has turned to ``role`` for it."""
+    """Do nothing: before this task the device has switched to ``role``."""
 
 
 def cpu_seconds(context: StepContext) -> float:
@@ -246,17 +245,17 @@ def cpu_seconds(context: StepContext) -> float:
 
 
 def gpu(context: StepContext) -> float | None:
-    """Share of the time since the last call in which this GPU computed; None where that is not known."""
+    """Share of the time since the last call in which this GPU was busy; None if that is not known."""
     return of_gpu(context.compute.device)
 
 
 def renamed(critic: dict[str, float]) -> dict[str, float]:
-    """The critic's metrics under names of their own."""
+    """The critic's metrics under the critic's names."""
     return {name.replace("optim/", "value/"): value for name, value in critic.items()}
 
 
 def perform(context: StepContext, task: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """What ``task`` returns; memory that runs out in it is reported under its phase."""
+    """Run ``task`` and return its result; an out-of-memory error is reported with the task's phase."""
     with in_phase(_PHASES.get(task.__name__, task.__name__)):
         return task(context, *arguments)
 
@@ -268,4 +267,4 @@ _PHASES = {
     "backward": "train",
     "apply": "optimizer",
 }
-"""What the plan calls a phase in which a task is done, where that is not the task's name."""
+"""The plan's name of a task's phase, if it differs from the task's name."""

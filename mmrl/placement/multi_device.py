@@ -1,8 +1,8 @@
 """Several devices of a controller: one thread per device takes tasks from the queue, for this process or a worker.
 
-Who computes a micro-batch or a slice changes nothing in it. Samples are drawn and judged by whoever is free, as the
-board says; the slices of an update are dealt out beforehand, by their size, so that sums are added in the same order
-each time.
+Results do not depend on which device computes a micro-batch or a slice. Free devices take sampling and judging tasks
+from the queue; the slices of an update are divided beforehand by size, so that sums are added in the same order each
+time.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from mmrl.training.step_context import Chunk, Drawn, R, SamplingSpec, StepContex
 from mmrl.trajectory import Sample, Trajectory
 
 _SHOWN = ("sample", "continue_generation", "score", "prepare", "backward", "apply")
-"""What is work, and not bookkeeping."""
+"""The tasks that count as work; the others are bookkeeping."""
 
 
 class RemoteDevice(Protocol):
-    """A device in a process of its own, as its controller sees it."""
+    """A controller's handle of a device in another process."""
 
     def perform(
         self, context: StepContext, call: Callable[..., Any], arguments: tuple[Any, ...], features: Mapping[str, Any]
     ) -> Any:
-        """What ``call`` returns there; ``features`` that it lacks go with it."""
+        """Run ``call`` there and return its result; ``features`` that it lacks are sent."""
         ...
 
     def close(self) -> None: ...
@@ -50,10 +50,10 @@ class RemoteDevice(Protocol):
 class MultiDevice:
     """Final class, ``Devices``: the controller's own process and ``workers``, each with a thread that takes tasks.
 
-    Of disaggregated devices the first train. The others are never waited for but for their samples: what they are to
-    know is put on the board.
+    With a disaggregated placement the first devices train. The controller waits for the others only to get samples; all
+    other messages to them are tasks in the queue.
 
-    ``starting_up()`` is entered while a device turns to another role, which has a deadline of its own.
+    ``starting_up()`` is entered while a device switches its role, which has its own deadline.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class MultiDevice:
         self._version: Version | None = None
 
     def open(self, context: StepContext) -> None:
-        """Begin to work, with ``context`` as it is in this process; the devices run its rewards' models."""
+        """Start the devices' threads, with this process's ``context``; the devices run the reward models."""
         if context.rewards.on_device:
             context.rewards.call_by(lambda label: _OnDevices(self._board, label, self._for))
         if self.settings.apart:
@@ -87,14 +87,14 @@ class MultiDevice:
 
     @contextmanager
     def sampling_phase(self, context: StepContext, weights: str) -> Generator[None]:
-        if self.settings.apart:  # who samples has weights of its own
+        if self.settings.apart:  # the devices that sample have their own weights
             yield
             return
         self.run_on_trainers(context, device_tasks.enter_sampling, weights)
         try:
             yield
         except BaseException:
-            self._board.drop("rollout")  # a round of this phase may be under way
+            self._board.drop("rollout")  # a round of this phase may be in progress
             raise
         finally:
             self.run_on_trainers(context, device_tasks.leave_sampling)
@@ -119,7 +119,7 @@ class MultiDevice:
         return self._drawn(numbers, clock)
 
     def _for(self, what: SamplingSpec | Context) -> tuple[int, int] | None:
-        """The step and round of what is drawn or judged, where that may be a later one than is trained."""
+        """The step and round that samples are drawn or judged for, if it may be later than the step in training."""
         return (what.step, what.round) if self.settings.apart and what.step >= 0 else None
 
     def _begin(self, context: StepContext, evaluate: bool, to_come: int) -> None:
@@ -130,7 +130,7 @@ class MultiDevice:
         if self.settings.type == "adaptive" and self.settings.inside and not evaluate:
             moves = "worth"
         self._board.begin(split, moves, to_come)
-        if apart:  # to wake while the others sample
+        if apart:  # judges wake while the others sample
             self._put(range(split.rollout, self._count), device_tasks.ready, ("judge",))
 
     def _drawn(self, numbers: Mapping[Future[Any], int], clock: Clock) -> Iterator[Drawn]:
@@ -149,7 +149,7 @@ class MultiDevice:
         how: SamplingSpec,
         version: Version | None = None,
     ) -> list[Trajectory]:
-        assert self.settings.apart  # elsewhere it is refused
+        assert self.settings.apart  # other placements refuse partial rollout
         version = version or self.version(context, how.weights)
         tasks = [
             Task(
@@ -166,7 +166,7 @@ class MultiDevice:
 
     def version(
         self, context: StepContext, name: str
-    ) -> Version:  # the same object until they change; copies do between updates
+    ) -> Version:  # the same object until the weights change; copies change between updates
         same = self._version is not None and self._version.tag == (context.policy.updates, name)
         if self._version is None or not same or name in copies_of(context.objective):
             asked = [self._put([device], device_tasks.version, (name, device == 0))[0] for device in self._trainers]
@@ -175,7 +175,7 @@ class MultiDevice:
         return self._version
 
     def lockstep_count(self, context: StepContext, n: int) -> int:
-        return n  # micro-batches are not the devices' until they are dealt
+        return n  # micro-batches are not divided among devices yet
 
     def map_micro_batches(
         self,
@@ -191,7 +191,7 @@ class MultiDevice:
                 devices = range(n * width, (n + 1) * width)
                 tasks = [Task("train", task, (mine, *arguments), features, device) for device in devices]
                 answers += [self._board.put(task) for task in tasks]
-        return all_of(answers)[width - 1 :: width]  # of those that share a model the last has what it came to
+        return all_of(answers)[width - 1 :: width]  # of devices that share a model the last one has the result
 
     def run_on_trainers(self, context: StepContext, task: Callable[[StepContext, *Ts], R], *arguments: *Ts) -> R:
         return all_of(self._put(self._trainers, task, arguments))[0]
@@ -213,7 +213,7 @@ class MultiDevice:
     def begin_step(self) -> None:
         self._board.new_step()
         self._step_began = self._cpu
-        all_of(self._put(self._trainers, device_tasks.gpu, ()))  # what the step before and evaluation came to
+        all_of(self._put(self._trainers, device_tasks.gpu, ()))  # drop the readings of the last step and of evaluation
 
     def end_step(self, context: StepContext, step: int) -> dict[str, float]:
         board = self._board
@@ -262,16 +262,16 @@ class MultiDevice:
         return self._lines
 
     def cpu_seconds(self, context: StepContext) -> float:
-        for device in range(len(self._trainers), self._count):  # as last heard of: they may be at work
+        for device in range(len(self._trainers), self._count):  # the last known value: they may be working
             (heard,) = self._put([device], device_tasks.cpu_seconds, ())
-            heard.add_done_callback(lambda answer, device=device: self._hear(device, answer))
+            heard.add_done_callback(lambda answer, device=device: self._record_cpu_seconds(device, answer))
         answers = all_of(self._put(self._trainers, device_tasks.cpu_seconds, ()))
         for device, seconds in zip(self._trainers, answers, strict=True):
             self._cpu_of[device] = seconds
         self._cpu = sum(self._cpu_of)
         return self._cpu
 
-    def _hear(self, device: int, answer: Future[Any]) -> None:
+    def _record_cpu_seconds(self, device: int, answer: Future[Any]) -> None:
         if not answer.cancelled() and answer.exception() is None:
             self._cpu_of[device] = answer.result()
 
@@ -314,7 +314,7 @@ class MultiDevice:
         return [self._board.put(Task("train", call, arguments, device=d)) for d in devices]
 
     def _device(self, context: StepContext, device: int) -> None:
-        """The thread of one device. What it fails of, inside a task or out, is told to who waits for an answer."""
+        """The thread of one device. An error, inside a task or outside, is sent to everyone who waits for an answer."""
         try:
             self._work(context, device)
         except BaseException as error:
@@ -324,7 +324,7 @@ class MultiDevice:
         import torch
 
         if device == 0 and context.recipe.threads:
-            torch.set_num_threads(context.recipe.threads)  # of this thread
+            torch.set_num_threads(context.recipe.threads)  # for this thread
         awake: set[str] = set()
         version = None
         while (task := self._board.take(device)) is not None:
@@ -364,7 +364,7 @@ class MultiDevice:
 
 
 class _OnDevices:
-    """Final class: the calls of a reward whose model is on the devices that judge."""
+    """Final class: sends a reward's calls to the devices that judge."""
 
     def __init__(
         self, board: TaskQueue, label: str, of: Callable[[SamplingSpec | Context], tuple[int, int] | None]

@@ -1,4 +1,4 @@
-"""One device does all parts of a step in turn; ``mmrl.placement.multi_device`` divides a step over several."""
+"""One device runs all phases of a step in turn; ``mmrl.placement.multi_device`` divides a step over several."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mmrl.trajectory import Trajectory
 class SingleDevice:
     """Final class, ``Devices``: the controller's own process is its one device.
 
-    Under ``placement.sleep`` an engine and the models that judge are awake until it trains: samples are judged while
+    With ``placement.sleep`` an engine and the judge models stay awake until training starts: samples are judged while
     others are drawn.
     """
 
     def __init__(self) -> None:
         self._ready: set[str] = set()
-        """The roles that it has turned to since it last trained, or that."""
+        """The roles that the device has switched to since it last trained, or training itself."""
         self._turning = 0.0
         """Seconds of this step."""
 
@@ -37,7 +37,7 @@ class SingleDevice:
             yield
 
     def _switch_role(self, context: StepContext, role: str) -> None:
-        """Wake what ``role`` needs, or have all that can sleep do so, to train."""
+        """Wake the models that ``role`` needs; for training put everything to sleep that can."""
         if not context.recipe.placement.sleep or role in self._ready:
             return
         began, trains = time.perf_counter(), role == "train"
@@ -54,7 +54,7 @@ class SingleDevice:
         clock: Clock,
         version: Version | None = None,
     ) -> Iterator[Drawn]:
-        assert version is None  # it trains as well
+        assert version is None  # this device also trains
         if not how.evaluate:
             self._switch_role(context, "judge")
         if context.recipe.rollout.engine == "transformers":
@@ -62,7 +62,7 @@ class SingleDevice:
                 yield n, *device_tasks.sample(context, slots, ids, how, clock)
         else:
             yield from self._by_engine(context, chunks, how, clock)
-        if how.evaluate:  # which judges when all are drawn
+        if how.evaluate:  # an evaluation judges after all samples are drawn
             self._switch_role(context, "judge")
 
     def _by_engine(
@@ -140,7 +140,7 @@ class SingleDevice:
 
 
 def _rounds(chunks: Iterable[Chunk], rows: int) -> Iterator[list[Chunk]]:
-    """``chunks`` as many at a time as have ``rows`` together: what a step samples, so that an evaluation of many
+    """Group ``chunks`` to about ``rows`` rows each, the number that a step samples, so that an evaluation of many
     prompts holds no more features at once."""
     some: list[Chunk] = []
     for chunk in chunks:

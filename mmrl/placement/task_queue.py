@@ -1,7 +1,7 @@
 """The queue of sampling and judging tasks of a controller's devices in the generate phase.
 
-A device works in one role at a time. It keeps its role while there is work in it; when that has run dry it may take up
-the other one, as the placement allows.
+A device works in one role at a time. It keeps its role while there is work in it; without work it may switch to the
+other role, if the placement allows it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mmrl.placement.adaptive import Split, worth_moving
 
 Role = Literal["rollout", "judge", "train"]
 Moves = Literal["never", "after", "worth"]
-"""When a device changes its role inside a phase: never (but where nobody is left to do the work), once all sampling has
-ended (colocate), or when that saves more than it costs."""
+"""When a device switches its role within a phase: never (except if no device is left for the work), after all sampling
+has ended (colocate), or when that saves more time than it costs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A call of ``call``, a function of a module: by any device of its role, or by ``device`` alone."""
+    """A call of ``call``, a function of a module, by any device of its role, or only by ``device``."""
 
     role: Role
     call: Callable[..., Any]
@@ -34,9 +34,9 @@ class Task:
     features: dict[str, Any] = field(default_factory=dict)
     device: int | None = None
     version: Version | None = None
-    """The weights to sample with, where the device that does it has no part in training."""
+    """The weights to sample with, if the device does not train."""
     of: tuple[int, int] | None = None
-    """The step and the round that it is for, where devices work for later steps too; None is the present ones."""
+    """The step and round it belongs to, if devices also work for later steps; None means the current ones."""
     answer: Future[Any] = field(default_factory=Future)
 
     @property
@@ -46,31 +46,31 @@ class Task:
 
 @dataclass(frozen=True)
 class Event:
-    """What device ``device`` did between two moments, in seconds after the step began."""
+    """A role of device ``device`` between two moments, in seconds after the start of the step."""
 
     device: int
     role: str
     began: float
     ended: float
     round: int = 0
-    """Of dynamic sampling, or of partial rollout."""
+    """The round of dynamic sampling, or of partial rollout."""
     of: int | None = None
-    """The step that it is for, where that may be a later one."""
+    """The step it belongs to, if that may be a later one."""
     cut: bool = False
-    """It goes on in the next step."""
+    """Whether it continues in the next step."""
     priced: bool = True
-    """Of a turn to another role: whether one inside a phase would take as long."""
+    """For a role switch: whether a switch within a phase would take as long."""
 
 
 class TaskQueue:
-    """Final class. The controller puts tasks on it; each device's thread takes them off."""
+    """Final class. The controller adds tasks; each device's thread takes them."""
 
     def __init__(self, devices: int) -> None:
         self.roles: list[Role] = ["rollout"] * devices
         self.events: list[Event] = []
         self.moves = 0
         self.price = 0.0
-        """Seconds that a change of roles took, of late."""
+        """Seconds that recent role switches took."""
         self._tasks: dict[Role, deque[Task]] = {"rollout": deque(), "judge": deque(), "train": deque()}
         self._running: list[Role | None] = [None] * devices
         self._taken: list[Task | None] = [None] * devices
@@ -85,13 +85,13 @@ class TaskQueue:
         self._start = time.perf_counter()
 
     def new_step(self) -> None:
-        """Forget the events of the step before; times count from now."""
+        """Discard the events of the last step; times are measured from now on."""
         with self._changed:
             self.events, self.moves, self._start = [], 0, time.perf_counter()
             self._round = -1
 
     def apart(self, split: Split) -> None:
-        """From now on the first devices train, those after them sample and the last judge, whatever the load."""
+        """From now on the first devices train, the next ones sample and the last ones judge, whatever the load."""
         with self._changed:
             n, judging = len(self.roles), len(self.roles) - split.judge
             sampling = judging - split.rollout
@@ -99,7 +99,7 @@ class TaskQueue:
             self._moves = "never"
 
     def cut(self) -> None:
-        """Count what samples and judges are at so far as the step's, which ends while they work."""
+        """Count the unfinished work of samplers and judges so far for this step, which ends while they work."""
         with self._changed:
             now = time.perf_counter()
             for device, role in enumerate(self._running):
@@ -109,7 +109,7 @@ class TaskQueue:
                     self._since[device] = now
 
     def begin(self, split: Split, moves: Moves, to_come: int) -> None:
-        """A generate phase of ``to_come`` micro-batches begins: the first devices sample, the last judge."""
+        """Start a generate phase of ``to_come`` micro-batches: the first devices sample, the last ones judge."""
         with self._changed:
             self.roles = ["judge" if d >= split.rollout else "rollout" for d in range(len(self.roles))]
             self._moves, self._to_come = moves, to_come
@@ -129,12 +129,12 @@ class TaskQueue:
         return task.answer
 
     def drop(self, role: Role) -> None:
-        """Forget the tasks of a role that wait."""
+        """Discard the waiting tasks of a role."""
         with self._changed:
             self._tasks[role].clear()
 
     def take(self, device: int) -> Task | None:
-        """The next task of this device, waited for; None once the board is closed."""
+        """Wait for the next task of this device; None after the queue is closed."""
         with self._changed:
             while not self._closed:
                 task = self._own(device) or self._next(device)
@@ -148,28 +148,28 @@ class TaskQueue:
     def done(
         self, device: int, role: Role | None, began: float, turned: float, ended: float, *, priced: bool = True
     ) -> None:
-        """The device's task is over: it turned to ``role`` between ``began`` and ``turned``, and then worked in it;
-        None where that was nothing to show. ``priced``: a turn inside a phase would take as long."""
+        """Record a finished task: the device switched to ``role`` between ``began`` and ``turned``, and then worked in
+        it; None for bookkeeping. ``priced``: a switch within a phase would take as long."""
         with self._changed:
             self._running[device] = None
             if turned > began:
                 self.price = _recent(self.price, turned - began) if priced else self.price
                 self.events.append(Event(device, "wake", self._after(began), self._after(turned), priced=priced))
             if role is not None:
-                since, (of, number) = max(turned, self._since[device]), self._for(device)  # what was cut is counted
+                since, (of, number) = max(turned, self._since[device]), self._for(device)  # the cut part is counted
                 until = max(ended, since)
                 self.events.append(Event(device, role, self._after(since), self._after(until), number, of))
                 self._seconds[role] = _recent(self._seconds.get(role, 0.0), ended - turned)
             self._changed.notify_all()
 
     def fail(self, device: int, error: BaseException) -> None:
-        """The device takes no more tasks, because of ``error``: so says every answer that is waited for from now on."""
+        """The device takes no more tasks because of ``error``; all waiting and future answers raise it."""
         with self._changed:
             self._failed = error
             left = [self._taken[device], *(task for tasks in self._tasks.values() for task in tasks)]
             for tasks in self._tasks.values():
                 tasks.clear()
-        for task in left:  # outside the lock: whoever waits may put the next one
+        for task in left:  # outside the lock: the waiting thread may add the next one
             if task is not None:
                 with suppress(InvalidStateError):
                     task.answer.set_exception(error)
@@ -184,22 +184,22 @@ class TaskQueue:
         return sum(e.ended - e.began for e in self.events if e.role == role)
 
     def done_after(self, role: str) -> float:
-        """Seconds from the first sampling of the step to the end of the last work in a role; 0 where there was none."""
+        """Seconds from the first sampling of the step to the end of the last work in a role; 0 if there was none."""
         first = min((e.began for e in self.events if e.role == "rollout"), default=0.0)
         return max((e.ended - first for e in self.events if e.role == role), default=0.0)
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the step began."""
+        """Seconds since the start of the step."""
         return time.perf_counter() - self._start
 
     def _for(self, device: int) -> tuple[int | None, int]:
-        """The step, None for the present one, and the round of what a device is at."""
+        """The step (None for the current one) and the round of a device's current task."""
         task = self._taken[device]
         return (None if task is None else task.of) or (None, self._round)
 
     def _after(self, moment: float) -> float:
-        """Seconds after the step began; 0 of what was before it."""
+        """Seconds after the start of the step; 0 for an earlier moment."""
         return max(0.0, moment - self._start)
 
     def _own(self, device: int) -> Task | None:
@@ -223,7 +223,7 @@ class TaskQueue:
         return self._tasks[other].popleft()
 
     def _may_turn(self, role: Role, other: Role) -> bool:
-        """Whether a device whose role has run dry takes up the other one, in which there is work."""
+        """Whether a device without work in its role switches to the other role, which has work."""
         sampling = self._to_come or self._tasks["rollout"] or "rollout" in self._running
         if self._moves == "after":
             return not sampling
@@ -242,7 +242,7 @@ class TaskQueue:
 
 
 def _later(task: Task, other: Task) -> bool:
-    """Whether ``task`` is to be sampled with newer weights than ``other``, for a step that is trained later."""
+    """Whether ``task`` needs newer weights than ``other``, for a step that is trained later."""
     mine, theirs = task.version, other.version
     return mine is not None and theirs is not None and mine.updates > theirs.updates
 
@@ -252,7 +252,7 @@ def _recent(before: float, now: float) -> float:
 
 
 def as_rows(events: Sequence[Event], step: int, controller: int) -> list[dict[str, Any]]:
-    """The lines of placement.jsonl; ``step`` counts from 1, as there."""
+    """The lines of placement.jsonl; ``step`` counts from 1."""
     return [
         {
             "step": step,

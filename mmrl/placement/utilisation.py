@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 EVERY_S = 0.2
-"""Seconds between two readings; a GPU's own figure is of its last sixth of a second to second."""
+"""Seconds between two readings; the GPU averages over its last 1/6 to 1 second."""
 
 
 class Sampler:
@@ -22,7 +22,7 @@ class Sampler:
         threading.Thread(target=self._run, name="mmrl-utilisation", daemon=True).start()
 
     def mean(self) -> float | None:
-        """Of the readings since the last call; None where there was none."""
+        """The mean of the readings since the last call; None if there was none."""
         with self._lock:
             found = self._sum / self._count if self._count else None
             self._sum, self._count = 0.0, 0
@@ -39,12 +39,12 @@ class Sampler:
 
 
 _open: dict[torch.device, Sampler | None] = {}
-"""By device; a process has one."""
+"""The samplers by device; a process has one."""
 
 
 def of_gpu(device: torch.device) -> float | None:
-    """Mean share (0 to 1) of the time since the last call in which the GPU ``device`` computed anything, for whatever
-    process. None for another device, without the package nvidia-ml-py, and the first time."""
+    """Mean share (0 to 1) of the time since the last call in which the GPU ``device`` was busy, for any process. None
+    if it is not a GPU, without the package nvidia-ml-py, and at the first call."""
     if device not in _open:
         _open[device] = _sampler(device)
     sampler = _open[device]
@@ -56,6 +56,6 @@ def _sampler(device: torch.device) -> Sampler | None:
         return None
     try:
         torch.cuda.utilization(device)
-    except (RuntimeError, ModuleNotFoundError):  # no driver to ask, or one that does not tell
+    except (RuntimeError, ModuleNotFoundError):  # no driver, or one without this reading
         return None
     return Sampler(lambda: torch.cuda.utilization(device) / 100)

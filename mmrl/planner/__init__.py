@@ -1,1 +1,1 @@
-"""The planner: the memory and work of a recipe, computed before any weight is loaded (``mmrl plan``)."""
+"""The planner: computes the memory and operations of a recipe before any weight is loaded (``mmrl plan``)."""

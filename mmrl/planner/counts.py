@@ -10,15 +10,15 @@ from mmrl.config.schema import Recipe
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one step, on the controller that has most to do.
+    """The counts of one step, on the controller with the most work.
 
-    ``batch`` and ``slice_rows`` are the samples of the largest micro-batch of sampling and slice of training; a
-    pathwise objective samples inside its slices and an offline one not at all, and neither has micro-batches.
+    ``batch`` and ``slice_rows`` are the samples of the largest micro-batch of sampling and of the largest slice of
+    training. A pathwise objective samples inside its slices and an offline one does not sample, so neither has
+    micro-batches of sampling.
 
-    Of text, ``row_tokens`` is the longest row, prompt and response (0 for pictures); forwards of sampling and slices
-    are those of the most work there can be, for responses end earlier and short rows share a slice. Rows of very
-    different length may take more slices, where that saves more padding than it costs
-    (``mmrl.controller.workload_balance.pack``).
+    For text, ``row_tokens`` is the longest row, prompt and response (0 for pictures). Forwards of sampling and slices
+    are upper limits: responses may end earlier, and short rows share a slice. Rows of very different length may take
+    more slices if that saves more padding than it costs (``mmrl.controller.workload_balance.pack``).
     """
 
     prompts: int
@@ -36,12 +36,12 @@ class Counts:
 
     @property
     def passes(self) -> int:
-        """Slices of an update that a row is in."""
+        """Number of slices of an update that contain the same row."""
         return -(-self.entries // self.at_once)
 
 
 def count(recipe: Recipe, entries: int, row_tokens: int = 0, *, sampled: bool = True) -> Counts:
-    """As ``mmrl.training.loop`` cuts; ``entries``: how many actions or noise levels of a sample an update goes through;
+    """Count as ``mmrl.training.loop`` divides the work. ``entries``: actions or noise levels of a sample per update;
     ``sampled``: samples are drawn before the updates; ``row_tokens`` as in ``Counts``."""
     train = recipe.train
     prompts = -(-train.prompts_per_step // recipe.controllers)
@@ -73,10 +73,10 @@ def count(recipe: Recipe, entries: int, row_tokens: int = 0, *, sampled: bool = 
 
 
 def forwards_of_a_sample(recipe: Recipe) -> int:
-    """Denoising steps, or tokens at most: the prompt's forward gives the first."""
+    """Denoising steps, or the most tokens: the prompt's forward gives the first one."""
     return recipe.decoding.max_new_tokens if recipe.sampling.type == "text" else recipe.denoising.steps
 
 
 def with_steps(recipe: Recipe, n: int | Literal["auto"]) -> Recipe:
-    """The recipe with ``n`` steps in a forward."""
+    """The recipe with ``n`` steps per forward."""
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps_per_forward": n})})

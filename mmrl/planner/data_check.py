@@ -1,4 +1,4 @@
-"""``mmrl data check``: records as the model will see them, and why others cannot be used."""
+"""``mmrl data check``: shows records as the model sees them, and why records cannot be used."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from mmrl.text.pipeline import LanguagePipeline
 from mmrl.trajectory import Prompt
 
 _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d[\d,.]*")
-"""What of a reason is of one record alone."""
+"""The parts of a reason that differ from record to record."""
 
 
 @dataclass
 class Record:
-    """A prompt as it is read. ``rendered``: as the model reads it, with its special tokens, ``tokens`` of them; None
-    where no model is known, or where ``problem`` says why it would be left out. ``media`` have their sizes."""
+    """A prompt. ``rendered``: the text that the model reads, with special tokens, ``tokens`` in number; None if no
+    model is known, or if ``problem`` says why the prompt would be left out. ``media``: each with its size."""
 
     id: str
     text: str
@@ -42,15 +42,15 @@ class Record:
     rendered: str | None = None
     tokens: int | None = None
     responses: dict[str, int] = field(default_factory=dict)
-    """Of given texts (both of a pair, or a response): the tokens of each."""
+    """The number of tokens of each given text (both of a pair, or a response)."""
     problem: str | None = None
 
 
 @dataclass
 class Split:
-    """``records``: of the whole source, before it is split; ``prompts``: of this split. ``left_out``: how many records
-    of the source cannot be used, by reason, and the first of each reason; ``unusable``: of ``looked_at`` prompts, those
-    that the model cannot read, in the same way."""
+    """``records``: in the whole source, before it is split; ``prompts``: in this split. ``left_out``: the number of
+    bad records of the source by reason; ``unusable``: the same for those of ``looked_at`` prompts that the model cannot
+    read; ``first``: the first example of each reason."""
 
     records: int
     prompts: int
@@ -61,12 +61,12 @@ class Split:
     shown: list[Record]
     sources: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
-    """Of the prompts that were looked at: the fewest, the mean, the most."""
+    """The smallest, mean and largest number of tokens of the prompts that were looked at."""
 
 
 @dataclass
 class Checked:
-    """``model``: what the prompts are read by, or why that is not known; ``settings``: what else goes with each."""
+    """``model``: the model that reads the prompts, or why it is unknown; ``settings``: what is added to each prompt."""
 
     splits: dict[str, Split]
     model: str
@@ -82,22 +82,22 @@ class Checked:
 
 
 Reader = Callable[[Prompt, Record], None]
-"""Fills in how a model reads a prompt. Raises ``BadPromptError`` where it cannot."""
+"""Fills in how a model reads a prompt. Raises ``BadPromptError`` if it cannot."""
 
 
 def check_recipe(loaded: LoadedRecipe, shown: int, looked_at: int) -> Checked:
-    """The data of a recipe, read by its model where its configuration and tokenizer are there; no weight is loaded."""
+    """Check the data of a recipe, with its model if configuration and tokenizer are available; loads no weights."""
     read, model, settings = _reader(loaded)
     return Checked(_splits(loaded.recipe.data, loaded.root, read, shown, looked_at, loaded.recipe), model, settings)
 
 
 def check_data(data: Data, root: Path, shown: int, looked_at: int) -> Checked:
-    """A data set without a model."""
+    """Check a data set without a model."""
     return Checked(_splits(data, root, None, shown, looked_at), "none: name a recipe to see what its model reads")
 
 
 def data_at(target: str, options: Mapping[str, Json]) -> Data:
-    """The data set that ``target`` names: a file, a folder, a name of ours or the hub's, or ``file.py:function``."""
+    """The data set that ``target`` names: a file, a folder, a shipped or hub name, or ``file.py:function``."""
     path = Path(target)
     if path.suffix.lower() == ".txt":
         name = "prompts"
@@ -125,7 +125,7 @@ def _splits(
 
 def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: int, looked_at: int) -> Split:
     if isinstance(prompts, Mixture):
-        prompts = Interleaved(prompts.parts)  # the first are of all sources
+        prompts = Interleaved(prompts.parts)  # so that the first prompts come from all sources
     bad: list[BadRecord] = list(getattr(prompts, "bad", ()))
     left_out, unusable, first = Counter[str](), Counter[str](), dict[str, str]()
     for record in bad:
@@ -173,7 +173,7 @@ def _record(prompt: Prompt, read: Reader | None, *, sizes: bool) -> Record:
 
 
 def _size(medium: Media) -> str:
-    """What it is, with its pixels. Raises ``BadMediaError``."""
+    """The kind of a medium and its size in pixels. Raises ``BadMediaError``."""
     found = look(medium, "headers")
     frames = ""
     if "frames" in found and "fps" in found:
@@ -182,7 +182,7 @@ def _size(medium: Media) -> str:
 
 
 def _reader(loaded: LoadedRecipe) -> tuple[Reader | None, str, dict[str, Json]]:
-    """How the recipe's model reads a prompt, what it is, and what else goes with each prompt."""
+    """A reader with the recipe's model, the model's description, and the settings added to each prompt."""
     recipe = loaded.recipe
     architecture = Path(loaded.resolve(recipe.architecture)) if recipe.architecture else None
     path = loaded.resolve(recipe.model.path)
@@ -213,7 +213,7 @@ def _of_text(pipeline: LanguagePipeline) -> Reader:
 
 
 def _of_pictures(recipe: Recipe, adapter: object) -> dict[str, Json]:
-    """The size of what is made, and the text that guidance compares with."""
+    """The size of the samples, and the negative prompt of guidance."""
     sampling = recipe.denoising
     settings: dict[str, Json] = {"width": sampling.width, "height": sampling.height, "steps": sampling.steps}
     if sampling.frames is not None:
@@ -225,5 +225,5 @@ def _of_pictures(recipe: Recipe, adapter: object) -> dict[str, Json]:
 
 
 def _kind(why: str) -> str:
-    """A reason without what is of one record alone."""
+    """A reason without the parts that differ from record to record."""
     return _VARIES.sub("...", why.splitlines()[0] if why else why)

@@ -16,7 +16,7 @@ SAMPLED = ("policy_gradient", "forward_process")
 
 
 def split_of(plan: Plan) -> Split:
-    """The split that a run begins with."""
+    """The split at the start of a run."""
     recipe = plan.recipe
     return starting(
         recipe.placement, recipe.devices_per_controller, judged=any(one.trained_on for one in plan.asked)
@@ -24,17 +24,17 @@ def split_of(plan: Plan) -> Split:
 
 
 def sleeps(recipe: Recipe) -> bool:
-    """Whether models that judge, and an engine, give their memory back."""
+    """Whether judge models, and an engine, free their memory while they are idle."""
     return recipe.placement.sleep
 
 
 def judges_beside_sampling(recipe: Recipe) -> bool:
-    """Whether models that judge are awake while their device samples: of several devices each does one at a time."""
+    """Whether judge models stay awake while their device samples; each of several devices has one role at a time."""
     return recipe.devices_per_controller == 1
 
 
 def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
-    """Why the recipe's placement has nothing to place, or to put to sleep, with the edit."""
+    """Errors, with the edit, about a placement that has nothing to place or to put to sleep."""
     kind = plan.recipe.placement.type
     if sleeps(plan.recipe) and plan.recipe.devices_per_controller == 1:
         yield from _all_awake(plan)
@@ -46,13 +46,13 @@ def refusals(plan: Plan, objective: Objective) -> Iterator[str]:
     mend = "set placement=colocate"
     if objective.kind not in SAMPLED:
         yield (
-            f"placement: {kind} has some devices judge while others sample, and {plan.recipe.algorithm.type} samples "
-            f"nothing before its updates; {mend}"
+            f"placement: {kind} has some devices judge while others sample, and {plan.recipe.algorithm.type} does not "
+            f"sample before its updates; {mend}"
         )
     elif not any(one.trained_on for one in plan.asked):
         yield (
-            f"placement: {kind} has some devices judge while others sample, and no reward of this recipe computes on a "
-            f"device (as a judge with a local model, or @mmrl.reward(device=True), would); {mend}"
+            f"placement: {kind} has some devices judge while others sample, and no reward of this recipe runs on a "
+            f"device (as a judge with a local model or @mmrl.reward(device=True) does); {mend}"
         )
 
 
@@ -62,8 +62,8 @@ def _all_awake(plan: Plan) -> Iterator[str]:
     awake = [one.label for one in plan.asked if one.trained_on]
     if awake:
         yield (
-            f"placement.sleep: {', '.join(awake)} cannot sleep: give the class sleep(device) and wake(device), as "
-            "mmrl.rewards.sleeping.Sleeping has them, or remove placement.sleep"
+            f"placement.sleep: {', '.join(awake)} cannot sleep: give the class sleep(device) and wake(device), like "
+            "mmrl.rewards.sleeping.Sleeping, or remove placement.sleep"
         )
     else:
         yield (
@@ -77,15 +77,15 @@ def _apart(plan: Plan) -> Iterator[str]:
     judged = [one.label for one in plan.asked if one.trained_on]
     if judged and not split.judge:
         yield (
-            f"placement: disaggregated devices keep their role, and of {recipe.devices_per_controller} none is left "
+            f"placement: disaggregated devices keep their role, and none of {recipe.devices_per_controller} is left "
             f"for {', '.join(judged)}; set devices_per_controller to 3 or more, or lower placement.trainers"
         )
     if not judged and recipe.placement.judges:
-        yield "placement.judges: no reward of this recipe computes on a device, so they would idle; remove it"
+        yield "placement.judges: no reward of this recipe runs on a device, so judges would idle; remove it"
 
 
 def idle(plan: Plan) -> Iterator[str]:
-    """Notes on devices that would have nothing to do, with the edit."""
+    """Notes on devices that would idle, with the edit."""
     c, recipe, devices = plan.counts, plan.recipe, plan.recipe.devices_per_controller
     if c is None or devices == 1:
         return
@@ -112,7 +112,7 @@ def idle(plan: Plan) -> Iterator[str]:
 
 
 def models_of(recipe: Recipe) -> int:
-    """How many slices of an update a controller computes at once: devices that share a model or rows are one."""
+    """How many slices of an update a controller computes at once: devices that share a model or rows count as one."""
     return recipe.placement.training(recipe.devices_per_controller) // recipe.train.width
 
 
@@ -129,14 +129,14 @@ def _fewer_rows(key: str, samples: int, parts: int) -> str:
 
 
 def calls(counts: Counts, batch_size: int | None) -> int:
-    """Calls in a step of a reward per sample: micro-batches are never put together for one."""
+    """A reward's calls in a step: a call never joins samples of several micro-batches."""
     most = batch_size or counts.batch
     whole, rest = divmod(counts.samples, counts.batch)
     return whole * -(-counts.batch // most) + -(-rest // most)
 
 
 def rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """The devices of a controller that do the same: which, what in the generate phase, and what in training."""
+    """A controller's devices, grouped by role: which devices, their work in the generate phase, and in training."""
     recipe = plan.recipe
     split, sampled = split_of(plan), bool(plan.counts and plan.counts.micro_batches)
     judging = ", ".join(one.label for one in plan.asked if one.trained_on)
@@ -170,7 +170,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _always(plan: Plan, split: Split, device: int, judge: str) -> tuple[str, str]:
-    """What a device of a disaggregated placement does while others generate, and while they train."""
+    """The work of a device in a disaggregated placement in the generate phase, and in training."""
     placement, trainers = plan.recipe.placement, plan.recipe.placement.training(plan.recipe.devices_per_controller)
     if device < trainers:
         return "wait for samples", "train"
@@ -185,7 +185,7 @@ def _asleep(recipe: Recipe, *who: str) -> str:
 
 
 def shares(plan: Plan) -> str:
-    """How the counts of a step are dealt out over a controller's devices."""
+    """How the counts of a step are divided among a controller's devices."""
     c, recipe, devices = plan.counts, plan.recipe, plan.recipe.devices_per_controller
     assert c is not None
     split, parts = split_of(plan), []
@@ -199,9 +199,9 @@ def shares(plan: Plan) -> str:
 
 
 def inside(plan: Plan, objective: Objective, pictures: int) -> dict[str, int]:
-    """Bytes that go between a controller and its further devices in a step, by kind: the most, without names and marks.
+    """The most bytes sent between a controller and its other devices in a step, by kind, without small messages.
 
-    ``pictures``: what rewards are shown of a sample's picture, in bytes.
+    ``pictures``: bytes of a sample's picture that are sent to rewards.
     """
     c, m, others = plan.counts, plan.measured, plan.recipe.devices_per_controller - 1
     if c is None or m is None or not others:

@@ -1,5 +1,5 @@
-"""Estimate the time per step on a GPU that this machine does not have: operations over a stated share of the
-vendor's peak rate; for memory-bound work (tokens, the optimizer, judges), bytes over the bandwidth.
+"""Estimate the time per step on a GPU that this machine does not have: operations divided by a stated share of the
+vendor's peak rate; for memory-bound work (tokens, the optimizer, judges), bytes divided by the bandwidth.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 OF_PEAK = 0.4
 """The share of a GPU's peak operations that sampling and training reach."""
 OF_BANDWIDTH = 0.6
-"""The share of its memory's bandwidth."""
+"""The share of a GPU's memory bandwidth that is reached."""
 _AT_ONCE = 256
-"""Rows that an engine has under way at once, at most (vLLM's default)."""
+"""The most rows that an engine decodes at once (vLLM's default)."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step by phase, of the controller that has most to do. ``beside``: training and the rest of a step
-    go on at once (disaggregated)."""
+    """Seconds of a step by phase, for the controller with the most work. ``beside``: training runs at the same time as
+    the other phases (disaggregated)."""
 
     seconds: dict[str, float]
     beside: bool = False
@@ -45,8 +45,8 @@ _TRAINING = ("prepare", "train", "optimizer")
 
 @dataclass(frozen=True)
 class Step:
-    """What a controller has to do on its devices: ``samplers`` of them sample, ``models`` slices are computed at once,
-    and the one that judges most reads ``judged`` bytes of weights."""
+    """The work of a controller's devices: ``samplers`` of them sample, ``models`` slices are computed at once, and the
+    device with the largest judges reads ``judged`` bytes of weights."""
 
     recipe: Recipe
     counts: Counts
@@ -54,14 +54,14 @@ class Step:
     adam: int
     """Bytes of the optimizer's state."""
     trained: int
-    """Bytes of the weights that it steps on."""
+    """Bytes of the trained weights."""
     samplers: int
     models: int
     judged: int
 
 
 def estimated(step: Step, gpu: Gpu, description: Description, objective: Objective) -> Estimate | None:
-    """On ``gpu``; None where the work of a step is not known."""
+    """The estimate for ``gpu``; None if the work of a step is not known."""
     c, o, recipe = step.counts, step.operations, step.recipe
     if not o.train:
         return None
@@ -78,20 +78,20 @@ def estimated(step: Step, gpu: Gpu, description: Description, objective: Objecti
     if recipe.sampling.type == "text" or recipe.placement.apart or recipe.replays_first or recipe.algorithm.attempts:
         found["prepare"] = slices * len(_prepared(objective, c.optimizer_steps)) * o.forward / recipe.train.width / rate
     found["train"] = slices * o.train / recipe.train.width / rate
-    moved = 3 * step.trained + 2 * step.adam  # all are read, gradients too, and all but those written
+    moved = 3 * step.trained + 2 * step.adam  # weights, gradients and state are read; weights and state are written
     found["optimizer"] = c.optimizer_steps * moved / bandwidth
     return Estimate({name: seconds for name, seconds in found.items() if seconds}, recipe.placement.apart)
 
 
 def _prepared(objective: Objective, updates: int) -> frozenset[str]:
-    """What is recomputed before the first update: a forward each."""
+    """The tensors that are recomputed before the first update, one forward each."""
     moves = updates > 1 and "log_probs" in objective.needs
     return prepared_by(objective) | (frozenset({"log_probs"}) if moves else frozenset())
 
 
 def _tokens(step: Step, description: Description, rate: float, bandwidth: float) -> float:
-    """Seconds of drawing a step's responses, all as long as they may be: the prompts' forwards, then for every token
-    of the rows under way the operations, or reading the weights and the rows' caches, whichever takes longer."""
+    """Seconds of sampling a step's responses, all of the greatest length: the prompts' forwards, then for every token
+    the operations of the active rows, or reading the weights and the rows' caches, whichever takes longer."""
     c, recipe = step.counts, step.recipe
     own = recipe.rollout.engine == "transformers"
     mine = ceil(c.samples / step.samplers)
@@ -107,11 +107,11 @@ def _tokens(step: Step, description: Description, rate: float, bandwidth: float)
 
 
 def assumptions(gpu: Gpu, dtype: str) -> str:
-    """The assumptions of an estimate, which are printed with it."""
+    """The assumptions of an estimate; they are printed with it."""
     return (
         f"Operations at {OF_PEAK:.0%} of {gpu.rate(dtype) / 1e12:,.0f} TFLOP/s ({dtype}; {gpu.source}); tokens, "
         f"optimizer and judges at {OF_BANDWIDTH:.0%} of {gpu.bandwidth:,.0f} GB/s where that takes longer. A judge is "
-        "counted as reading its weights once a call, which is the least it takes. Not counted: loading, evaluation, "
-        "rewards on the host, what goes between GPUs, and the time of Python and of starting kernels, which is most of "
-        "a small model's."
+        "counted as reading its weights once per call, which is a lower limit. Not counted: loading, evaluation, "
+        "rewards on the host, traffic between GPUs, and the time of Python and of starting kernels, which dominates "
+        "with a small model."
     )

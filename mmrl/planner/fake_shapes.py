@@ -1,10 +1,10 @@
-"""The mode of a plan's fake tensors: torch's, with a faster cache of output shapes.
+"""torch's mode for fake tensors, with a faster cache of output shapes for plans.
 
-A model repeats the same operations on the same shapes, block by block. Torch remembers their results too, but looking
-one up takes longer than most operations on real numbers; a plan is mostly that.
+A model repeats the same operations on the same shapes, block by block. Torch caches their results too, but a look-up
+takes longer than most operations on real numbers, and a plan does little else.
 """
 
-# What is private to torch below has no public name.
+# The private names of torch below have no public equivalent.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device
 
 
 class _Made(NamedTuple):
-    """An output: the input numbered ``of`` itself, or (with ``size``) a view of it, or (no ``of``) a new tensor."""
+    """An output: input number ``of`` itself, or (with ``size``) a view of it, or (without ``of``) a new tensor."""
 
     of: int | None
     size: torch.Size | None = None
@@ -37,19 +37,18 @@ class _Made(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What an operation returns: ``kind`` (list, tuple) of outputs, or one output where that is None."""
+    """What an operation returns: a ``kind`` (list, tuple) of outputs, or one output if ``kind`` is None."""
 
     kind: type | None
     outputs: list[_Made | None]
 
 
 class Shapes(FakeTensorMode):
-    """Final class. Operations with real tensors among their inputs, or whose result is not always the same, are left to
-    torch."""
+    """Final class. torch itself runs operations with real tensors among their inputs, and those whose result varies."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.cache_enabled = False  # torch's own memory
+        self.cache_enabled = False  # torch's own cache
         self._known: dict[tuple[Hashable, ...] | None, _Known | None] = {}
 
     def dispatch(
@@ -88,7 +87,7 @@ class Shapes(FakeTensorMode):
 
 
 def leaves(args: Sequence[object], kwargs: Mapping[str, object] | None) -> Iterator[object]:
-    """The arguments of an operation, with those in lists."""
+    """The arguments of an operation, with lists flattened."""
     for given in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(given, list | tuple):
             yield from given
@@ -97,35 +96,35 @@ def leaves(args: Sequence[object], kwargs: Mapping[str, object] | None) -> Itera
 
 
 def _key(func: Operator, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[Hashable, ...] | None:
-    """All that the operation's result depends on; None where that is not known."""
+    """A cache key: everything that the operation's result depends on; None if that is not known."""
     if torch.is_inference_mode_enabled() or not _by_shapes(func):
         return None
     parts: list[Hashable] = [func, torch.get_default_dtype(), *kwargs]
     for given in (*args, *kwargs.values()):
         if isinstance(given, list | tuple):
             parts.append(len(given))
-            told = [_told(one) for one in given]
-            if None in told:
+            keys = [_argument_key(one) for one in given]
+            if None in keys:
                 return None
-            parts += told
+            parts += keys
         else:
-            told = _told(given)
-            if told is None:
+            key = _argument_key(given)
+            if key is None:
                 return None
-            parts.append(told)
+            parts.append(key)
     return tuple(parts)
 
 
 @cache
 def _by_shapes(func: Callable[..., object]) -> bool:
-    """Whether the shape of its result depends only on the shapes of its inputs."""
+    """Whether the shape of the result depends only on the shapes of the inputs."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False
     return not any(tag in _UNLIKE for tag in func.tags)
 
 
-def _told(given: object) -> tuple[Hashable, ...] | None:
-    """An argument as far as shapes go; None for one that cannot be told so."""
+def _argument_key(given: object) -> tuple[Hashable, ...] | None:
+    """The part of an argument that shapes depend on; None if that is not known."""
     if isinstance(given, FakeTensor):
         if given.constant is not None or given.layout != torch.strided or given.dtype.is_complex or given.is_quantized:
             return None
@@ -135,7 +134,7 @@ def _told(given: object) -> tuple[Hashable, ...] | None:
 
 
 def _learned(out: object, inputs: list[object]) -> _Known | None:
-    """How to make ``out`` again of other inputs of the same shapes; None where that cannot be done."""
+    """How to make ``out`` again from other inputs of the same shapes; None if that is impossible."""
     kind = (list if isinstance(out, list) else tuple) if isinstance(out, list | tuple) else None  # or a named tuple
     storages = {x.untyped_storage()._cdata: i for i, x in reversed([*enumerate(inputs)]) if isinstance(x, Tensor)}
     outputs: list[_Made | None] = []
@@ -147,11 +146,11 @@ def _learned(out: object, inputs: list[object]) -> _Known | None:
         if same is not None:
             outputs.append(_Made(same))
             continue
-        if not isinstance(one, FakeTensor) or _told(one) is None or one.requires_grad:
+        if not isinstance(one, FakeTensor) or _argument_key(one) is None or one.requires_grad:
             return None
         storage, size, stride = one.untyped_storage(), one.shape, one.stride()
         of = storages.get(storage._cdata)
-        if of is None:  # and no part of a larger tensor, nor one with another output
+        if of is None:  # must not be part of a larger tensor, nor share it with a different output
             alone = torch.empty_strided(size, stride, dtype=one.dtype, device="meta").untyped_storage()
             if one.storage_offset() or alone.nbytes() != storage.nbytes():
                 return None

@@ -1,7 +1,7 @@
-"""Tensors with shapes and without data, from which a plan learns the memory of a step in bytes and its floating-point
+"""Tensors with shapes and without data, with which a plan measures the memory of a step and its floating-point
 operations."""
 
-# What is private to torch below has no public name.
+# The private names of torch below have no public equivalent.
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mmrl.planner.operations import operations_of, tensors_of, times_expert
 
 
 class LiveBytes(TorchDispatchMode):
-    """``with LiveBytes() as live:`` counts the bytes of storages made inside it and still alive (``now``), and their
-    maximum (``peak``). What existed before does not count, nor do views of it. ``operations``: multiplications and
-    additions of matrices, convolutions and attention (``mmrl.planner.operations``)."""
+    """``with LiveBytes() as live:`` counts the bytes of storages that are created inside the block and still alive
+    (``now``), and their maximum (``peak``). Earlier tensors and their views do not count. ``operations``:
+    multiplications and additions of matrices, convolutions and attention (``mmrl.planner.operations``)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, so that no operation pays for keeping the compiler out of this class."""
+        """Nothing is compiled here; this avoids the cost per operation of hiding this class from the compiler."""
         return False
 
     def __torch_dispatch__(
@@ -42,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         out = _run(func, types, args, kwargs or {})
-        if func is DEVICE:  # asked more often than anything is computed
+        if func is DEVICE:  # called more often than any computation
             return out
         self.operations += operations_of(func, args, out)
         given: set[int] | None = None
@@ -78,18 +78,18 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _run(func: Operator, types: Sequence[type], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """The operation's result. The mode of the fake tensors is asked at once, where torch would dispatch twice more."""
+    """The operation's result. Calls the fake tensors' mode directly, which saves two dispatches of torch."""
     mode = next((x.fake_mode for x in leaves(args, kwargs) if isinstance(x, FakeTensor)), None)
     return func(*args, **kwargs) if mode is None else mode.dispatch(func, types, args, kwargs)
 
 
 class KnownMasks(TorchDispatchMode):
-    """Inside the block, a mask picks as many entries of a fake tensor as it would of a real one, and experts take
-    tokens in every precision.
+    """Inside the block, a mask picks as many entries of a fake tensor as of a real one, and experts take tokens in
+    every precision.
 
-    A model that sees puts its pictures where their placeholders stand. The placeholders are real, but on a fake tensor
-    torch counts no mask; so masks become the indices that they stand for. What multiplies the tokens of each expert
-    takes float32 too, and torch's rule for shapes has bfloat16 alone. Its operations are ``live``'s.
+    A vision-language model puts its pictures at their placeholders. The placeholders are real, but torch does not count
+    the entries of a mask on a fake tensor; so masks are replaced with their indices. The kernel that multiplies the
+    tokens of each expert supports float32 too, but torch's shape rule only bfloat16; ``live`` counts its operations.
     """
 
     def __init__(self, live: LiveBytes | None = None) -> None:
@@ -129,8 +129,8 @@ _GROUPED = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None
 
 
 def _product(a: Tensor, b: Tensor, ends: Tensor | None = None) -> Tensor:
-    """``[N, J]`` of the rows ``[N, I]`` of several groups, each times its own of ``[G, I, J]``; or ``[G, I, J]`` of
-    ``[I, N]`` times ``[N, J]``, group by group."""
+    """Rows ``[N, I]`` of several groups times the matrix of their group in ``[G, I, J]``, as ``[N, J]``; or ``[I, N]``
+    times ``[N, J]`` group by group, as ``[G, I, J]``."""
     if b.ndim == 3:
         return a.new_empty((len(a), b.shape[-1]))
     assert ends is not None
@@ -151,11 +151,11 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 def fake(modules: Iterable[nn.Module]) -> None:
     """Turn parameters, buffers and other tensors on the meta device into fake ones that behave as on a CPU, in place.
 
-    On a device that has kernels (a fake CPU) autocast and the choice of attention kernel work as in a real run.
+    On a device with kernels (a fake CPU) autocast and the choice of attention kernel work as in a real run.
     """
     mode = Shapes()
     device = torch.device("cpu")
-    made: dict[int, Tensor] = {}  # weights that are tied stay so
+    made: dict[int, Tensor] = {}  # tied weights stay tied
     for module in {id(m): m for root in modules for m in root.modules()}.values():
         for name, p in module._parameters.items():
             if p is not None and not isinstance(p, FakeTensor):
@@ -165,6 +165,6 @@ def fake(modules: Iterable[nn.Module]) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and not isinstance(buffer, FakeTensor):
                 module._buffers[name] = made.setdefault(id(buffer), FakeTensor(mode, buffer, device))
-        for name, table in list(vars(module).items()):  # of positions, say, which some keep outside their buffers
+        for name, table in list(vars(module).items()):  # such as position tables that are not buffers
             if isinstance(table, Tensor) and table.is_meta and not isinstance(table, FakeTensor):
                 setattr(module, name, FakeTensor(mode, table, device))

@@ -10,7 +10,7 @@ from mmrl.report.sizes import size
 
 
 def does_not_fit(plan: Plan) -> list[str]:
-    """Why a device, or all that are to be on this machine, cannot have the memory or the GPUs they need."""
+    """Why one device, or all devices on this machine together, lack memory or GPUs."""
     peak, memory, devices = plan.peak, plan.device_memory, plan.recipe.devices_per_controller
     n = plan.recipe.controllers * devices
     if peak is None or memory is None:
@@ -46,7 +46,7 @@ def _all(plan: Plan) -> str:
 
 
 def _of_controller(peak: PhaseMemory) -> int:
-    """What only a controller's own process holds."""
+    """Bytes that only a controller's main process holds."""
     return sum(peak.parts.get(name, 0) for name in ("trajectories", "pictures for the rewards"))
 
 
@@ -60,7 +60,7 @@ def _too_big(plan: Plan, peak: PhaseMemory, memory: int) -> str:
 
 
 def _sleep_helps(plan: Plan, peak: PhaseMemory, awake: tuple[str, ...]) -> bool:
-    """Whether what several devices have awake in the phases ``awake`` could sleep in the one that needs most."""
+    """Whether models that are awake in the phases ``awake``, on several devices, could sleep in the peak phase."""
     recipe = plan.recipe
     if judges_beside_sampling(recipe):
         awake = ("encode", "sample", "decode")
@@ -74,7 +74,7 @@ def _smaller_judges(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     if _sleep_helps(plan, peak, ("judge",)):
         yield f"placement={{type: {recipe.placement.type}, sleep: true}}"
     labels = ", ".join(one.label for one in plan.asked if one.bytes)
-    yield f"a smaller model for {labels}, or one that is asked elsewhere (a judge's model: {{url: ..., name: ...}})"
+    yield f"a smaller model for {labels}, or one on a separate server (a judge's model: {{url: ..., name: ...}})"
 
 
 def _smaller_engine(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
@@ -86,7 +86,7 @@ def _smaller_engine(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
 
 
 def _less_state(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
-    """What the policy keeps beside its weights: on the host while it is not used, or in fewer bits."""
+    """Edits for the optimizer state and copies: keep them on the host while unused, or in fewer bits."""
     asked, much, backend = plan.recipe.performance, peak.total // 20, plan.recipe.train.backend
     state = peak.parts.get("optimizer state", 0) > much
     copies = peak.parts.get("copies of the trained weights", 0) > much

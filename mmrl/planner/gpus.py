@@ -1,8 +1,8 @@
 """A table of GPUs for plans: memory, peak rates of arithmetic and memory bandwidth.
 
-``memory`` is what torch reports of such a GPU (``total_memory``), a few per cent less than the name says. Rates are
-the peaks that the vendor prints, without sparsity: ``half`` of bfloat16 (of float16 where the GPU has no bfloat16) with
-float32 accumulation, ``single`` of float32 without TF32. Where a GPU comes in several forms, those of the SXM module.
+``memory`` is what torch reports for such a GPU (``total_memory``), a few per cent less than the name says. Rates are
+the vendor's peaks without sparsity: ``half`` for bfloat16 (float16 if the GPU has no bfloat16) with float32
+accumulation, ``single`` for float32 without TF32. If a GPU has several forms, the SXM module is listed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mmrl.json_types import JsonObject
 
 @dataclass(frozen=True)
 class Gpu:
-    """Memory in GiB, rates in TFLOP/s, ``bandwidth`` in GB/s, and the vendor's document that the rates are of."""
+    """Memory in GiB, rates in TFLOP/s, ``bandwidth`` in GB/s; ``source``: the vendor's document with the rates."""
 
     name: str
     gib: float
@@ -27,7 +27,7 @@ class Gpu:
     source: str
     bfloat16: bool = True
     ampere: bool = True
-    """Whether it is of NVIDIA's Ampere generation or later: with TensorFloat-32 and the kernels written for it."""
+    """Whether it is NVIDIA's Ampere generation or later, with TensorFloat-32 and the kernels written for it."""
 
     @property
     def memory(self) -> int:
@@ -35,7 +35,7 @@ class Gpu:
         return int(self.gib * 2**30)
 
     def rate(self, dtype: str) -> float:
-        """Operations a second at most, of arithmetic in ``dtype``."""
+        """Peak operations per second in ``dtype``."""
         half = dtype == "float16" or (dtype == "bfloat16" and self.bfloat16)
         return 1e12 * (self.half if half else self.single)
 
@@ -67,10 +67,10 @@ def gpu_of(name: str) -> Gpu:
     if found is not None:
         return found
     near = difflib.get_close_matches(name.lower(), GPUS, 1, 0.5)
-    edit = f"write --gpu {near[0]}, or another of" if near else "write one of"
-    raise UserError(f"--gpu {name}: no figures are known of this GPU; {edit} {', '.join(GPUS)}")
+    edit = f"write --gpu {near[0]}, or one of" if near else "write one of"
+    raise UserError(f"--gpu {name}: this GPU is not in the table; {edit} {', '.join(GPUS)}")
 
 
 def planned_for(gpu: Gpu, values: JsonObject) -> JsonObject:
-    """``values`` of a recipe that is planned for ``gpu``: its device, and what ``model.dtype: auto`` is there."""
+    """``values`` of a recipe for a plan on ``gpu``: with its device, and its dtype for ``model.dtype: auto``."""
     return with_choice({**values, "device": "cuda"}, "bfloat16" if gpu.bfloat16 else "float32")

@@ -1,4 +1,4 @@
-"""The models that rewards compute with on a device, and their sizes, read from their files without loading them."""
+"""The reward models on a device, and their sizes, read from their files without loading them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from mmrl.rewards.loading import Found
 
 _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "I64": 8, "I32": 4}
-"""Bytes; any other dtype takes one."""
+"""Bytes per number; any other dtype takes one."""
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Of what safetensors calls floats that a model may be loaded as."""
+"""Dtypes, by safetensors' names, that are converted to the dtype the model is loaded in."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A reward that computes on a device. ``parameters`` and ``bytes`` of its models are 0 where they are not known.
+    """A reward that runs on a device. ``parameters`` and ``bytes`` of its models are 0 if they are not known.
 
-    ``trained_on`` is False of one in ``eval.rewards``, which is asked in the controller's process and never sleeps;
-    ``can_sleep`` of one that has no ``sleep`` and ``wake``.
+    ``trained_on`` is False for one in ``eval.rewards``, which runs in the controller's process and never sleeps;
+    ``can_sleep`` is False for one without ``sleep`` and ``wake``.
     """
 
     label: str
@@ -44,12 +44,12 @@ class Asked:
     parameters: int = 0
     bytes: int = 0
     weights: int = 0
-    """Bytes of them that are weights: a server may take more of the device."""
+    """Bytes of the weights; a server may take more of the device."""
     can_sleep: bool = True
 
     @property
     def sleeps(self) -> bool:
-        """Whether it gives its memory back under ``placement.sleep``."""
+        """Whether it frees its memory with ``placement.sleep``."""
         return self.trained_on and self.can_sleep
 
 
@@ -60,10 +60,10 @@ def on_devices(
     device: str = "cpu",
     memory: int | None = None,
 ) -> tuple[list[Asked], list[str], list[str]]:
-    """The rewards of the recipe that compute on a device, what is wrong with their options, and what is not counted.
+    """The rewards of the recipe that run on a device, problems with their options, and notes on what is not counted.
 
     ``found`` and ``evaluated`` are those of ``rewards`` and of ``eval.rewards``, in the recipe's order; ``memory`` is
-    the device's in bytes, None where it is not known.
+    that of the device in bytes, None if it is not known.
     """
     asked: list[Asked] = []
     problems: list[str] = []
@@ -80,7 +80,7 @@ def on_devices(
             continue
         if models is None:
             asked.append(Asked(label, key == "rewards", config.batch_size, can_sleep=can_sleep(one.target)))
-            notes.append(f"{key} ({label}): it does not say which model it computes with, so that is not counted")
+            notes.append(f"{key} ({label}): it does not declare its model, so the model's memory is not counted")
         elif models:
             sized = replace(_sized(label, key, config, models, problems, notes), can_sleep=can_sleep(one.target))
             problems += [f"{key} ({label}): {why}" for why in _refused(recipe, sized, models, device, memory)]
@@ -89,29 +89,29 @@ def on_devices(
 
 
 def _refused(recipe: Recipe, one: Asked, models: Sequence[Weights], device: str, memory: int | None) -> Iterator[str]:
-    """Why servers of the models cannot be on the devices that judge, with the edit."""
+    """Errors, with the edit, about model servers that do not fit on the devices that judge."""
     several, spread = recipe.controllers * recipe.devices_per_controller, max(model.devices for model in models)
     if several > 1 and spread > 1:
         yield (
-            f"its server is spread over {spread} devices, and each of the {several} devices of this run that judges "
-            "starts one for itself alone; remove tensor_parallel_size and its like from options.model.args, take a "
-            "smaller or quantised judge, or serve it apart and name it as options.model: {url, name}"
+            f"its server needs {spread} devices, and each of this run's {several} devices starts its own server when "
+            "it judges; remove tensor_parallel_size and similar options from options.model.args, take a smaller or "
+            "quantised judge, or run a separate server and name it as options.model: {url, name}"
         )
     share = sum(model.share for model in models)
     if device.startswith("cuda") and memory is not None and share and one.weights / spread > share * memory:
         yield (
-            f"its weights take {size(one.weights // spread)} of a device, and its server may have {share:.0%} of "
-            f"{size(memory)}; raise options.model.args.gpu_memory_utilization where that is enough, take a smaller or "
-            "quantised judge, or serve it apart and name it as options.model: {url, name}"
+            f"its weights take {size(one.weights // spread)} of a device, and its server may use {share:.0%} of "
+            f"{size(memory)}; raise options.model.args.gpu_memory_utilization if that is enough, take a smaller or "
+            "quantised judge, or run a separate server and name it as options.model: {url, name}"
         )
 
 
 def _served(one: Asked, models: Sequence[Weights], device: str, memory: int | None, notes: list[str]) -> Asked:
-    """With what servers take beside the weights: on a GPU a share of its memory, weights in it, else a cache."""
+    """``one`` with the memory of its server: on a GPU a share of its memory, weights included, else a cache."""
     share, beside = sum(model.share for model in models), sum(model.beside for model in models)
     if not share:
         return one
-    what = f"{one.what}, in a server of its own"
+    what = f"{one.what}, in a separate server"
     if not device.startswith("cuda"):
         return replace(one, what=what, bytes=one.bytes + beside)
     if memory is None:
@@ -122,7 +122,7 @@ def _served(one: Asked, models: Sequence[Weights], device: str, memory: int | No
 
 
 def _models(one: Found, config: Reward, root: Path) -> Sequence[Weights] | None:
-    """None where a reward computes on a device and does not say with what."""
+    """The models of a reward; None if it runs on a device and does not declare its model."""
     declared = one.declaration
     if declared.models is not None:
         models, given = declared.models, resolve_options(root, config.options, declared.paths)
@@ -162,7 +162,7 @@ def _stored(model: Weights) -> Iterator[tuple[str, int]]:
     for file in _files(model.path):
         try:
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                for name in opened.keys():  # noqa: SIM118  # not a mapping
                     tensor = opened.get_slice(name)
                     yield tensor.get_dtype(), prod(tensor.get_shape())
         except SafetensorError as error:
@@ -170,7 +170,7 @@ def _stored(model: Weights) -> Iterator[tuple[str, int]]:
 
 
 def _files(path: str) -> list[str]:
-    """The safetensors files of a directory, or of a hub name in the cache, as transformers takes them."""
+    """The safetensors files of a directory, or of a hub name in the cache, by transformers' rules."""
     index = _file(path, "model.safetensors.index.json")
     if index is None:
         whole = _file(path, "model.safetensors")

@@ -1,4 +1,4 @@
-"""Estimate how long rows of text can be until a phase no longer fits."""
+"""Estimate the longest rows of text that fit into memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from mmrl.planner.plan_data import Plan
 
 
 def max_length(plan: Plan) -> tuple[int, str] | None:
-    """The tokens of the longest rows that fit where each grows alike, and the phase that says so; None where a device's
-    memory, or what a token takes, is not known.
+    """The tokens of the longest rows that fit, if all rows grow equally, and the phase that sets the limit; None if the
+    device's memory, or the memory of a token, is not known.
 
-    A slice was measured at two lengths and takes more in proportion; sampling in proportion to its whole.
+    The memory of a slice was measured at two lengths and grows linearly; that of sampling grows in proportion to the
+    length.
     """
     c, m, memory = plan.counts, plan.measured, plan.device_memory
     if c is None or m is None or memory is None or not m.train_token:

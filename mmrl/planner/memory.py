@@ -1,14 +1,12 @@
-"""Measure the memory of a step: the pipeline's own code runs on tensors without data.
-Bytes, and with them the operations on numbers.
+"""Measure the memory and the operations of a step: the pipeline's own code runs on tensors without data.
 
 Sampling, decoding, a training slice and the optimizer's step run as they do in training, but on fake tensors: shapes,
-dtypes, autocast, gradient checkpointing and the autograd graph are real, the numbers are not there. ``LiveBytes``
-watches every operation and counts the storages alive. The same watcher counts a real step (``tests/test_plan.py``
-compares the two).
+dtypes, autocast, gradient checkpointing and the autograd graph are real, the data is missing. ``LiveBytes`` observes
+every operation and counts the live storages. It also counts a real step (``tests/test_plan.py`` compares the two).
 
-Counted: every tensor that an operator returns. Not counted: what a kernel takes and gives back inside itself (matmul
+Counted: every tensor that an operator returns. Not counted: memory that a kernel allocates and frees internally (matmul
 and convolution workspaces), the allocator's slack, the accelerator's own context. Attention is counted as the flash
-kernel does it, on every device: no [B, heads, S, S] matrix.
+kernel computes it, on every device: without a [B, heads, S, S] matrix.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
 
 def known_masks(pipeline: Pipeline, live: LiveBytes) -> AbstractContextManager[object]:
-    """``KnownMasks`` for text, whose models may take pictures; diffusion does not need it, and it costs time."""
+    """``KnownMasks`` for text, whose models may take pictures. Diffusion does not need it, and it costs time."""
     return KnownMasks(live) if pipeline.makes == "text" else nullcontext()
 
 
@@ -46,14 +44,14 @@ def known_masks(pipeline: Pipeline, live: LiveBytes) -> AbstractContextManager[o
 class Measured:
     """The measured memory of a step, in bytes.
 
-    ``features``: of a prompt. ``trajectory`` and ``picture`` (float32): kept of a sample. ``encode`` (one prompt),
+    ``features``: of a prompt. ``trajectory`` and ``picture`` (float32): kept per sample. ``encode`` (one prompt),
     ``sample`` and ``decode`` (a micro-batch), ``train`` (forward and backward of a slice) and ``optimizer``: the
-    working memory of each phase, on top of what stays. ``adam``: the optimizer's state. ``trained``: the weights that
-    it steps on. ``train_token``: the growth of ``train`` per additional token in every row of the slice.
-    ``train_step``: the growth per additional denoising step in a forward; 0 where it was not measured.
+    working memory of each phase, in addition to permanent tensors. ``adam``: the optimizer's state. ``trained``: the
+    trained weights. ``train_token``: the growth of ``train`` per additional token in every row of the slice.
+    ``train_step``: the growth per additional denoising step in a forward; 0 if it was not measured.
 
     ``forwards`` and ``graph_forwards``: calls of the policy in a slice, without and with an autograd graph. ``guided``:
-    whether a forward of sampling has twice the rows (classifier-free guidance); ``guided_loss``: the same of training.
+    whether a forward of sampling has twice the rows (classifier-free guidance); ``guided_loss``: the same for training.
     """
 
     features: int
@@ -80,7 +78,7 @@ def measure(
 ) -> Measured:
     """Run the parts of a step on fake tensors, for the largest micro-batch and slice; every row has ``prompt``.
 
-    ``foreach``: the optimizer works on all parameters at once, as on CUDA, and needs more memory. The modules of
+    ``foreach``: the optimizer updates all parameters at once, as on CUDA, which needs more memory. The modules of
     ``description`` become fake and cannot be used afterwards.
     """
     fake(component.module for component in description.components)
@@ -89,12 +87,12 @@ def measure(
     policy = trained[0]
     slots, ids = _rows(max(counts.batch, counts.slice_rows), prompt)
 
-    budget, pipeline.features.budget_bytes = pipeline.features.budget_bytes, sys.maxsize  # nothing fake goes to disk
+    budget, pipeline.features.budget_bytes = pipeline.features.budget_bytes, sys.maxsize  # keep fakes off the disk
     with LiveBytes() as live:
         keys = pipeline.encode(slots[:1])
     features = pipeline.features.bytes
-    negative = len(keys) > 1 and pipeline.makes != "text"  # of one slot: the negative prompt has features too
-    encode = max(0, live.peak - features)  # where an encoder only makes what is kept, that is not counted twice
+    negative = len(keys) > 1 and pipeline.makes != "text"  # one slot: the negative prompt has features too
+    encode = max(0, live.peak - features)  # outputs of the encoder that are kept are not counted twice
 
     picture = sample = decode = 0
     drawn = 0, 0
@@ -102,7 +100,7 @@ def measure(
         with policy.using(sampler(objective, 0)):
             of = slots[: counts.batch], ids[: counts.batch]
             trajectory, sample, picture, decode, drawn = _micro_batch(pipeline, recipe, objective, *of)
-            if counts.slice_rows > counts.batch:  # a slice of training has rows of several
+            if counts.slice_rows > counts.batch:  # a training slice has rows of several micro-batches
                 trajectory = _micro_batch(pipeline, recipe, objective, slots, ids)[0]
     else:
         n = counts.slice_rows
@@ -111,7 +109,7 @@ def measure(
 
     made = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
     whole = made
-    if recipe.train.context_parallel > 1:  # of what is cut, only the part that takes most memory is run
+    if recipe.train.context_parallel > 1:  # only the part of a row with the most memory is run
         whole = _slice(pipeline, _uncut(recipe), objective, trained, trajectory, counts.slice_rows)
     token, step = _growth(pipeline, recipe, objective, trained, trajectory, counts, made.bytes)
     optimizer, state = _optimizers(trained, recipe)
@@ -145,7 +143,7 @@ def _trained(description: Description, recipe: Recipe, objective: Objective, for
     """The policy with its copies, and the critic, if there is one."""
     total = recipe.train.steps * recipe.train.updates_per_step
     how = recipe.performance
-    if how.optimizer == "adamw_8bit":  # its kernels take no tensors without data
+    if how.optimizer == "adamw_8bit":  # its kernels do not support fake tensors
         how = how.model_copy(update={"optimizer": "adamw"})
     continues = recipe.model.continues_adapter
     policy = Policy(description.pipeline.policy, recipe.optim, total, performance=how, continues=continues)
@@ -182,7 +180,7 @@ def _growth(
     train: int,
 ) -> tuple[float, int]:
     """The growth of a slice's ``train`` bytes per additional token in every row, and per additional denoising step in a
-    forward; 0 where the recipe does not need it."""
+    forward; 0 if the recipe does not need it."""
     token, step = 0.0, 0
     if recipe.train.context_parallel > 1 and trajectory.mask is not None:
         less = trajectory.clean.shape[1] // 2
@@ -199,7 +197,7 @@ _COLUMNS = ("clean", "mask", "log_probs")
 
 
 def kept_copies(objective: Objective) -> list[str]:
-    """The copies of the trained weights that the objective keeps; with LoRA ``reference`` is the base model, no
+    """The copies of the trained weights that the objective keeps; with LoRA ``reference`` is the base model, not a
     copy."""
     asks = any("reference" in name for name in objective.needs | prepared_by(objective))
     return [*sorted(copies_of(objective)), *(["reference"] if asks else [])]
@@ -253,7 +251,7 @@ def _slice(
             case "policy_gradient":
                 new = pipeline.replay(rows, at_once, objective.needs, policy.using)
                 old |= pipeline.recorded(rows, at_once)
-                if pipeline.makes == "text":  # what was prepared has the shape of what is computed
+                if pipeline.makes == "text":  # prepared tensors have the shape of the computed ones
                     old |= {"log_probs": new["log_probs"].detach(), "returns": old["mask"]}
                     old |= {"values": new["values"].detach()} if "values" in new else {}
             case "forward_process":
@@ -301,8 +299,8 @@ def counted(module: nn.Module, live: LiveBytes) -> Generator[tuple[dict[bool, in
 def once(pipeline: Pipeline, live: LiveBytes) -> Generator[None]:
     """Inside the block, a forward of the policy without gradients runs once for each set of shapes.
 
-    The denoising steps of a sample take the same memory; running one of them on fake tensors is enough, and the rest
-    return empty tensors of the right shapes. Text has no such steps.
+    The denoising steps of a sample take the same memory, so one of them runs on fake tensors and the rest return empty
+    tensors of the right shapes. Text has no such steps.
     """
     if pipeline.makes == "text":
         yield

@@ -23,8 +23,8 @@ from mmrl.report.sizes import size as amount
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes are what one device keeps: of what trains, its shard; ``gathered`` and ``gathered_blocks`` come on top
-    where it computes without the others, and in a training slice."""
+    """Bytes that one device keeps; of trained weights its shard. In addition ``gathered`` when it computes without the
+    other ranks, and ``gathered_blocks`` in a training slice."""
 
     parameters: int
     trained_parameters: int
@@ -36,7 +36,8 @@ class Size:
 
 
 def sizes_of(description: Description, shards: int | Fraction, *, by_block: bool) -> dict[int, Size]:
-    """Of each component, by ``id``; what trains lies in so many ``shards``, and is gathered ``by_block`` to train."""
+    """The size of each component, by ``id``. Trained weights are split into ``shards``, and gathered block by block for
+    training with ``by_block``."""
 
     sizes = {}
     for component in description.components:
@@ -57,8 +58,8 @@ def sizes_of(description: Description, shards: int | Fraction, *, by_block: bool
 
 
 def _in_shards(module: nn.Module, whole: Size, shards: int | Fraction, by_block: bool) -> Size:
-    """By block: in a slice two of them are there at once, one computing and one on its way, with their gradients until
-    each rank has its rows; what is in no block is there all the time."""
+    """By block: in a slice two blocks are on the device at once, one that computes and one that is being gathered, with
+    their full gradients until these are reduced; weights outside blocks are there all the time."""
 
     groups = [list(block.parameters()) for block in blocks(module)]
     inside = {id(p) for group in groups for p in group}
@@ -84,13 +85,13 @@ def keeps_optimizer(made: Plan) -> bool:
 
 
 def keeps_reference(made: Plan) -> bool:
-    """Whether the reference, where it is a copy, is on the device outside of training."""
+    """Whether the reference, if it is a copy, is on the device outside of training."""
     return made.device == "cpu" or not made.recipe.performance.offload_reference
 
 
 def copies_of(recipe: Recipe, objective: Objective) -> list[str]:
-    """Copies of the trained weights that the run keeps; LoRA's reference is the base with the adapter off, unless it
-    began as a saved one."""
+    """Copies of the trained weights that the run keeps; LoRA's reference is the base model with the adapter off, unless
+    training started from a saved adapter."""
     base = recipe.model.lora is not None and not recipe.model.continues_adapter
     kept = [name for name in kept_copies(objective) if name != "reference" or not base]
     kept += [snapshot_name(name, n + 1) for name in kept_by(objective) for n in range(recipe.placement.staleness or 0)]
@@ -146,7 +147,7 @@ def roles_of(
 
 
 def _trained_roles(made: Plan, component: Component, size: Size, where: str, objective: Objective) -> Iterator[Role]:
-    """What trains of a component, its gradients, and of the policy its copies."""
+    """The trained weights of a component, their gradients, and the policy's copies."""
     lora, policy = made.recipe.model.lora, component.role == "policy"
     kind = f"LoRA of rank {lora.rank}" if lora and policy else component.name
     yield Role(f"{component.role}, trained", f"{kind}, float32", size.trained_parameters, size.trained, where)
@@ -168,8 +169,8 @@ def _held(made: Plan, one: Beside) -> int:
 def load_of(made: Plan, description: Description, sizes: dict[int, Size]) -> PhaseMemory:
     """What an accelerator holds while a run is loaded.
 
-    Every rank puts the whole model on its device, in the dtypes it will train in, before it keeps its part. Models that
-    judge and an engine of the device's own are there before, unless they sleep.
+    Every rank puts the whole model on its device, in the dtypes of training, before it keeps only its part. Judge
+    models and the engine beside the trainer are loaded before, unless they sleep.
     """
     train, n, asleep = made.recipe.train, made.recipe.devices_per_controller, sleeps(made.recipe)
     weights: dict[str, int] = {}
@@ -196,9 +197,10 @@ def phases_of(
     *,
     pathwise: bool,
 ) -> Iterator[PhaseMemory]:
-    """What each phase of the step holds; ``judge`` is one where what judges is awake in it alone, of several devices.
+    """What each phase of the step holds. With several devices ``judge`` is a separate phase if judges are awake only in
+    it.
 
-    ``inputs`` are what rewards read of a sample; ``pathwise``: the update samples.
+    ``inputs``: what rewards read of a sample; ``pathwise``: the update samples.
     """
     measured, counts = made.measured, made.counts
     assert measured is not None
@@ -225,9 +227,9 @@ def phases_of(
             continue
         if phase == "judge" and (not sleeping or judges_beside_sampling(made.recipe)):
             continue
-        inside = {phase, "sample", "decode"} if pathwise else {phase}  # what its update samples with stays meanwhile
+        inside = {phase, "sample", "decode"} if pathwise else {phase}  # the modules that sample stay during its update
         if phase == "judge":
-            inside = {"optimizer"}  # what is there in every phase
+            inside = {"optimizer"}  # on the device in every phase
         weights: dict[str, int] = {}
         for component in description.components:
             if not offloads(made) or component.needed & inside:
@@ -246,14 +248,14 @@ def phases_of(
 def _own_of_phases(
     made: Plan, sizes: dict[int, Size], inputs: frozenset[str], judges: int
 ) -> dict[str, dict[str, int]]:
-    """What each phase holds beside what is there in all of them; ``judges``: bytes of the models that judge."""
+    """What each phase holds in addition to the tensors of all phases; ``judges``: bytes of the judge models."""
     measured, counts = made.measured, made.counts
     assert measured is not None
     assert counts is not None
     trained = sum(size.trained for size in sizes.values())
     pictures = measured.picture * counts.samples if "tensor" in inputs else 0
     if inputs & {"image", "video"} and made.device == "cpu":
-        pictures += measured.picture * counts.samples // 4  # as bytes, where the host is the device
+        pictures += measured.picture * counts.samples // 4  # 8-bit copies, if the host is the device
     trajectories = {"trajectories": measured.trajectory * counts.samples}
     own: dict[str, dict[str, int]] = {
         "encode": {"working memory": measured.encode},

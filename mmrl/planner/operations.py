@@ -1,8 +1,7 @@
 """Count floating-point operations from shapes; a multiplication and an addition are two, as vendors count.
 
-Counted are products of matrices, convolutions and attention (torch's own formulas, ``torch.utils.flop_counter``, and
-here the kernel that a CPU has in place of flash attention); all else is next to nothing beside them. Attention is
-counted whole, causal or not.
+Counted are matrix products, convolutions and attention (torch's formulas, ``torch.utils.flop_counter``, and here those
+of the CPU's attention kernel); all other operations are negligible. Attention is counted in full, causal or not.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from mmrl.planner.fake_shapes import Operator
 
 @dataclass(frozen=True)
 class Operations:
-    """On numbers: of encoding a prompt, of sampling and decoding a micro-batch, and of a training slice, forward and
-    backward, of all devices that share it; ``forward`` is the first call of the policy in that.
+    """Floating-point operations of encoding a prompt, of sampling and decoding a micro-batch, and of a training slice
+    (forward and backward, on all devices that share it); ``forward``: of the policy's first call in the slice.
 
-    Of text ``sample`` has the prompt's forward and one token's; of an engine with weights of its own it is 0.
+    For text ``sample`` is the prompt's forward and one token's; for an engine with its own copy of the weights it is 0.
     """
 
     encode: int
@@ -35,17 +34,17 @@ class Operations:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Scores, and the values that they weigh: of ``[..., S, D]``."""
+    """Operations of the scores and of the weighted values, for ``[..., S, D]``."""
     return 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def attention_backward(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """The scores again, and gradients of scores, values, queries and keys."""
+    """Operations of the recomputed scores, and of the gradients of scores, values, queries and keys."""
     return 2 * prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
 def times_expert(a: Tensor, b: Tensor) -> int:
-    """Of ``[N, I]`` rows of several groups, each times its own of ``[G, I, J]``; or ``[I, N]`` times ``[N, J]``."""
+    """Operations of rows ``[N, I]`` times their group's matrix in ``[G, I, J]``; or of ``[I, N]`` times ``[N, J]``."""
     return 2 * a.numel() * b.shape[-1]
 
 

@@ -1,6 +1,6 @@
 """``mmrl plan``: what a recipe needs and computes, before a weight is loaded. ``mmrl train`` starts with it.
 
-Everything of a controller is in its device's memory at some phase of the step; of several, the one with most to do.
+The plan is that of one controller, the one with the most work, and of one of its devices.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from mmrl.trajectory import Prompt
 def plan(
     loaded: LoadedRecipe, device_memory: int | None = None, gpu: Gpu | None = None, gpus: int | None = None
 ) -> Plan:
-    """Resolve a recipe on the meta device. Loads no weight; what is wrong becomes ``problems``, all of it at once.
+    """Resolve a recipe on the meta device. Loads no weight; all errors are collected in ``problems``.
 
-    ``device_memory`` in bytes stands for the device's own, to plan for a machine that is not this one; ``gpu`` for the
-    whole device, which then is cuda, and ``gpus`` for how many of it there are.
+    ``device_memory`` in bytes replaces that of the device, to plan for a different machine; ``gpu`` replaces the whole
+    device (the device is then cuda), and ``gpus`` is the number of such GPUs.
     """
 
     if gpu is not None:
@@ -58,8 +58,8 @@ def plan(
     made.problems += sampling_options.problems(recipe)
     if not wrong and own_class.ends_to_sleep(recipe):
         made.notes.append(
-            f"placement.sleep: {recipe.rollout.engine_name} cannot sleep: it is ended while others work, and started "
-            "again"
+            f"placement.sleep: {recipe.rollout.engine_name} cannot sleep, so its process ends while other models work, "
+            "and starts again"
         )
     objective = load_objective(recipe)
     inputs = _rewards(loaded, objective, made)
@@ -103,7 +103,7 @@ def _time(made: Plan, description: Description, objective: Objective) -> Estimat
 
 
 def _unused(made: Plan) -> Iterator[str]:
-    """GPUs that the recipe leaves idle."""
+    """A note on GPUs that the recipe leaves idle."""
     recipe = made.recipe
     n = recipe.controllers * recipe.devices_per_controller
     if made.gpus is not None and n < made.gpus:
@@ -113,7 +113,7 @@ def _unused(made: Plan) -> Iterator[str]:
 
 
 def _device(name: str) -> tuple[str, int | None]:
-    """The device as ``mmrl.run`` will choose it, and its memory where it is on this machine."""
+    """The device that ``mmrl.run`` will choose, and its memory if it is on this machine."""
     import torch
 
     if name == "auto":
@@ -125,7 +125,7 @@ def _device(name: str) -> tuple[str, int | None]:
 
 
 def _about_dtype(made: Plan, chosen: bool) -> Iterator[str]:
-    """What ``model.dtype: auto`` came to, where it was ``chosen``; or that this CPU is slow in what the recipe says."""
+    """Notes: the dtype of ``model.dtype: auto``, if it was ``chosen``; or that this CPU is slow in the given dtype."""
     model, device = made.recipe.model, made.recipe.device
     if made.gpu is not None:
         lacks = f"{made.gpu.name} has no instructions for bfloat16"
@@ -145,18 +145,18 @@ def _main_memory() -> int:
     import psutil
 
     total = psutil.virtual_memory().total
-    try:  # of the container, where it has less than its machine
+    try:  # a container may have less than its machine
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):
         return total
 
 
 def _prompts(loaded: LoadedRecipe, made: Plan) -> list[Sequence[Prompt]]:
-    """The prompts of both splits, as lazy as the data set makes them; none where it cannot be read."""
+    """The prompts of both splits, lazy if the data set is; empty if it cannot be read."""
 
     try:
         found = [load_prompts(loaded.recipe, loaded.root, split) for split in ("train", "heldout")]
-        in_order(loaded.recipe, found[0])  # the sampler can be built
+        in_order(loaded.recipe, found[0])  # check that the sampler can be built
         return found
     except UserError as error:
         made.problems.append(str(error))
@@ -164,7 +164,7 @@ def _prompts(loaded: LoadedRecipe, made: Plan) -> list[Sequence[Prompt]]:
 
 
 def _looked_at(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """All prompts, or where they are read as they are asked for, some in equal distances: pictures cost time."""
+    """All prompts, or of a lazy data set some at equal distances, because reading pictures costs time."""
     if isinstance(prompts, list):
         return prompts
     most = 100 if prompts[0].media else 4000
@@ -172,7 +172,7 @@ def _looked_at(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _rewards(loaded: LoadedRecipe, objective: Objective, made: Plan) -> frozenset[str]:
-    """What the rewards read of a sample."""
+    """The inputs that the rewards read of a sample."""
     import inspect
 
     recipe, both = loaded.recipe, list[list[Found]]()
@@ -224,7 +224,7 @@ def _account(
         if description.longest is not None:
             if not prompts:
                 return
-            every = recipe.data.overlong == "error"  # the run is to stop before it begins, for any of them
+            every = recipe.data.overlong == "error"  # any overlong prompt must stop the run before it starts
             looked_at = [p for split in prompts for p in (split if every else _looked_at(split))]
             prompt, row_tokens, said = description.longest(looked_at)
             made.notes += said
@@ -242,7 +242,7 @@ def _account(
     divided = {name: -(-getattr(measured, name) // of_optimizer) for name in ("adam", "trained", "optimizer")}
     made.measured = measured = replace(measured, **divided)
     different, negatives = _different(prompts, description)
-    in_use = min(counts.prompts, max(counts.batch, counts.slice_rows))  # the others may lie on disk
+    in_use = min(counts.prompts, max(counts.batch, counts.slice_rows))  # the others may be on disk
     in_use += max(1, min(negatives, in_use))
     kept = min(different or store.budget_bytes, max(in_use, store.budget_bytes // max(1, measured.features)))
     features = measured.features * kept
@@ -262,21 +262,21 @@ def _account(
 
 
 def _shards(made: Plan, description: Description, trainers: int) -> int | Fraction | None:
-    """In how many parts what trains lies, after what refuses that; None where rows cannot be cut."""
+    """The number of shards of the trained weights, after checks that may refuse it; None if rows cannot be split."""
 
     train, policy = made.recipe.train, description.pipeline.policy
     shards: int | Fraction = train.parts(trainers)
     if train.backend == "megatron":
         made.problems += mapping.refusals(policy, train)
         shards = mapping.shares(policy, train)
-        made.notes.append("activations are counted whole, and devices that share a model divide most of them")
+        made.notes.append("activations are counted in full, although devices that share a model divide most of them")
     refused = list(context.refusals(policy, train.context_parallel)) if train.context_parallel > 1 else []
     made.problems += refused
     return None if refused else shards
 
 
 def _pair() -> tuple[Media, ...]:
-    """Two pictures, for a pipeline that trains on pairs of them; one is enough where it is edited."""
+    """Two pictures, for a pipeline that trains on pairs; one is enough for editing."""
     from io import BytesIO
 
     from PIL import Image
@@ -288,13 +288,13 @@ def _pair() -> tuple[Media, ...]:
 
 
 def _different(prompts: list[Sequence[Prompt]], description: Description) -> tuple[int, int]:
-    """How many different prompts the run may encode, at most, negative ones among them, and how many these are; 0 where
+    """The most different prompts that the run may encode, negative ones included, and the number of negative ones; 0 if
     that is not known."""
     if description.longest is not None:
         return sum(map(len, prompts)), 0
     every = [prompt for split in prompts for prompt in split]
     found = {(prompt.text, prompt.media if description.pictures else ()) for prompt in every}
-    negatives = len({prompt.negative_prompt for prompt in every})  # without one of its own: the recipe's, or the empty
+    negatives = len({prompt.negative_prompt for prompt in every})  # without one: the recipe's, or the empty one
     return len(found) + negatives, negatives
 
 

@@ -14,7 +14,7 @@ from mmrl.planner.memory import Measured
 
 @dataclass(frozen=True)
 class Role:
-    """A line of the roles' table. ``where``: when it is on the device; ``bytes`` while it is."""
+    """A line of the roles' table. ``where``: the phases in which it is on the device; ``bytes``: its size there."""
 
     name: str
     what: str
@@ -25,7 +25,7 @@ class Role:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """What is on the device during a phase of the step, by part, at the phase's highest moment."""
+    """What is on the device at the peak of a phase, by part."""
 
     name: str
     parts: dict[str, int]
@@ -40,12 +40,12 @@ PHASES = ("encode", "sample", "decode", "train", "optimizer")
 
 @dataclass
 class Plan:
-    """A resolved recipe, what it leaves to the plan settled.
+    """A resolved recipe, with the plan's choices for ``auto``.
 
-    Bytes throughout; ``phases`` and ``roles`` are empty where a problem prevents them.
+    All sizes are in bytes; ``phases`` and ``roles`` are empty if a problem prevents them.
 
-    ``problems`` are why it cannot run, each with the edit that mends it; ``device_memory`` is None where the device is
-    not on this machine.
+    ``problems``: why the recipe cannot run, each with the edit that fixes it; ``device_memory`` is None if the device
+    is not on this machine.
     """
 
     recipe: Recipe
@@ -57,27 +57,27 @@ class Plan:
     roles: list[Role] = field(default_factory=list)
     phases: list[PhaseMemory] = field(default_factory=list)
     load: PhaseMemory | None = None
-    """What the device holds while the run is loaded; None of a CPU, where weights are read from their files."""
+    """What the device holds while the run is loaded; None for a CPU, where weights are read from their files."""
     host: int = 0
     asked: list[Asked] = field(default_factory=list)
-    """The rewards that compute on a device."""
+    """The rewards that run on a device."""
     inside: dict[str, int] = field(default_factory=dict)
-    """Bytes that go between a controller and its further devices in a step, the most, by kind."""
+    """The most bytes sent between a controller and its other devices in a step, by kind."""
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     gpu: Gpu | None = None
-    """A GPU to plan for that need not be on this machine, and how many ``gpus`` of it there are to be."""
+    """A GPU to plan for, which need not be on this machine; ``gpus``: their number."""
     gpus: int | None = None
     time: Estimate | None = None
-    """Of a step on that GPU."""
+    """The estimated time of a step on that GPU."""
 
     @property
     def peak(self) -> PhaseMemory | None:
-        """The phase that needs most, loading among them."""
+        """The phase that needs the most memory, loading included."""
         phases = [*self.phases, *([self.load] if self.load else [])]
         return max(phases, key=lambda phase: phase.total, default=None)
 
     @property
     def where(self) -> str:
-        """What it computes on, as the user calls it."""
+        """The device, by the user's name for it."""
         return self.gpu.name if self.gpu else self.device

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def as_json(plan: Plan) -> JsonObject:
-    """What ``mmrl plan`` prints, as data: sizes in bytes, times in seconds, and null for what is not known."""
+    """The output of ``mmrl plan`` as data: sizes in bytes, times in seconds, and null for unknown values."""
     recipe, c, peak, time = plan.recipe, plan.counts, plan.peak, plan.time
     algorithm = recipe.algorithm.model_dump(mode="json")
     return {

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 NOT_COUNTED = (
-    "Every tensor is counted, attention as the flash kernel does it. Not counted: kernels' own workspaces, the "
-    "allocator's slack, the device's context, and what rewards work with beside the weights of their models."
+    "Every tensor is counted, attention as the flash kernel computes it. Not counted: workspaces of kernels, the "
+    "allocator's slack, the device's context, and memory of rewards besides the weights of their models."
 )
 
 
@@ -33,7 +33,7 @@ def render(plan: Plan, console: Console, *, short: bool = False) -> None:
 
 
 def _render_short(plan: Plan, console: Console) -> None:
-    """What a run says before it begins."""
+    """The lines that a run prints before it starts."""
     for line in (_step(plan), _peak(plan), *plan.notes):
         if line:
             console.print(hidden(line), markup=False, highlight=False)
@@ -64,12 +64,12 @@ def _render_whole(plan: Plan, console: Console) -> None:
         if plan.recipe.train.context_parallel > 1:
             say(_cut(plan))
         if plan.host:
-            say(f"page-locked in host memory, of what leaves the device and comes back: {size(plan.host)}")
+            say(f"offloaded tensors, page-locked in host memory: {size(plan.host)}")
         _placed(plan, console)
         say(_crossing(plan))
         if plan.inside:
             parts = ", ".join(f"{kind} {size(n)}" for kind, n in plan.inside.items())
-            say(f"between a controller and its further devices, on their host, a step: up to about {parts}")
+            say(f"between a controller and its other devices, on their host, per step: up to about {parts}")
         say(NOT_COUNTED)
         _time(plan, console)
     for note in plan.notes:
@@ -79,7 +79,7 @@ def _render_whole(plan: Plan, console: Console) -> None:
 
 
 def _algorithm(plan: Plan) -> str:
-    """Its name and all its settings."""
+    """The algorithm's name and all its settings."""
     settings = plan.recipe.algorithm.model_dump(mode="json", exclude={"type"})
     written = ", ".join(f"{key} {json.dumps(value)}" for key, value in settings.items())
     return f"algorithm {plan.recipe.algorithm.type}: {written}"
@@ -134,11 +134,11 @@ def _arithmetic(plan: Plan) -> list[str]:
 def _engine(plan: Plan) -> str:
     if plan.recipe.sampling.type != "text" or plan.recipe.rollout.engine == "transformers":
         return ""
-    return f" of {plan.recipe.rollout.engine_name}, which batches them its own way"
+    return f" of {plan.recipe.rollout.engine_name}, which chooses its own batches"
 
 
 def _roles(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="what there is", title_justify="left", title_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, title="models and tensors", title_justify="left", title_style="bold")
     for name in ("role", "what", "parameters", "memory", "on the device"):
         table.add_column(name, justify="right" if name in ("parameters", "memory") else "left", overflow="fold")
     for role in plan.roles:
@@ -181,8 +181,8 @@ def _placed(plan: Plan, console: Console) -> None:
     if recipe.devices_per_controller > 1:
         console.print(f"of a controller: {shares(plan)}", markup=False, highlight=False, soft_wrap=True)
     if recipe.placement.type == "adaptive":
-        inside = "a device whose role has run dry takes up the other" if recipe.placement.inside else "roles stay"
-        moves = f"between steps the split follows what was measured; inside a step {inside}"
+        inside = "a device without work switches its role" if recipe.placement.inside else "roles stay"
+        moves = f"between steps the split follows the measured times; within a step {inside}"
         console.print(moves, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -199,14 +199,14 @@ def _peak(plan: Plan) -> str:
 
 
 def _loading(plan: Plan) -> str:
-    """What the run holds before its first step; each rank has the whole model on its device for a moment."""
+    """The memory of loading; each rank has the whole model on its device for a moment."""
     assert plan.load is not None
     listed = ", ".join(f"{name} {size(n)}" for name, n in plan.load.parts.items())
     return f"loading: {size(plan.load.total)} ({listed}); each process first has the weights in the host's memory"
 
 
 def _time(plan: Plan, console: Console) -> None:
-    """How long a step would take on the GPU that is planned for."""
+    """The estimated time of a step on the planned GPU."""
     if plan.time is None or plan.gpu is None:
         return
     console.print(f"time of a step on {plan.gpu.name}: an estimate, not measured", style="bold", highlight=False)
@@ -232,11 +232,11 @@ def _about(seconds: float) -> str:
 
 
 def _cut(plan: Plan) -> str:
-    """What devices that share rows have of them, and how long rows may be."""
+    """The share of a row per device with context parallelism, and the longest rows that fit."""
     c, m, n = plan.counts, plan.measured, plan.recipe.train.context_parallel
     assert c is not None
     assert m is not None
-    said = f"rows are cut: each of {n} devices has 1/{n} of the tokens in training ({size(m.train)} of activations)"
+    said = f"rows are split: each of {n} devices has 1/{n} of the tokens in training ({size(m.train)} of activations)"
     if (found := max_length(plan)) is None:
         return said
     tokens, phase = found

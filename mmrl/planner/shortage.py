@@ -19,18 +19,18 @@ def explained(error: OutOfMemoryError, loaded: LoadedRecipe) -> str:
     free()
     try:
         made = plan(loaded)
-    except Exception:  # of whatever kind: the explanation must not stand in the error's place
+    except Exception:  # of any kind: a failed explanation must not replace the error
         return str(error)
     name = {"prepare": "train"}.get(error.phase, error.phase)
     phases = {phase.name: phase for phase in (*made.phases, *([made.load] if made.load else []))}
     phase, peak = phases.get(name), made.peak
-    expected = "The plan does not know what it takes"
+    expected = "The plan does not know the memory it needs"
     if peak is not None:
         has = f" of {made.device}'s {size(made.device_memory)}" if made.device_memory else ""
         there = f"{size(phase.total)} there and " if phase else ""
         expected = f"The plan expected {there}{size(peak.total)} at most (in {peak.name}){has}"
     listed = "; ".join(edits(made, phase or PhaseMemory(name, peak.parts if peak else {})))
     return (
-        f"{error}\n{expected}; it counts no other process on the device, no workspaces of kernels and no memory that "
-        f"is in pieces too small to use. Try: {listed}"
+        f"{error}\n{expected}; it does not count other processes on the device, workspaces of kernels and "
+        f"memory lost to fragmentation. Try: {listed}"
     )

@@ -1,7 +1,7 @@
 """Choose ``train.steps_per_forward: auto``: the number of recorded denoising steps of a micro-batch per forward.
 
-Stacking pays where a forward is too small for the machine, and costs memory: so as many as keep a forward small, and
-the update within the memory there is. The gradient is the same whatever is chosen.
+Stacking steps saves time if a forward is too small to keep the device busy, and costs memory. So the number is limited
+by the rows of a forward and by the free memory. The gradient does not depend on it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from mmrl.planner.counts import with_steps
 from mmrl.planner.plan_data import Plan
 
 ROWS = 16
-"""The most rows of a stacked forward, guidance's included: past it next to nothing was gained (docs/speed.md)."""
+"""The most rows of a stacked forward, guidance's included: more gained next to nothing (docs/speed.md)."""
 SHARE = 0.8
-"""The most of a device's memory that an update takes with stacked steps: the plan is an estimate."""
+"""The largest share of a device's memory for an update with stacked steps: the plan is an estimate."""
 
 
 def settle(made: Plan) -> None:
-    """Choose for a plan that was made with one step in a forward because its recipe leaves it open; count anew, and say
-    so in its notes."""
+    """Choose the number for a plan whose recipe has ``auto`` (planned with one step per forward); count again, and add
+    a note."""
     if made.recipe.train.steps_per_forward != "auto":
         return
     n, why = _chosen(made)
@@ -40,38 +40,38 @@ def _chosen(made: Plan) -> tuple[int, str]:
     """The number and the reason for it."""
     c, m, recipe = made.counts, made.measured, made.recipe
     if c is None or m is None or made.peak is None:
-        return 1, "for the memory of a step is not known"
+        return 1, "because the memory of a step is not known"
     if c.entries == 1:
-        return 1, "for one step of a sample trains"
+        return 1, "because one step of a sample trains"
     rows = c.slice_rows * (2 if m.guided_loss else 1)
     pays, fit = max(1, ROWS // rows), 1 + max(0, _room(made)) // max(1, m.train_step)
     n = _even(c.entries, min(pays, fit))
     if pays == 1:
-        return 1, f"for one has {rows} rows in a forward, and more than {ROWS} gain next to nothing"
+        return 1, f"because a forward of one step has {rows} rows, and more than {ROWS} gain next to nothing"
     if recipe.model.dtype != "float32":
         n = c.batch // c.slice_rows
         if n < 2 or n * c.slice_rows != c.batch or c.entries % n or n > min(pays, fit):
             return 1, (
-                f"for {recipe.model.dtype} rounds otherwise in another batch than sampling's (of {c.batch}), and first "
-                "ratios might not be 1"
+                f"because {recipe.model.dtype} rounds differently if the batch is not sampling's (of {c.batch}), and "
+                "first ratios might not be 1"
             )
     elif n < _even(c.entries, pays):
-        return n, f"for {_even(c.entries, pays)} would take more memory than {_limit(made)}"
+        return n, f"because {_even(c.entries, pays)} would take more memory than {_limit(made)}"
     return n, f"{n * rows} rows in a forward ({rows} of each step, {ROWS} at most)"
 
 
 def _even(entries: int, most: int) -> int:
-    """Steps in a forward, at most ``most`` of them, so that the forwards of a slice's ``entries`` are alike."""
+    """Steps per forward, at most ``most``, so that the forwards of a slice's ``entries`` have equal sizes."""
     return -(-entries // -(-entries // most))
 
 
 def _room(made: Plan) -> int:
     """Free bytes for the update beyond its need with one denoising step per forward."""
     assert made.peak is not None
-    most = made.peak.total  # another phase may need it anyhow
+    most = made.peak.total  # a different phase may need it anyway
     if made.device_memory is not None:
         recipe = made.recipe
-        here = made.device == "cpu" and recipe.ray == "local"  # processes that have one memory between them
+        here = made.device == "cpu" and recipe.ray == "local"  # processes that share the memory
         n = recipe.controllers * recipe.devices_per_controller if here else 1
         most = max(most, int(SHARE * made.device_memory) // n)
     return most - next(phase.total for phase in made.phases if phase.name == "train")
@@ -79,5 +79,5 @@ def _room(made: Plan) -> int:
 
 def _limit(made: Plan) -> str:
     if made.device_memory is None:
-        return "the other phases do, and that of the device is not known"
+        return "the other phases do, and the device's memory is not known"
     return f"{SHARE:.0%} of the device's"

@@ -7,115 +7,62 @@ messages may come from anyone.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from mmrl.config.evaluation_checks import label_of
-from mmrl.errors import UserError
 from mmrl.files import write_atomic
-from mmrl.json_types import Json, JsonObject
 from mmrl.report.charts import LINES, Series, line_chart, short, stacked_chart
 from mmrl.report.curve import curve_png
 from mmrl.report.durations import duration
-from mmrl.report.metrics import describe, of_pairs, of_repeated, of_source, read
-from mmrl.report.pictures import Evaluation, extremes, pairs, read_evaluations
-from mmrl.report.rundir import RunDir, looks_like_run
+from mmrl.report.heldout import Samples, change_of, read_samples
+from mmrl.report.metrics import describe
+from mmrl.report.pictures import extremes, pairs
+from mmrl.report.recorded import RecordedRun, Row, flat, read_run
+from mmrl.report.rundir import RunDir
 from mmrl.report.strengths import read_sweep
 from mmrl.report.timeline import timeline
 from mmrl.report.transcripts import transcripts
+from mmrl.report.verdict import Judgement, judgement
 from mmrl.secrets import hidden
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 __all__ = ["curve_png", "write_report"]
 
 PHASES = ("encode", "sample", "decode", "reward", "prepare", "train")
-_RESERVED = ("mean", "std", "dropped")
-"""Metrics of the sum of all rewards; anything else after ``reward/`` is a label."""
 _RECENT = 10
 """Steps averaged for a "now" of the training columns."""
-Row = dict[str, Any]
 
 
-@dataclass
-class _Run:
-    """The content of a run directory; missing files are empty."""
-
-    path: Path
-    metrics: list[Row]
-    heldout: list[Row]
-    failures: list[Row]
-    resolved: dict[str, Any]
-    given: set[str]
-    overridden: set[str]
-    overrides: list[str]
-    env: JsonObject
-    owner: JsonObject | None
-    evaluations: list[Evaluation]
-
-    @property
-    def trained(self) -> dict[str, float]:
-        """Weight by label of the rewards that are trained on."""
-        found = self.resolved.get("rewards")
-        rewards = found if isinstance(found, list) else []
-        return {_label(r): float(r.get("weight", 1.0)) for r in rewards if isinstance(r, dict)}
-
-    @property
-    def labels(self) -> list[str]:
-        """Every reward seen, those trained on first."""
-        seen = [
-            k.split("/")[1] for row in [*self.heldout[-1:], *self.metrics[-1:]] for k in row if k.startswith("reward/")
-        ]
-        known = [label for label in [*self.trained, *seen] if label in seen]
-        return [label for label in dict.fromkeys(known) if label not in _RESERVED]
-
-    @property
-    def measured(self) -> list[tuple[str, str, str]]:
-        """(key, name, remark) of each figure of an evaluation: those of given pairs, and every reward."""
-        seen = dict.fromkeys(key for row in [*self.heldout[-1:], *self.metrics[-1:]] for key in row)
-        watched = "not trained on" if self.resolved else ""
-        rewards = [(f"reward/{x}", x, "" if x in self.trained else watched) for x in self.labels]
-        apart = [(key, f"{parts[1]}: {parts[-1]}", "one source") for key in seen if len(parts := of_source(key)) == 4]
-        repeated = [(key, key, "held-out") for key in of_repeated(seen)]
-        return [*((key, key, "") for key in of_pairs(seen)), *rewards, *repeated, *apart]
-
-    def column(self, key: str) -> list[tuple[float, float | None]]:
-        """(step, value) of a metric in training."""
-        return [(row["step"], row.get(key)) for row in self.metrics]
-
-
-def write_report(run: Path | str) -> Path:
-    """Write ``report.html`` into the run directory and return its path.
+def write_report(run: Path | str, judged: Judgement | None = None) -> Path:
+    """Write ``report.html`` into the run directory and return its path. ``judged``: what is known of it already.
 
     Raises ``UserError`` where the directory is no run or a file in it cannot be read.
     """
-    from jinja2 import Environment, StrictUndefined
-
-    found = _read(Path(run))
-    source = Path(__file__).with_name("template.html").read_text(encoding="utf-8")
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page.filters["short"] = short
-    before_after = pairs(found.evaluations)
-    html = page.from_string(source).render(
+    found = read_run(Path(run))
+    before_after, samples = pairs(found.evaluations), read_samples(found.path)
+    html = template("template.html").render(
         name=found.resolved.get("name") or found.path.resolve().name,
         head=_head(found),
+        judged=judged or judgement(found, samples),
         remarks=_remarks(found),
         heldout_charts=_heldout_charts(found),
         training_charts=_training_charts(found),
         devices=timeline(RunDir(run).placement, found.metrics),
         pairs=before_after,
-        table=_reward_table(found),
+        table=_reward_table(found, samples),
         extremes=extremes(found.evaluations, found.trained),
         strength=read_sweep(found.path, found.labels, found.trained),
         judges=transcripts(found.path),
         failures=_failures(found),
         config=_config(found),
         overrides=found.overrides,
-        env=_flat(found.env),
+        env=flat(found.env),
         metrics=_last_values(found),
     )
     target = RunDir(run).report
@@ -123,74 +70,22 @@ def write_report(run: Path | str) -> Path:
     return target
 
 
-def _read(path: Path) -> _Run:
-    run = RunDir(path)
-    if not (looks_like_run(path) or run.metrics.is_file() or run.heldout.is_file()):
-        raise UserError(f"there is no run in {path}; name a directory that mmrl train made (it holds metrics.jsonl)")
-    overrides = run.overrides()
-    return _Run(
-        path=path,
-        metrics=_rows(run.metrics),
-        heldout=_rows(run.heldout),
-        failures=read(run.failures),
-        resolved=_json(run.resolved),
-        given=_given(run.recipe),
-        overridden={text.partition("=")[0].strip() for text in overrides},
-        overrides=overrides,
-        env=_json(run.env),
-        owner=run.owner(),
-        evaluations=read_evaluations(run.samples),
+def template(name: str) -> Template:
+    """A page of this folder; everything that is put into it is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    page = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    page.filters["short"] = short
+    return page.get_template(name)
 
 
-def _rows(path: Path) -> list[Row]:
-    """The rows by step, the last one of each step, numbers only (others and non-finite ones are None)."""
-    by_step = {}
-    for row in read(path):
-        if isinstance(row.get("step"), int):
-            by_step[row["step"]] = {k: v if k == "nonfinite" else _finite(v) for k, v in row.items()}
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def _finite(value: object) -> float | None:
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); mend or remove it") from error
-    return found if isinstance(found, dict) else {}
-
-
-def _given(recipe: Path) -> set[str]:
-    """The keys that the recipe itself sets, dotted."""
-    import yaml
-
-    try:
-        documents = list(yaml.safe_load_all(recipe.read_text(encoding="utf-8")))
-    except (OSError, ValueError, yaml.YAMLError):
-        return set()
-    return {key for document in documents if isinstance(document, dict) for key, _ in _flat(document)}
-
-
-def _flat(tree: Json, prefix: str = "") -> list[tuple[str, Json]]:
-    """Leaves of nested mappings and lists of mappings as (``a.b[0].c``, value)."""
-    if isinstance(tree, Mapping) and tree:
-        return [leaf for key, value in tree.items() for leaf in _flat(value, f"{prefix}.{key}" if prefix else str(key))]
-    if isinstance(tree, list) and any(isinstance(item, Mapping) for item in tree):
-        return [leaf for i, value in enumerate(tree) for leaf in _flat(value, f"{prefix}[{i}]")]
-    return [(prefix, tree)]
-
-
-def _label(reward: Mapping[str, Any]) -> str:
-    return label_of(str(reward.get("name", "")), reward.get("label"))
-
-
-def _head(run: _Run) -> dict[str, Any]:
+def _head(run: RecordedRun) -> dict[str, Any]:
     """The status and the main numbers at the top of the report."""
     train = run.resolved.get("train")
     train = train if isinstance(train, dict) else {}
@@ -222,11 +117,11 @@ def _head(run: _Run) -> dict[str, Any]:
     return {"status": status, "tiles": tiles, "written": written, "samples": _samples(run)}
 
 
-def _samples(run: _Run) -> int | None:
+def _samples(run: RecordedRun) -> int | None:
     return run.heldout[-1].get("samples") if run.heldout else None
 
 
-def _remarks(run: _Run) -> list[str]:
+def _remarks(run: RecordedRun) -> list[str]:
     """Warnings at the top of the report."""
     bad: dict[str, list[int]] = {}
     for row in run.metrics:
@@ -236,12 +131,10 @@ def _remarks(run: _Run) -> list[str]:
     if run.failures:
         count = len(run.failures)
         found.append(f"{count} {'thing was' if count == 1 else 'things were'} left out; see Failures.")
-    if not run.heldout:
-        found.append("No held-out evaluation yet.")
     return found
 
 
-def _heldout_charts(run: _Run) -> list[Markup]:
+def _heldout_charts(run: RecordedRun) -> list[Markup]:
     charts = []
     for key, label, note in run.measured:
         held = Series("held-out", [(row["step"], row.get(key)) for row in run.heldout], "dots")
@@ -253,7 +146,7 @@ def _heldout_charts(run: _Run) -> list[Markup]:
     return [chart for chart in [*charts, *_guard_charts(run)] if chart is not None]
 
 
-def _guard_charts(run: _Run) -> Iterator[Any]:
+def _guard_charts(run: RecordedRun) -> Iterator[Any]:
     """What shows over-optimisation (docs/reward_hacking.md)."""
     notes = {"diversity": "of a prompt's held-out samples", "distance": "of held-out samples to the base model's"}
     for name, note in notes.items():
@@ -266,7 +159,7 @@ def _guard_charts(run: _Run) -> Iterator[Any]:
     yield line_chart("change of rewards", lines, note="standard deviations of the base model's scores")
 
 
-def _training_charts(run: _Run) -> list[Markup]:
+def _training_charts(run: RecordedRun) -> list[Markup]:
     def faint(title: str, note: str, above: Mapping[str, str], below: Mapping[str, str]) -> Markup | None:
         """A faint line over the one that matters, on a logarithmic axis."""
         lines = [Series(name, run.column(key), "faint") for name, key in above.items()]
@@ -299,7 +192,7 @@ def _phases(rows: Iterable[Row]) -> set[str]:
     return {key.removeprefix("time/") for row in rows for key in row if key.startswith("time/")} - {"step"}
 
 
-def _reward_table(run: _Run) -> list[dict[str, Any]]:
+def _reward_table(run: RecordedRun, samples: Samples) -> list[dict[str, Any]]:
     """A row per figure of pairs, reward and part: training and held-out, at first and now."""
     keys = {key for row in [*run.metrics[-1:], *run.heldout[-1:]] for key in row}
     table = []
@@ -307,6 +200,7 @@ def _reward_table(run: _Run) -> list[dict[str, Any]]:
         for key in sorted(k for k in keys if k == own or k.startswith(f"{own}/")):
             training = [value for _, value in run.column(key) if value is not None]
             held = [row[key] for row in run.heldout if row.get(key) is not None]
+            changed = change_of(run, samples, key)
             table.append(
                 {
                     "name": label if key == own else key.removeprefix(f"{own}/"),
@@ -314,12 +208,13 @@ def _reward_table(run: _Run) -> list[dict[str, Any]]:
                     "weight": run.trained.get(label) if key == own else None,
                     "training": (_mean(training[:_RECENT]), _mean(training[-_RECENT:])) if training else None,
                     "heldout": (held[0], held[-1], _signed(held[-1] - held[0])) if held else None,
+                    "interval": "" if changed is None else changed.interval,
                 }
             )
     return table
 
 
-def _failures(run: _Run) -> list[dict[str, Any]]:
+def _failures(run: RecordedRun) -> list[dict[str, Any]]:
     """Failures counted by kind, name and first line of the error, most frequent first."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in run.failures:
@@ -345,7 +240,7 @@ def _example(row: Row) -> str:
     return str(row.get("prompt") or (row.get("name", "") if "reward" in row else ""))[:200]
 
 
-def _config(run: _Run) -> list[dict[str, Any]]:
+def _config(run: RecordedRun) -> list[dict[str, Any]]:
     """Every setting with where it came from: the command line, the recipe, or a default."""
 
     def source(key: str) -> str:
@@ -353,10 +248,10 @@ def _config(run: _Run) -> list[dict[str, Any]]:
             return "command line"
         return "recipe" if key in run.given else "default"
 
-    return [{"key": k, "value": json.dumps(v, ensure_ascii=False), "source": source(k)} for k, v in _flat(run.resolved)]
+    return [{"key": k, "value": json.dumps(v, ensure_ascii=False), "source": source(k)} for k, v in flat(run.resolved)]
 
 
-def _last_values(run: _Run) -> list[dict[str, Any]]:
+def _last_values(run: RecordedRun) -> list[dict[str, Any]]:
     last = run.metrics[-1] if run.metrics else {}
     names = [key for key in sorted(last) if key not in ("step", "nonfinite")]
     return [{"key": key, "value": short(last[key]), "about": describe(key) or ""} for key in names]

@@ -88,6 +88,21 @@ def pairs(evaluations: list[Evaluation]) -> dict[str, Any] | None:
     return {"steps": [evaluation.step for evaluation in chosen], "texts": last.texts, "cells": cells}
 
 
+def side_by_side(evaluations: list[Evaluation], most: int) -> dict[str, Any] | None:
+    """The same prompts and seeds at ``evaluations`` of several runs, at most ``most`` of them at even distances; None
+    where they share none."""
+    shared = [key for key in evaluations[0].samples if all(key in of.samples for of in evaluations)]
+    if not shared:
+        return None
+    count = min(most, len(shared))
+    keys = [shared[i * len(shared) // count] for i in range(count)]
+    cells = []
+    for key in keys:
+        frames = [_frame(of.samples[key]) for of in evaluations]
+        cells.append({"prompt": key[0], "frames": frames, **_beside(evaluations[0].samples[key])})
+    return {"texts": evaluations[0].texts, "cells": cells}
+
+
 def extremes(evaluations: list[Evaluation], weights: dict[str, float]) -> dict[str, Any] | None:
     """The lowest and highest of the last evaluation's samples by weighted reward, or None where nothing has a score.
 

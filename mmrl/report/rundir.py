@@ -4,6 +4,7 @@ recipe.yaml        the recipe as given, the command line's overrides as comments
 resolved.json      every setting of the run, defaults included
 env.json           versions and machine
 metrics.jsonl      a row per training step          heldout.jsonl    a row per evaluation
+heldout_samples.jsonl  of each evaluation the prompt and the rewards of every sample
 failures.jsonl     every sample or record left out, by name
 placement.jsonl    what each device did when, and why roles were moved (several devices to a controller)
 judge-*.jsonl      what generative judges read and wrote (transcripts), verdicts by content (cache), and their usage
@@ -41,6 +42,7 @@ FILES = (
     "env.json",
     "metrics.jsonl",
     "heldout.jsonl",
+    "heldout_samples.jsonl",
     "failures.jsonl",
     "placement.jsonl",
     "judge-cache.jsonl",
@@ -65,6 +67,7 @@ class RunDir:
         self.env = self.path / "env.json"
         self.metrics = self.path / "metrics.jsonl"
         self.heldout = self.path / "heldout.jsonl"
+        self.heldout_samples = self.path / "heldout_samples.jsonl"
         self.failures = self.path / "failures.jsonl"
         self.placement = self.path / "placement.jsonl"
         self.samples = self.path / "samples"
@@ -152,14 +155,16 @@ class RunDir:
 
     def placed(self, lines: Iterable[JsonObject]) -> None:
         """Keep what devices did in a step."""
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        if text:
-            with self.placement.open("a", encoding="utf-8") as file:
-                file.write(text)
+        _append(self.placement, lines)
+
+    def evaluated(self, step: int, lines: Iterable[JsonObject]) -> None:
+        """Keep the figures of each sample of the evaluation after ``step``; of a repeated one the last lines count."""
+        _append(self.heldout_samples, [{"step": step, **line} for line in lines])
 
     def truncate_after(self, step: int) -> None:
         """Forget what was recorded after ``step``: rows, failures and samples of steps that resuming will repeat."""
-        for file in (self.metrics, self.heldout, self.failures, self.placement, self.path / "judge-transcripts.jsonl"):
+        transcripts = self.path / "judge-transcripts.jsonl"
+        for file in (self.metrics, self.heldout, self.heldout_samples, self.failures, self.placement, transcripts):
             truncate_after(file, step)
         for entry in self.samples.glob("step_*"):
             if (found := re.match(r"step_(\d+)", entry.name)) and int(found[1]) > step:
@@ -249,6 +254,13 @@ def _owner(file: IO[str]) -> JsonObject:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _append(path: Path, lines: Iterable[JsonObject]) -> None:
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    if text:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
 
 
 def _one_line(text: str) -> str:

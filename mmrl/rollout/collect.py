@@ -34,7 +34,7 @@ from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import SampleId, Slot, Trajectory
 
 MOST_REPLACED = 4
-"""A step fails after so many unusable prompts per slot: the data set does not fit the recipe."""
+"""A step fails after this many unusable prompts per slot: the data set does not fit the recipe."""
 
 
 def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clock, metrics: StepMetrics) -> Batch:
@@ -65,7 +65,7 @@ def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clo
 def row_weights(context: StepContext, batch: Batch, groups: Tensor, advantages: Advantages) -> Tensor:
     """``[B]`` float32: 1 for each row that counts in the update's mean, and 0 for those left out.
 
-    Left out are rows without a reward, and where the algorithm's settings say so responses cut at the length limit
+    Left out are rows without a reward and, depending on the algorithm's settings, responses cut at the length limit
     (``mask_truncated``) and groups without an advantage (``drop_zero_std_groups``).
     """
     settings, counts = context.recipe.algorithm, advantages.valid.clone()
@@ -79,7 +79,7 @@ def row_weights(context: StepContext, batch: Batch, groups: Tensor, advantages: 
 
 
 class SynchronousRollout:
-    """Final class, a ``RolloutStrategy``: every group is sampled in its step, with the weights that train."""
+    """Final class, a ``RolloutStrategy``: every group is sampled in its step, with the trained weights."""
 
     staleness = 0
     replaces_groups = False
@@ -103,7 +103,7 @@ def sample_and_score(
 class Sampling:
     """Final class: a round in progress. The constructor submits it; ``collect`` may run in another thread.
 
-    ``clock`` is the caller's, ``inside`` that of the thread that collects. ``version``: see ``Devices.sample``.
+    ``clock``: the caller's clock; ``inside``: that of the collecting thread. ``version``: see ``Devices.sample``.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class Sampling:
 def encode(
     context: StepContext, slots: list[Slot], other: Callable[[Slot, int], Slot] | None = None
 ) -> tuple[list[Slot], list[str], list[Failure]]:
-    """Encode the prompts. An unusable prompt is recorded as a failure, and another one replaces it.
+    """Encode the prompts. An unusable prompt is recorded as a failure and replaced.
 
-    ``other``: gives the slot another prompt, that of attempt ``n``; None takes it from the training prompts. Returns
-    the slots, the keys of their features, and the failures. Raises ``UserError`` after too many.
+    ``other``: returns the slot with the prompt of attempt ``n``; None takes it from the training prompts. Returns the
+    slots, the keys of their features, and the failures. Raises ``UserError`` after too many.
     """
     bad: list[Failure] = []
     other = other or (lambda slot, attempt: context.controller.replacement(slot, attempt, context.prompts))
@@ -214,7 +214,7 @@ def row_lengths(context: StepContext, trajectory: Trajectory) -> list[int]:
 
 
 def groups_of(whole: Round) -> Groups:
-    """For each slot of a first round its own group."""
+    """The groups of a first round: each slot trains on its own group."""
     return [(0, n) for n in range(len(whole.slots))]
 
 
@@ -267,8 +267,8 @@ def prepare(context: StepContext, batch: Batch, scored: Scored) -> Scored:
     """Recompute the tensors that are needed of the whole batch before its first update (old log-probs, reference
     log-probs, a critic's values), in the same slices as the updates.
 
-    With one update per step text needs no old log-probs, unless the mean of the importance weights is wanted: the
-    update's own forward pass is the old policy, and the ratio is 1. Of pictures sampling recorded them (but see
+    With one update per step text needs no old log-probs, unless importance weights are normalised: the update's forward
+    pass is the old policy, and the ratio is 1. For pictures sampling recorded them (but see
     ``StepContext.recomputes_old_log_probs``).
     """
     updates, mask = context.recipe.train.updates_per_step, mask_of(batch)
@@ -309,8 +309,8 @@ def mask_of(batch: Batch) -> Tensor | None:
 
 
 def unsampled_batch(context: StepContext, slots: list[Slot], step: int, clock: Clock) -> Batch:
-    """The rows of a step that has nothing to sample: a pathwise one samples in its update, an offline one has given
-    pairs or responses."""
+    """The rows of a step without sampling before the update: a pathwise objective samples in the update, an offline one
+    trains on given pairs or responses."""
     with clock("encode"):
         slots, keys, bad = encode(context, slots)
     objective = context.objective
@@ -336,7 +336,7 @@ def prompts_only(context: StepContext, slots: list[Slot], keys: list[str], failu
 
 
 def rows_by_source(context: StepContext, slots: Sequence[Slot]) -> Mapping[str, list[int]]:
-    """The rows of the groups of ``slots`` by the source of their prompts, where the data are a mixture."""
+    """The rows of the groups of ``slots`` by the source of their prompts, if the data set is a mixture."""
     size = context.recipe.train.group_size
     found = by_source([s.prompt for s in slots], context.recipe.data.labels)
     return {label: [i * size + k for i in of for k in range(size)] for label, of in found.items()}
@@ -347,9 +347,10 @@ def reward_metrics(
     gather: Callable[[dict[str, list[float]]], list[dict[str, list[float]]]],
     sources: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, float]:
-    """Mean and spread of the total, the mean of every part, and how many samples were left out, of all controllers.
+    """Mean and standard deviation of the total, the mean of every part, and the number of samples left out, over all
+    controllers.
 
-    ``sources``: the rows of each source of a mixture, whose figures stand beside those of all.
+    ``sources``: the rows of each source of a mixture, for which the metrics are added separately.
     """
     mine = {name: values.tolist() for name, values in {**scores.parts, "mean": scores.total}.items()}
     apart = values_of_sources(mine, sources or {})

@@ -1,4 +1,4 @@
-"""A step's part in ``data.sampler``: the sampler learns from the groups of all controllers, and its state is saved."""
+"""The step part of ``data.sampler``: the sampler learns from the groups of all controllers, and its state is saved."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _Group = tuple[int, int, dict[str, list[float]]]
 
 
 class Curriculum(StepPart):
-    """Final class. What ``prompts`` chooses depends on the steps before."""
+    """Final class. The choice of ``prompts`` depends on earlier steps."""
 
     def __init__(self, prompts: Chosen) -> None:
         self.prompts = prompts
 
     def end_step(self, context: StepContext, done: FinishedStep) -> dict[str, float]:
-        """Tell the sampler what every controller's groups got, by slot; returns its metrics.
+        """Give the sampler the rewards of all controllers' groups, by slot; returns its metrics.
 
-        Raises ``UserError`` where controllers did not choose the same prompts.
+        Raises ``UserError`` if controllers did not choose the same prompts.
         """
         controller, prompts = context.controller, self.prompts
         everyone = controller.gather((prompts.digest, _groups(done)))
         if len({digest for digest, _ in everyone}) > 1:
             raise UserError(
-                f"data.sampler: controllers chose different prompts for step {done.step + 1}; a choice may depend on "
-                "the prompts, the seed, the step and what learn was told, and on nothing else"
+                f"data.sampler: controllers chose different prompts for step {done.step + 1}; a choice may only depend "
+                "on the prompts, the seed, the step and the arguments of learn"
             )
         results = []
         for slot, attempt, rewards in sorted((g for _, groups in everyone for g in groups), key=lambda g: (g[0], g[1])):
@@ -49,7 +49,7 @@ class Curriculum(StepPart):
 
 
 def _groups(done: FinishedStep) -> list[_Group]:
-    """This controller's groups; none where the algorithm samples none."""
+    """This controller's groups; empty if the algorithm does not sample."""
     found: dict[tuple[int, int], dict[str, list[float]]] = {}
     for label, values in done.batch.rewards.items():
         for sample, value in zip(done.batch.ids, values.tolist(), strict=True):

@@ -2,10 +2,9 @@
 
 A group is *valid* if its rewards differ, and *flat* if they are all equal. The attempts of a slot have a fixed order:
 its prompt of the epoch, then the replacement prompts 1, 2 and so on. A slot trains on its first valid attempt, or on
-the last of ``max_attempts``. The number of attempts per round changes how much is sampled in vain, and never which
-group a slot trains on. The result therefore depends neither on the number of controllers nor on earlier steps.
-Controllers do not communicate here, so that asynchronous rollout (``mmrl.rollout.async_rollout``) can do this in a
-thread.
+the last of ``max_attempts``. The number of attempts per round changes how many samples are wasted, but not which group
+a slot trains on. The result therefore depends neither on the number of controllers nor on earlier steps. Controllers do
+not communicate here, so that asynchronous rollout (``mmrl.rollout.async_rollout``) can run this in a thread.
 
 The first round samples one attempt per slot. A slot that is still flat after ``n`` rounds gets ``2 ** (n - 1) / valid``
 more, where ``valid`` is the moving average of the fraction of valid groups: enough to make one valid group likely, and
@@ -36,7 +35,7 @@ DECAY = 0.9
 
 
 class DynamicSampling(StepPart):
-    """Final class, a ``RolloutStrategy``. ``most``: the attempts that a slot has at most. ``valid``: moving average of
+    """Final class, a ``RolloutStrategy``. ``most``: largest number of attempts per slot. ``valid``: moving average of
     the fraction of valid groups over all controllers; 1 at the start.
     """
 
@@ -97,8 +96,8 @@ def resample(
     sample: Callable[[list[Slot]], Round],
     metrics: StepMetrics,
 ) -> Groups:
-    """Sample further attempts (``sample``) of the flat slots of ``rounds[0]``, until every slot is valid or has no
-    attempt left.
+    """Sample more attempts (``sample``) for the flat slots of ``rounds[0]``, until every slot is valid or has no
+    attempts left.
 
     Appends to ``rounds``; returns for each slot the (round, group in it) that it trains on.
     """
@@ -129,8 +128,8 @@ def resample(
 def _groups(context: StepContext, of: Round, number: int) -> list[_Group]:
     """The groups of round ``number``, and whether their rewards are all equal.
 
-    A reward with ``normalize: batch`` is compared alone too: its scale is not known before the batch is complete, and
-    in an unscaled sum it could cancel other rewards.
+    A reward with ``normalize: batch`` is also compared by itself: its scale is not known before the batch is complete,
+    and in an unscaled sum it could cancel other rewards.
     """
     rows = torch.arange(len(of.slots)).repeat_interleave(context.recipe.train.group_size)
     total = of.scores.total

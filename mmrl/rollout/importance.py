@@ -1,4 +1,4 @@
-"""How a recipe weighs what an engine with weights of its own sampled, and the mean weight of a step's batch."""
+"""The importance weights of a recipe for samples of an engine with its own copy of the weights, and their mean."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mmrl.training.batch import Batch
 from mmrl.training.step_context import StepContext
 
 SCALE = "importance_scale"
-"""Of ``Batch.prepared``: what every row's weight is divided by."""
+"""The key of ``Batch.prepared`` whose value divides every row's weight."""
 
 
 def correction_of(context: StepContext) -> Correction:
-    """What the recipe says; ``auto`` weighs nothing where the weights that train also sampled, in the same process."""
+    """The recipe's correction; ``auto`` means none if the trained weights also sampled, in the same process."""
     rollout = context.recipe.rollout
     same = rollout.engine == "transformers" and not context.rollout.strategy.staleness
     how = ("none" if same else "token") if rollout.importance == "auto" else rollout.importance
@@ -22,14 +22,13 @@ def correction_of(context: StepContext) -> Correction:
 
 
 def normalizes(context: StepContext) -> bool:
-    """Whether weights are divided by their mean over the batch, for which log-probs are recomputed before the
-    updates."""
+    """Whether weights are divided by their mean over the batch, which needs log-probs recomputed before the updates."""
     return context.recipe.rollout.importance_normalize == "batch"
 
 
 def mean_weight(context: StepContext, batch: Batch, mask: Tensor) -> float:
-    """The mean weight over the tokens of all controllers (of responses, where each has one weight), of rows that count;
-    1 where all are 0. ``mask`` ``[B, T]``; ``batch.prepared`` has the trainer's log-probs. Controllers call it
+    """The mean weight over the tokens (or responses, if each has one weight) of all controllers' rows that count; 1 if
+    all weights are 0. ``mask`` ``[B, T]``; ``batch.prepared`` has the trainer's log-probs. All controllers call it
     together."""
     engine = torch.zeros_like(mask)
     drawn = [None if t.log_probs is None else t.log_probs.float().cpu() for t in batch.micro_batches]

@@ -1,4 +1,4 @@
-"""Give each row the response of another prompt, whatever controller has that."""
+"""Pair each prompt with the response of a different prompt, across all controllers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mmrl.training.step_context import StepContext
 from mmrl.trajectory import Prompt, Slot
 
 Place = tuple[int, int]
-"""The index and the attempt of a slot, which say on every controller what its prompt is."""
+"""The index and the attempt of a slot, which determine its prompt on every controller."""
 
 
 def mismatched(context: StepContext, slots: Sequence[Slot], prompt_at: Callable[[Place], Prompt]) -> list[Slot]:
-    """``slots``, each with the response of the slot before it among those of all controllers; the first has the last
-    one's. Only places cross. Controllers call it together."""
+    """``slots``, each with the response of the previous slot of all controllers' slots; the first has the response of
+    the last. Only places are exchanged. All controllers call it together."""
     given = pairs_of(context.pipeline)
     if not isinstance(given, ResponseUpdates):
         raise TypeError(f"{type(given).__name__} has no responses that could be exchanged")
@@ -34,7 +34,7 @@ def mismatched(context: StepContext, slots: Sequence[Slot], prompt_at: Callable[
 
 
 def prompt_of_step(context: StepContext, step: int) -> Callable[[Place], Prompt]:
-    """The prompt of a training step at a place."""
+    """A function that returns the prompt of training step ``step`` at a place."""
     per_step = context.recipe.train.prompts_per_step
 
     def prompt_at(place: Place) -> Prompt:
@@ -46,8 +46,8 @@ def prompt_of_step(context: StepContext, step: int) -> Callable[[Place], Prompt]
 
 
 def of_batch(context: StepContext, objective: ComparesBatch, batch: Batch) -> dict[str, Tensor]:
-    """What the objective reads of ``batch`` as a whole, on all controllers, ``[B]`` each: recomputed without a graph,
-    in slices."""
+    """The objective's statistics of the whole batch of all controllers, ``[B]`` each, from tensors that are recomputed
+    without a graph, in slices."""
     columns = {name: torch.zeros(len(batch.places)) for name in objective.prepares}
     devices = context.compute.devices
     rows, lockstep_count = list(range(len(batch.places))), partial(devices.lockstep_count, context)

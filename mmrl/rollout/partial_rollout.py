@@ -3,18 +3,18 @@
 The *stream* is the sequence of the run's slots, step after step. A group is *in flight* while a response of it is
 unfinished. A step takes slots from the stream until ``prompts_per_step + extra`` groups are in flight. The engine then
 samples at most ``cut_after`` tokens for every unfinished response, in rounds, until ``prompts_per_step`` groups are
-complete. A complete group is scored at once and trained on. The others keep their tokens. So a long response delays no
-step, every step trains on the same number of groups, and no group is lost or trained on twice. Among groups that are
-complete at the same time the first of the stream come first.
+complete. Complete groups are scored at once and trained on; the others keep their tokens. So a long response does not
+delay a step, every step trains on the same number of groups, and no group is lost or trained on twice. Groups that are
+complete at the same time are taken in the order of the stream.
 
 Each token keeps the log-prob of the weights that sampled it. Truncated importance sampling corrects the difference to
 the policy that trains (``mmrl.algorithms.mismatch``).
 
-Short responses are complete sooner: the first steps of a run train on more of them than the data set holds.
+Short responses are complete sooner, so the first steps of a run train on a larger share of them.
 
-Slots and ``extra`` are divided into independent ``pools``: which groups of a pool are complete follows from the weights
-and its own slots. A controller has whole pools, so that the number of controllers changes nothing. Tokens leave their
-controller only into a checkpoint, which keeps each pool as a part of its own.
+Slots and ``extra`` are divided into independent ``pools``: which groups of a pool are complete depends only on the
+weights and on its slots. A controller has whole pools, so results do not depend on the number of controllers. Tokens
+leave their controller only in a checkpoint, which saves each pool as a separate part.
 
 With asynchronous rollout (``mmrl.rollout.async_rollout``) this happens while earlier steps train. Sampling for a step
 begins when that for the step before has ended, and continues its unfinished groups.
@@ -45,12 +45,12 @@ from mmrl.training.step_metrics import StepMetrics
 from mmrl.trajectory import Slot, Trajectory
 
 _FILE = "flight"
-"""How the names of its files in a checkpoint begin; the pool follows."""
+"""Prefix of its files in a checkpoint; the pool follows."""
 _SAVED = ("clean", "log_probs", "mask", "truncated", "under_way", "drawn_at")
 
 
 def _read_place(row: Json) -> tuple[int, int, int, str]:
-    """A slot that a checkpoint names: step, index, attempt, and the id of the prompt that it held."""
+    """A slot in a checkpoint: step, index, attempt, and the id of its prompt."""
     step, index, attempt, prompt = as_list(row)
     return as_integer(step), as_integer(index), as_integer(attempt), as_text(prompt)
 
@@ -65,7 +65,7 @@ class _Left(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The samples of one slot, as far as they are sampled. ``keys``: the features in the store that it uses."""
+    """The samples of one slot, possibly unfinished. ``keys``: the features in the store that it uses."""
 
     slot: Slot
     keys: list[str]
@@ -114,10 +114,10 @@ class PartialRollout(StepPart):
     def draw(
         self, context: StepContext, step: int, of: int, clock: Clock, version: Version | None = None
     ) -> PartialRound:
-        """Sample until as many groups are complete as ``step`` trains on, and submit them to the rewards. May run in
-        another thread.
+        """Sample until as many groups are complete as ``step`` trains on, and submit them to the rewards. May run in a
+        separate thread.
 
-        ``of``: after how many steps the weights were taken; ``version``: see ``Devices.continue_generation``. Raises
+        ``of``: the number of finished steps of the weights; ``version``: see ``Devices.continue_generation``. Raises
         ``UserError``.
         """
         pools = range(context.controller.rank, self.settings.pools, context.controller.size)
@@ -184,9 +184,9 @@ class PartialRollout(StepPart):
         return PartState(state, of)
 
     def load_state_dict(self, numbers: JsonObject, saved: Saved, context: StepContext) -> None:
-        """Restore this controller's part, features of the prompts too.
+        """Restore this controller's part, including the prompts' features.
 
-        Raises ``UserError`` where the data set has changed.
+        Raises ``UserError`` if the data set has changed.
         """
         self._load(context, {int(part.partition("-")[2]): rows for part, rows in saved.parts(_FILE).items()}, numbers)
 
@@ -197,13 +197,13 @@ class PartialRollout(StepPart):
         for step, index, attempt, prompt in map(_read_place, as_list(state["slots"])):
             pool = index % self.settings.pools
             if pool not in rows:
-                continue  # another controller's
+                continue  # it belongs to a different controller
             (slot,) = _slots(context, step, [index])
             slot = context.controller.replacement(slot, attempt, context.prompts) if attempt else slot
             if slot.prompt.id != prompt:
                 raise UserError(
-                    f"--resume: slot {index} of step {step} held the prompt {prompt}, and now {slot.prompt.id}: the "
-                    "data set has changed, and responses to its old prompts are in flight. Put it back, or start a "
+                    f"--resume: slot {index} of step {step} had the prompt {prompt}, and now has {slot.prompt.id}: the "
+                    "data set has changed, and responses to its old prompts are unfinished. Restore it, or start a "
                     "new run with --out"
                 )
             group = _begun(context, slot)
@@ -229,8 +229,8 @@ class PartialRollout(StepPart):
         return [group for group in self.in_flight if self._pool(group.slot) == pool and group.whole]
 
     def _fill(self, context: StepContext, wanted: Mapping[int, int]) -> list[Failure]:
-        """Begin groups for the next slots of each pool's stream, until it has ``wanted`` and its part of ``extra``.
-        Returns the prompts that cannot be used."""
+        """Start groups for the next slots of each pool's stream, until it has ``wanted`` and its part of ``extra``.
+        Returns the failures of unusable prompts."""
         fresh: list[Slot] = []
         for pool, n in wanted.items():
             share, taken = self._share(context, pool), self._taken.get(pool, 0)
@@ -258,7 +258,7 @@ class PartialRollout(StepPart):
         most = context.recipe.sampling.batch_size or context.recipe.train.micro_batch_size
         parts = [before.rows(rows) for rows in chunks(asked, most)]
         grown = context.compute.devices.continue_generation(context, parts, self.settings.cut_after, how, version)
-        dated = [_dated(part, more, of) for part, more in zip(parts, grown, strict=True)]
+        dated = [_with_steps(part, more, of) for part, more in zip(parts, grown, strict=True)]
         after = Trajectory.join([*([before.rows(done)] if done else []), *dated])
         place = {row: n for n, row in enumerate(order)}
         rows = [after.rows([place[row] for row in range(n, n + size)]) for n in range(0, len(before), size)]
@@ -299,8 +299,8 @@ def _begun(context: StepContext, slot: Slot) -> Group:
     return Group(slot, keys, start)
 
 
-def _dated(before: Trajectory, after: Trajectory, step: int) -> Trajectory:
-    """``after`` with the step of each token: the new tokens, which ``before`` lacks, are of ``step``."""
+def _with_steps(before: Trajectory, after: Trajectory, step: int) -> Trajectory:
+    """``after`` with the step of each token; tokens that ``before`` does not have get ``step``."""
     mask, old = _column(after.mask), _column(before.mask)
     known = pad(old, (0, mask.shape[1] - old.shape[1])) > 0
     dates = pad(_column(before.drawn_at), (0, mask.shape[1] - old.shape[1]))

@@ -1,4 +1,4 @@
-"""A controller, or a further device of one, as a Ray actor."""
+"""A controller, or one of its other devices, as a Ray actor."""
 
 from __future__ import annotations
 
@@ -26,48 +26,48 @@ from mmrl.report import notices
 from mmrl.report.rundir import RunDir
 from mmrl.run import build
 from mmrl.runtime.stall_watchdog import StallWatchdog, Stuck
-from mmrl.runtime.worker import Reception, RemoteWorker, call, serve
+from mmrl.runtime.worker import RemoteWorker, WorkerListener, call, serve
 from mmrl.session import Outcome, Session
 from mmrl.stopping import Stop
 
 _SEEN = 5.0
-"""Seconds for a file that one node has written to be seen on another."""
+"""Seconds for a file written on one node to become visible on the others."""
 
 
 PATIENCE = 10.0
-"""Seconds without an answer after which a process that is stopped is lost, and a step's phase stuck at the least. One
-that is not stopped has ``runtime.patience``."""
+"""Seconds without an answer after which a stopped process counts as lost, and the least time after which a phase counts
+as stuck. For a process that is not stopped it is ``runtime.patience``."""
 
 
 class Beat(NamedTuple):
-    """A sign of life of the process ``pid`` on Ray's ``node``: what takes too long there, and what was told since the
-    last one."""
+    """A sign of life of the process ``pid`` on Ray's ``node``: the phase that takes too long, and the log lines since
+    the last beat."""
 
     stuck: Stuck | None
-    told: list[str]
+    lines: list[str]
     node: str
     pid: int
 
 
 class Actor:
-    """Final class, in a process of its own: device ``device`` of controller ``rank``, the first is the controller.
+    """Final class, in a separate process: device ``device`` of controller ``rank``; device 0 is the controller itself.
 
-    ``train`` or ``serve`` runs in one thread and the others answer meanwhile.
+    ``train`` or ``serve`` runs in one thread, while other threads answer.
     """
 
     def __init__(self, rank: int, device: int, folder: str) -> None:
-        with suppress(OSError):  # a node that lacks it is named by ``describe``
+        with suppress(OSError):  # ``describe`` reports a node that lacks it
             os.chdir(folder)
         self._rank, self._device = rank, device
         self._stop = Stop()
         self._socket: socket.socket | None = None
-        self._reception: Reception | None = None
+        self._listener: WorkerListener | None = None
         self._pulse: StallWatchdog | None = None
         self._session: Session | None = None
-        self._told: deque[str] = deque()
+        self._lines: deque[str] = deque()
 
     def listen(self) -> tuple[str, int]:
-        """Where the others find this controller: on the loopback where Ray runs on it."""
+        """The address for the other controllers: on the loopback if Ray runs there."""
         import ray  # pyright: ignore[reportMissingImports]  # an extra
 
         host = ray.util.get_node_ip_address()
@@ -75,9 +75,9 @@ class Actor:
         return host, self._socket.getsockname()[1]
 
     def receive(self) -> tuple[str, bytes]:
-        """Where this controller's further devices find it, on its host, and the key that they need."""
-        self._reception = Reception()
-        return self._reception.address, self._reception.key
+        """The address on this host for the controller's other devices, and the key that they need."""
+        self._listener = WorkerListener()
+        return self._listener.address, self._listener.key
 
     def describe(self, mark: str) -> dict[str, str]:
         """This node's ``name``, its ``versions``, and whether it ``sees`` the file ``mark`` of the run's directory."""
@@ -89,20 +89,20 @@ class Actor:
     def beat(self) -> Beat:
         import ray  # pyright: ignore[reportMissingImports]  # an extra
 
-        told = [self._told.popleft() for _ in range(len(self._told))]
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
         node = ray.get_runtime_context().get_node_id()
-        return Beat(self._pulse.stuck() if self._pulse else None, told, node, os.getpid())
+        return Beat(self._pulse.stuck() if self._pulse else None, lines, node, os.getpid())
 
     def tell(self, line: str) -> None:
-        """Have the launcher hear ``line``, which is in this process's log already."""
-        self._told.append(line)
+        """Send ``line``, which is already in this process's log, to the launcher."""
+        self._lines.append(line)
 
     def starting(self) -> AbstractContextManager[None]:
-        """Entered while something is started that has a deadline of its own."""
+        """Entered while something starts that has its own deadline."""
         return self._pulse.starting() if self._pulse else nullcontext()
 
     def settle(self) -> None:
-        """Return once no checkpoint is being written."""
+        """Wait until no checkpoint is being written."""
         if self._session is not None:
             self._session.saver.wait()
 
@@ -111,7 +111,7 @@ class Actor:
         self._stop.asked = True
 
     def leave(self) -> None:
-        """End this process: of a cluster that is lost, where Ray cannot do it."""
+        """End this process; used when the cluster is lost and Ray cannot end it."""
         os._exit(1)
 
     def train(self, loaded: LoadedRecipe, path: str, host: str, port: int, *, resume: bool) -> Outcome:
@@ -122,7 +122,7 @@ class Actor:
         recipe = loaded.recipe
         rewards = (*recipe.rewards, *recipe.eval.rewards)
         slowest = PATIENCE + max((r.timeout * (r.retries + 1) for r in rewards), default=0.0)
-        least = {"reward": slowest, "evaluation": slowest}  # what rewards take is for their own deadline
+        least = {"reward": slowest, "evaluation": slowest}  # rewards have their own deadline
         self._pulse = StallWatchdog(PATIENCE, least, ("sample", "reward") if recipe.placement.apart else ())
         notices.listen(self)
         controller = self._join(loaded, host, port)
@@ -138,9 +138,9 @@ class Actor:
     def serve(
         self, loaded: LoadedRecipe, path: str, host: str, port: int, address: str, key: bytes, *, resume: bool
     ) -> Outcome | None:
-        """Do what the controller at ``address`` asks; what is printed goes into ``controllers/RANK.DEVICE.log``.
+        """Run the tasks of the controller at ``address``; output goes into ``controllers/RANK.DEVICE.log``.
 
-        Returns what the user must mend, where this device cannot begin.
+        Returns the error that the user must fix, if this device cannot start.
         """
         whole = RunDir(path)
         _log_to(whole.path / "controllers" / f"{self._rank}.{self._device}.log", keep=resume)
@@ -148,7 +148,7 @@ class Actor:
         connection = call(self._device, address, key)
         try:
             run = build(loaded.recipe, loaded.root, controller)
-        except UserError as error:  # the controller meets the same and says it, or misses this device
+        except UserError as error:  # the controller reports the same error, or that this device is missing
             return Outcome(False, 0, 0, 0.0, str(error))
         run.rewards.folder = whole.of_controller(self._rank).path
         serve(run, connection, saver_of(run, whole.checkpoints))
@@ -157,30 +157,30 @@ class Actor:
         recipe = loaded.recipe
         devices = recipe.placement.training(recipe.devices_per_controller)
         rank, size = self._rank * devices + self._device, recipe.controllers * devices
-        if self._device >= devices or size == 1:  # it has no part in training, or nobody to do it with
+        if self._device >= devices or size == 1:  # it does not train, or trains alone
             return Controller(recipe.seed, self._rank, recipe.controllers)
         waiting = self._pulse.waiting if self._pulse else nullcontext
         peers = Group(rank, size, host, port, self._socket, devices, waiting)
         return Controller(recipe.seed, self._rank, recipe.controllers, peers)
 
     def _devices(self, loaded: LoadedRecipe) -> MultiDevice | None:
-        """The controller's devices once the further ones have called; None where it has no others."""
-        if self._reception is None:
+        """The controller's devices, after the others have connected; None if it has only one."""
+        if self._listener is None:
             return None
-        connections = self._reception.welcome(loaded.recipe.devices_per_controller - 1)
+        connections = self._listener.accept(loaded.recipe.devices_per_controller - 1)
         workers = [RemoteWorker(n, one, notices.tell, self.starting) for n, one in enumerate(connections, 1)]
         return MultiDevice(workers, loaded.recipe.placement, self.starting)
 
 
 def versions() -> str:
-    """Of what must be the same on every node; of mmrl also the sources, which a checkout changes."""
+    """The versions that must be the same on every node; for mmrl also a digest of the sources, for checkouts."""
     sources = b"".join(path.read_bytes() for path in sorted(Path(mmrl.__file__).parent.rglob("*.py")))
     code = hashlib.blake2b(sources, digest_size=4).hexdigest()
     return f"Python {platform.python_version()}, mmrl {version('mmrl')} ({code}), torch {torch.__version__}"
 
 
 def _log_to(path: Path, keep: bool) -> None:
-    """Send what this process prints into the file."""
+    """Redirect this process's output to the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if keep else os.O_TRUNC), 0o644)
     for stream in (1, 2):

@@ -22,12 +22,12 @@ from mmrl.runtime.process_probe import STOPPED
 START_S = 180.0
 """Seconds in which an actor must have started."""
 _STORE = 100_000_000
-"""Bytes of the object store of a cluster started here. Controllers put next to nothing into it, and by default Ray
-takes a share of all memory for it, in /dev/shm."""
+"""Bytes of the object store of a cluster started here. Controllers store almost nothing in it, and Ray's default is a
+share of all memory, in /dev/shm."""
 _CORE = ("gcs_server", "raylet")
-"""The processes that a cluster cannot do without. A raylet ends where one of its agents does."""
+"""The processes that a cluster needs. A raylet ends when one of its agents ends."""
 _AWAY = 6.0
-"""Seconds in which Ray's processes of somebody else's cluster may accept no connection."""
+"""Seconds for which the Ray processes of a cluster not started here may accept no connection."""
 _LOOK = 0.9
 _END = 5.0
 
@@ -41,20 +41,20 @@ class ClusterLostError(LostError):
 
 
 class Cluster:
-    """A cluster that others have started, of which this process depends on ``services``. Final but for ``Local``."""
+    """A cluster that was not started here; this process depends on its ``services``. Final except for ``Local``."""
 
     local = False
 
     def __init__(self, ray: Any, services: Mapping[str, tuple[str, int]]) -> None:
         self.ray = ray
         self.lost = ""
-        """What became of it. Controllers may still answer then; Ray's own services must not be called."""
+        """How it was lost, else empty. Controllers may still answer then; Ray's services must not be called."""
         self._services = services
         self._looked = 0.0
         self._away: dict[str, float] = {}
 
     def check(self) -> None:
-        """Raise ``ClusterLostError`` where one of Ray's own processes is gone."""
+        """Raise ``ClusterLostError`` if one of Ray's processes is gone."""
         now = time.monotonic()
         if not self.lost and now - self._looked >= _LOOK:
             self._looked = now
@@ -63,7 +63,7 @@ class Cluster:
             raise ClusterLostError(self.lost)
 
     def check_nodes(self) -> None:
-        """``check``, until it is known: what is asked of a GCS that is away is never answered."""
+        """Repeat ``check`` until the state is known: a GCS that is gone never answers."""
         self._looked = 0.0
         self.check()
         while self._away:
@@ -71,7 +71,7 @@ class Cluster:
             self.check()
 
     def usable(self) -> bool:
-        """Whether Ray's own services answer."""
+        """Whether Ray's services answer."""
         with suppress(ClusterLostError):
             self.check_nodes()
         return not self.lost
@@ -88,11 +88,11 @@ class Cluster:
         return ""
 
     def resources(self) -> tuple[dict[str, float], dict[str, float]]:
-        """What is free, and all there is."""
+        """The free resources, and all resources."""
         return self.ray.available_resources(), self.ray.cluster_resources()
 
-    def know(self, pid: int) -> None:
-        """Learn of a controller's process."""
+    def register(self, pid: int) -> None:
+        """Register a controller's process."""
 
     def close(self) -> None:
         """Disconnect."""
@@ -130,22 +130,22 @@ class Local(Cluster):
         self._stopped = stopped
         return ""
 
-    def know(self, pid: int) -> None:
-        """Learn of a controller's process: without a raylet it would stay."""
+    def register(self, pid: int) -> None:
+        """Register a controller's process, which would stay alive if the raylet is lost."""
         if pid not in self._known:
             self._known.add(pid)
             with suppress(psutil.Error):
                 self._own.add(psutil.Process(pid))
 
     def close(self) -> None:
-        """End it. What is lost cannot end its processes itself."""
+        """End the cluster. A lost cluster cannot end its processes itself."""
         if self.lost:
             _kill(self._own)
         self.ray.shutdown()
 
 
 def _services(ray: Any) -> dict[str, tuple[str, int]]:
-    """Where the cluster's GCS listens, and this node's raylet. Ray's client (``ray://``) knows of none."""
+    """The addresses of the cluster's GCS and of this node's raylet. Ray's client (``ray://``) knows neither."""
     if ray.util.client.ray.is_connected():
         return {}
     here = ray.get_runtime_context()
@@ -171,7 +171,7 @@ def _status(process: psutil.Process) -> str:
 
 
 def _kill(processes: Collection[psutil.Process]) -> None:
-    """End ``processes`` and what they have started."""
+    """End ``processes`` and their children."""
     every = set(processes)
     for process in processes:
         with suppress(psutil.Error):
@@ -184,7 +184,7 @@ def _kill(processes: Collection[psutil.Process]) -> None:
 
 @contextmanager
 def cluster(recipe: Recipe) -> Generator[Cluster]:
-    """Ray, started here or connected to. Raises ``UserError`` where it is missing, away or too small."""
+    """Start Ray or connect to it. Raises ``UserError`` if it is not installed, not reachable or too small."""
     ray = _imported(recipe)
     there = _connected(ray, recipe)
     try:
@@ -206,7 +206,7 @@ def _imported(recipe: Recipe) -> Any:
             "train.backend: Megatron-Core is not installed: pip install 'mmrl[megatron]', or set it to fsdp"
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # of a cluster started here; 15 would starve controllers
+    os.environ.setdefault("RAY_worker_niceness", "0")  # for a cluster started here; 15 would starve controllers
     if recipe.ray == "local":  # read when Ray is imported: nodes on the loopback alone, as on macOS and Windows
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
@@ -222,7 +222,7 @@ def _imported(recipe: Recipe) -> Any:
 
 
 def _connected(ray: Any, recipe: Recipe) -> Cluster:
-    """Raises ``UserError`` where Ray does not start or is away."""
+    """Raises ``UserError`` if Ray does not start or is not reachable."""
     where: dict[str, Any] = {"address": recipe.ray}
     local = recipe.ray == "local"
     if local:
@@ -243,7 +243,7 @@ def _connected(ray: Any, recipe: Recipe) -> Cluster:
 
 
 def _undo(ray: Any, before: set[psutil.Process]) -> None:
-    """End what was started by a start that has failed."""
+    """End the processes of a failed start."""
     _kill(set(psutil.Process().children()) - before)
     with suppress(Exception):
         ray.shutdown()
@@ -251,7 +251,7 @@ def _undo(ray: Any, before: set[psutil.Process]) -> None:
 
 @contextmanager
 def _signals_kept() -> Generator[None]:
-    """Ray takes SIGTERM for itself, and would end all at once."""
+    """Keep this process's signal handlers: Ray replaces that of SIGTERM and would end everything at once."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -261,7 +261,7 @@ def _signals_kept() -> Generator[None]:
 
 
 def _why(error: Exception, address: str) -> str:
-    """What to tell the user of a start that has failed with ``error``."""
+    """The message to the user about a start that failed with ``error``."""
     reason = plain(" ".join(str(error).split()) or type(error).__name__, 600)
     if "ersion mismatch" in reason:
         return (
@@ -271,18 +271,18 @@ def _why(error: Exception, address: str) -> str:
     if address != "local":
         return (
             f"ray: there is no usable Ray cluster at {address!r} ({reason}); correct the address, start one "
-            "(ray start --head), give its token where it asks for one (RAY_AUTH_TOKEN), or set ray=local"
+            "(ray start --head), set its token if it needs one (RAY_AUTH_TOKEN), or set ray=local"
         )
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     if isinstance(error, OSError) or re.search("No space left|AF_UNIX path|/dev/shm", reason):
-        edit = f"make room in {folder} and in /dev/shm, or name a folder with a short path: RAY_TMPDIR=/path"
+        edit = f"free space in {folder} and in /dev/shm, or name a folder with a short path: RAY_TMPDIR=/path"
     else:
         edit = f"see Ray's logs in {folder}/ray/session_latest/logs, and try again when the machine is less busy"
     return f"ray: Ray did not start on this machine ({reason}); {edit}"
 
 
 def _answers(address: str) -> None:
-    """Raises ``OSError`` where nothing listens at ``host:port``: Ray itself would try for minutes."""
+    """Raises ``OSError`` if nothing listens at ``host:port``: Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host, int(port)), timeout=5).close()
@@ -295,8 +295,8 @@ def on_gpu(device: str) -> bool:
     return torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
 
 
-def room_on_one_host(there: Cluster, devices: int, gpus: int) -> Any:
-    """Room for a controller's devices, all on one host. Raises ``UserError`` where none has so many free."""
+def reserve_host(there: Cluster, devices: int, gpus: int) -> Any:
+    """Reserve a controller's devices on one host. Raises ``UserError`` if no host has so many free."""
     ray = there.ray
     group = ray.util.placement_group([{"CPU": 1, **({"GPU": 1} if gpus else {})}] * devices, strategy="STRICT_PACK")
     until = time.monotonic() + START_S
@@ -310,8 +310,8 @@ def room_on_one_host(there: Cluster, devices: int, gpus: int) -> Any:
     return group
 
 
-def inside(group: Any) -> Any:
-    """Where to start an actor: in the room of its controller, or where there is most."""
+def scheduling_in(group: Any) -> Any:
+    """Where to start an actor: in the reservation of its controller, or on the host with the most free resources."""
     if group is None:
         return "SPREAD"
     from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]  # an extra

@@ -1,7 +1,7 @@
 """Start the controllers of a run, watch them, and restart them from the last checkpoint if one is lost.
 
-The launcher takes no part in a step. Controllers are Ray actors; each runs ``mmrl.session`` and writes where
-``RunDir.of_controller`` says. The leader's log is shown as it grows.
+The launcher does no work of a step. Controllers are Ray actors; each runs ``mmrl.session`` and writes into the folder
+``RunDir.of_controller``. The leader's log is printed as it grows.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from mmrl.runtime.cluster import (
     ClusterLostError,
     LostError,
     cluster,
-    inside,
     on_gpu,
-    room_on_one_host,
+    reserve_host,
+    scheduling_in,
 )
-from mmrl.runtime.process_probe import Outlook, Silence
+from mmrl.runtime.process_probe import ProcessProbe, Silence
 from mmrl.runtime.stall_watchdog import Stuck
 from mmrl.session import Outcome
 from mmrl.stopping import Stop
 
 _EVERY = 0.5
 _GRACE = 5.0
-"""Seconds to wait, where one controller failed because another is gone, for the other to be known as gone."""
+"""Seconds to wait for Ray to report a lost controller, after a different one has failed because of it."""
 _LOOK = PATIENCE / 2
-"""Seconds without an answer after which a process is looked at from outside."""
+"""Seconds without an answer after which a process is inspected from outside."""
 _NODE_GONE = 15.0
-"""Seconds after which a lost node is known as lost; a controller's end is known before that of its node."""
+"""Seconds until Ray reports a lost node; it reports a controller's end before that of its node."""
 _RESTARTS = 3
 """Losses in a row, without a checkpoint between them, after which the run stops."""
 
 
 Place = tuple[int, int]
-"""A controller's rank, and which of its devices."""
+"""A controller's rank, and the number of its device."""
 
 
 class Losses:
-    """Final class: how often in a row a run was lost without a checkpoint between."""
+    """Final class: counts losses in a row without a new checkpoint between them."""
 
     def __init__(self, directory: RunDir) -> None:
         self._directory = directory
         self._lost, self._saved = 0, _saved(directory)
 
     def add(self, error: LostError) -> None:
-        """Say that all start again. Raises ``UserError`` where that was to no avail."""
+        """Report that all controllers restart. Raises ``UserError`` after too many restarts without progress."""
         before, self._saved = self._saved, _saved(self._directory)
         self._lost = self._lost + 1 if self._saved == before else 1
         if self._lost > _RESTARTS:
@@ -82,7 +82,7 @@ def launch(loaded: LoadedRecipe, directory: RunDir, stop: Stop, *, resume: bool)
 def _train(
     there: Cluster, loaded: LoadedRecipe, directory: RunDir, resume: bool, stop: Stop, losses: Losses
 ) -> Outcome | None:
-    """All starts of the controllers in one cluster. None where it was lost, and another can be started."""
+    """All starts of the controllers in one cluster. None if it was lost, and a new one can be started."""
     while True:
         try:
             return Watch(there, loaded, directory, resume=resume).run(stop)
@@ -95,13 +95,13 @@ def _train(
             else:
                 saved = _saved(directory)
                 return Outcome(False, saved, saved, 0.0, f"{there.lost}; start Ray again there (ray start)")
-            loaded = loaded if there.local else _that_fits(there.ray, loaded)
+            loaded = loaded if there.local else _recipe_that_fits(there.ray, loaded)
             resume = True
 
 
-def _that_fits(ray: Any, loaded: LoadedRecipe) -> LoadedRecipe:
-    """The recipe with as many controllers as the cluster still has room for: a node may be lost, and who runs a slot
-    changes nothing in it. Raises ``UserError`` where there is room for none."""
+def _recipe_that_fits(ray: Any, loaded: LoadedRecipe) -> LoadedRecipe:
+    """The recipe with as many controllers as the cluster still has room for: a node may be lost, and the results do not
+    depend on which controller runs a slot. Raises ``UserError`` if there is no room for one."""
     recipe, kind = loaded.recipe, "GPU" if on_gpu(loaded.recipe.device) else "CPU"
     until = time.monotonic() + _NODE_GONE
     while True:
@@ -120,12 +120,12 @@ def _that_fits(ray: Any, loaded: LoadedRecipe) -> LoadedRecipe:
             f"ray: the cluster has lost its nodes, and none is left with {recipe.devices_per_controller} {kind}s for a "
             "controller; start Ray again there, then resume"
         )
-    print(f"a node is lost: {room} of {recipe.controllers} controllers go on", file=sys.stderr)
+    print(f"a node is lost: {room} of {recipe.controllers} controllers continue", file=sys.stderr)
     return replace(loaded, recipe=recipe.model_copy(update={"controllers": room}))
 
 
 def _saved(directory: RunDir) -> int:
-    """The step of the newest checkpoint that can be used; 0 where there is none."""
+    """The step of the newest usable checkpoint; 0 if there is none."""
     return max((entry.step for entry in entries(directory.checkpoints) if entry.usable), default=0)
 
 
@@ -134,7 +134,7 @@ def _last_line(error: Exception) -> str:
 
 
 class Watch:
-    """Final class: one start of all controllers, until they are through or one is lost."""
+    """Final class: one start of all controllers, until they finish or one is lost."""
 
     def __init__(self, there: Cluster, loaded: LoadedRecipe, directory: RunDir, *, resume: bool) -> None:
         recipe, ray = loaded.recipe, there.ray
@@ -143,9 +143,9 @@ class Watch:
         self._kind = "GPU" if gpus else "CPU"
         self.actors: dict[Place, Any] = {}
         devices = recipe.devices_per_controller
-        self._rooms = [room_on_one_host(there, devices, gpus) for _ in range(self.size)] if devices > 1 else []
+        self._rooms = [reserve_host(there, devices, gpus) for _ in range(self.size)] if devices > 1 else []
         for rank in range(self.size):
-            place = inside(self._rooms[rank] if self._rooms else None)
+            place = scheduling_in(self._rooms[rank] if self._rooms else None)
             made = ray.remote(Actor).options(
                 num_cpus=1, num_gpus=gpus, max_concurrency=4, max_restarts=0, scheduling_strategy=place
             )
@@ -154,15 +154,15 @@ class Watch:
         self._arguments, self._resume = (loaded, str(directory.path.absolute())), resume
         self._patience = max(PATIENCE, recipe.runtime.patience)
         log = self._log
-        self._shown = log.stat().st_size if resume and log.exists() else 0  # the rest was shown
-        self._outlook = Outlook(ray)
+        self._shown = log.stat().st_size if resume and log.exists() else 0  # older lines were printed before
+        self._probe = ProcessProbe(ray)
         self._where: dict[Place, tuple[str, int]] = {}
         self._beats: dict[Place, tuple[Any, float]] = {}
         self._silences: dict[Place, Silence] = {}
         self._stuck: dict[Place, Stuck | None] = {}
 
     def run(self, stop: Stop) -> Outcome:
-        """Raises ``LostError``, and what a controller raised that the user cannot mend."""
+        """Raises ``LostError``, and errors of a controller that are not the user's."""
         try:
             return self._watch(self._start(), stop)
         finally:
@@ -178,19 +178,19 @@ class Watch:
             self._show()
 
     def _start(self) -> dict[Any, Place]:
-        """Set all to work; returns what they will answer at the end. Raises ``LostError`` and ``UserError``."""
+        """Start all actors; returns the references of their outcomes. Raises ``LostError`` and ``UserError``."""
         errors = self.ray.exceptions
         running = {}
         try:
             self._check_nodes()
             where = self._get(self.actors[0, 0].listen.remote())
-            receptions = {}
+            listening = {}
             for (rank, device), actor in self.actors.items():
                 if (rank, 1) in self.actors and device == 0:
-                    receptions[rank] = self._get(actor.receive.remote())
+                    listening[rank] = self._get(actor.receive.remote())
                 work = actor.train.remote if device == 0 else actor.serve.remote
-                reception = receptions[rank] if device else ()
-                running[work(*self._arguments, *where, *reception, resume=self._resume)] = rank, device
+                listener = listening[rank] if device else ()
+                running[work(*self._arguments, *where, *listener, resume=self._resume)] = rank, device
         except errors.RayActorError as error:
             raise LostError(f"a controller died while it started ({_last_line(error)})") from error
         except errors.RayError as error:
@@ -199,7 +199,7 @@ class Watch:
         return running
 
     def _get(self, ref: Any) -> Any:
-        """What an actor that has just been started answers. Raises ``LostError`` where it takes too long."""
+        """The answer of an actor that was just started. Raises ``LostError`` if it takes too long."""
         until = time.monotonic() + START_S
         while not self.ray.wait([ref], timeout=_EVERY)[0]:
             self.cluster.check()
@@ -212,7 +212,7 @@ class Watch:
         return self.ray.get(ref)
 
     def _check_nodes(self) -> None:
-        """Raise ``UserError`` where a controller's node lacks the run's directory, or runs other versions."""
+        """Raise ``UserError`` if a controller's node lacks the run's directory, or has different versions."""
         mark = self.directory.path.absolute() / f".seen-{uuid.uuid4().hex}"
         mark.touch()
         leading = [self.actors[rank, 0] for rank in range(self.size)]
@@ -240,7 +240,7 @@ class Watch:
 
     def _watch(self, running: dict[Any, Place], stop: Stop) -> Outcome:
         outcomes: dict[int, Outcome] = {}
-        told = False
+        announced = False
         while len(outcomes) < self.size:
             done, _ = self.ray.wait(list(running), timeout=_EVERY)
             for ref in done:
@@ -257,21 +257,21 @@ class Watch:
                 return replace(failed, finished=False, saved=_saved(self.directory))
             self._listen(running)
             self._show()
-            if stop.asked and not told:
-                told = True
+            if stop.asked and not announced:
+                announced = True
                 for rank in range(self.size):
                     self.actors[rank, 0].stop.remote()
         return outcomes[0]
 
     def _settle(self) -> None:
-        """Have a checkpoint that the leader is writing on the disk, where it can."""
+        """Wait until a checkpoint that the leader is writing is on the disk, if possible."""
         with suppress(self.ray.exceptions.RayError):
             self.ray.get(self.actors[0, 0].settle.remote(), timeout=_GRACE)
 
     def _outcome(self, ref: Any, running: dict[Any, Place]) -> Outcome | None:
-        """What a controller came to; None of a device that did what its controller asked.
+        """The outcome of a controller; None for another device that finished.
 
-        Raises ``LostError`` where it, or another that it needed, is gone.
+        Raises ``LostError`` if it, or a different one that it needed, is gone.
         """
         gone = self.ray.exceptions.RayActorError
         try:
@@ -301,7 +301,7 @@ class Watch:
         return f"{f'device {device} of ' if device else ''}controller {rank} of {self.size}"
 
     def _listen(self, running: dict[Any, Place], wait: float = 0.0) -> None:
-        """Ask every controller for a sign of life. Raises ``LostError`` where one gives none for too long."""
+        """Ask every controller for a sign of life. Raises ``LostError`` if one does not answer for too long."""
         until = time.monotonic() + wait
         while True:
             self.cluster.check()
@@ -310,31 +310,31 @@ class Watch:
                 answered, _ = self.ray.wait([ref], timeout=0)
                 if answered:
                     del self._beats[place]
-                    with suppress(self.ray.exceptions.RayError):  # of the dead ``_outcome`` hears
-                        self._hear(place, self.ray.get(ref))
+                    with suppress(self.ray.exceptions.RayError):  # ``_outcome`` reports a dead one
+                        self._record_beat(place, self.ray.get(ref))
                 else:
-                    self._silent(place, time.monotonic() - asked)
-            self._gets_on()
+                    self._check_silent(place, time.monotonic() - asked)
+            self._check_progress()
             if time.monotonic() >= until:
                 return
             time.sleep(_EVERY)
 
-    def _hear(self, place: Place, beat: Beat) -> None:
+    def _record_beat(self, place: Place, beat: Beat) -> None:
         self._silences.pop(place, None)
         self._stuck[place], self._where[place] = beat.stuck, (beat.node, beat.pid)
-        if beat.node == self._outlook.here:
-            self.cluster.know(beat.pid)
-        for line in beat.told if place[0] else ():  # the leader's log is shown
+        if beat.node == self._probe.here:
+            self.cluster.register(beat.pid)
+        for line in beat.lines if place[0] else ():  # the leader's log is printed anyway
             print(f"{self._name(place)}: {line}", file=sys.stderr)
 
-    def _silent(self, place: Place, seconds: float) -> None:
-        """Look from outside at a process that has not answered for ``seconds``. Raises ``LostError`` where it is
-        stopped, or has been at something for longer than ``runtime.patience``."""
+    def _check_silent(self, place: Place, seconds: float) -> None:
+        """Inspect a process that has not answered for ``seconds``. Raises ``LostError`` if it is stopped, or if this
+        takes longer than ``runtime.patience``."""
         if seconds < _LOOK:
             return
         silence = self._silences.setdefault(place, Silence())
         if place in self._where:
-            silence.see(self._outlook.read(*self._where[place]))
+            silence.see(self._probe.read(*self._where[place]))
         if seconds <= PATIENCE:
             return
         frozen = f"{self._name(place)} is frozen: no sign of life for {seconds:.0f} s"
@@ -342,19 +342,19 @@ class Watch:
             raise LostError(f"{frozen}; {silence}")
         if seconds > self._patience:
             raise LostError(
-                f"{frozen}; {silence}. Where a reward or a data set of yours needs so long without releasing "
-                "Python's lock (GIL), raise runtime.patience"
+                f"{frozen}; {silence}. If a reward or a data set of yours holds Python's lock (GIL) for so "
+                "long, raise runtime.patience"
             )
-        if not silence.told:
-            silence.told = True
+        if not silence.reported:
+            silence.reported = True
             most = f"at most {duration(self._patience)} (runtime.patience)"
             print(
                 f"{self._name(place)} has not answered for {seconds:.0f} s; {silence}. The run waits {most}",
                 file=sys.stderr,
             )
 
-    def _gets_on(self) -> None:
-        """Raises ``LostError`` where a controller makes no progress and does not only wait for another, or all wait."""
+    def _check_progress(self) -> None:
+        """Raises ``LostError`` if a controller makes no progress and is not waiting, or if all controllers wait."""
         for place, stuck in self._stuck.items():
             if stuck is not None and not stuck.waits:
                 raise LostError(
@@ -362,14 +362,14 @@ class Watch:
                     f"and usually takes {stuck.usual:.1f} s"
                 )
         if sum(stuck is not None for stuck in self._stuck.values()) == self.size:
-            raise LostError("all controllers wait for one another, far longer than usual")
+            raise LostError("all controllers wait for each other, far longer than usual")
 
     @property
     def _log(self) -> Path:
         return self.directory.path / "controllers" / "0.log"
 
     def _show(self) -> None:
-        """Print what the leader's log has grown by."""
+        """Print the new lines of the leader's log."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._shown)

@@ -10,7 +10,7 @@ import psutil
 
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _COMPUTES = 0.1
-"""The share of a core above which a process computes. Threads that wait for the lock take far less."""
+"""The share of a core above which a process counts as computing. Threads that wait for the lock use far less."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Reading:
 
 
 def read(pid: int) -> Reading | None:
-    """Of the process ``pid`` of this machine; None where it cannot be read."""
+    """Read the process ``pid`` of this machine; None if it cannot be read."""
     try:
         process = psutil.Process(pid)
         times = process.cpu_times()
@@ -37,15 +37,15 @@ def read(pid: int) -> Reading | None:
 
 
 class Silence:
-    """Final class: what was seen of a process since it does not answer."""
+    """Final class: the readings of a process since it stopped answering."""
 
     def __init__(self) -> None:
         self._first: Reading | None = None
         self._last: Reading | None = None
-        self.told = False
+        self.reported = False
 
     def see(self, reading: Reading | None) -> None:
-        """Take a reading; None says nothing."""
+        """Add a reading; None is ignored."""
         self._last = reading or self._last
         self._first = self._first or reading
 
@@ -63,9 +63,9 @@ class Silence:
         return f"{what}: {used:.1f} s of CPU time in {seconds:.0f} s"
 
 
-class Outlook:
-    """Final class: readings of processes on every node of a Ray cluster. Those of this node are taken at once; of
-    another, by a task there that is not waited for.
+class ProcessProbe:
+    """Final class: readings of processes on every node of a Ray cluster. On this node they are taken at once; on other
+    nodes by a Ray task, without waiting for it.
     """
 
     def __init__(self, ray: Any) -> None:
@@ -75,7 +75,7 @@ class Outlook:
         self._asked: dict[tuple[str, int], Any] = {}
 
     def read(self, node: str, pid: int) -> Reading | None:
-        """A new reading; None where there is none yet."""
+        """A new reading; None if there is none yet."""
         if node == self.here:
             return read(pid)
         place = node, pid

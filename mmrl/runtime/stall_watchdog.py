@@ -1,4 +1,4 @@
-"""Track the progress of a controller: its current phase, since when, and the usual duration."""
+"""Track the progress of a controller: its current phase, the phase's start and usual duration."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 TIMES = 10
-"""A phase that takes so many times its usual time makes no progress."""
+"""A phase that takes this many times its usual time counts as stuck."""
 _KNOWN = 3
-"""Times that a phase must have been through for its usual time to be known."""
+"""Number of completed phases after which the usual time is known."""
 _RECENT = 0.3
 
 
 @dataclass(frozen=True)
 class Stuck:
-    """A phase that takes too long, in seconds; ``waits``: for other controllers, who are to be looked at first."""
+    """A phase that takes too long; times in seconds. ``waits``: it waits for other controllers, to be checked first."""
 
     phase: str
     seconds: float
@@ -26,10 +26,10 @@ class Stuck:
 
 
 class StallWatchdog:
-    """Final class. One thread goes through phases, another asks.
+    """Final class. One thread runs phases, and a second thread checks it.
 
-    ``least``: seconds, by phase, within which nothing is said of it; of any other phase ``patience``. ``hidden``:
-    phases whose work goes on behind others, so that they usually take no time: as usual counts that of all together.
+    ``least``: seconds by phase before which it does not count as stuck; ``patience`` for all other phases. ``hidden``:
+    phases that overlap with others and usually take no time: their usual time is that of all phases together.
     """
 
     def __init__(self, patience: float, least: Mapping[str, float] | None = None, hidden: Collection[str] = ()) -> None:
@@ -42,7 +42,7 @@ class StallWatchdog:
 
     @contextmanager
     def __call__(self, phase: str) -> Generator[None]:
-        """The thread is in ``phase``."""
+        """Mark the thread as in ``phase`` inside the block."""
         with self._lock:
             self._now.append((phase, time.monotonic()))
         try:
@@ -56,7 +56,7 @@ class StallWatchdog:
 
     @contextmanager
     def waiting(self) -> Generator[None]:
-        """The thread waits for other controllers."""
+        """Mark the thread as waiting for other controllers inside the block."""
         self._waiting += 1
         try:
             yield
@@ -65,7 +65,7 @@ class StallWatchdog:
 
     @contextmanager
     def starting(self) -> Generator[None]:
-        """Something is started that has a deadline of its own, in any thread; this is no time of the phase's."""
+        """Pause the phase's time while something starts, in any thread, that has its own deadline."""
         with self._lock:
             self._starting += 1
             if self._starting == 1:
@@ -80,7 +80,7 @@ class StallWatchdog:
                     self._now = [(p, b + now - max(b, self._began_starting)) for p, b in self._now]
 
     def stuck(self) -> Stuck | None:
-        """The phase that the thread is in, where it takes too long."""
+        """The thread's current phase, if it takes too long."""
         with self._lock:
             if not self._now or self._starting:
                 return None

@@ -21,6 +21,7 @@ from mmrl.planner.plan import resolved
 from mmrl.report.html import write_report
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import check_trackers
+from mmrl.report.verdict import judge_run
 from mmrl.runtime.launch import launch
 from mmrl.session import ANEW, Outcome, Session
 from mmrl.stopping import Stop, stop_on_signal
@@ -35,18 +36,18 @@ def train(
     overwrite: bool = False,
     callbacks: Sequence[AnyCallback] = (),
 ) -> Path:
-    """Run the recipe into the directory ``out`` (or go on where it stopped) and return it.
+    """Run the recipe into the directory ``out`` (or continue it there) and return ``out``.
 
-    ``callbacks`` are called in this process, so that they need a run of one device.
+    ``callbacks`` are called in this process, so they need a run with one device.
 
-    Raises ``UserError``, and ``SystemExit`` where SIGTERM or SIGHUP has stopped it, once it is saved.
+    Raises ``UserError``, and ``SystemExit`` if SIGTERM or SIGHUP has stopped the run, after it is saved.
     """
     with opened(loaded, out, resume=resume, overwrite=overwrite) as run:
         if run.recipe.controllers * run.recipe.devices_per_controller > 1:
             if callbacks:
                 raise UserError(
-                    "callbacks are called in this process, and controllers or devices_per_controller above 1 train in "
-                    "others; use one of each, or read metrics.jsonl of the run while it trains"
+                    "callbacks are called in this process, and a run with controllers or devices_per_controller above "
+                    "1 trains in other processes; set both to 1, or read the run's metrics.jsonl while it trains"
                 )
             outcome = launch(run.loaded, run.directory, resume=resume, stop=run.stop)
         else:
@@ -59,7 +60,7 @@ def train(
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run whose directory is locked and has its recipe; ``found`` is the checkpoint that it continues from."""
+    """A run whose directory is locked and contains its recipe; ``found``: the checkpoint that it continues from."""
 
     loaded: LoadedRecipe
     directory: RunDir
@@ -71,19 +72,19 @@ class OpenRun:
         return self.loaded.recipe
 
     def session(self, callbacks: Sequence[AnyCallback]) -> Session:
-        """Load what a step needs, to train in this process."""
+        """Load everything that a step needs, to train in this process."""
         called = Callbacks(callbacks, self.recipe, self.directory.path, self.stop) if callbacks else None
         return Session(self.loaded, self.directory, callbacks=called)
 
     def conclude(self, outcome: Outcome) -> None:
-        """Write the report of a run that has ended, or say how to continue it. Raises ``UserError`` where an error
-        ended it."""
+        """Write the report of a finished run, or print how to continue it. Raises ``UserError`` if an error ended
+        it."""
         again = command(self.loaded, self.directory.path)
         if outcome.divergence is not None:
             raise UserError(settle(self.directory, outcome.divergence, self.recipe, again))
         if outcome.error:
             error = UserError(
-                f"{outcome.error}\nsteps up to {outcome.saved} are saved; mend it, then: {resumed(self.loaded, again)}"
+                f"{outcome.error}\nsteps up to {outcome.saved} are saved; fix it, then: {resumed(self.loaded, again)}"
             )
             error.exit_code = outcome.exit_code
             raise error
@@ -98,11 +99,11 @@ class OpenRun:
 
 @contextmanager
 def opened(loaded: LoadedRecipe, out: Path, *, resume: bool, overwrite: bool) -> Generator[OpenRun]:
-    """Make or take over the directory ``out``, and keep it locked inside. Raises ``UserError``."""
-    loaded = resolved(loaded.going_on(out) if resume else loaded)
+    """Create or take over the directory ``out``, and keep it locked inside the block. Raises ``UserError``."""
+    loaded = resolved(loaded.for_resume(out) if resume else loaded)
     check_trackers(loaded.recipe.log)
     with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:
-        if resume and directory.resolved.exists():  # a run killed in its first second has none yet
+        if resume and directory.resolved.exists():  # a run killed in its first second has no recipe yet
             same_run(directory, loaded)
         found = reader.newest(directory.checkpoints, ANEW) if resume else None  # before anything is written
         directory.write_recipe(loaded.paths, loaded.overrides, loaded.resolved())
@@ -118,13 +119,16 @@ def command(loaded: LoadedRecipe, out: Path) -> str:
 
 
 def resumed(loaded: LoadedRecipe, again: str) -> str:
-    """How to continue the run: by the command ``again``, or from Python where its recipe comes from there."""
+    """How to continue the run: with the command ``again``, or from Python if its recipe was made there."""
     return "the same call of mmrl.train with resume=True" if loaded.from_python else f"{again} --resume"
 
 
 def finish(directory: RunDir, outcome: Outcome) -> None:
-    """Write the report; raise ``UserError`` where the last checkpoint could not be saved."""
-    report = write_report(directory.path)
+    """Write the report, and say whether the run learned; raise ``UserError`` if the last checkpoint could not be
+    saved."""
+    judged = judge_run(directory.path)
+    report = write_report(directory.path, judged)
+    print("\n".join(judged.lines()), file=sys.stderr)
     print(
         f"done: {outcome.done} steps, {outcome.cpu_seconds:.0f} CPU-seconds of training; report: {report}",
         file=sys.stderr,

@@ -1,7 +1,7 @@
 """The protocol between a controller and its workers on the same host: Python objects with tensors.
 
-Both ends are this program, of one run and one user, on a socket in the file system that only this user can open; hence
-pickle. Tensors travel as raw bytes, in no other form, and come out on the reader's device where they were on one.
+Both ends are this program, of one run and one user, on a socket in the file system that only this user can open, so
+pickle is safe. Tensors are sent as raw bytes; a tensor from a GPU arrives on the reader's GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _tensor(content: Any, dtype: str, shape: tuple[int, ...], device: str) -> Te
 
 
 def send(connection: Connection, message: Any) -> int:
-    """Send ``message``; returns its bytes."""
+    """Send ``message``; returns its size in bytes."""
     buffers: list[pickle.PickleBuffer] = []
     head = io.BytesIO()
     _Pickler(head, protocol=5, buffer_callback=buffers.append).dump(message)
@@ -44,7 +44,7 @@ def send(connection: Connection, message: Any) -> int:
 
 
 def receive(connection: Connection) -> Any:
-    """The next message. Raises ``EOFError`` where the other end is gone."""
+    """The next message. Raises ``EOFError`` if the other end is gone."""
     _, sizes = connection.recv()
     head = connection.recv_bytes()
     return pickle.loads(head, buffers=[connection.recv_bytes() for _ in sizes])

@@ -1,4 +1,4 @@
-"""A controller's further devices: one process each, on its host, that runs the tasks it receives."""
+"""A controller's other devices: one process each, on the same host, that runs the tasks it receives."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from mmrl.training.step_context import StepContext
 
 
 class LostDeviceError(RuntimeError):
-    """A device's process is gone, or has failed in a way that the user cannot mend."""
+    """A device's process is gone, or has failed with an error that is not the user's."""
 
 
-class Reception:
-    """Final class: where a controller's workers call it, a socket in a folder that only this user may open."""
+class WorkerListener:
+    """Final class: the socket on which a controller's workers connect, in a folder that only this user may open."""
 
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="mmrl-")
@@ -39,8 +39,8 @@ class Reception:
         self.address = str(Path(self._folder) / "workers")
         self._listener = Listener(self.address, "AF_UNIX", authkey=self.key)
 
-    def welcome(self, workers: int) -> list[Connection]:
-        """Wait for the calls of ``workers`` workers, and return them by device."""
+    def accept(self, workers: int) -> list[Connection]:
+        """Wait until ``workers`` workers have connected, and return the connections by device."""
         found: dict[int, Connection] = {}
         while len(found) < workers:
             connection: Any = self._listener.accept()
@@ -54,9 +54,9 @@ class Reception:
 
 
 class RemoteWorker:
-    """Final class: a device in a process of its own, as its controller sees it. Used by one thread.
+    """Final class: the controller's handle of a device in another process. Used by one thread.
 
-    ``tell`` gets what is said there; ``starting()`` is entered while something is started there.
+    ``tell`` gets the device's log lines; ``starting()`` is entered while something starts there.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class RemoteWorker:
     ) -> None:
         self.device, self._connection, self._tell, self._starting = device, connection, tell, starting
         self.sent = 0
-        """Bytes given to it so far."""
+        """Bytes sent to it so far."""
         self._has: set[str] = set()
 
     def perform(
         self, context: StepContext, call: Callable[..., Any], arguments: tuple[Any, ...], features: Mapping[str, Any]
     ) -> Any:
-        """What ``call``, a function of a module, returns there; ``features`` that it lacks go with it.
+        """Run ``call``, a function of a module, there and return its result; ``features`` that it lacks are sent.
 
-        Raises what the user must mend as ``UserError``, and ``LostDeviceError``.
+        Raises ``UserError`` for errors that the user must fix, and ``LostDeviceError``.
         """
         fresh = {key: value for key, value in features.items() if key not in self._has}
         self._has |= fresh.keys()
@@ -101,7 +101,7 @@ class RemoteWorker:
         with contextlib.ExitStack() as begun:
             while True:
                 how, answer = receive(self._connection)
-                if how == "told":
+                if how == "line":
                     self._tell(f"device {self.device}: {answer}")
                 elif how == "starting":
                     begun.enter_context(self._starting())
@@ -115,8 +115,8 @@ class RemoteWorker:
             self._connection.close()
 
 
-class Voice:
-    """Final class: how a device speaks to its controller: an answer to each task, and before it what happens there.
+class ControllerLink:
+    """Final class: sends a device's messages to its controller: log lines, and an answer to each task.
 
     A ``mmrl.report.notices.Listener``; safe to call from any thread.
     """
@@ -130,8 +130,8 @@ class Voice:
             send(self._connection, (how, what))
 
     def tell(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # the controller is gone: so are we, soon
-            self.say("told", line)
+        with contextlib.suppress(OSError):  # the controller is gone, and this process will end too
+            self.say("line", line)
 
     @contextlib.contextmanager
     def starting(self) -> Generator[None]:
@@ -149,33 +149,33 @@ class Voice:
 
 
 def call(device: int, address: str, key: bytes) -> Connection:
-    """Call the controller at ``address`` as its device ``device``."""
+    """Connect to the controller at ``address`` as its device ``device``."""
     connection: Any = Client(address, "AF_UNIX", authkey=key)
     connection.send(device)
     return connection
 
 
 def serve(context: StepContext, connection: Connection, saver: Saver | None = None) -> None:
-    """Do what the controller asks, until it hangs up. ``saver``: of this device's weights, where they lie in shards."""
+    """Run the controller's tasks until it disconnects. ``saver``: saves this device's shards of the weights."""
     if saver is not None:
         context.compute.local.save = lambda step: saver.begin(of_run(context, step))
-    voice = Voice(connection)
-    notices.listen(voice)
+    link = ControllerLink(connection)
+    notices.listen(link)
     while True:
         try:
             call, arguments, features = receive(connection)
         except (EOFError, ConnectionError):
             return
         except Exception:
-            voice.say("failed", traceback.format_exc())  # the controller waits for an answer whatever went wrong
+            link.say("failed", traceback.format_exc())  # the controller waits for an answer to every task
             continue
         answer = _answer(context, call, arguments, features)
         try:
-            voice.say(*answer)
+            link.say(*answer)
         except OSError:
             return
         except Exception:
-            voice.say("failed", traceback.format_exc())
+            link.say("failed", traceback.format_exc())
 
 
 def _answer(
@@ -184,7 +184,7 @@ def _answer(
     arguments: tuple[Any, ...],
     features: Mapping[str, dict[str, Tensor]],
 ) -> tuple[str, Any]:
-    """How a task went, and what came of it."""
+    """Run a task; returns the kind of answer, and the result or the error."""
     try:
         _keep(context, features)
         return "done", device_tasks.perform(context, call, arguments)
@@ -199,7 +199,7 @@ def _answer(
 
 
 def _keep(context: StepContext, features: Mapping[str, dict[str, Tensor]]) -> None:
-    """Take a prompt's features into this device's store until the step is over."""
+    """Keep a prompt's features in this device's store until the step ends."""
     context.pipeline.features.hold(list(features))
     context.compute.local.held.extend(features)
     for key, value in features.items():

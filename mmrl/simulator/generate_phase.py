@@ -1,8 +1,8 @@
 """Simulate the generate phase of one controller event by event: sampling, judging, waiting and moves.
 
 The work comes in rounds of micro-batches, each (seconds of sampling on a device, seconds of judging on a judge
-replica). A micro-batch is judged once it is sampled; the next round (replacements of dynamic sampling) begins once all
-of a round are judged, as in ``mmrl.rollout.collect``.
+replica). A micro-batch is judged after it is sampled; the next round (replacements of dynamic sampling) starts after
+all micro-batches of a round are judged, as in ``mmrl.rollout.collect``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROLLOUT, JUDGE, WAKE = "rollout", "judge", "wake"
 
 @dataclass(frozen=True)
 class Span:
-    """What a device did, seconds from the phase's start; ``wake`` is a move between the roles."""
+    """One activity of a device, in seconds from the phase's start; the role ``wake`` is a switch of roles."""
 
     device: int
     role: str
@@ -31,7 +31,7 @@ class Span:
 
 @dataclass
 class Phase:
-    """What came of it: busy in device-seconds, done in seconds from the start, micro-batches, and moves of devices."""
+    """The result of a phase: busy in device-seconds, done in seconds from the start, micro-batches, and moves."""
 
     rollout_busy: float = 0.0
     judge_busy: float = 0.0
@@ -41,7 +41,7 @@ class Phase:
     judged: int = 0
     later: int = 0
     moves: int = 0
-    """Of single devices inside the phase; the swaps of colocate are not among them."""
+    """Role switches of single devices within the phase, without the switches of colocate."""
     spans: list[Span] = field(default_factory=list)
 
     @property
@@ -50,17 +50,17 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Habits:
-    """What the step before says of this one: mean device-seconds of a micro-batch in either role."""
+class Expectations:
+    """Expectations from the previous step: mean device-seconds of a micro-batch in each role."""
 
     rollout: float
     judge: float
     again: float = 0.0
-    """Of a micro-batch of the first round: how many later ones."""
+    """Micro-batches of later rounds per micro-batch of the first round."""
 
     @classmethod
-    def of(cls, phases: Sequence[Phase]) -> Habits | None:
-        """Over all controllers; None where nothing was judged."""
+    def of(cls, phases: Sequence[Phase]) -> Expectations | None:
+        """The expectations from the phases of all controllers; None if nothing was judged."""
         judged = sum(phase.judged for phase in phases)
         if not judged:
             return None
@@ -70,7 +70,7 @@ class Habits:
 
 @dataclass
 class _Block:
-    """Devices that change their role together, as many as a judge replica has; ``busy`` counts those at work."""
+    """Devices that switch roles together, as many as a judge replica has; ``busy``: how many are working."""
 
     devices: list[int]
     role: str
@@ -83,21 +83,22 @@ class _Block:
 
 @dataclass
 class Generate:
-    """One controller's phase under ``split``. ``moves``: devices may change their role inside it, by ``worth_moving``;
-    otherwise a split stays, and colocate swaps all devices when nothing is left to do in the present role.
+    """One controller's phase with ``split``. ``moves``: devices may switch roles within the phase, by ``worth_moving``;
+    otherwise a split stays, and colocate switches all devices when the current role has no work left.
 
-    ``price``: seconds of a move. ``habits`` None: means of what has ended so far. ``record``: fill ``Phase.spans``.
+    ``price``: seconds of a switch. ``expectations``: None takes the means of the tasks finished so far. ``record``:
+    fill ``Phase.spans``.
     """
 
     split: Split
     price: float
     replica: int = 1
     moves: bool = False
-    habits: Habits | None = None
+    expectations: Expectations | None = None
     record: bool = False
 
     def run(self, rounds: Rounds) -> Phase:
-        """The phase of one controller's work, begun in its order."""
+        """Simulate one controller's work; micro-batches start in their order."""
         total = self.split.rollout + self.split.judge
         ends = range(total, 0, -self.replica)
         self._blocks = [_Block(list(range(max(end - self.replica, 0), end)), ROLLOUT) for end in ends]
@@ -143,7 +144,7 @@ class Generate:
             self._next_round()
 
     def _assign(self, now: float) -> None:
-        """Give waiting work to free devices, then roles to devices that have none."""
+        """Assign waiting work to free devices, then switch roles of devices without work."""
         for block in self._blocks:
             waiting = self._waiting[block.role]
             while waiting and block.free:
@@ -166,23 +167,23 @@ class Generate:
                 self._turn(now, block, role)
 
     def _worth(self, own: str, other: str) -> bool:
-        """``worth_moving`` with what a controller knows: how much waits, and what a micro-batch takes on average."""
+        """``worth_moving`` with a controller's knowledge: the waiting work, and the mean time of a micro-batch."""
         devices = {role: sum(len(b.devices) for b in self._blocks if b.role == role) for role in (own, other)}
         if not devices[other]:
             return True
-        phase, habits = self._phase, self.habits
-        if habits is None and phase.judged and phase.sampled:
+        phase, expectations = self._phase, self.expectations
+        if expectations is None and phase.judged and phase.sampled:
             mean = phase.rollout_busy / phase.sampled, phase.judge_busy / phase.judged
-            habits = Habits(*mean, phase.later / phase.judged)
-        if habits is None:
+            expectations = Expectations(*mean, phase.later / phase.judged)
+        if expectations is None:
             return False
         if own == JUDGE:
-            own_left = (len(self._waiting[ROLLOUT]) + self._under_way[ROLLOUT]) * habits.judge
-            other_left = len(self._waiting[ROLLOUT]) * habits.rollout
+            own_left = (len(self._waiting[ROLLOUT]) + self._under_way[ROLLOUT]) * expectations.judge
+            other_left = len(self._waiting[ROLLOUT]) * expectations.rollout
         else:
             ahead = len(self._waiting[JUDGE]) + self._under_way[JUDGE]
-            own_left = ahead * habits.again * habits.rollout
-            other_left = len(self._waiting[JUDGE]) * habits.judge
+            own_left = ahead * expectations.again * expectations.rollout
+            other_left = len(self._waiting[JUDGE]) * expectations.judge
         return worth_moving(own_left, other_left, devices[other], self.price, devices[own] - self.replica)
 
     def _turn(self, now: float, block: _Block, role: str) -> None:

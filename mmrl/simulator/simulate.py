@@ -1,7 +1,7 @@
 """Simulate a run's steps with every placement (``mmrl simulate``).
 
-Controllers meet once a step, to train; until then each samples and judges its own share. ``adaptive`` calls
-``mmrl.placement.adaptive``, the very functions of a real run. What is assumed stands in docs/placement.md.
+Controllers synchronise once per step, to train; before that each samples and judges its own share. ``adaptive`` calls
+``mmrl.placement.adaptive``, the functions of a real run. docs/placement.md lists the assumptions.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mmrl.placement.adaptive import Decision, Measured, Split, begin, decide, splits
-from mmrl.simulator.generate_phase import Generate, Habits, Phase, Rounds
+from mmrl.simulator.generate_phase import Expectations, Generate, Phase, Rounds
 from mmrl.simulator.trace import Trace, Work
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """``controllers`` of ``devices`` each; ``replica``: devices of one judge replica."""
+    """``controllers`` with ``devices`` each; ``replica``: devices of one judge replica."""
 
     controllers: int
     devices: int
@@ -30,20 +30,20 @@ class Cluster:
 
 @dataclass
 class Outcome:
-    """What a placement made of a trace; lists have an entry for every step."""
+    """The result of a placement on a trace; lists have an entry for every step."""
 
     name: str
     devices: int
     steps: list[float] = field(default_factory=list)
     """Seconds of the step."""
     generate: list[float] = field(default_factory=list)
-    """Seconds of the generate phase, of the controller that took longest; none where the slices are for good."""
+    """Seconds of the generate phase of the slowest controller; empty for disaggregated placements."""
     work: float = 0.0
     """Device-seconds of sampling, judging and training."""
     apart: float = 0.0
-    """Device-seconds in which controllers that were done waited for the last one."""
+    """Device-seconds in which controllers waited for the slowest one."""
     moves: list[int] = field(default_factory=list)
-    """Devices moved from one role to the other inside the step."""
+    """Number of role switches of devices within the step."""
     splits: list[Split] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def idle(self) -> float:
-        """Share of all device-seconds in which no work was done: waiting and moving."""
+        """Share of all device-seconds spent without work: waiting and switching."""
         return 1 - self.work / (self.seconds * self.devices)
 
     @property
@@ -63,16 +63,16 @@ class Outcome:
 
 
 def device_seconds(work: Work, cluster: Cluster) -> float:
-    """Of a step: sampling, judging and training."""
+    """Device-seconds of a step: sampling, judging and training."""
     batches = [batch for rounds in work.shares for batches in rounds for batch in batches]
     return sum(r + j * cluster.replica for r, j in batches) + work.train * cluster.total
 
 
 def bound(trace: Trace, cluster: Cluster) -> list[float]:
-    """Seconds of every step if all devices shared its work without a gap.
+    """A lower bound on the seconds of every step: all devices share its work without gaps.
 
-    Its device-seconds over the devices, or its longest chain (the longest micro-batch of each of a controller's rounds)
-    where that is longer, then training. No placement that trains on what the present weights sampled can be faster.
+    It is the step's device-seconds divided by the devices, or its longest chain (the longest micro-batch of each round
+    of a controller) if that is longer, plus training. No on-policy placement can be faster.
     """
     found = []
     for work in trace.steps:
@@ -92,26 +92,26 @@ def static(trace: Trace, cluster: Cluster, split: Split) -> Outcome:
 
 
 def best_static(trace: Trace, cluster: Cluster) -> Outcome:
-    """The fastest static split, colocate among them: what one would choose who knew the whole run beforehand."""
+    """The fastest static split, including colocate: the best choice if the whole run was known beforehand."""
     tried = [static(trace, cluster, split) for split in splits(cluster.devices, cluster.replica)]
     return min(tried, key=lambda outcome: outcome.seconds)
 
 
 def adaptive(trace: Trace, cluster: Cluster, *, moves: bool = True) -> Outcome:
-    """The split follows the load between steps; with ``moves``, devices move inside a step too."""
+    """The split follows the load between steps; with ``moves``, devices also switch roles within a step."""
     out = Outcome("adaptive" if moves else "adaptive, split alone", cluster.total)
-    state, habits = begin(cluster.devices, cluster.replica, moves=moves), None
+    state, expectations = begin(cluster.devices, cluster.replica, moves=moves), None
     for work in trace.steps:
-        phase = Generate(state.split, trace.price, cluster.replica, moves, habits)
+        phase = Generate(state.split, trace.price, cluster.replica, moves, expectations)
         phases = _generate(out, work, cluster, phase)
-        habits = Habits.of(phases) or habits
+        expectations = Expectations.of(phases) or expectations
         state, decision = decide(state, measured(phases, cluster, trace.price))
         out.decisions.append(decision)
     return out
 
 
 def measured(phases: Sequence[Phase], cluster: Cluster, price: float) -> Measured:
-    """What a real run would have measured of these phases, one for each controller."""
+    """The measurements that a real run would take from these phases, one for each controller."""
     return Measured(
         rollout_busy=sum(phase.rollout_busy for phase in phases),
         judge_busy=sum(phase.judge_busy for phase in phases),
@@ -136,10 +136,10 @@ def _generate(out: Outcome, work: Work, cluster: Cluster, generate: Generate) ->
 
 
 def disaggregated(trace: Trace, cluster: Cluster, train: int, judge: int, staleness: int) -> Outcome:
-    """Slices for good: of every controller ``train`` devices train, ``judge`` judge, the rest sample, and the sampling
-    of a step begins when the weights are at most ``staleness`` versions behind.
+    """Fixed roles: in every controller ``train`` devices train, ``judge`` judge and the rest sample. Sampling of a step
+    starts when the weights are at most ``staleness`` versions behind.
 
-    Training on fewer devices takes as much longer. Nothing is swapped, and new weights arrive without a stop.
+    Training time is inversely proportional to its devices. Roles never change, and new weights arrive without delay.
     """
     rollout = cluster.devices - train - judge
     out = Outcome(f"disaggregated {rollout}+{judge}+{train}", cluster.total)
@@ -160,7 +160,7 @@ def disaggregated(trace: Trace, cluster: Cluster, train: int, judge: int, stalen
 
 
 def best_disaggregated(trace: Trace, cluster: Cluster, staleness: int = 1) -> Outcome | None:
-    """The fastest slices, none of them for judging where there is none; None where a controller has too few devices."""
+    """The fastest fixed roles, without judges if nothing is judged; None if a controller has too few devices."""
     judged = any(j for work in trace.steps for rounds in work.shares for batches in rounds for _, j in batches)
     tried = [
         disaggregated(trace, cluster, train, judge, staleness)
@@ -172,17 +172,17 @@ def best_disaggregated(trace: Trace, cluster: Cluster, staleness: int = 1) -> Ou
 
 @dataclass
 class Comparison:
-    """Every placement on one trace; ``bound`` in seconds, of all steps."""
+    """Every placement on one trace; ``bound``: the lower bound on the seconds of all steps."""
 
     bound: float
     outcomes: list[Outcome]
     best: Outcome
-    """The best static one, which is among ``outcomes``."""
+    """The best static placement, which is also in ``outcomes``."""
 
 
 def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
-    """Colocate, the best partial split, the best slices for good (where a controller has three devices or more), and
-    adaptive without and with moves inside a step. Raises ``ValueError`` where a controller has one device."""
+    """Compare colocate, the best partial split, the best disaggregated placement (with three devices or more), and
+    adaptive without and with switches within a step. Raises ``ValueError`` if a controller has one device."""
     if cluster.devices <= cluster.replica:
         raise ValueError(f"a controller's {cluster.devices} devices leave none beside a judge's {cluster.replica}")
     colocate, *partial = [static(trace, cluster, split) for split in splits(cluster.devices, cluster.replica)]
@@ -200,20 +200,20 @@ def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
 
 
 class _Lanes:
-    """Final class: equal servers that take work in its order, each when it is free."""
+    """Final class: equal workers that take tasks in order, each when it is free."""
 
     def __init__(self, count: int) -> None:
         self._free = [0.0] * count
 
     def take(self, ready: float, seconds: float) -> float:
-        """When work that is ready then ends."""
+        """The end of a task of ``seconds`` that is ready at ``ready``."""
         ends = max(heapq.heappop(self._free), ready) + seconds
         heapq.heappush(self._free, ends)
         return ends
 
 
 def _pass(rounds: Rounds, rollout: _Lanes, judge: _Lanes, begins: float) -> float:
-    """Send micro-batches through both slices; returns when the last is judged."""
+    """Send micro-batches through sampling and judging; returns the time when the last is judged."""
     for batches in rounds:
         sampled = sorted((rollout.take(begins, r), j) for r, j in batches)
         begins = max([begins, *(judge.take(ready, j) if j else ready for ready, j in sampled)])

@@ -1,4 +1,4 @@
-"""Generate the work of a run's steps from a seed. ``trace_from_run`` reads that of a recorded run."""
+"""Generate the work of a run's steps from a seed. ``trace_from_run`` reads it from a recorded run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmrl.simulator.generate_phase import MicroBatch, Rounds
 
 @dataclass(frozen=True)
 class Work:
-    """A step's work: each controller's rounds, and ``train``, the seconds that all devices together then train."""
+    """A step's work: each controller's rounds, and ``train``, the seconds of training on all devices together."""
 
     shares: list[Rounds]
     train: float
@@ -21,7 +21,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Trace:
-    """The work of all steps; ``price``: seconds of a device's move from one role to the other."""
+    """The work of all steps; ``price``: seconds of a device's role switch."""
 
     steps: list[Work]
     price: float
@@ -30,14 +30,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class Load:
-    """A made-up load, in units that scale: ``sample`` is the mean seconds of a micro-batch, all else is relative.
+    """A synthetic load. ``sample`` is the mean seconds of a micro-batch; all other values are relative to it.
 
-    ``judge``: device-seconds of judging for one of sampling, a function of how far the run is (0..1). ``tail``: the
-    spread of sampling seconds, sigma of a log-normal; ``pareto``: its shape instead (below 2 has a heavy tail), cut at
-    30 times the least. ``judge_tail``: sigma of judging. ``again``: the share of micro-batches to be replaced because
-    their rewards are all equal, from the first step to the last; ``ahead``: as many more are tried in the first round
-    as the step before would have needed. ``train``: training's share of the device-seconds of the first step.
-    ``price``: of a move, in mean micro-batches of sampling.
+    ``judge``: device-seconds of judging per device-second of sampling, as a function of the run's progress (0..1).
+    ``tail``: sigma of the log-normal sampling time; ``pareto``: shape of a Pareto distribution instead (heavy-tailed
+    below 2), cut at 30 times the minimum. ``judge_tail``: sigma of judging. ``again``: the share of micro-batches to
+    replace because their rewards are all equal, in the first and in the last step; ``ahead``: the first round tries as
+    many extra micro-batches as the previous step would have needed. ``train``: training's share of the device-seconds
+    of the first step. ``price``: of a role switch, in mean micro-batches of sampling.
     """
 
     about: str
@@ -68,13 +68,13 @@ LOADS: dict[str, Load] = {
 
 
 MOST_ROUNDS = 4
-"""Rounds of sampling in a step at most; what is still missing then is trained on as it is."""
+"""Largest number of sampling rounds in a step; groups that are still missing then are trained on as they are."""
 
 
 def synthetic(
     load: Load, steps: int, controllers: int, devices: int, micro_batches: int, seed: int = 0, replica: int = 1
 ) -> Trace:
-    """``steps`` steps of ``micro_batches`` each, dealt to the controllers in turn; ``devices`` of all controllers."""
+    """``steps`` steps of ``micro_batches`` each, divided among controllers in turn; ``devices``: of all controllers."""
     rng = np.random.default_rng(seed)
     train = load.sample * micro_batches * (1 + load.judge(0.0)) / devices * load.train / (1 - load.train)
     made, tried = [], 1.0
@@ -110,7 +110,7 @@ def _normal(sigma: float, rng: np.random.Generator) -> float:
 
 
 def _pareto(shape: float, rng: np.random.Generator, most: float = 30.0) -> float:
-    """Pareto between 1 and ``most``, over its mean."""
+    """Pareto between 1 and ``most``, divided by its mean."""
     low = most**-shape
     drawn = (1 - rng.random() * (1 - low)) ** (-1 / shape)
     mean = shape / (shape - 1) * (1 - most ** (1 - shape)) / (1 - low)

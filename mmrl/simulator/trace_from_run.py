@@ -45,26 +45,26 @@ def read_run(run: Path) -> Recorded:
     events = [row for row in read(run / "placement.jsonl") if "role" in row]
     if any("sampling/stale_tokens" in row for row in metrics.values()):
         raise UserError(
-            f"{run} drew responses in parts, over several steps (rollout.partial), so that none is a measure of a "
-            "step's work; name a run without"
+            f"{run} sampled responses in parts over several steps (rollout.partial), so that no step measures its "
+            "own work; name a run without rollout.partial"
         )
     apart = any("sampling/stale_steps" in row for row in metrics.values()) and bool(events)
     if apart and not any("of" in row for row in events):
         raise UserError(
-            f"{run} sampled ahead of its training (disaggregated) and did not yet record for which step, so that its "
-            "steps are no measure of a step's work; name a run of this version, or of another placement"
+            f"{run} sampled ahead of its training (disaggregated), and its version did not record for which step, so "
+            "that no step measures its own work; name a run of this version, or of a different placement"
         )
     if not metrics and not events:
-        raise UserError(f"{run} has no metrics.jsonl with steps in it; name the directory of a run that has made some")
+        raise UserError(f"{run} has no metrics.jsonl with steps in it; name the directory of a run with finished steps")
     try:
         return _of_events(run, events, metrics, apart) if events else _of_metrics(run, metrics)
     except (KeyError, TypeError, ValueError) as error:
         name = "placement.jsonl" if events else "metrics.jsonl"
-        raise UserError(f"{run / name} has a line that is not as expected ({error!r}); delete it") from None
+        raise UserError(f"{run / name} has a line with an unexpected format ({error!r}); delete it") from None
 
 
 def fitted(recorded: Recorded, controllers: int, devices: int, micro_batches: int, seed: int = 0) -> Trace:
-    """The trace for another number of controllers and devices; unchanged for those of the run.
+    """The trace for other numbers of controllers and devices; unchanged for those of the run.
 
     Every step gets ``micro_batches`` random ones of the run's step, in one round, divided over ``controllers``.
     Training time grows with their number, and falls with the total of ``devices``.
@@ -105,8 +105,8 @@ def _of_events(run: Path, events: Sequence[Row], metrics: Mapping[int, Row], apa
 
 
 def _by_their_step(events: Sequence[Row], metrics: Mapping[int, Row]) -> list[Row]:
-    """Asynchronous rollout: the events with the step that they were for, and with times from the start of the run. An
-    event that the end of a step had divided is joined."""
+    """Asynchronous rollout: the events with the step that they belong to, and with times from the start of the run. An
+    event that was divided by the end of a step is joined."""
     starts, began = {}, 0.0
     for step in range(min(metrics, default=1), 1 + max(int(row["step"]) for row in events)):
         starts[step] = began
@@ -157,8 +157,8 @@ def _after(rows: Sequence[Row], metrics: Row | None) -> float:
 
 
 def _of_metrics(run: Path, metrics: Mapping[int, Row]) -> Recorded:
-    """Every micro-batch has the mean duration of its step. Judging is only the time that was waited for it, which is
-    less than its duration if it overlapped with sampling."""
+    """Every micro-batch has the mean duration of its step. The time of judging is only the wait for it, which is less
+    than its duration if it overlapped with sampling."""
     settings = json.loads((run / "resolved.json").read_text(encoding="utf-8"))
     train, sampling = settings["train"], settings["sampling"]
     controllers = settings.get("controllers", 1)

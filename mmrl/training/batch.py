@@ -21,7 +21,7 @@ Groups = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Round:
-    """Groups sampled and scored together, a group of rows for each of ``slots``, in their order."""
+    """Groups that were sampled and scored together, one group of rows per slot, in the order of ``slots``."""
 
     slots: list[Slot]
     keys: list[str]
@@ -33,10 +33,10 @@ class Round:
 class Batch:
     """The samples of a step on this controller: micro-batches as they were sampled, and values per row.
 
-    ``places``: where each of the ``B`` rows lies, (micro-batch, row in it). ``advantages``: ``[B]``, or ``[B, T]`` per
+    ``places``: the (micro-batch, row in it) of each of the ``B`` rows. ``advantages``: ``[B]``, or ``[B, T]`` per
     token. ``weights``: ``[B]``, 0 for rows left out of the update. ``lengths``: ``[B]``, tokens or denoising steps.
-    ``keys``: the features in the store that the batch uses. ``prepared``: ``[B, T]`` each, what was recomputed before
-    the updates (log-probs, values) and the returns that a critic fits; of pictures a column is a denoising step.
+    ``keys``: the features in the store that the batch uses. ``prepared``: ``[B, T]`` each, tensors recomputed before
+    the updates (log-probs, values) and the critic's targets; for pictures a column is a denoising step.
     """
 
     micro_batches: list[Trajectory]
@@ -48,7 +48,7 @@ class Batch:
     prepared: dict[str, Tensor] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     rewards: Mapping[str, Tensor] = field(default_factory=dict)
-    """By label as their authors returned them, ``[B]``; nan where a sample has none."""
+    """The raw rewards by label, ``[B]``; NaN if a sample has none."""
 
     @property
     def ids(self) -> list[SampleId]:
@@ -57,17 +57,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A slice of an update, whose autograd graph is held at once: some rows, and some entries of each (denoising steps,
-    or one noise level; all tokens of text)."""
+    """A slice of an update, computed in one forward and backward pass: some rows, and some entries of each (denoising
+    steps, or one noise level; all tokens of text)."""
 
     rows: Trajectory
     entries: list[int]
     index: list[int]
     """The places of the rows in the batch."""
     old: dict[str, Tensor]
-    """What is known from sampling: advantages, weights, groups, and log-probs where they were recorded."""
+    """Tensors from sampling: advantages, weights, groups, and log-probs if they were recorded."""
     tokens: int
-    """Tokens of all rows; ``padded`` counts padding too. Of pictures the number of rows."""
+    """Tokens of all rows; ``padded`` counts padding too. For pictures the number of rows."""
     padded: int
 
 
@@ -83,8 +83,8 @@ def rows_of_update(batch: Batch, update: int, updates: int) -> list[int]:
 
 
 def rows_with_weight(batch: Batch, rows: list[int]) -> list[int]:
-    """Those of ``rows`` with a weight above 0. All of them if there are none, because ranks that wait for one another
-    need a slice."""
+    """Those of ``rows`` with a weight above 0; all of them if there are none, because every rank needs a slice for
+    collectives."""
     return [n for n in rows if batch.weights[n] > 0] or rows
 
 

@@ -26,7 +26,7 @@ class Divergence:
     """``what`` was not finite, in training step ``step`` (counted from 1) or in the evaluation after it.
 
     ``lr``: the learning rate of the next update. ``done``: finished steps. ``proved``: a finite gradient or evaluation
-    was computed with the weights after these steps. If not, a checkpoint of them is of no use either.
+    was computed with the weights after these steps. If not, a checkpoint of them cannot be used either.
     """
 
     what: str
@@ -80,7 +80,7 @@ def settle(directory: RunDir, found: Divergence, recipe: Recipe, command: str) -
         lines.append("there is no finite checkpoint")
         how = "--overwrite"
     else:
-        lines.append("there is no checkpoint yet: --resume begins again at step 0")
+        lines.append("there is no checkpoint yet: --resume starts again at step 0")
     lower = f"optim.lr={recipe.optim.lr / 10:g}"
     return "\n".join([*lines, f"{', or '.join(edits)}; for example: {command} {lower} {how}"])
 

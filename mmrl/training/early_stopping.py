@@ -1,7 +1,6 @@
 """Stop when a held-out metric no longer improves, and keep the best checkpoint.
 
-The reward that is trained on may rise while samples get worse (reward hacking); a reward that is only measured shows
-that.
+A training reward may rise while samples get worse (reward hacking); a reward that is not trained on shows this.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class EarlyStop:
         self.since = 0
 
     def saw(self, step: int, row: Mapping[str, float]) -> bool:
-        """Take a row of heldout.jsonl; returns whether it is the best so far. Raises ``UserError`` without the metric.
+        """Read a row of heldout.jsonl; returns whether it is the best so far. Raises ``UserError`` without the metric.
 
-        Better means higher by more than ``threshold``. A value that is not finite counts as not better.
+        Better means higher by more than ``threshold``. A value that is not finite is not better.
         """
         name = self.settings.metric
         if name not in row:
@@ -47,7 +46,7 @@ class EarlyStop:
     def stopped(self) -> bool:
         return self.since >= self.settings.patience
 
-    def told(self) -> str:
+    def message(self) -> str:
         """Why training ends, for the terminal."""
         which = "base" if self.step == 0 else "best"
         return (

@@ -29,10 +29,11 @@ from mmrl.rewards.patience import one_line, too_many
 from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rollout.collect import encode, prompts_only
 from mmrl.rollout.mismatched import mismatched
-from mmrl.training import guards
+from mmrl.training import guards, per_sample
 from mmrl.training.batch import chunks
 from mmrl.training.guards import MOST, Measures
 from mmrl.training.micro_batches import split_micro_batches
+from mmrl.training.per_sample import PerSample
 from mmrl.training.repeated import sums_at
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
@@ -41,7 +42,7 @@ SEED = 20_261_121
 """The seed of all held-out noise. It does not depend on the run's seed, so that runs are compared with equal noise."""
 
 FAILED = "failed/"
-"""Prefix of a reward's label in heldout.jsonl: the number of samples that it could not score; absent if there are
+"""Prefix of a reward's label in heldout.jsonl for the number of samples that it could not score; absent if there are
 none."""
 
 
@@ -52,11 +53,13 @@ class Made:
     samples: list[Sample] = field(default_factory=list)
     scores: list[dict[str, float]] = field(default_factory=list)
     gaps: tuple[float, int] = (0.0, 0)
-    """Of texts: the sum of what its tokens' log-probs are above those of the base model, and how many tokens."""
+    """For texts: the sum of the tokens' log-probs minus those of the base model, and the number of tokens."""
+    kept: list[PerSample] = field(default_factory=list)
+    """The figures of each sample and of each given record, of all controllers."""
 
 
 class Evaluator:
-    """The held-out prompts of a run with the rewards measured on them; of an offline run the given texts."""
+    """The held-out prompts of a run and the rewards measured on them; for an offline run the given texts."""
 
     def __init__(self, context: StepContext, prompts: Sequence[Prompt], root: Path) -> None:
         self.run, self.prompts = context, prompts
@@ -72,25 +75,26 @@ class Evaluator:
     def score(self, samples: int) -> tuple[dict[str, float], Made, list[Failure]]:
         """Evaluate ``samples`` samples; returns the means, the samples, and those that could not be scored.
 
-        Sample ``i`` is of prompt ``i mod n``, or where each has several, ``eval.samples_per_prompt``, these come in a
-        row; always from the same noise. Where that prompt cannot be used it is named,
-        and another, always the same, takes its place. An offline run is measured on its first
-        ``samples`` records by the objective's own figures, and samples only where the recipe has ``eval.rewards``.
+        Sample ``i`` is of prompt ``i mod n``; with ``eval.samples_per_prompt`` the samples of a prompt are consecutive.
+        The noise is always the same. An unusable prompt is named and replaced, always with the same prompt. An offline
+        run is measured on its first ``samples`` records with the objective's metrics, and samples only if the recipe
+        has ``eval.rewards``.
         """
         if self.run.objective.kind != "offline":
             return self._score(self._slots(samples))
-        slots, row, bad = self._compare(self._slots(min(samples, len(self.prompts))))
+        slots, row, bad, records = self._compare(self._slots(min(samples, len(self.prompts))))
         made, failures = Made(), []
         if self.run.recipe.eval.rewards:
             rewards, made, failures = self._score(slots)
             row |= rewards
+        made.kept.insert(0, records)
         count = self.run.controller.count
         row |= {"samples": count(len(slots)), "dropped": row.get("dropped", 0) + count(len(bad))}
         return row, made, [*bad, *failures]
 
     def draw_base(self) -> None:
-        """Sample the base model for the guards, before a checkpoint is loaded: another process made its evaluation.
-        Texts are compared by their likelihood instead. All controllers call it together."""
+        """Sample the base model for the guards on resume, before the checkpoint is loaded: its evaluation ran in an
+        earlier process. Texts are compared by their likelihood instead. All controllers call it together."""
         recipe = self.run.recipe
         if recipe.makes == "text" or recipe.eval.every is None:
             return
@@ -101,7 +105,7 @@ class Evaluator:
     def _slots(self, samples: int, most: int | None = None) -> list[Slot]:
         """This controller's share of the evaluation's slots, or of the first ``most``: all slots of a prompt."""
         if samples % self.each:
-            raise UserError(f"{samples} samples are no multiple of eval.samples_per_prompt, {self.each}; change one")
+            raise UserError(f"{samples} samples are not a multiple of eval.samples_per_prompt, {self.each}; change one")
         groups, count, controller = samples // self.each, len(self.prompts), self.run.controller
         mine = controller.share(groups)
         if groups > count >= controller.size:
@@ -114,7 +118,7 @@ class Evaluator:
         """Sample ``slots`` and score the samples with all rewards."""
         (whole, bad), gather = self._make(slots), self.run.controller.gather
         made = whole.samples
-        places: defaultdict[str, list[int]] = defaultdict(list)  # of each prompt
+        places: defaultdict[str, list[int]] = defaultdict(list)  # by prompt
         for i, sample in enumerate(made):
             places[sample.prompt.id].append(i)
         groups = list(places.values())
@@ -125,8 +129,11 @@ class Evaluator:
         rows = [{k: v[i].item() for k, v in parts.items() if math.isfinite(v[i])} for i in range(len(slots))]
         mine = {name: values.tolist() for name, values in parts.items()}
         sources = by_source([sample.prompt for sample in made], self.run.recipe.data.labels)
-        everyone = gather(mine | values_of_sources(mine, sources))
-        names = dict.fromkeys(name for one in everyone for name in one)  # of a reward that failed parts are not known
+        where = [(sample.id.slot, sample.prompt.id) for sample in made]
+        gathered = gather((where, mine, values_of_sources(mine, sources)))
+        whole.kept.append(per_sample.gathered([(places, values) for places, values, _ in gathered], "reward/"))
+        everyone = [values | of_sources for _, values, of_sources in gathered]
+        names = dict.fromkeys(name for one in everyone for name in one)  # a reward that failed has no parts
         row = {
             name if name.startswith(SOURCE) else f"reward/{name}": finite_mean(
                 torch.tensor([v for one in everyone for v in one.get(name, ())], dtype=torch.float64)
@@ -164,13 +171,13 @@ class Evaluator:
             so_far[0], so_far[1] = so_far[0] + total, so_far[1] + n
         return {name: total / n for name, (total, n) in totals.items()}
 
-    def _compare(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, float], list[Failure]]:
-        """The objective's figures, mean over the records of ``slots`` (or their tokens) under the evaluation's weights;
-        the slots whose records can be used, and why the others cannot."""
+    def _compare(self, slots: list[Slot]) -> tuple[list[Slot], dict[str, float], list[Failure], PerSample]:
+        """The usable slots, the objective's metrics with the evaluation's weights, as means over the records of
+        ``slots`` (or their tokens), the failures of the other slots, and the figures of each record."""
         run, good, bad = self.run, list[Slot](), list[Failure]()
         pairs, prepared = pairs_of(run.pipeline), dict[str, Tensor]()
         sums: defaultdict[str, float] = defaultdict(float)
-        total = 0.0
+        total, each = 0.0, per_sample.Records(run.objective)
         with (
             run.compute.devices.sampling_phase(run, run.policy.evaluated),
             torch.no_grad(),
@@ -178,16 +185,19 @@ class Evaluator:
         ):
             if compares_batch(run.objective):
                 slots, bad, prepared = self._prepared(slots, run.objective)
-            rows = {slot.index: n for n, slot in enumerate(slots)}  # a mixture's records are taken source by source
+            rows = {slot.index: n for n, slot in enumerate(slots)}  # the records of a mixture are ordered by source
             for source, chunk in self._by_source(slots):
                 usable, keys, unusable = self._encode(chunk)
                 good, bad = good + usable, bad + unusable
                 batch = prompts_only(run, usable, keys)
                 batch.prepared = {name: of[[rows[slot.index] for slot in usable]] for name, of in prepared.items()}
                 total += run.objective.loss_denominator(batch.weights, batch.lengths)
+                each.place(usable, batch.weights, batch.lengths)
                 for micro_batch in split_micro_batches(run, batch, list(range(len(usable)))):
                     new = pairs.compare(micro_batch.rows, run.objective.needs, run.policy.using)
-                    for name, value in run.objective.loss(new, micro_batch.old, 1.0).sums.items():
+                    found = run.objective.loss(new, micro_batch.old, 1.0).sums
+                    each.add(usable, micro_batch, new, found)
+                    for name, value in found.items():
                         sums[name] += value.item()
                         if source:
                             sums[f"{SOURCE}{source}/{name}"] += value.item()
@@ -195,17 +205,17 @@ class Evaluator:
                     sums[f"{SOURCE}{source}/samples"] += len(usable)
                 run.pipeline.features.release(keys)
                 progress.advance(len(chunk))
-        everyone = run.controller.gather((total, dict(sums)))
-        count = sum(n for n, _ in everyone)
+        everyone = run.controller.gather((total, dict(sums), each.of_controller()))
+        count = sum(n for n, _, _ in everyone)
         if not count:
             named = f"; of {bad[0].prompt!r}: {bad[0].reason}" if bad else ""
             raise UserError(f"data.heldout: none of its records can be used{named}")
-        names = dict.fromkeys(name for _, sums in everyone for name in sums)
-        whole = {name: sum(sums.get(name, 0.0) for _, sums in everyone) for name in names}
-        return good, means_of_pairs(whole, count), bad
+        names = dict.fromkeys(name for _, sums, _ in everyone for name in sums)
+        whole = {name: sum(sums.get(name, 0.0) for _, sums, _ in everyone) for name in names}
+        return good, means_of_pairs(whole, count), bad, per_sample.of_records([own for *_, own in everyone])
 
     def _by_source(self, slots: list[Slot]) -> Iterator[tuple[str, list[Slot]]]:
-        """The slots in micro-batches, each with its source; those of a single data set have none."""
+        """The slots in micro-batches, each with its source (empty for a single data set)."""
         size = self.run.recipe.train.micro_batch_size
         sources = by_source([slot.prompt for slot in slots], self.run.recipe.data.labels)
         for source, of in sources.items() or [("", range(len(slots)))]:
@@ -215,8 +225,8 @@ class Evaluator:
     def _prepared(
         self, slots: list[Slot], objective: ComparesBatch
     ) -> tuple[list[Slot], list[Failure], dict[str, Tensor]]:
-        """The slots whose records can be used, each with another's response; why the others cannot; and what the
-        objective reads of all of them, ``[B]``."""
+        """The usable slots, each with the response of a different prompt; the failures of the others; and the
+        objective's statistics of all of them, ``[B]`` each."""
         run, good, bad = self.run, list[Slot](), list[Failure]()
         columns: defaultdict[str, list[Tensor]] = defaultdict(list)
         for chunk in chunks(slots, run.recipe.train.micro_batch_size):
@@ -235,8 +245,7 @@ class Evaluator:
         return good, bad, objective.of_batch(whole, torch.ones(len(good)), run.controller.total)
 
     def _encode(self, slots: list[Slot]) -> tuple[list[Slot], list[str], list[Failure]]:
-        """Encode what can be; nothing takes the place of the rest, so that every evaluation is of the same
-        records."""
+        """Encode the usable records. The others are not replaced, so that every evaluation uses the same records."""
         good, bad = list(slots), list[Failure]()
         while True:
             try:
@@ -284,8 +293,8 @@ class Evaluator:
         return Made([sample for n in sorted(made) for sample in made[n]], gaps=gaps), bad
 
     def _gaps(self, trajectory: Trajectory) -> tuple[float, int]:
-        """See ``Made.gaps``; 0 and 0 where it is not at hand: of pictures, where an engine samples, where the model
-        lies on several devices, or where no reference is kept: full weights, or a saved adapter that trains on."""
+        """See ``Made.gaps``; 0 and 0 if it is not available: for pictures, if an engine samples, if the model is
+        sharded, or without a reference (full weights, or training that continues a saved adapter)."""
         run, train = self.run, self.run.recipe.train
         kept = run.policy.base_is_reference or "reference" in run.policy.copies
         beside = run.recipe.rollout.engine == "transformers" and train.backend == "replicated" and train.width == 1
@@ -305,7 +314,7 @@ class Evaluator:
 
 
 def means_of_pairs(sums: Mapping[str, float], count: float) -> dict[str, float]:
-    """``sums`` over ``count`` pairs as means; those of a source of a mixture over its own pairs."""
+    """``sums`` over ``count`` pairs as means; sums of a mixture's source are divided by that source's pairs."""
     found = {}
     for name, value in sums.items():
         own = sums.get(f"{'/'.join(name.split('/')[:2])}/samples", 0.0) if name.startswith(SOURCE) else count
@@ -319,9 +328,9 @@ def finite_mean(values: Tensor) -> float:
     return values[values.isfinite()].mean().item()
 
 
-def told(row: Mapping[str, float], failures: Sequence[Failure]) -> str:
-    """A row of heldout.jsonl as a line for the terminal, with the reason for missing values. ``failures``: those of
-    this controller."""
+def summary(row: Mapping[str, float], failures: Sequence[Failure]) -> str:
+    """A row of heldout.jsonl as a line for the terminal, with the reasons for missing values. ``failures``: of this
+    controller."""
     said = []
     for key, value in row.items():
         if key in ("samples", "dropped") or key.startswith((FAILED, SOURCE, guards.PREFIX)):
@@ -344,13 +353,15 @@ def unmeasured(row: Mapping[str, float], metric: str, most: float) -> bool:
 def measure(
     context: StepContext, heldout: Evaluator, samples: int, directory: RunDir, step: int, log: MetricsLog
 ) -> tuple[dict[str, float], str]:
-    """Evaluate after ``step`` steps: write a row of heldout.jsonl and a grid of samples. Returns the row, also as
-    text."""
+    """Evaluate after ``step`` steps: write a row of heldout.jsonl and a grid of samples. Returns the row, and a summary
+    for the terminal."""
     row, made, failures = heldout.score(samples)
     if context.controller.count(len(made.samples)):
         row |= guarded(heldout.guards, row, made, base=step == 0)
     for f in failures:
         directory.failure(step, "heldout", f.prompt, f.reason, reward=f.reward, sample=vars(f.sample))
+    if context.controller.leads:
+        directory.evaluated(step, [kept.row() for kept in made.kept])
     log.write(step, row)
     shown, scores = made.samples[: context.recipe.eval.grid], made.scores[: context.recipe.eval.grid]
     if shown and context.pipeline.makes != "text":
@@ -359,11 +370,11 @@ def measure(
     elif shown:
         write_texts(directory, step, shown, scores)
     watched = [label_of(reward.name, reward.label) for reward in context.recipe.eval.rewards]
-    return row, "  ".join(filter(None, (told(row, failures), guards.told(row, watched))))
+    return row, "  ".join(filter(None, (summary(row, failures), guards.summary(row, watched))))
 
 
 def guarded(measures: Measures, row: Mapping[str, float], made: Made, *, base: bool) -> dict[str, float]:
-    """The guards' figures of an evaluation, whose ``row`` has its rewards; ``base``: it is of the base model."""
+    """The guards' metrics of an evaluation, whose ``row`` has its rewards; ``base``: it is that of the base model."""
     if base:
         measures.keep(made.samples)
     found = measures.of(made.samples, made.scores, made.gaps)

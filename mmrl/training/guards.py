@@ -1,22 +1,21 @@
-"""Guards against over-optimisation: what held-out samples say of it at every evaluation, and limits to it.
+"""Guards against over-optimisation: metrics of held-out samples at every evaluation, and limits on them.
 
-A reward that is over-optimised rises while samples of a prompt become alike, leave what the base model makes, and
-other rewards fall. All three are measured on the samples that an evaluation makes anyway:
+While an over-optimised reward rises, the samples of a prompt become similar, they move away from the base model's, and
+other rewards fall. All three are measured on the samples of the evaluation:
 
 ``guard/diversity``
     Pictures and clips: the root mean square difference of pixels (in [0, 1]) between two samples of a prompt, over all
-    pairs of its samples and all prompts. Texts: distinct-2 (Li et al., arXiv 1510.03055, sec. 5.1), the share of the
-    pairs of neighbouring words in the responses to a prompt that differ, mean over prompts. Where no prompt has two
-    samples, those of different prompts are taken together.
+    pairs of its samples and all prompts. Texts: distinct-2 (Li et al., arXiv 1510.03055, sec. 5.1), the share of
+    distinct word bigrams in the responses to a prompt, mean over prompts. If no prompt has two samples, the samples of
+    all prompts are taken together.
 ``guard/distance``
-    Pictures and clips: the same difference to what the base model makes of the same prompt from the same noise, over
-    the first ``MOST`` samples. Texts: log-prob of the tokens under the weights that sampled less that under the
-    reference, mean over tokens, in nats: their KL divergence where sampling.temperature drew them.
+    Pictures and clips: the same difference to the base model's sample of the same prompt and noise, over the first
+    ``MOST`` samples. Texts: log-prob of the tokens under the weights that sampled minus that under the reference, mean
+    over tokens, in nats: an estimate of the KL divergence if the evaluation samples at sampling.temperature.
 ``guard/change/<label>``
-    By how many standard deviations of the base model's scores a reward has changed.
+    The change of a reward in standard deviations of the base model's scores.
 
-Pixels are those at the crossings of a grid (``GRID``), at most; smaller pictures are taken whole. No pixel leaves its
-controller: sums do.
+Pixels are taken on a grid (``GRID``); smaller pictures are taken whole. Only sums leave a controller, no pixels.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ if TYPE_CHECKING:
 
 PREFIX = "guard/"
 MOST = 64
-"""Samples that are compared with the base model's: so many are drawn again on resume."""
+"""Number of samples that are compared with the base model's, which are drawn again on resume."""
 GRID = 64
-"""Points a side of a picture, and of a clip half as many of each of ``FRAMES`` frames in equal distances."""
+"""Grid points per side of a picture; for a clip half as many, in each of ``FRAMES`` frames at equal distances."""
 FRAMES = 4
 
 Place = tuple[int, int]
@@ -51,23 +50,23 @@ Row = Mapping[str, float]
 
 
 class Measures:
-    """Final class. The guards' figures of the evaluations of a run, each beside the base model's; ``prompts``: how many
-    are held out, ``labels``: rewards whose change is measured."""
+    """Final class. The guards' metrics of a run's evaluations, relative to the base model's; ``prompts``: the number of
+    held-out prompts, ``labels``: rewards whose change is measured."""
 
     def __init__(self, controller: Controller, prompts: int, labels: Sequence[str]) -> None:
         self.controller, self.prompts, self.labels = controller, prompts, labels
         self.base: Row = {}
-        """The evaluation before training, as in heldout.jsonl; empty where there is none."""
+        """The evaluation before training, as in heldout.jsonl; empty if there is none."""
         self.pictures: dict[Place, Tensor] = {}
-        """Of the base model, those that this controller compares its own with."""
+        """The base model's samples that this controller compares its own samples with."""
 
     def keep(self, samples: Iterable[Sample]) -> None:
-        """Take ``samples``, those of an evaluation of the base model."""
+        """Store ``samples`` of the base model's evaluation."""
         self.pictures = {_place(s): pixels(s) for s in samples if s.text is None and s.id.slot < MOST}
 
     def of(self, samples: Sequence[Sample], scores: Sequence[Row], gaps: tuple[float, int]) -> dict[str, float]:
-        """The figures of an evaluation. ``scores``: of each of this controller's samples; ``gaps``: sum and number of
-        its tokens' log-prob gaps. All controllers call it together."""
+        """The metrics of an evaluation. ``scores``: of each of this controller's samples; ``gaps``: see ``Made.gaps``.
+        All controllers call it together."""
         alone = self.controller.count(len(samples)) <= self.prompts
         groups: defaultdict[str, list[Sample]] = defaultdict(list)
         for sample in samples:
@@ -87,7 +86,7 @@ class Measures:
         return row
 
     def beside(self, row: Row) -> dict[str, float]:
-        """The figures of ``row``, a row of heldout.jsonl with those of ``of``, relative to the base model's."""
+        """The metrics of ``row``, a row of heldout.jsonl with those of ``of``, relative to the base model's."""
         found: dict[str, float] = {}
         diversity, base = f"{PREFIX}diversity", self.base
         if diversity in row and base.get(diversity):
@@ -120,18 +119,18 @@ def pixels(sample: Sample) -> Tensor:
 
 
 def squares(group: Sequence[Sample]) -> tuple[float, int]:
-    """The sum over all pairs of ``group`` of the mean squared difference of pixels, and how many pairs these are. The
-    sum over pairs is ``n sum |x|^2 - |sum x|^2``, of samples less their mean."""
+    """The mean squared difference of pixels, summed over all pairs of ``group``, and the number of pairs. The sum over
+    pairs is ``n sum |x|^2 - |sum x|^2`` of centred samples."""
     if len(group) < 2:
         return 0.0, 0
     rows = torch.stack([pixels(sample) for sample in group])
-    rows = rows - rows[0]  # equal samples are 0 apart, to the bit
+    rows = rows - rows[0]  # equal samples have a difference of exactly 0
     centred = rows - rows.mean(0)
     return len(group) * centred.square().mean(1).sum().item(), len(group) * (len(group) - 1) // 2
 
 
 def distinct(group: Sequence[Sample]) -> tuple[float, int]:
-    """Distinct-2 of the responses of ``group``, and 1; 0 and 0 where they have no two neighbouring words."""
+    """Distinct-2 of the responses of ``group``, and 1; 0 and 0 if they have no two neighbouring words."""
     words = [(sample.text or "").split() for sample in group]
     pairs = [pair for said in words for pair in pairwise(said)]
     if len(group) < 2 or not pairs:
@@ -140,8 +139,8 @@ def distinct(group: Sequence[Sample]) -> tuple[float, int]:
 
 
 class Limits:
-    """Final class: what the rows of heldout.jsonl say against the limits of ``eval.guards``. The same on every
-    controller; a function of the rows, so that a checkpoint keeps nothing of it. ``watched``: rewards that are not
+    """Final class: checks the rows of heldout.jsonl against the limits of ``eval.guards``. It is equal on every
+    controller, and a function of the rows, so it needs no state in a checkpoint. ``watched``: rewards that are not
     trained on."""
 
     def __init__(self, settings: Guards, watched: Sequence[str]) -> None:
@@ -149,12 +148,12 @@ class Limits:
         self.since = 0
         """Evaluations in a row beyond a limit."""
         self.within = 0
-        """After which step an evaluation was within all of them last."""
+        """The step of the last evaluation within all limits."""
         self.why: list[str] = []
-        """What is beyond its limit."""
+        """Descriptions of the exceeded limits."""
 
     def saw(self, step: int, row: Row) -> list[str]:
-        """Take a row; returns what is beyond its limit, each with the name of the limit."""
+        """Read a row; returns a description of each exceeded limit, with the limit's name."""
         self.why = list(self._beyond(row))
         self.since, self.within = (self.since + 1, self.within) if self.why else (0, step)
         return self.why
@@ -176,18 +175,18 @@ class Limits:
     def stopped(self) -> bool:
         return self.settings.action == "stop" and self.since >= self.settings.patience
 
-    def told(self) -> str:
+    def message(self) -> str:
         """Why training ends, for the terminal."""
-        kept = "base" if self.within == 0 else f"{self.within}, where that one is kept"
+        kept = "base" if self.within == 0 else f"{self.within}, if it is kept"
         return (
             f"stopping: {'; '.join(self.why)} (eval.guards). The weights are saved; the last evaluation within the "
-            f"limits was after step {self.within} (--checkpoint {kept}). To go on, move the limit or set "
+            f"limits was after step {self.within} (--checkpoint {kept}). To continue, change the limit or set "
             "eval.guards.action=warn, and give --resume"
         )
 
 
-def told(row: Row, watched: Sequence[str]) -> str:
-    """The guards' figures for the terminal; empty where there are none."""
+def summary(row: Row, watched: Sequence[str]) -> str:
+    """The guards' metrics for the terminal; empty if there are none."""
     said = []
     diversity, share = row.get(f"{PREFIX}diversity"), row.get(f"{PREFIX}diversity_share")
     if diversity is not None:
@@ -210,7 +209,7 @@ def _on_grid(image: Image, points: int) -> Tensor:
 
 
 def _spread(n: int, most: int) -> list[int]:
-    """At most ``most`` of ``n`` places, in the middle of equal parts."""
+    """At most ``most`` of ``n`` positions, in the middle of equal parts."""
     count = min(n, most)
     return [(2 * i + 1) * n // (2 * count) for i in range(count)]
 

@@ -1,8 +1,8 @@
 """The step program: prompts -> trajectories -> rewards -> advantages -> update, the same for every modality.
 
 A *slot* is a place for one prompt in a step; a *group* is the samples of one prompt; a *slice* is the part of an update
-whose autograd graph is held at once. The program branches only on the kind of objective. ``Devices`` runs the sampling
-and the gradients on one or several devices (``mmrl.placement``).
+in one forward and backward pass. The program branches only on the kind of objective. ``Devices`` runs the sampling and
+the gradients on one or several devices (``mmrl.placement``).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def optimizer_step(
 
 
 def busy_seconds(context: StepContext) -> float:
-    """Wall time in seconds without the waits for other controllers; only differences have a meaning."""
+    """Wall time in seconds without the waits for other controllers; only differences are meaningful."""
     return time.perf_counter() - context.controller.peers.waited
 
 
@@ -137,8 +137,8 @@ def recompute(context: StepContext, micro_batch: MicroBatch, step: int, metrics:
 
 
 def sampling_weights(context: StepContext, name: str) -> AbstractContextManager[None]:
-    """``Policy.using``. For a copy that samples ahead of training (``staleness``) it takes the snapshot that drew this
-    step's samples."""
+    """``Policy.using``. For a copy that samples ahead of training (``staleness``) it uses the snapshot that sampled for
+    this step."""
     if context.rollout.strategy.staleness and name in copies_of(context.objective):
         name = snapshot_name(name, context.rollout.strategy.staleness)
     return context.policy.using(name)
@@ -150,7 +150,7 @@ def importance_weights(
     """Add truncated importance weights to ``old``: they correct the mismatch between the policy that trains and the
     engine (or the older weights) that sampled.
 
-    Where ``old`` lacks the policy's log-probs, the detached ``new`` ones serve: no weight has changed since then.
+    If ``old`` has no log-probs of the policy, the detached ``new`` ones are used: no weight has changed since sampling.
     """
     own = old.get("log_probs", new["log_probs"].detach())
     counted = old["mask"] * old["weights"].unsqueeze(1)
@@ -166,7 +166,7 @@ def pathwise_rollout(
     """Sample ``rows`` with an autograd graph and score the pictures with differentiable rewards.
 
     Returns ``rewards`` ``[P, B]``, the weighted sum of the rewards of each of ``P`` predicted pictures per row (times
-    the number of the objective's phrases), and what else the objective needs.
+    the number of the objective's phrases), and the other tensors that the objective needs.
     """
     draw = torch.rand((), generator=generator(context.recipe.seed, step, "graph_steps")).item()
     path = objective.graph_steps(context.recipe.denoising.steps, draw)
@@ -180,7 +180,7 @@ def pathwise_rollout(
     try:
         parts = context.rewards.gradient_parts(asked, step=step)
     except RewardError:
-        # Look for pictures that are not finite only now: to look before would wait for the device once more.
+        # Check pictures only after an error: an earlier check would synchronise with the device once more.
         finite.checked_pictures(images, latents, rows.ids)
         raise
     total = context.rewards.weighted(parts)

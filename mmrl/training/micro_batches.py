@@ -1,4 +1,4 @@
-"""Divide an update into slices, so that only one slice's autograd graph is held at a time."""
+"""Divide an update into slices, so that only one slice's autograd graph is in memory at a time."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def number_of_entries(context: StepContext) -> int:
 
 
 def chosen(context: StepContext, rows: Trajectory) -> list[int]:
-    """The numbers of those entries: all, or, if the objective trains on fewer steps than were recorded, a random choice
-    per training step, the same for all rows."""
+    """The numbers of these entries: all of them or, if the objective trains on fewer steps than were recorded, a random
+    choice per training step, the same for all rows."""
     n = number_of_entries(context)
     if context.objective.kind != "policy_gradient" or n == entries_of(context.pipeline, context.objective.kind):
         return list(range(n))
@@ -69,13 +69,13 @@ def chosen(context: StepContext, rows: Trajectory) -> list[int]:
 
 
 def recorded(own: dict[str, Tensor], prepared: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What sampling recorded, without what was recomputed (``prepared``), which replaces it."""
+    """The tensors that sampling recorded, without those that were recomputed (``prepared``)."""
     return {name: value for name, value in own.items() if name not in prepared}
 
 
 def drawn_before(own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What sampling recorded, with its log-probs named ``rollout_log_probs`` ``[B, 1]``, as those of text always are:
-    another policy than the one that trains drew them (``StepContext.recomputes_old_log_probs``)."""
+    """The tensors that sampling recorded, with the log-probs renamed to ``rollout_log_probs`` ``[B, 1]``, as for text:
+    a policy that is not the trained one sampled (``StepContext.recomputes_old_log_probs``)."""
     if "log_probs" not in own:
         return own
     known = {name: value for name, value in own.items() if name != "log_probs"}

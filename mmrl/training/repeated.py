@@ -1,4 +1,4 @@
-"""What several responses to one prompt say of a model: pass@k, and the majority's answer (maj@k)."""
+"""Metrics of several responses to one prompt: pass@k, and the majority's answer (maj@k)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ _NO_NUMBER = (0.0, 0)
 
 
 def pass_at(n: int, right: int, k: int) -> float:
-    """The probability that at least one of ``k`` samples is right, estimated from ``n`` samples of which ``right`` are.
+    """The probability that at least one of ``k`` samples is correct, estimated from ``n`` samples, ``right`` of them
+    correct.
 
     Unbiased: ``1 - C(n - right, k) / C(n, k)`` (Chen et al. 2021, arXiv 2107.03374, equation 1).
     """
@@ -19,12 +20,11 @@ def pass_at(n: int, right: int, k: int) -> float:
 
 
 def majority_at(answers: Sequence[str | None], right: Sequence[float], k: int) -> float:
-    """How right the answer of most samples is, mean over the disjoint runs of ``k`` samples; what is left over at the
-    end is not used.
+    """How often the majority answer is correct, mean over disjoint sets of ``k`` consecutive samples; samples left over
+    at the end are not used.
 
-    ``answers``: of each sample, None without one, which is no vote. ``right``: 1 where it is, 0 where it is not. Of
-    answers with equally many votes the mean is taken: the expectation of drawing one of them. Where nobody has an
-    answer it is 0.
+    ``answers``: of each sample, or None, which is no vote. ``right``: 1 if the answer is correct, else 0. Ties count as
+    their mean, the expectation of drawing one of the answers. Without any answer the result is 0.
     """
     if not 1 <= k <= len(answers):
         raise ValueError(f"{k} of {len(answers)} samples")
@@ -49,10 +49,10 @@ def sums_at(
     pass_ks: Sequence[int],
     maj_ks: Sequence[int],
 ) -> dict[str, tuple[float, int]]:
-    """``pass@k`` and ``maj@k`` summed over ``groups`` (the samples of a prompt, in order), and of how many groups.
+    """``pass@k`` and ``maj@k`` summed over ``groups`` (the samples of a prompt, in order), and the number of groups.
 
-    ``right`` is nan for a sample without a score, which does not count; a group with fewer than ``k`` others is left
-    out. ``answers``: None where the reward says none.
+    ``right`` is NaN for a sample without a score, which does not count; a group with fewer than ``k`` scored samples is
+    left out. ``answers``: None if the reward extracts none.
     """
     found: dict[str, tuple[float, int]] = {}
 

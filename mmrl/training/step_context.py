@@ -28,7 +28,7 @@ Ts = TypeVarTuple("Ts")
 Chunk = tuple[Sequence[Slot], Sequence[SampleId]]
 """A micro-batch to sample: for each row its slot and the id that its randomness depends on."""
 Drawn = tuple[int, Trajectory, list[Sample]]
-"""A micro-batch that was sampled: its number, its trajectory, and what rewards see of it."""
+"""A micro-batch that was sampled: its number, its trajectory, and the samples for the rewards."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SamplingSpec:
 
     ``actions``: the denoising steps to record, as in ``Pipeline.sample``. ``weights``: the copy of the policy that
     samples. ``inputs``: what rewards read of a sample. ``step`` and ``round``: the training step and its round of
-    sampling that they are for; ``step`` is -1 outside training.
+    sampling; ``step`` is -1 outside training.
     """
 
     actions: Sequence[int]
@@ -53,8 +53,8 @@ class Devices(Protocol):
     """The devices of one controller, and the work of a step that they do. Only one thread calls it.
 
     A *task* is a module-level function whose first argument is the ``StepContext`` of the device
-    (``mmrl.placement.device_tasks`` has most): another process finds it by its name. The *trainers* are the devices
-    that hold the trained weights; with ``placement.type: disaggregated`` the others only sample and judge.
+    (``mmrl.placement.device_tasks`` has most): other processes find it by its name. The *trainers* are the devices that
+    hold the trained weights; with ``placement.type: disaggregated`` the others only sample and judge.
     """
 
     def sampling_phase(self, context: StepContext, weights: str) -> AbstractContextManager[None]:
@@ -72,8 +72,7 @@ class Devices(Protocol):
     ) -> Iterator[Drawn]:
         """Sample and decode every micro-batch; yields each with its number, in the order in which they finish.
 
-        ``version``: the weights to sample with, where the devices that sample do not train; None takes the present
-        ones.
+        ``version``: the weights to sample with, if the devices that sample do not train; None takes the current ones.
         """
         ...
 
@@ -89,11 +88,11 @@ class Devices(Protocol):
         ...
 
     def version(self, context: StepContext, name: str) -> Version:
-        """The present weights of the policy's copy ``name``, to sample with later."""
+        """The current weights of the policy's copy ``name``, to sample with later."""
         ...
 
     def lockstep_count(self, context: StepContext, n: int) -> int:
-        """The number of micro-batches that every rank must run, where this controller has ``n``: the maximum over all
+        """The number of micro-batches that every rank must run, if this controller has ``n``: the maximum over all
         controllers if a forward pass is collective, else ``n``. All controllers must call it."""
         ...
 
@@ -144,24 +143,23 @@ class Devices(Protocol):
     def state_dict(self) -> PartState: ...
 
     def load_state_dict(self, numbers: JsonObject, saved: Saved, /) -> None:
-        """Restore ``state_dict``; ignored if it is of another number of devices."""
+        """Restore ``state_dict``; ignored if it is of a different number of devices."""
         ...
 
     def close(self) -> None: ...
 
 
 class RolloutStrategy(Protocol):
-    """Where the samples of a step come from: sampled in the step, in parts over several steps, or ahead of it."""
+    """How a step gets its samples: sampled in the step, in parts over several steps, or ahead of it."""
 
     @property
     def staleness(self) -> int:
-        """By how many steps the weights that sample are older than those that train; 0 is on-policy."""
+        """By how many steps the sampling weights are behind the trained ones; 0 is on-policy."""
         ...
 
     @property
     def replaces_groups(self) -> bool:
-        """Whether groups may be replaced by others (dynamic sampling); rewards are then normalised over the groups that
-        remain."""
+        """Whether groups may be replaced (dynamic sampling); rewards are then normalised over the remaining groups."""
         ...
 
     def groups(
@@ -177,8 +175,8 @@ class RolloutStrategy(Protocol):
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """What a ``StepPart`` is told of a finished step. ``slots``: those that this controller began with. ``seconds``:
-    its wall time without waits for other controllers. ``metrics``: of all controllers."""
+    """The data of a finished step for ``StepPart``. ``slots``: this controller's first slots, without replacements.
+    ``seconds``: its wall time without waits for other controllers. ``metrics``: of all controllers."""
 
     step: int
     batch: Batch
@@ -192,7 +190,7 @@ class StepPart:
     overrides the methods it needs."""
 
     own = False
-    """Whether each controller has its own tensors, so that each saves them."""
+    """Whether each controller has its own tensors and saves them."""
 
     def end_step(self, context: StepContext, done: FinishedStep) -> dict[str, float]:
         """Called after each step; returns more metrics. All controllers call it together."""
@@ -221,7 +219,7 @@ class DeviceState:
 
 @dataclass(frozen=True)
 class Compute:
-    """Where a step computes."""
+    """The devices of a step."""
 
     device: torch.device
     """The device of this process."""
@@ -256,17 +254,17 @@ class StepContext:
     compute: Compute
     rollout: Rollout
     critic: Policy | None = None
-    """The critic's weights and optimizer, where the objective has one."""
+    """The critic's weights and optimizer, if the objective has one."""
 
     @property
     def recomputes_old_log_probs(self) -> bool:
-        """Pictures: whether the log-probs that sampling recorded are not the old policy's, and are recomputed before
-        the updates: older weights sampled, or code that rounds differently, or batches of another shape, as replaced
-        groups."""
+        """Pictures: whether the recorded log-probs are not exactly the old policy's and are recomputed before the
+        updates: because older weights sampled, or code that rounds differently, or batches of a different shape
+        (replaced groups)."""
         strategy = self.rollout.strategy
         return strategy.staleness > 0 or self.recipe.replays_first or strategy.replaces_groups
 
     @property
     def trained(self) -> dict[str, Policy]:
-        """Every model that has an optimizer, by the name that its state has in a checkpoint."""
+        """Every model with an optimizer, by the name of its state in a checkpoint."""
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})

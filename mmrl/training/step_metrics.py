@@ -15,8 +15,8 @@ from mmrl.errors import NotFiniteError, UserError
 from mmrl.transfer import read
 
 FIRST_RATIO_TOLERANCE = {"float32": 1e-5, "half": 5e-3}
-"""Largest |ratio - 1| allowed before the first update of a step. In half precision the same code on the same shapes
-is exact too, but an accelerator may choose other kernels."""
+"""Largest |ratio - 1| allowed before the first update of a step. In half precision the same code on the same shapes is
+also exact, but an accelerator may choose different kernels."""
 
 
 _FIRST = {
@@ -25,14 +25,14 @@ _FIRST = {
     "mismatch/log_prob_gap_max": "a log-probability that the update computed anew",
     "policy/loss": "the loss",
 }
-"""What is at fault if this is the first metric that is not finite."""
+"""The cause, if this is the first metric that is not finite."""
 Number = float | Tensor
 """A tensor has one element; it is copied from its device only when ``StepMetrics.sums`` needs it."""
 T = TypeVar("T")
 
 
 class Sums(TypedDict):
-    """What one device, or one controller, adds to the metrics: plain numbers by name."""
+    """The contribution of one device, or one controller, to the metrics: plain numbers by name."""
 
     updates: int
     means: dict[str, float]
@@ -41,7 +41,7 @@ class Sums(TypedDict):
     """A sum and its weight."""
     maxima: dict[str, float]
     counts: dict[str, float]
-    """Numbers of things, which are added over controllers."""
+    """Counts, which are summed over controllers."""
 
 
 class StepMetrics:
@@ -98,7 +98,7 @@ class StepMetrics:
         self._updates += 1
 
     def check_first_ratio(self, *, exact: bool) -> None:
-        """Raise ``UserError`` where sampling and replay disagree before any weight has moved."""
+        """Raise ``UserError`` if sampling and replay disagree before any weight has changed."""
         if not self._first:
             return
         tolerance = FIRST_RATIO_TOLERANCE["float32" if exact else "half"]
@@ -106,13 +106,13 @@ class StepMetrics:
         if not found <= tolerance:
             raise UserError(
                 f"before the first update the largest |ratio - 1| is {found:.3g}, above {tolerance:g}: sampling "
-                "and replay do not compute the same thing, and clipping at such differences trains on noise. Use the "
+                "and replay do not compute the same values, and clipping at such differences trains on noise. Use the "
                 "same batch shapes (leave sampling.batch_size out), the same attention, no dropout, and torch.compile "
                 "on both sides or neither."
             )
 
     def check_finite(self) -> None:
-        """Raise ``NotFiniteError`` where a number that the slices of an update gave is not finite."""
+        """Raise ``NotFiniteError`` if a metric of the update's slices is not finite."""
         maxima, means = [one["maxima"] for one in self._merged], [one["means"] for one in self._merged]
         for found in (*maxima, *means):  # the maxima are of log-probs, which come before the loss
             bad = [name for name, value in found.items() if not math.isfinite(value)]
@@ -156,7 +156,7 @@ class StepMetrics:
 
 
 def _added(found: Sequence[Sums]) -> Sums:
-    """The sums of several: of pairs both, of maxima the largest."""
+    """The combined sums: pairs and counts are added, maxima are maximised."""
     means, counts = _by_name([one["means"] for one in found]), _by_name([one["counts"] for one in found])
     pairs, maxima = _by_name([one["pairs"] for one in found]), _by_name([one["maxima"] for one in found])
     return {
@@ -175,7 +175,7 @@ def _by_name(found: Sequence[Mapping[str, T]]) -> dict[str, list[T]]:
 
 
 def _known(given: Iterable[Number]) -> Callable[[Number], float]:
-    """A function that returns the value of each of ``given``; tensors are copied from their device in one go."""
+    """A function that returns the value of each of ``given``; tensors are copied from their device at once."""
     tensors = {id(one): one for one in given if isinstance(one, Tensor)}
     values = dict(zip(tensors, read(list(tensors.values())), strict=True))
     return lambda one: values[id(one)] if isinstance(one, Tensor) else one
@@ -187,5 +187,5 @@ def _largest(values: Iterable[float]) -> float:
 
 
 def _larger(a: float, b: float) -> float:
-    """The maximum, where NaN is larger than any number: a ratio that is no number must not pass for a small one."""
+    """The maximum, in which NaN is larger than any number: a NaN ratio must not count as a small one."""
     return b if not b <= a else a

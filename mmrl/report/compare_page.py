@@ -1,0 +1,149 @@
+"""The comparison of runs as one self-contained HTML file, and as lines for the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from mmrl.errors import UserError
+from mmrl.files import write_atomic
+from mmrl.json_types import Json
+from mmrl.report.charts import Series, line_chart
+from mmrl.report.compare import Comparison, Difference, Group
+from mmrl.report.heldout import number, signed
+from mmrl.report.html import template
+from mmrl.report.pictures import side_by_side
+from mmrl.report.verdict import name_of
+from mmrl.secrets import hidden
+
+PROMPTS = 12
+"""Held-out prompts that are shown side by side."""
+_WORDS = {"higher": "is higher than", "lower": "is lower than"}
+
+
+def write_comparison(found: Comparison, out: Path) -> Path:
+    """Write the page to the file ``out`` and return it. Raises ``UserError`` where that cannot be written."""
+    html = template("compare.html").render(
+        title=f"Held-out {name_of(found.measure)}",
+        measure=found.measure,
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        sentences=list(sentences(found)),
+        rows=rows(found),
+        charts=_charts(found),
+        settings={key: [shown(value) for value in values] for key, values in found.settings.items()},
+        labels=[group.label for group in found.groups],
+        pairs=_side_by_side(found),
+    )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, hidden(html))
+    except OSError as error:
+        raise UserError(f"cannot write {out} ({error.strerror or error}); give another file with --out") from error
+    return out
+
+
+def rows(found: Comparison) -> list[dict[str, str]]:
+    """The cells of a line per group: label, run, seeds, steps, before, after, interval, against the first."""
+    return [_row(found, group) for group in found.groups]
+
+
+def sentences(found: Comparison) -> Iterator[str]:
+    """What can be said of each group against the first, and what its interval is over."""
+    first = found.groups[0]
+    for group in found.groups[1:]:
+        differs = found.difference(group)
+        assert differs is not None
+        if math.isnan(differs.low):
+            why = "too few prompts differ" if differs.count else "a run kept no figures of single samples"
+            near = differs.value
+            yield f"{group.label} against {first.label}: {signed(differs.value, near)}, without an interval: {why}."
+        elif differs.verdict == "unclear":
+            yield (
+                f"{group.label} and {first.label} cannot be told apart from chance: {_against(differs)} over "
+                f"{_over(differs)}."
+            )
+        else:
+            yield f"{group.label} {_WORDS[differs.verdict]} {first.label}: {_against(differs)} over {_over(differs)}."
+    if any(len(group.runs) == 1 for group in found.groups):
+        yield "An interval over prompts says nothing of other seeds; train each setting with three seeds or more."
+
+
+def shown(value: Json) -> str:
+    """A setting as the recipe has it."""
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _row(found: Comparison, group: Group) -> dict[str, str]:
+    final, differs = group.final(found.measure), found.difference(group)
+    near = (final.high - final.low) / 2
+    before = group.at(0, found.measure)
+    steps = sorted({run.heldout[-1]["step"] for run in group.runs})
+    more = f" +{len(group.runs) - 1}" if len(group.runs) > 1 else ""
+    interval = "" if math.isnan(near) else f"{number(final.low, near)} to {number(final.high, near)}"
+    return {
+        "label": group.label,
+        "run": group.name + more,
+        "seeds": ", ".join(map(str, group.seeds)),
+        "steps": f"{steps[0]:g}" if len(steps) == 1 else f"{steps[0]:g} to {steps[-1]:g}",
+        "before": number(sum(before) / len(before), near),
+        "after": number(final.value, near),
+        "interval": interval,
+        "against": "" if differs is None else _against(differs),
+    }
+
+
+def _against(differs: Difference) -> str:
+    """``+0.05 (-0.02 to 0.11)``."""
+    if math.isnan(differs.low):
+        return signed(differs.value, differs.value)
+    near = (differs.high - differs.low) / 2 or differs.value
+    return f"{signed(differs.value, near)} ({number(differs.low, near)} to {number(differs.high, near)})"
+
+
+def _over(differs: Difference) -> str:
+    return f"{differs.count} {differs.over}"
+
+
+def _charts(found: Comparison) -> list[Markup]:
+    """Curves of the measure, and of every other reward that all runs measure."""
+    figures = [{key for row in run.heldout for key in row} for group in found.groups for run in group.runs]
+    shared = set.intersection(*figures)
+    rewards = sorted(key for key in shared if key.startswith("reward/") and key.count("/") == 1)
+    guards = [key for key in ("guard/diversity", "guard/distance") if key in shared]
+    band = any(len(group.runs) > 1 for group in found.groups)
+    charts = []
+    for key in dict.fromkeys([found.measure, *rewards, *guards]):
+        lines = []
+        for group in found.groups:
+            points = _curve(group, key)
+            spread = [std for *_, std in points] if len(group.runs) > 1 else None
+            name = f"{group.label} {group.name}"
+            lines.append(Series(name, [(step, mean) for step, mean, _ in points], "dots", spread))
+        note = f"{key}, held-out" + (", mean ± standard deviation over seeds" if band else "")
+        charts.append(line_chart(name_of(key).removeprefix("guard/"), lines, note=note))
+    return [chart for chart in charts if chart is not None]
+
+
+def _curve(group: Group, key: str) -> list[tuple[int, float, float | None]]:
+    measured = [any(row.get(key) is not None for row in run.heldout) for run in group.runs]
+    return group.curve(key) if all(measured) else []
+
+
+def _side_by_side(found: Comparison) -> dict[str, Any] | None:
+    """The prompts that all runs kept samples of: before training, and after it in the first run of each group."""
+    firsts = [group.runs[0] for group in found.groups]
+    if not all(run.evaluations for run in firsts):
+        return None
+    base = [e for e in firsts[0].evaluations[:1] if e.step == 0 and len(firsts[0].evaluations) > 1]
+    last = [run.evaluations[-1] for run in firsts]
+    cells = side_by_side([*base, *last], PROMPTS)
+    if cells is None:
+        return None
+    names = [f"{group.label}, step {e.step}" for group, e in zip(found.groups, last, strict=True)]
+    return {**cells, "titles": [*("before training" for _ in base), *names]}

@@ -1,0 +1,144 @@
+"""A run directory as reports read it: in progress or finished, also if files are missing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.config.evaluation_checks import label_of
+from mmrl.errors import UserError
+from mmrl.json_types import Json, JsonObject
+from mmrl.report.metrics import of_pairs, of_repeated, of_source, read
+from mmrl.report.pictures import Evaluation, read_evaluations
+from mmrl.report.rundir import RunDir, looks_like_run
+
+_RESERVED = ("mean", "std", "dropped")
+"""Metrics of the sum of all rewards; anything else after ``reward/`` is a label."""
+Row = dict[str, Any]
+
+
+@dataclass
+class RecordedRun:
+    """The content of a run directory; missing files are empty."""
+
+    path: Path
+    metrics: list[Row]
+    heldout: list[Row]
+    failures: list[Row]
+    resolved: dict[str, Any]
+    given: set[str]
+    overrides: list[str]
+    env: JsonObject
+    owner: JsonObject | None
+    evaluations: list[Evaluation]
+
+    @property
+    def overridden(self) -> set[str]:
+        """The keys that the command line set."""
+        return {text.partition("=")[0].strip() for text in self.overrides}
+
+    @property
+    def trained(self) -> dict[str, float]:
+        """Weight by label of the rewards that are trained on."""
+        found = self.resolved.get("rewards")
+        rewards = found if isinstance(found, list) else []
+        return {_label(r): float(r.get("weight", 1.0)) for r in rewards if isinstance(r, dict)}
+
+    @property
+    def labels(self) -> list[str]:
+        """Every reward seen, those trained on first."""
+        seen = [
+            k.split("/")[1] for row in [*self.heldout[-1:], *self.metrics[-1:]] for k in row if k.startswith("reward/")
+        ]
+        known = [label for label in [*self.trained, *seen] if label in seen]
+        return [label for label in dict.fromkeys(known) if label not in _RESERVED]
+
+    @property
+    def measured(self) -> list[tuple[str, str, str]]:
+        """(key, name, remark) of each figure of an evaluation: those of given pairs, and every reward."""
+        seen = dict.fromkeys(key for row in [*self.heldout[-1:], *self.metrics[-1:]] for key in row)
+        watched = "not trained on" if self.resolved else ""
+        rewards = [(f"reward/{x}", x, "" if x in self.trained else watched) for x in self.labels]
+        apart = [(key, f"{parts[1]}: {parts[-1]}", "one source") for key in seen if len(parts := of_source(key)) == 4]
+        repeated = [(key, key, "held-out") for key in of_repeated(seen)]
+        return [*((key, key, "") for key in of_pairs(seen)), *rewards, *repeated, *apart]
+
+    def setting(self, key: str) -> Json:
+        """The value of a dotted key (``optim.lr``); None where the recipe has none."""
+        found: Json = self.resolved
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found
+
+    def column(self, key: str) -> list[tuple[float, float | None]]:
+        """(step, value) of a metric in training."""
+        return [(row["step"], row.get(key)) for row in self.metrics]
+
+
+def read_run(path: Path) -> RecordedRun:
+    run = RunDir(path)
+    if not (looks_like_run(path) or run.metrics.is_file() or run.heldout.is_file()):
+        raise UserError(f"there is no run in {path}; name a directory that mmrl train made (it holds metrics.jsonl)")
+    return RecordedRun(
+        path=path,
+        metrics=_rows(run.metrics),
+        heldout=_rows(run.heldout),
+        failures=read(run.failures),
+        resolved=_json(run.resolved),
+        given=_given(run.recipe),
+        overrides=run.overrides(),
+        env=_json(run.env),
+        owner=run.owner(),
+        evaluations=read_evaluations(run.samples),
+    )
+
+
+def _rows(path: Path) -> list[Row]:
+    """The rows by step, the last one of each step, numbers only (others and non-finite ones are None)."""
+    by_step = {}
+    for row in read(path):
+        if isinstance(row.get("step"), int):
+            by_step[row["step"]] = {k: v if k == "nonfinite" else _finite(v) for k, v in row.items()}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _finite(value: object) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}); mend or remove it") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _given(recipe: Path) -> set[str]:
+    """The keys that the recipe itself sets, dotted."""
+    import yaml
+
+    try:
+        documents = list(yaml.safe_load_all(recipe.read_text(encoding="utf-8")))
+    except (OSError, ValueError, yaml.YAMLError):
+        return set()
+    return {key for document in documents if isinstance(document, dict) for key, _ in flat(document)}
+
+
+def flat(tree: Json, prefix: str = "") -> list[tuple[str, Json]]:
+    """Leaves of nested mappings and lists of mappings as (``a.b[0].c``, value)."""
+    if isinstance(tree, Mapping) and tree:
+        return [leaf for key, value in tree.items() for leaf in flat(value, f"{prefix}.{key}" if prefix else str(key))]
+    if isinstance(tree, list) and any(isinstance(item, Mapping) for item in tree):
+        return [leaf for i, value in enumerate(tree) for leaf in flat(value, f"{prefix}[{i}]")]
+    return [(prefix, tree)]
+
+
+def _label(reward: Mapping[str, Any]) -> str:
+    return label_of(str(reward.get("name", "")), reward.get("label"))
