@@ -293,7 +293,7 @@ class Session:
         mine["features/spilled_bytes"] = features.written_bytes - written
         pipeline = self.run.pipeline
         given = pipeline.updates() if pipeline.makes == "text" else {}  # evaluations before the step among them
-        mine |= {name: n - self._given.get(name, 0) for name, n in given.items()}
+        mine |= {name: n - self._given.get(name, 0) * name.startswith("perf/") for name, n in given.items()}
         self._given = given
         rows = self.controller.gather(mine)
         row |= largest(rows) | self.spending.add(rows) | {"perf/cpu_seconds": self.cpu_seconds}

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import FrameType
 
 from mmrl.errors import plain
 
 _PARSING = threading.Lock()
 """``inspect`` parses a file to find a class in it, and Python 3.11's parser fails when two threads do that at once
 (SystemError: AST constructor recursion depth mismatch; python/cpython#106905)."""
+
+_STANDARD = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 def describe(error: BaseException) -> str:
@@ -26,12 +32,21 @@ def describe(error: BaseException) -> str:
 
 
 def place_of(error: BaseException, file: str | None) -> str:
-    """``file:line`` where ``error`` was raised: the innermost line of ``file`` on the way, else of any file."""
+    """``file:line`` where ``error`` was raised: the innermost line of ``file`` on the way, else of code that is neither
+    mmrl's nor an installed library's, else of any file."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{short_path(error.filename)}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == file] or list(frames)
-    return f"{short_path(own[-1].filename)}:{own[-1].lineno}" if own else "an unknown line"
+    frames = list(traceback.walk_tb(error.__traceback__))
+    wanted = None if file is None else os.path.realpath(file)
+    of_file = [pair for pair in frames if os.path.realpath(pair[0].f_code.co_filename) == wanted]
+    own = of_file or [pair for pair in frames if not _of_library(pair[0])] or frames
+    return f"{short_path(own[-1][0].f_code.co_filename)}:{own[-1][1]}" if own else "an unknown line"
+
+
+def _of_library(frame: FrameType) -> bool:
+    name, file = frame.f_globals.get("__name__") or "", frame.f_code.co_filename
+    installed = file.startswith(("<frozen ", *_STANDARD)) or not _INSTALLED.isdisjoint(Path(file).parts)
+    return installed or name == "mmrl" or name.startswith("mmrl.")
 
 
 def defined_at(target: Callable[..., object], file: str | None, name: str) -> str:

@@ -1,7 +1,9 @@
 """``mmrl check``: what mmrl ships keeps the contract of its kind, what is broken fails with what to change."""
 
+import json
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from mmrl.contracts.algorithms import Case
 from mmrl.contracts.finding import kind_of
 from mmrl.contracts.running import results
 from mmrl.errors import UserError
+from mmrl.user_code import place_of, short_path
 
 REWARDS = [
     ("colour:brightness", {}, None),
@@ -96,6 +99,25 @@ def test_a_broken_algorithm_fails_where_it_is_broken(broken, check, said):
     assert said in failed(algorithms.checks(case))[check]
 
 
+def test_an_error_inside_a_library_names_the_line_of_the_users_file(tmp_path, monkeypatch):
+    """A relative path too, and through another file of the user's."""
+    (tmp_path / "helper.py").write_text("import numpy\ndef stacked(rows):\n    return numpy.stack(rows)\n")
+    (tmp_path / "stacks.py").write_text("from helper import stacked\n\nstacked([[1.0], [1.0, 2.0]])\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for file in ("stacks.py", tmp_path / "stacks.py"):
+        with pytest.raises(UserError, match=r"raised ValueError: .* at stacks\.py:3; mend that line"):
+            kind_of(f"{file}:score")
+
+
+@pytest.mark.parametrize("call", [lambda: numpy.stack([numpy.ones(1), numpy.ones(2)]), lambda: json.loads("{")])
+def test_of_a_function_of_python_the_line_is_the_users_too(call):
+    with pytest.raises(ValueError) as failure:  # noqa: PT011
+        call()
+    place, line = place_of(failure.value, None), call.__code__.co_firstlineno
+    assert place == f"{short_path(__file__)}:{line}"
+
+
 BROKEN = """
 import random
 import mmrl
@@ -177,6 +199,8 @@ def test_the_command_passes_options_and_refuses_those_of_other_kinds(capsys):
         run(capsys, "grpo", "--options", "clip_lo=0.1")
     with pytest.raises(UserError, match="--data: grpo is of kind algorithm"):
         run(capsys, "grpo", "--data", "sums")
+    with pytest.raises(UserError, match=r"llm/chat is a text .* write mmrl check FILE\.py:CLASS for a rollout"):
+        run(capsys, "llm/chat")
     with pytest.raises(UserError, match="takes a small checkpoint of its family; give its folder with --model"):
         run(capsys, "diffusion/flux")
     assert torch.get_default_dtype() == torch.float32

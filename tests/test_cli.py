@@ -10,6 +10,7 @@ import pytest
 
 from mmrl import cli
 from mmrl.cli.arguments import read_recipe, reward_options
+from mmrl.config.algorithms import algorithm_names
 from mmrl.config.loader import find_recipe, load_recipe, shipped_recipes
 from mmrl.doctor import examine
 from mmrl.errors import UserError
@@ -148,13 +149,14 @@ def test_what_mmrl_logs_reaches_stderr_from_the_level_on(folder: Path) -> None:
 def test_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mmrl("ls") == 0
     everything = capsys.readouterr().out
-    assert [title for title in ("recipes", "pipelines", "rewards", "datasets") if f"{title} " in everything] == [
-        "recipes",
-        "pipelines",
-        "rewards",
-        "datasets",
-    ]
-    assert all(f" {name} " in everything for name in shipped_recipes())
+    titles = ("recipes", "pipelines", "rewards", "datasets", "algorithms")
+    assert [title for title in titles if f"\n{title} " in f"\n{everything}"] == [*titles]
+    assert all(f" {name} " in everything for name in (*shipped_recipes(), *algorithm_names()))
+    assert mmrl("ls", "algorithms") == 0
+    listed = capsys.readouterr().out
+    assert " grpo           GRPO: group advantages and a clipped ratio per token" in listed
+    assert "formulas and settings: docs/algorithms.md" in listed
+    assert " shapes " not in listed
     assert mmrl("ls", "rewards") == 0
     (title, *rows) = capsys.readouterr().out.splitlines()
     assert title.strip() == "rewards"

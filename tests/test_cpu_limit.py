@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import shutil
+import signal
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from mmrl.report import progress as shown
 from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
 from mmrl.runtime.start import train
+from tests.tiny_diffusion import two_blocks
 
 SMALL = ["sampling.steps=2", "train.prompts_per_step=2", "train.micro_batch_size=2", "eval.every=null"]
+LIMITED = [*SMALL, "optim={schedule: linear, lr: 1e-4}", "train.steps=20", "train.max_cpu_seconds=5"]
 ROW = {"reward/mean": 0.6012, "reward/std": 0.21, "policy/ratio_max_dev": 1.2e-7, "policy/kl": 0.01, "time/step": 45.1}
 
 
@@ -68,22 +71,39 @@ def rows_of(run):
 
 
 def test_a_run_that_the_limit_ends_goes_on_from_the_time_in_its_checkpoint(tmp_path, cpu_clock):
-    changes = [*SMALL, "optim={schedule: linear, lr: 1.0}", "train.steps=20", "train.max_cpu_seconds=5"]
-    loaded = load_recipe(["shapes-draft"], [*changes, "checkpoint={every: 1, keep: 9}"])
+    loaded = load_recipe(["shapes-draft"], [*LIMITED, f"model.path={two_blocks()}", "checkpoint={every: 1, keep: 9}"])
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train(loaded, whole)
     rows = rows_of(whole)
-    assert [row["optim/lr"] for row in rows] == pytest.approx([1.0, 0.85, 0.65, 0.45, 0.25])
+    assert [row["optim/lr"] for row in rows] == pytest.approx([1e-4, 8.5e-5, 6.5e-5, 4.5e-5, 2.5e-5])
     assert [row["perf/cpu_seconds"] for row in rows] == [1, 2, 3, 4, 5]
     shutil.copytree(whole, cut)
     for step in (4, 5):  # as if it had been killed in step 4
         shutil.rmtree(cut / "checkpoints" / f"step_{step:06d}")
     assert reader.steps(cut / "checkpoints")[-1] == 3
     train(loaded, cut, resume=True)
+    assert [row["perf/cpu_seconds"] for row in rows_of(cut)] == [1, 2, 3, 4, 5], "they go on from the checkpoint's"
     assert rows_of(cut) == rows
     longer = load_recipe(["shapes-draft"], [*loaded.overrides, "train.max_cpu_seconds=9"])
     with pytest.raises(UserError, match=r"--resume: train\.max_cpu_seconds differ"):
         train(longer, cut, resume=True)
+
+
+def ctrl_c(training, _):
+    if training.step == 2:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_run_that_ctrl_c_stopped_goes_on_counting(tmp_path, cpu_clock):
+    loaded = load_recipe(["shapes-draft"], [*LIMITED, f"model.path={two_blocks()}", "checkpoint={every: 10}"])
+    train(loaded, tmp_path / "run", callbacks=[ctrl_c])
+    rows = rows_of(tmp_path / "run")
+    assert [row["perf/cpu_seconds"] for row in rows] == [1, 2]
+    assert reader.steps(tmp_path / "run" / "checkpoints") == [2]
+    train(loaded, tmp_path / "run", resume=True)
+    rows = rows_of(tmp_path / "run")
+    assert [row["perf/cpu_seconds"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["optim/lr"] for row in rows] == pytest.approx([1e-4, 8.5e-5, 6.5e-5, 4.5e-5, 2.5e-5])
 
 
 def test_with_a_cosine_another_limit_is_refused(tmp_path):

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from mmrl.cli import app
+from mmrl.contracts import pipelines
 from mmrl.errors import UserError
 from mmrl.rewards.loading import build, find
 from tests import tiny_diffusion
@@ -61,9 +62,37 @@ def aura_flow(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def pixart(tmp_path_factory):
+    """A small pipeline of the real class with random weights, whose transformer predicts a variance too, and with the
+    scheduler of the published checkpoint."""
+    folder = tmp_path_factory.mktemp("pixart")
+    tokenizer, encoder = tiny_diffusion._t5()
+    torch.manual_seed(0)
+    transformer = diffusers.PixArtTransformer2DModel(
+        sample_size=16,
+        num_layers=2,
+        patch_size=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        cross_attention_dim=16,
+        caption_channels=32,
+        in_channels=4,
+        out_channels=8,
+    )
+    for parameter in transformer.parameters():
+        if parameter.ndim >= 2:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    scheduler = diffusers.DPMSolverMultistepScheduler(timestep_spacing="linspace")
+    pipe = diffusers.PixArtSigmaPipeline(tokenizer, encoder, tiny_diffusion._vae(), transformer, scheduler)
+    pipe.save_pretrained(folder)
+    return folder
+
+
 def test_each_example_has_60_lines_at_most():
     files = sorted(EXAMPLES.glob("*.py"))
-    assert {file.stem for file in files} == {"algorithm", "engine", "family", "judge", "reward", "sampler"}
+    kinds = {"algorithm", "engine", "family", "judge", "noise_family", "reward", "sampler"}
+    assert {file.stem for file in files} == kinds
     assert [f"{file.name}: {n}" for file in files if (n := len(file.read_text().splitlines())) > 60] == []
     readme = (EXAMPLES / "README.md").read_text()
     assert all(f"mmrl check examples/{file.name}" in readme for file in files if file.stem != "sampler")
@@ -89,6 +118,30 @@ def test_the_judge_keeps_its_contract(capsys):
 def test_the_family_keeps_its_contract(aura_flow, capsys):
     options = ["--options", "max_sequence_length=16"]
     assert check(capsys, "family.py", "--model", str(aura_flow), *options)[-1] == "5 passed"
+
+
+def test_the_family_that_predicts_noise_keeps_its_contract(pixart, capsys):
+    options = ["--options", "max_sequence_length=16"]
+    said = check(capsys, "noise_family.py", "--model", str(pixart), *options)
+    assert said[-1] == "5 passed"
+    assert any("ok      exported lora draws the same" in line for line in said)
+
+
+def test_a_lora_that_diffusers_cannot_load_is_written_for_peft(pixart, tmp_path, monkeypatch):
+    """The code on its card draws with it: PixArt's class has no ``load_lora_weights``."""
+    recipe = pipelines.opened(
+        str(EXAMPLES / "noise_family.py"), {"max_sequence_length": 16, "guidance_scale": 2.0}, str(pixart)
+    )
+    case = pipelines.contract.Case(recipe)
+    case.pipeline.write(tmp_path, "lora")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    ((how, code),) = case.pipeline.usage(str(tmp_path), "lora", case.slots[0].prompt).code.items()
+    assert how == "With peft"
+    assert 'timestep_spacing="trailing"' in code
+    monkeypatch.chdir(pixart.parent)  # a card names the base model without its folders
+    made = {}
+    exec(code, made)
+    assert made["image"].size == (32, 32)
 
 
 def test_recipes_train_with_the_algorithm_the_reward_the_judge_and_the_engine(tmp_path):

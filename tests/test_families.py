@@ -23,7 +23,7 @@ from mmrl.session import Session
 from mmrl.stopping import Stop
 from mmrl.trajectory import Prompt, Slot
 from tests.planning import run_steps
-from tests.tiny_diffusion import SHAPES, cut, save
+from tests.tiny_diffusion import SHAPES, TIMES, cut, save
 
 allow_cpu_only()  # before transformers imports torchvision
 
@@ -265,6 +265,32 @@ def test_sigmas_of_the_checkpoints_own_solver(folders, tmp_path):
     stock.scheduler.set_timesteps(4)
     torch.testing.assert_close(stock.scheduler.sigmas, pipeline.adapter.schedule(4).sigmas)
     assert stock.scheduler.config["solver_order"] == 1
+
+
+def spaced(folders, made, spacing):
+    """A copy of the small SD with a scheduler that spaces its timesteps so."""
+    import diffusers
+
+    scheduler = diffusers.EulerDiscreteScheduler(timestep_spacing=spacing, **TIMES)
+    return {"sd": with_scheduler(folders["sd"], made, scheduler)}
+
+
+def test_timesteps_that_trail_are_the_stock_pipelines_too(folders, tmp_path):
+    trailing = spaced(folders, tmp_path / "sd", "trailing")
+    asked = recipe("sd", trailing, steps=4, guidance_scale=2.0)
+    contract.sampling_is_the_stock_pipelines(asked)
+    assert contract.Case(asked).pipeline.adapter.schedule(4).timesteps.tolist() == [999, 749, 499, 249]
+    with pytest.raises(UserError, match=r"sampling\.steps and eval\.steps: .* takes 3 steps .*; use 2 or 4"):
+        contract.Case(recipe("sd", trailing, steps=3))
+    evaluated = Recipe.model_validate(asked.model_dump(mode="json") | {"eval": {"steps": 30}})
+    with pytest.raises(UserError, match=r"takes 30 steps .*; use 25 or 40"):
+        contract.Case(evaluated)
+
+
+def test_timesteps_that_ddim_cannot_take_are_refused(folders, tmp_path):
+    """diffusers' DDIM subtracts 1000 // steps from a timestep, which is none of linspace's."""
+    with pytest.raises(UserError, match=r"says timestep_spacing: linspace.*write leading or trailing in scheduler/"):
+        contract.Case(recipe("sd", spaced(folders, tmp_path / "sd", "linspace")))
 
 
 def test_a_fixed_shift(folders):

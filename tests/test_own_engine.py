@@ -1,16 +1,20 @@
 """Rollout engines in files of a user's: they train, they sleep, and wrong ones are refused before a model is loaded."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from mmrl.cli import app
 from mmrl.config.loader import RecipeError, load_recipe
 from mmrl.contracts import engines
 from mmrl.contracts.running import CannotRun
+from mmrl.engines.lazy_engine import LazyEngine
 from mmrl.errors import UserError
 from mmrl.planner.plan import plan
+from mmrl.planner.render import render
 from mmrl.run import build
 from tests.planning import planned_in_short
 
@@ -65,9 +69,11 @@ def problems(*overrides):
 
 
 def test_a_recipe_trains_with_an_engine_of_its_own(tmp_path):
-    """From the recipe's folder, asleep on one device; its weights are the policy's, which the mismatch shows."""
+    """From the recipe's folder, asleep on one device; its weights are the policy's, which the mismatch shows. Its own
+    numbers are logged as they are."""
     recipe = tmp_path / "recipe.yaml"
-    (tmp_path / "engine.py").write_text(EXAMPLE.read_text())
+    metrics = "\n    def metrics(self):\n        return {'batch': self.batch}\n"
+    (tmp_path / "engine.py").write_text(EXAMPLE.read_text() + metrics)
     recipe.write_text("rollout: {engine: engine.py:OwnCopy, options: {batch: 3}}\nplacement: {sleep: true}\n")
     arguments = ["train", "sums", str(recipe), *SMALL, "train.steps=2", "rollout.engine=engine.py:OwnCopy"]
     with pytest.raises(RecipeError, match=r"there is no file 'engine.py' \(looked in"):
@@ -81,8 +87,56 @@ def test_a_recipe_trains_with_an_engine_of_its_own(tmp_path):
     for row in (first, second):
         assert abs(row["mismatch/kl"]) < 1e-6
         assert row["optim/grad_norm"] > 0
+        assert row["engine/batch"] == 3
     resolved = json.loads((tmp_path / "run" / "resolved.json").read_text())
     assert resolved["rollout"]["engine"] == f"{tmp_path / 'engine.py'}:OwnCopy"
+
+
+def test_an_engines_own_numbers_are_checked(case):
+    case.engine.metrics = lambda: {"batch": case.engine.batch}
+    try:
+        first = next(engines.checks(case))
+        assert (first.name, first.run()) == ("metrics() gives numbers", "engine/batch, logged after every step")
+        case.engine.metrics = lambda: {"speed": float("nan")}
+        with pytest.raises(AssertionError, match="engine/speed: not finite"):
+            first.run()
+        engine = LazyEngine(lambda: case.engine, to_sleep=False)
+        assert engine.metrics() == {}, "it was not started yet"
+        engine.ready()
+        case.engine.metrics = lambda: {"batch": "three"}
+        with pytest.raises(UserError, match=r"of OwnCopy returned {'batch': 'three'}; return a number for each name"):
+            engine.metrics()
+        case.engine.metrics = lambda: {"speed": 1 / 0}
+        with pytest.raises(UserError, match=r"raised ZeroDivisionError: .* at .*test_own_engine\.py:\d+; return"):
+            engine.metrics()
+    finally:
+        del case.engine.metrics
+
+
+def test_a_sleeping_engines_numbers_are_the_last_ones():
+    engine = LazyEngine(Counts, to_sleep=True)
+    engine.ready()
+    engine.sleep()
+    assert engine.metrics() == {"engine/asked": 1}
+    engine.wake()
+    assert engine.metrics() == {"engine/asked": 2}
+
+
+class Counts:
+    """As much of an engine as sleeps, and may be asked for metrics while it is awake."""
+
+    sleeps, asked, awake = True, 0, True
+
+    def metrics(self):
+        assert self.awake
+        self.asked += 1
+        return {"asked": self.asked}
+
+    def sleep(self):
+        self.awake = False
+
+    def wake(self):
+        self.awake = True
 
 
 def test_a_name_that_leads_nowhere_is_refused_when_the_recipe_is_read(broken):
@@ -123,6 +177,12 @@ def test_the_plan_shows_the_engine_and_its_settings():
     assert not made.problems
     (role,) = [role for role in made.roles if role.name == "engine"]
     assert role.what == "engine.py:OwnCopy, batch: 5; its memory is not known to mmrl"
+    shown = io.StringIO()
+    render(made, Console(file=shown, width=200))
+    assert (
+        "16 samples, up to 40 tokens each, drawn by engine.py:OwnCopy: it chooses its own forwards" in shown.getvalue()
+    )
+    assert "16 samples, 1 forwards of training, 1 backwards" in shown.getvalue()
 
 
 @pytest.fixture(scope="module")

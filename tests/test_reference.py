@@ -9,9 +9,14 @@ import typer.cli
 import typer.main
 from pydantic import BaseModel
 
+from mmrl.algorithms.settings import TokenSettings
 from mmrl.cli import app
 from mmrl.config import reference
+from mmrl.config.loader import load_recipe
 from mmrl.config.schema import Recipe
+from mmrl.judge.answers import Number, parse_kind
+from mmrl.judge.rubric import Rubric
+from mmrl.trajectory import Prompt, Sample, SampleId
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
 CLI = 'typer mmrl.cli utils docs --name mmrl --title "The command line"'
@@ -63,7 +68,8 @@ def test_types_ranges_and_defaults_are_in_words(recipe_page):
         assert line in recipe_page
     own = recipe_page.partition("### `dapo`")[2].partition("###")[0]
     assert "**`algorithm.clip_high`** (number above 0; default `0.28`)" in own  # its paper's, not the shared 0.2
-    assert "Draw other prompts in place of groups" in own  # the docstring of the class above
+    above = TokenSettings.model_fields["dynamic_sampling"].description
+    assert f"default `true`): {above}" in own
 
 
 def test_every_link_inside_the_page_has_its_target(recipe_page):
@@ -72,3 +78,28 @@ def test_every_link_inside_the_page_has_its_target(recipe_page):
     assert len(set(anchors)) == len(anchors)
     assert not headings & set(anchors)
     assert set(re.findall(r"\]\(#([^)]+)\)", recipe_page)) <= headings
+
+
+def blocks(language):
+    """The snippets of the first page of the site."""
+    return re.findall(rf"```{language}\n(.*?)```", (PAGES.parent / "index.md").read_text(), re.DOTALL)
+
+
+def test_the_snippets_of_the_first_page_are_recipes_and_a_reward(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a red circle\n" * 20)
+    pictures, judge = blocks("yaml")
+    (tmp_path / "recipe.yaml").write_text(pictures)
+    (tmp_path / "judge.yaml").write_text(judge)
+    assert load_recipe([str(tmp_path / "recipe.yaml")], []).recipe.rewards[0].name == "pickscore"
+    judged = load_recipe(["scenes", str(tmp_path / "judge.yaml")], []).recipe
+    options = judged.rewards[0].options
+    asked = Rubric(options["rubric"], "pointwise").render(
+        [Sample(Prompt("x", "How many?"), SampleId(0, 0, 0, 0), text="2")]
+    )
+    assert "Question: How many? Answer: 2" in str(asked[0])
+    assert parse_kind("pointwise", options["answer"]) == Number(0, 1)
+    lines = blocks("python")[0]
+    names: dict[str, object] = {}
+    exec(lines.partition("run = ")[0], names)
+    texts = [Sample(Prompt("x", "?"), SampleId(0, 0, 0, i), text="a" * n) for i, n in enumerate((80, 40))]
+    assert names["score"](texts, context=None) == [0.0, -0.5]

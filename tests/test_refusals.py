@@ -175,6 +175,7 @@ def test_a_run_is_refused_before_its_model_is_loaded(folder, tmp_path):
         ("device='cuda:'", "device: there is no 'cuda:'"),
         ("device=auto:1", "device: auto has no number; write cuda:1"),
         ("threads=100000", "threads: expected a positive whole number or null, got 100000 (4,096 at most)"),
+        ("eval.every=0", "expected a positive whole number or null, got 0 (null evaluates nothing)"),
         ("train.group_size=1e8", "expected a positive whole number, got 100000000.0 (1,000,000 at most)"),
         ("train.group_size=1000000", "2,000,000 samples a step, and at most 1,000,000 can be"),
         ("eval.samples=1e9", "eval.samples: expected a positive whole number, got 1000000000.0 (1,000,000 at most)"),

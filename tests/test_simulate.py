@@ -292,6 +292,21 @@ def test_command_shows_every_placement(folder, capsys):  # noqa: F811
     assert "16 devices: 2 controllers of 8" in out
 
 
+@pytest.mark.parametrize("price", ["20", "12345678"])
+def test_the_table_cuts_no_number_at_80_columns(folder, capsys, monkeypatch, price):  # noqa: F811
+    monkeypatch.setenv("COLUMNS", "80")
+    command = ("simulate", "recipe.yaml", *GROWN, "--devices", "8", "--steps", "2", "--price", price)
+    assert mmrl(*command) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert "waiting  moves  changes" in shown
+    assert mmrl(*command, "--json") == 0
+    placements = json.loads(capsys.readouterr().out)["placements"]
+    assert all(f" {row['step']:,.2f} " in shown for row in placements)
+    if price == "20":
+        assert max(len(line) for line in shown.splitlines() if line.startswith((" ", "─"))) <= 80
+
+
 def test_command_prints_json_of_a_recorded_run(folder, capsys):  # noqa: F811
     record(folder / "run", synthetic(LOADS["steady"], 4, 2, 8, 48, seed=5), Split(4, 0), price=6.0)
     options = ("--devices", "8", "--trace", "run", "--json", "--steps", "2")

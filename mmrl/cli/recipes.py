@@ -19,16 +19,21 @@ class Shelf(StrEnum):
     pipelines = "pipelines"
     rewards = "rewards"
     datasets = "datasets"
+    algorithms = "algorithms"
+
+
+_CAPTIONS = {Shelf.algorithms: "formulas and settings: docs/algorithms.md"}
 
 
 def ls(what: Annotated[Shelf | None, typer.Argument(help="List only this kind.", show_default="all")] = None) -> None:
-    """List recipes, pipelines, rewards and data sets by name."""
+    """List recipes, pipelines, rewards, data sets and algorithms by name."""
     from rich.table import Table
 
     for shelf in [what] if what else list(Shelf):
         table = Table(title=shelf.value, title_justify="left", title_style="bold", box=None, show_header=False)
         table.add_column(no_wrap=True)
         table.add_column()
+        table.caption, table.caption_justify = _CAPTIONS.get(shelf), "left"
         for name, about in _rows(shelf):
             table.add_row(name, about)
         console().print(table)
@@ -62,6 +67,10 @@ def _rows(shelf: Shelf) -> list[tuple[str, str]]:
         from mmrl.config.loader import shipped_recipes
 
         return [(name, _first_comment(file)) for name, file in shipped_recipes().items()]
+    if shelf is Shelf.algorithms:
+        from mmrl.config.algorithms import algorithm_summaries
+
+        return list(algorithm_summaries().items())
     from mmrl.config.drop_ins import entries
 
     return [(entry.name, entry.summary) for entry in entries(shelf.value)]

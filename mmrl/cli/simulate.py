@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mmrl.simulator.trace_from_run import Recorded
 
 MOST_OF_A_HOST = 16
+MOST_COLUMNS = 200
 
 
 class MadeUp(StrEnum):
@@ -145,10 +146,10 @@ def _show(recipe: Recipe, trace: Trace, cluster: Cluster, found: Comparison) -> 
     count = sum(len(batches) for rounds in first.shares for batches in rounds)
     say(f"{recipe.name} on {cluster.total} devices: {cluster.controllers} controllers of {cluster.devices}")
     say(f"{count:,} micro-batches in the first step, {steps} steps, a move takes {trace.price:.2f} s; {trace.source}")
-    table = Table(box=box.SIMPLE)
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("placement", no_wrap=True)
-    for name in ("step (s)", "over bound", "idle", "waiting", "moves", "changes"):
-        table.add_column(name, justify="right")
+    for name in ("step (s)", "over\nbound", "idle", "waiting", "moves", "changes"):
+        table.add_column(name, justify="right", no_wrap=True)
     for outcome in found.outcomes:
         table.add_row(
             outcome.name + (" (best static)" if outcome is found.best else ""),
@@ -160,7 +161,9 @@ def _show(recipe: Recipe, trace: Trace, cluster: Cluster, found: Comparison) -> 
             str(outcome.changes),
         )
     table.add_row("bound: no gap", f"{found.bound / steps:,.2f}", *[""] * 5)
-    console().print(table)
+    wide = console()
+    wide.width = max(wide.width, MOST_COLUMNS)  # a narrow terminal wraps a line, and cuts no number
+    wide.print(table)
     last = found.outcomes[-1]
     for step, (decision, before) in enumerate(zip(last.decisions, last.splits, strict=True)):
         if decision.split != before:

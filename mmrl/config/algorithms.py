@@ -49,8 +49,18 @@ class Algorithm:
 @cache
 def algorithm_names() -> tuple[str, ...]:
     """The names of this installation's algorithms. Reads the files without importing them."""
+    return tuple(file.stem for file in _files())
+
+
+def algorithm_summaries() -> dict[str, str]:
+    """By the name of each algorithm of this installation, what its file says first. Imports none."""
+    docs = {file.stem: ast.get_docstring(ast.parse(file.read_bytes())) or "" for file in _files()}
+    return {name: doc.partition("\n")[0] for name, doc in docs.items()}
+
+
+def _files() -> list[Path]:
     files = sorted(file for folder in folders("algorithms") for file in folder.glob("*.py"))
-    return tuple(file.stem for file in files if _holds_one(file))
+    return [file for file in files if _holds_one(file)]
 
 
 def shipped_algorithms() -> list[Algorithm]:

@@ -29,6 +29,8 @@ Annotation: TypeAlias = object
 """The annotation of a key: a type, a union, ``Annotated``, ``Literal``. Python has no narrower type for these; None
 means an unknown key."""
 
+_OFF: dict[KeyPath, str] = {("eval", "every"): "null evaluates nothing"}
+"""What turns off a feature that 0 does not."""
 MOST_EXPLAINED = 50
 """Largest number of errors that are explained: the search for what an unknown key may mean is slow."""
 
@@ -95,6 +97,8 @@ def _expected(path: KeyPath, values: JsonObject, found: Json) -> str:
         message += f" ({most:,} at most)"
     if isinstance(found, str):
         message += did_you_mean(found, _choices(annotation))
+    if found == 0 and (off := _OFF.get(path)):
+        message += f" ({off})"
     if found is None and _has_default(path, values):
         message += " (remove the line to take the defaults)"
     return message

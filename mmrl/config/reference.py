@@ -1,15 +1,20 @@
 """Generate the page of all keys of a recipe: ``python -m mmrl.config.reference``.
 
-Types, ranges and defaults are those of the pydantic models; meanings are the docstrings below the fields. A section
-that several keys take is described once, and so are keys that algorithms share. A test compares the page with what
-this prints.
+Types, ranges and defaults are those of the pydantic models; meanings are the docstrings below the fields, else below
+the names of their types. A section that several keys take is described once, and so are keys that algorithms share. A
+test compares the page with what this prints.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from itertools import pairwise
+from types import ModuleType
 from typing import Annotated, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -123,7 +128,7 @@ def line(key: str, anchor: str, field: FieldInfo, places: Places, meaning: str |
     """An item of the list: key, type, default, meaning."""
     kind = kind_of(field.annotation, field.metadata, places)
     default = "required" if field.is_required() else f"default {_default(field)}"
-    text = prose(meaning or field.description or "")
+    text = prose(meaning or field.description or _of_types(settings).get(str(field.annotation), ""))
     head = f'- <a id="{anchor}"></a>**`{key}`** ({kind}; {default})'
     return f"{head}: {text}" if text else head
 
@@ -174,6 +179,18 @@ def _range(annotation: object, metadata: list[object]) -> Iterator[str]:
             yield f"to {one.le}"
         elif isinstance(one, Lt) and float(str(one.lt)) < SLIP:
             yield f"below {one.lt}"
+
+
+@cache
+def _of_types(module: ModuleType) -> dict[str, str]:
+    """The docstrings below names of types (``Spread = Literal[...]``), by what the type prints as."""
+    body = ast.parse(inspect.getsource(module)).body
+    return {
+        str(getattr(module, node.targets[0].id)): below.value.value
+        for node, below in pairwise(body)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    }
 
 
 def _default(field: FieldInfo) -> str:

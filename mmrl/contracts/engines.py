@@ -6,6 +6,7 @@ another temperature, must fail.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from mmrl._load import folders
 from mmrl.contracts.running import CannotRun, Check, expect, refused
 from mmrl.engines import own_class
-from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
+from mmrl.engines.lazy_engine import metrics_of
+from mmrl.engines.rollout import Completion, ReportsMetrics, Request, RolloutEngine, Settings
 
 CLOSE, APART = 1e-3, 1e-2
 """Log-probs of the same weights in float32, and of others."""
@@ -85,6 +87,14 @@ def every_request_is_answered(case: Case) -> str:
         not empty.token_ids, "a sample whose tokens were used up got more; max_new_tokens counts Request.partial too"
     )
     return f"{len(asked)} of {len(asked)}, in their order, {TOKENS} tokens and log-probs each"
+
+
+def metrics_are_numbers(case: Case) -> str:
+    case.ask(request())
+    found = metrics_of(case.engine)
+    wrong = [name for name, value in found.items() if not math.isfinite(value)]
+    expect(not wrong, f"{', '.join(wrong)}: not finite; leave a number out that there is not yet")
+    return f"{', '.join(found) or 'none yet'}, logged after every step"
 
 
 def log_probs_are_the_models(case: Case) -> str:
@@ -309,4 +319,6 @@ def opened(name: str, options: Mapping[str, object], path: str) -> Case:
 
 def checks(case: Case) -> Iterator[Check]:
     """All checks of ``case``; the last closes its engine."""
+    if isinstance(case.engine, ReportsMetrics):
+        yield Check("metrics() gives numbers", partial(metrics_are_numbers, case))
     yield from (Check(name, partial(check, case)) for name, check in CHECKS.items())

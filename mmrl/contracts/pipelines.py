@@ -17,6 +17,8 @@ from mmrl.contracts.running import CannotRun, Check
 from mmrl.errors import UserError
 
 contract = mmrl.load("pipelines", "diffusion/contract")
+STEPS = 4
+"""A divisor of 1000, as timesteps that trail take."""
 SIZE = 32
 """Pixels a side, the least that most small checkpoints can make."""
 UNREAD = {"shapes-sd3": ("transformer_blocks.3.attn.add_q_proj",)}
@@ -28,7 +30,10 @@ SHIPPED: Mapping[str, tuple[str, Mapping[str, object]]] = {
 """Families whose small models mmrl ships, and how these sample."""
 
 
-_OF_PICTURES = "pipelines have checks for families of diffusion models; what samples text is checked as an engine"
+_OF_PICTURES = (
+    "mmrl check has the contract of families of diffusion models alone; write mmrl check FILE.py:CLASS for a rollout "
+    "engine of text, or mmrl verify RUN for a run of text"
+)
 
 
 def of_name(name: str, options: Mapping[str, object]) -> Recipe:
@@ -65,7 +70,7 @@ def opened(name: str, options: Mapping[str, object], model: str | None) -> Recip
         "pipeline": name,
         "model": {"path": model, "lora": {"rank": 4, "alpha": 8}},
         "data": {"name": "shapes"},
-        "sampling": {"steps": 3, "height": SIZE, "width": SIZE, **options},
+        "sampling": {"steps": STEPS, "height": SIZE, "width": SIZE, **options},
         "rewards": [{"name": "jpeg:compressibility"}],
         "algorithm": {"type": "flow_grpo"},
         "train": {"steps": 1, "prompts_per_step": 2, "group_size": 4, "micro_batch_size": 8},

@@ -12,9 +12,10 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
-from mmrl.errors import LostServerError
+from mmrl.engines.rollout import Completion, ReportsMetrics, Request, RolloutEngine, Settings
+from mmrl.errors import LostServerError, UserError
 from mmrl.report.notices import starting, tell
+from mmrl.user_code import describe, place_of
 
 T = TypeVar("T")
 RESTARTS = 3
@@ -32,6 +33,7 @@ class LazyEngine:
         self._start, self._to_sleep = start, to_sleep
         self._engine: RolloutEngine | None = None
         self._asleep = False
+        self._reported: dict[str, float] = {}
 
     @property
     def max_model_len(self) -> int:
@@ -54,12 +56,21 @@ class LazyEngine:
         """Give the memory back; the weights may be gone. Harmless when called twice, or before the first start."""
         if self._engine is None or not self._to_sleep:
             return
+        with suppress(LostServerError):
+            self.metrics()
         if not self._engine.sleeps:
             self.close()
         elif not self._asleep:
             with suppress(LostServerError):  # whoever wakes it hears of it
                 self._engine.sleep()
             self._asleep = True
+
+    def metrics(self) -> dict[str, float]:
+        """What the engine reports, as ``engine/<name>``; while it does not run, what it reported last. Raises
+        ``UserError`` from a mistake there."""
+        if self._engine is not None and not self._asleep:
+            self._reported = metrics_of(self._engine)
+        return self._reported
 
     def wake(self) -> bool:
         """Have it ready; returns whether it was started for good, which no later waking is."""
@@ -85,6 +96,24 @@ class LazyEngine:
             self._engine.wake()
         self._asleep = False
         return self._engine
+
+
+def metrics_of(engine: RolloutEngine) -> dict[str, float]:
+    """What ``engine`` reports, as ``engine/<name>``; nothing where it has no ``metrics``. Raises ``UserError``."""
+    if not isinstance(engine, ReportsMetrics):
+        return {}
+    found: object = None
+    try:
+        found = engine.metrics()
+        return {f"engine/{name}": float(value) for name, value in found.items()}
+    except UserError:
+        raise
+    except Exception as error:
+        why = f"raised {describe(error)} at {place_of(error, None)}" if found is None else f"returned {found!r}"
+        raise UserError(
+            f"rollout.engine: metrics() of {type(engine).__name__} {why}; return a number for each name, as in "
+            '{"cache_hits": 12.0}'
+        ) from error
 
 
 def unfailing(engine: RolloutEngine, give: Callable[[], None], ask: Callable[[], T]) -> T:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from PIL.Image import Image
 from torch import Tensor
@@ -112,4 +112,14 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Free the engine, its processes and files. Harmless when called twice."""
+        ...
+
+
+@runtime_checkable
+class ReportsMetrics(Protocol):
+    """Abstract. What an engine may have besides: numbers for ``metrics.jsonl``."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers by name, logged after every step as ``engine/<name>``. Each is logged as it is: reset what counts one
+        step. Asked while the engine is awake, after the samples of a step are drawn, and before it sleeps."""
         ...

@@ -147,7 +147,8 @@ class TextPipeline(_Pipeline, Protocol):
         ...
 
     def updates(self) -> dict[str, float]:
-        """What its engine was given of weights since the run began, as metrics; nothing without one."""
+        """Metrics of its engine, none without one: what it was given since the run began (``perf/engine_<name>``), and
+        what it reports itself (``engine/<name>``)."""
         ...
 
     def wake(self) -> bool:

@@ -36,6 +36,11 @@ class Split:
     rollout: int
     judge: int
 
+    @property
+    def judging(self) -> int:
+        """How many judge at some time of the phase: under colocate all that sample."""
+        return self.judge or self.rollout
+
 
 @dataclass(frozen=True)
 class Measured:

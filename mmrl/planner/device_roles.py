@@ -98,7 +98,7 @@ def idle(plan: Plan) -> Iterator[str]:
         )
     elif c.micro_batches:
         for one in plan.asked:
-            judges, asked = split.judge or split.rollout, calls(c, one.batch_size)
+            judges, asked = split.judging, calls(c, one.batch_size)
             if one.trained_on and asked < judges:
                 edit = _fewer_rows("sampling.batch_size", c.samples, judges)
                 of = f"{asked} call{'s' * (asked > 1)} of {one.label}"
@@ -186,14 +186,14 @@ def _asleep(recipe: Recipe, *who: str) -> str:
 
 def shares(plan: Plan) -> str:
     """How the counts of a step are divided among a controller's devices."""
-    c, recipe, devices = plan.counts, plan.recipe, plan.recipe.devices_per_controller
+    c, recipe = plan.counts, plan.recipe
     assert c is not None
     split, parts = split_of(plan), []
     if c.micro_batches:
         parts.append(f"{c.micro_batches:,} sampling micro-batches on {split.rollout}")
         for one in plan.asked:
             if one.trained_on:
-                parts.append(f"{calls(c, one.batch_size):,} calls of {one.label} on {split.judge or devices}")
+                parts.append(f"{calls(c, one.batch_size):,} calls of {one.label} on {split.judging}")
     parts.append(f"{c.slices // c.optimizer_steps:,} slices of an update on {models_of(recipe)}{_shared(recipe)}")
     return "; ".join(parts)
 

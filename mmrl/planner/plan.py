@@ -97,7 +97,7 @@ def _time(made: Plan, description: Description, objective: Objective) -> Estimat
     if made.gpu is None or c is None or m is None:
         return None
     asked = [one for one in made.asked if one.trained_on and c.micro_batches]
-    judged = sum(-(-calls(c, one.batch_size) // (split.judge or split.rollout)) * one.weights for one in asked)
+    judged = sum(-(-calls(c, one.batch_size) // split.judging) * one.weights for one in asked)
     step = Step(made.recipe, c, m.operations, m.adam, m.trained, split.rollout, models_of(made.recipe), judged)
     return estimated(step, made.gpu, description, objective)
 

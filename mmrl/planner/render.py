@@ -102,15 +102,16 @@ def _arithmetic(plan: Plan) -> list[str]:
     c, m, recipe = plan.counts, plan.measured, plan.recipe
     assert c is not None
     assert m is not None
-    text = recipe.sampling.type == "text"
+    text, own = recipe.sampling.type == "text", recipe.rollout.own_class
     twice, twice_loss = (" (twice that with guidance)" if guided else "" for guided in (m.guided, m.guided_loss))
     lines = [_step(plan)]
     if c.micro_batches:
         each = f"up to {recipe.decoding.max_new_tokens} tokens" if text else f"{recipe.denoising.steps} denoising steps"
-        lines.append(
-            f"  sampling: {c.micro_batches:,} micro-batches of {c.batch} samples{twice} x {each} = "
-            f"{c.sampling_forwards:,} forwards{_engine(plan)}"
-        )
+        batches = f"  sampling: {c.micro_batches:,} micro-batches of {c.batch} samples{twice}"
+        if own:
+            lines.append(f"{batches}, {each} each, drawn by {recipe.rollout.engine_name}: it chooses its own forwards")
+        else:
+            lines.append(f"{batches} x {each} = {c.sampling_forwards:,} forwards{_engine(plan)}")
     without = f" and {m.forwards} without" if m.forwards else ""
     plural = "s" * (m.graph_forwards > 1)
     checkpointed = ", recomputed in it (gradient checkpointing)" if recipe.model.gradient_checkpointing else ""
@@ -123,9 +124,10 @@ def _arithmetic(plan: Plan) -> list[str]:
         f"a slice is {m.graph_forwards} forward{plural} with a graph{without}, and a backward{checkpointed}"
     )
     steps = recipe.train.steps
-    forwards = c.sampling_forwards + c.slices * (m.forwards + m.graph_forwards)
+    forwards = c.slices * (m.forwards + m.graph_forwards) + (0 if own else c.sampling_forwards)
+    of_training = " of training" if own else ""
     lines.append(
-        f"  the run: {steps:,} steps = {steps * c.samples:,} samples, {steps * forwards:,} forwards, "
+        f"  the run: {steps:,} steps = {steps * c.samples:,} samples, {steps * forwards:,} forwards{of_training}, "
         f"{steps * c.slices:,} backwards, {steps * c.optimizer_steps:,} optimizer steps (evaluation not counted)"
     )
     return lines

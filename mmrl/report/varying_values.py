@@ -33,6 +33,7 @@ OF_PROCESS = {
     "sent/*": "traffic",
     "judge/*": "traffic",
     "perf/engine_*": "traffic",
+    "engine/*": "what the engine reports of itself",
     "placement/*": "placement",
 }
 """Of metrics: what differs also where one process repeats a step of another, as it did other things before."""

@@ -168,7 +168,7 @@ class LanguagePipeline:
         return [self.stops.ended(made, request) for made, request in zip(drawn, requests, strict=True)]
 
     def updates(self) -> dict[str, float]:
-        return self.given.row()
+        return self.given.row() | (self.engine.metrics() if isinstance(self.engine, LazyEngine) else {})
 
     def wake(self) -> bool:
         return isinstance(self.engine, LazyEngine) and self.engine.wake()

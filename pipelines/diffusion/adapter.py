@@ -1,8 +1,8 @@
 """The base class of adapters: what differs between families of diffusion models, over a loaded diffusers pipeline.
 
 States are in flow coordinates for every family, ``x_s = (1 - s) x0 + s eps`` with the velocity ``eps - x0``. Families
-that predict the noise of ``a x0 + b eps`` with ``a^2 + b^2 = 1`` (``unet.py``) are in them after a division by
-``a + b``: samplers and objectives need no word about them.
+that predict the noise of ``a x0 + b eps`` with ``a^2 + b^2 = 1`` (``noise_prediction.py``) are in them after a division
+by ``a + b``: samplers and objectives need no word about them.
 """
 
 from __future__ import annotations

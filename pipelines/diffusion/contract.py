@@ -29,7 +29,7 @@ from mmrl.media import Media
 from mmrl.report.card import What
 from mmrl.trajectory import Prompt, SampleId, Slot
 
-from . import pictures
+from . import export, pictures
 from .adapter import set_scheduler
 from .flow import FlowPipeline
 from .negative import Negatives
@@ -185,6 +185,7 @@ def two_steps_move_every_parameter(recipe: Recipe, but: Sequence[str] = ()) -> s
 def exported_lora_draws_the_same(recipe: Recipe, what: What = "lora") -> str:
     """A fresh stock pipeline with the exported LoRA draws what the policy draws, and not what the base draws."""
     import diffusers
+    from peft import PeftModel
 
     case = Case(recipe)
     base = case.drawn()
@@ -196,7 +197,11 @@ def exported_lora_draws_the_same(recipe: Recipe, what: What = "lora") -> str:
         kind: type[DiffusionPipeline] = getattr(diffusers, adapter.pipeline)
         pipe = kind.from_pretrained(recipe.model.path, dtype=torch.float32, **adapter.options)
         set_scheduler(pipe, adapter.pipe.scheduler)
-        pipe.load_lora_weights(folder)
+        if export.loads_lora(adapter):
+            pipe.load_lora_weights(folder)
+        else:
+            denoiser = PeftModel.from_pretrained(getattr(pipe, adapter.trains), folder)
+            setattr(pipe, adapter.trains, denoiser)
         theirs = case.stock(pipe)
     gap, moved = (ours - theirs).abs().max().item(), (ours - base).abs().max().item()
     assert moved > 100 * CLOSE, f"the LoRA changes pixels by no more than {moved:.2g}"

@@ -47,7 +47,8 @@ def write_merged(adapter: Adapter, dtype: torch.dtype, out: Path) -> None:
 
 
 def write_lora(adapter: Adapter, policy: PeftModel, base: str, out: Path) -> None:
-    """Write the adapter of ``policy`` (a ``PeftModel``) for ``PeftModel.from_pretrained`` and ``load_lora_weights``."""
+    """Write the adapter of ``policy`` (a ``PeftModel``) for ``PeftModel.from_pretrained`` and, where the family's class
+    has it, ``load_lora_weights``."""
     from peft.utils import get_peft_model_state_dict
 
     config = policy.peft_config["default"]
@@ -55,11 +56,18 @@ def write_lora(adapter: Adapter, policy: PeftModel, base: str, out: Path) -> Non
     # save_embedding_layers: peft would ask the hub for the base model's vocabulary, which a transformer does not have
     policy.save_pretrained(str(out), save_embedding_layers=False)
     (out / "README.md").unlink(missing_ok=True)  # peft's empty template
+    if not loads_lora(adapter):
+        return
     state = get_peft_model_state_dict(policy, save_embedding_layers=False)
     layers = {key.removeprefix("base_model.model."): value.cpu() for key, value in state.items()}
     named = {"lora_layers": layers, "lora_adapter_metadata": config.to_dict()}
     save: Callable[..., None] = getattr(adapter.pipe, _SAVE_LORA)
     save(out, **{f"{adapter.trains}_{k}": v for k, v in named.items()})
+
+
+def loads_lora(adapter: Adapter) -> bool:
+    """Whether the family's class of diffusers has ``load_lora_weights``. Others (PixArt) take a LoRA by peft alone."""
+    return hasattr(adapter.pipe, _SAVE_LORA)
 
 
 def write_lora_file(adapter: Adapter, policy: PeftModel, out: Path) -> None:
@@ -126,8 +134,9 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
         loads = f"pipe.load_lora_weights({_quoted(folder)}, weight_name={_quoted(FILE)})"
         code = {"With diffusers": f"{head}\n{start}{loads}\n{draw}"}
     else:
-        code = {
-            "With diffusers": f"{head}\n{start}pipe.load_lora_weights({_quoted(folder)})\n{draw}",
+        loads = f"{head}\n{start}pipe.load_lora_weights({_quoted(folder)})\n{draw}"
+        code = {"With diffusers": loads} if loads_lora(adapter) else {}
+        code |= {
             "With peft": (
                 f"{head}from peft import PeftModel\n\n{start}"
                 f"pipe.{adapter.trains} = PeftModel.from_pretrained(pipe.{adapter.trains}, {_quoted(folder)})\n{draw}"

@@ -55,6 +55,7 @@ class FlowPipeline:
         self.steps = recipe.denoising.steps
         self.renoising = Renoising(adapter, recipe)
         self.negatives = Negatives(adapter, recipe.denoising, used=self.guided or self.renoising.guidance > 1)
+        adapter.schedule(recipe.eval.steps or self.steps)  # what it refuses, before anything trains
         ends_noisy = bool(adapter.schedule(self.steps).sigmas[-1] > 0)  # then the last step can carry noise too
         self._noisy = self.steps if ends_noisy else self.steps - 1
         if recipe.algorithm.kind == "policy_gradient":

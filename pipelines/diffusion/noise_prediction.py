@@ -1,0 +1,119 @@
+"""Models that predict noise (Stable Diffusion 1, 2 and XL, PixArt) in flow coordinates, and their DDIM schedule.
+
+Their states are ``z = a x0 + b eps`` with ``a^2 + b^2 = 1``. ``x = z / (a + b)`` is a state of flow matching at
+``s = b / (a + b)``, so ``a = (1 - s) n`` and ``b = s n`` with ``n = ((1 - s)^2 + s^2)^(-1/2) = a + b``, and the
+velocity follows from the predicted noise, ``v = eps - (z - b eps) / a``. An Euler step in ``x`` is DDIM's step in ``z``
+with eta 0 (arXiv 2010.02502, eq. 12), exactly.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.sampling import Sampling
+from mmrl.errors import UserError
+
+from .adapter import Adapter, Schedule, set_scheduler
+
+if TYPE_CHECKING:  # slow to import
+    from diffusers import DiffusionPipeline
+
+
+class NoisePredictionAdapter(Adapter, ABC):
+    """What families share whose model, ``trains``, predicts noise, or ``v_prediction`` (abstract).
+
+    ``DDIMScheduler`` replaces the checkpoint's scheduler, with the checkpoint's noise levels. A family gives
+    ``denoise`` in place of ``predict``.
+    """
+
+    spacing: ClassVar[Literal["leading", "trailing"] | None] = None
+    """How the steps' timesteps are spaced (diffusers' ``timestep_spacing``); None: as the checkpoint's scheduler says.
+    Families whose checkpoints say ``linspace`` set it."""
+
+    def __init__(self, pipe: DiffusionPipeline, sampling: Sampling, device: torch.device) -> None:
+        from diffusers import DDIMScheduler  # pyright: ignore[reportPrivateImportUsage]
+
+        super().__init__(pipe, sampling, device)
+        if sampling.schedule != "euler":
+            raise UserError(
+                f"sampling.schedule: {self.family} is sampled by DDIM's steps at the levels of its own timesteps; "
+                "remove it"
+            )
+        scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)
+        assert isinstance(scheduler, DDIMScheduler)
+        if self.spacing is not None:
+            scheduler = DDIMScheduler.from_config(scheduler.config, timestep_spacing=self.spacing)
+            assert isinstance(scheduler, DDIMScheduler)
+        if scheduler.config["timestep_spacing"] == "linspace":
+            raise UserError(
+                "model.path: the scheduler of this checkpoint says timestep_spacing: linspace, and diffusers' DDIM "
+                "then ends no step where the next one begins; write leading or trailing in "
+                'scheduler/scheduler_config.json, or spacing = "trailing" in the adapter'
+            )
+        set_scheduler(pipe, scheduler)
+        kind = scheduler.config["prediction_type"]
+        if kind not in ("epsilon", "v_prediction"):
+            raise UserError(
+                f"model.path: the scheduler of this checkpoint says that the model predicts {kind!r}, and only epsilon "
+                "and v_prediction are understood; correct prediction_type in scheduler/scheduler_config.json"
+            )
+        self.predicts_noise = kind == "epsilon"
+        self._kept = scheduler.alphas_cumprod.double().sqrt().to(device)  # a, by the model's timestep
+        self._added = (1 - scheduler.alphas_cumprod.double()).sqrt().to(device)  # b
+
+    @property
+    def prepare(self) -> str:
+        spacing = "" if self.spacing is None else f', timestep_spacing="{self.spacing}"'
+        return (
+            "from diffusers import DDIMScheduler\n\n"
+            f"pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False{spacing})\n"
+        )
+
+    @abstractmethod
+    def denoise(self, model: nn.Module, z: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+        """What the model predicts for the noisy latents ``z`` ``[B, ...]``, in the dtype of the features: the noise
+        ``eps``, or ``a eps - b x0`` where the checkpoint says ``v_prediction``. ``timestep`` ``[B]`` is the model's
+        own, and the text's features are called ``embeds``. A model that also predicts a variance leaves it out here."""
+
+    def timestep(self, sigma: Tensor) -> Tensor:
+        """The nearest of the model's timesteps."""
+        levels = self._added / (self._added + self._kept)
+        return (levels.unsqueeze(0) - sigma.double().unsqueeze(1)).abs().argmin(1)
+
+    def predict(self, model: nn.Module, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
+        index, shape = timestep.long(), (-1, *[1] * (x.ndim - 1))
+        a, b = (table[index].view(shape).float() for table in (self._kept, self._added))
+        z = (a + b) * x
+        out = self.denoise(model, z.to(features["embeds"].dtype), timestep, features).float()
+        if self.predicts_noise:
+            return out - (z - b * out) / a
+        return (a + b) * out - (a - b) * z  # out = a eps - b x0
+
+    def _shift(self, shift: float) -> None:
+        raise UserError(
+            f"sampling.shift: the noise levels of {self.family} are those of its timesteps, which no shift moves; "
+            "remove it"
+        )
+
+    def _schedule(self, steps: int) -> Schedule:
+        scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config)
+        levels = scheduler.config.num_train_timesteps
+        if scheduler.config.timestep_spacing == "trailing" and levels % steps:
+            fit = [n for n in range(1, levels + 1) if levels % n == 0]
+            near = [str(n) for n in (*[n for n in fit if n < steps][-1:], *[n for n in fit if n > steps][:1])]
+            raise UserError(
+                f"sampling.steps and eval.steps: with timestep_spacing trailing diffusers' DDIM takes {steps} steps "
+                f"that do not meet, for {steps} does not divide the model's {levels} timesteps; use {' or '.join(near)}"
+            )
+        scheduler.set_timesteps(steps)
+        before = scheduler.timesteps - levels // steps
+        final = scheduler.final_alpha_cumprod.double()
+        last = torch.where(before >= 0, scheduler.alphas_cumprod.double()[before.clamp(min=0)], final)[-1:]
+        kept = torch.cat([scheduler.alphas_cumprod.double()[scheduler.timesteps], last])
+        a, b = kept.sqrt(), (1 - kept).clamp(min=0).sqrt()
+        total = (a + b).tolist()
+        return Schedule(b / (a + b), scheduler.timesteps, start=1 / total[0], end=total[-1])
