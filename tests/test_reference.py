@@ -103,3 +103,13 @@ def test_the_snippets_of_the_first_page_are_recipes_and_a_reward(tmp_path):
     exec(lines.partition("run = ")[0], names)
     texts = [Sample(Prompt("x", "?"), SampleId(0, 0, 0, i), text="a" * n) for i, n in enumerate((80, 40))]
     assert names["score"](texts, context=None) == [0.0, -0.5]
+
+
+def test_the_settings_that_answers_name_exist(recipe_page):
+    text = (PAGES.parent / "faq.md").read_text()
+    sections = "|".join(Recipe.model_fields)
+    named = set(re.findall(rf"`((?:{sections})(?:\[0\])?\.[a-z_.]+)\b", text))
+    shown = set(re.findall(r"\*\*`([\w.\[\]]+)`\*\*", recipe_page))
+    free = {key for key in named if ".options." in key}  # a reward's or an engine's own
+    assert len(named) > 30
+    assert named - shown - free == set()

@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import pairwise
-from types import ModuleType
 from typing import Annotated, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -128,7 +127,7 @@ def line(key: str, anchor: str, field: FieldInfo, places: Places, meaning: str |
     """An item of the list: key, type, default, meaning."""
     kind = kind_of(field.annotation, field.metadata, places)
     default = "required" if field.is_required() else f"default {_default(field)}"
-    text = prose(meaning or field.description or _of_types(settings).get(str(field.annotation), ""))
+    text = prose(meaning or field.description or _of_types().get(str(field.annotation), ""))
     head = f'- <a id="{anchor}"></a>**`{key}`** ({kind}; {default})'
     return f"{head}: {text}" if text else head
 
@@ -182,11 +181,11 @@ def _range(annotation: object, metadata: list[object]) -> Iterator[str]:
 
 
 @cache
-def _of_types(module: ModuleType) -> dict[str, str]:
-    """The docstrings below names of types (``Spread = Literal[...]``), by what the type prints as."""
-    body = ast.parse(inspect.getsource(module)).body
+def _of_types() -> dict[str, str]:
+    """The docstrings below types that algorithms share (``Spread = Literal[...]``), by what the type prints as."""
+    body = ast.parse(inspect.getsource(settings)).body
     return {
-        str(getattr(module, node.targets[0].id)): below.value.value
+        str(getattr(settings, node.targets[0].id)): below.value.value
         for node, below in pairwise(body)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
