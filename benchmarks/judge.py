@@ -84,14 +84,14 @@ class HeldBackScoring:
 
     def __init__(self, scoring: Scoring) -> None:
         self._scoring = scoring
-        self._waiting: list[tuple[Sequence[Sample], int | None]] = []
+        self._waiting: list[tuple[Sequence[Sample], Sequence[int] | int | None]] = []
 
-    def add(self, samples: Sequence[Sample], first: int | None = None) -> None:
-        self._waiting.append((samples, first))
+    def add(self, samples: Sequence[Sample], rows: Sequence[int] | int | None = None) -> None:
+        self._waiting.append((samples, rows))
 
     def finish(self, groups: Sequence[Sequence[int]]) -> Scores:
-        for samples, first in self._waiting:
-            self._scoring.add(samples, first)
+        for samples, rows in self._waiting:
+            self._scoring.add(samples, rows)
         return self._scoring.finish(groups)
 
 

@@ -40,7 +40,7 @@ from mmrl.placement.adaptive import Split, starting
 from mmrl.placement.multi_device import MultiDevice
 from mmrl.report.clock import Clock
 from mmrl.run import build
-from mmrl.runtime.worker import Reception, RemoteWorker, call, serve
+from mmrl.runtime.worker import RemoteWorker, WorkerListener, call, serve
 from mmrl.simulator.simulate import Cluster, Outcome, adaptive, bound, static
 from mmrl.simulator.trace import Trace
 from mmrl.simulator.trace_from_run import read_run
@@ -91,15 +91,15 @@ def joined(loaded: LoadedRecipe, device: int, port: int) -> Controller:
 @contextmanager
 def opened(load: str) -> Iterator[tuple[StepContext, MultiDevice]]:
     """The run, and its devices: this process and one more."""
-    loaded, reception = recipe(load), Reception()
+    loaded, listener = recipe(load), WorkerListener()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ["--worker", reception.address, reception.key.hex(), str(port), load]
+    words = ["--worker", listener.address, listener.key.hex(), str(port), load]
     worker = subprocess.Popen([sys.executable, __file__, *words])
     cores = os.sched_getaffinity(0)
     try:
         controller = joined(loaded, 0, port)
-        connections = reception.welcome(1)
+        connections = listener.accept(1)
         devices = MultiDevice([RemoteWorker(1, connections[0])], loaded.recipe.placement)
         run = build(loaded.recipe, loaded.root, controller, devices)
         devices.open(run)

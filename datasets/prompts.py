@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from mmrl.datasets.fields import negative_of
+from mmrl.datasets.fields import negative_of, size_of
 from mmrl.errors import UserError
 from mmrl.json_types import Json
 from mmrl.trajectory import Prompt
@@ -71,7 +71,7 @@ def _read(path: Path) -> list[Prompt]:
             f"path: {path} cannot be read ({error.strerror}); put your prompts there, one a line, or correct "
             "data.train.path and data.heldout.path"
         ) from error
-    found: dict[tuple[str, str | None], Prompt] = {}
+    found: dict[tuple[str, str | None, str], Prompt] = {}
     ids: set[str] = set()
     bad: list[str] = []
     repeated: list[int] = []
@@ -84,11 +84,12 @@ def _read(path: Path) -> list[Prompt]:
             reason = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
             bad.append(f"line {number}: {reason}")
             continue
-        if (prompt.text, prompt.negative_prompt) in found:
+        content = (prompt.text, prompt.negative_prompt, repr(prompt.size))
+        if content in found:
             repeated.append(number)
             continue
         ids.add(prompt.id)
-        found[prompt.text, prompt.negative_prompt] = prompt
+        found[content] = prompt
     _report(path, len(found) + len(repeated), bad, repeated)
     return list(found.values())
 
@@ -121,7 +122,8 @@ def _line_of_json(line: str, name: str) -> Prompt:
     identity = record.get("id", name)
     if isinstance(identity, bool) or not isinstance(identity, str | int):
         raise ValueError('"id" is neither text nor a whole number')
-    return Prompt(str(identity), _checked(text.strip()), meta, negative_prompt=negative_of(record))
+    size = size_of(record)
+    return Prompt(str(identity), _checked(text.strip()), meta, negative_prompt=negative_of(record), size=size)
 
 
 def _checked(text: str) -> str:

@@ -30,7 +30,7 @@ from mmrl.report.grids import before_after, film_strip, grid, moving
 from mmrl.report.progress import Progress
 from mmrl.report.texts import cell
 from mmrl.run import find_checkpoint, open_run, opened
-from mmrl.training.batch import chunks
+from mmrl.training.batch import chunks_of_a_size
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot
 
@@ -121,21 +121,24 @@ def _sampled(context: StepContext, prompts: Sequence[Prompt], n: int, seed: int)
     # An attempt each: samples of one attempt begin with the same noise where the recipe says so.
     places = [replace(slot, attempt=k) for slot in slots for k in range(n)]
     rows = [(slot, SampleId(-1, slot.index, slot.attempt, 0)) for slot in places]
+    most = recipe.sampling.batch_size or recipe.train.micro_batch_size
+    order = list(chunks_of_a_size([slot.prompt for slot in places], recipe.sampling, most))
     keys: list[list[str]] = []
 
     def asked() -> Iterator[Chunk]:
-        for chunk in chunks(rows, recipe.sampling.batch_size or recipe.train.micro_batch_size):
+        for index in order:
+            chunk = [rows[n] for n in index]
             keys.append(pipeline.encode([slot for slot, _ in chunk]))
             yield [slot for slot, _ in chunk], [name for _, name in chunk]
 
-    made: dict[int, list[Sample]] = {}
+    made: dict[int, Sample] = {}
     devices, clock = context.compute.devices, Clock(context.compute.device)
     with devices.sampling_phase(context, how.weights), Progress(len(rows), "sample", "samples") as progress:
         for number, _, samples in devices.sample(context, asked(), how, clock):
-            made[number] = samples
+            made |= zip(order[number], samples, strict=True)
             pipeline.features.release(keys[number])
             progress.advance(len(samples))
-    return [sample for number in sorted(made) for sample in made[number]]
+    return [made[row] for row in sorted(made)]
 
 
 def _usable(context: StepContext, slots: list[Slot]) -> tuple[list[Slot], list[str]]:

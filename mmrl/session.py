@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from mmrl.callbacks import Callbacks
 from mmrl.checkpoint import reader
 from mmrl.checkpoint.manifest import directory_of
@@ -29,7 +27,8 @@ from mmrl.judge.usage import PREFIX, Spending
 from mmrl.out_of_memory import OutOfMemoryError, in_phase
 from mmrl.placement import device_tasks
 from mmrl.planner.shortage import explained
-from mmrl.report.clock import Clock
+from mmrl.report.clock import Clock, memory
+from mmrl.report.expected import Pace, expected
 from mmrl.report.metrics import MetricsLog, Tracker, read
 from mmrl.report.profile import Traces, named
 from mmrl.report.progress import Progress, status_line
@@ -109,6 +108,8 @@ class Session:
         self.updates = 0
         self._measured: int | None = None
         self._evaluating = False
+        self._evaluation_seconds = 0.0
+        self._paced = False
         self._given: dict[str, float] = {}
         self.trackers: list[Tracker] = []
         settings = self.recipe.eval.early_stopping
@@ -264,6 +265,12 @@ class Session:
         """Whether the evaluation after this very step is the best so far."""
         return self.early is not None and self.done > 0 and self.early.step == self.done
 
+    def _expected(self, seconds: float, spent: float) -> str:
+        """How long the rest of training will take, for the terminal, by its first step."""
+        pace = Pace(seconds, spent, self._evaluation_seconds)
+        every, may_stop = self.recipe.eval.every, self.early is not None or self.limits.settings.action == "stop"
+        return expected(self.done, self.recipe.train.steps, every, pace, self._spent, may_stop=may_stop)
+
     def _due(self) -> bool:
         """Whether this step is one to evaluate after: every ``eval.every``, the first and the last."""
         every = self.recipe.eval.every
@@ -279,8 +286,9 @@ class Session:
         )
         sent, features = self._sent(), self.run.pipeline.features
         written = features.written_bytes
+        spent = self._spent
         with in_phase("step"):
-            row, failures = train_step(self.run, self.done, clock, self._spent)
+            row, failures = train_step(self.run, self.done, clock, spent)
         self.cpu_seconds += self.controller.count(self.run.compute.devices.cpu_seconds(self.run) - cpu)
         self.done += 1
         self.updates = self.run.policy.updates
@@ -306,6 +314,9 @@ class Session:
         self.directory.placed(self.run.compute.devices.lines() if self.controller.leads else ())
         line = status_line(self.done, self.recipe.train.steps, row, brief=True)
         progress.advance(1, line + self._left_out(row, failures), self._spent)
+        if not self._paced and not self.finished:
+            progress.line(self._expected(row["time/step"], self._spent - spent))
+        self._paced = True
         return row | logged
 
     def _left_out(self, row: Mapping[str, float], failures: Sequence[Failure]) -> str:
@@ -323,10 +334,11 @@ class Session:
 
     def _measure(self, log: MetricsLog) -> str:
         """Evaluate on the held-out prompts: a row, a grid, and a line for the terminal."""
-        self._evaluating = True
+        self._evaluating, began = True, time.perf_counter()
         with self.pulse("evaluation"), in_phase("evaluation"):
             row, text = measure(self.run, self.heldout, self.recipe.eval.samples, self.directory, self.done, log)
         self._evaluating, self._measured = False, self.done
+        self._evaluation_seconds = time.perf_counter() - began
         if self.callbacks is not None:
             self.callbacks.evaluated(self.done, row)
         beyond = self.limits.saw(self.done, row)
@@ -382,13 +394,3 @@ class Session:
 def largest(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """By name, the largest of the controllers' values: a step takes as long as its slowest controller."""
     return {name: max(row.get(name, 0.0) for row in rows) for name in dict.fromkeys(n for row in rows for n in row)}
-
-
-def memory(device: torch.device) -> dict[str, float]:
-    """Peak memory so far in MiB, of the accelerator, or without one of the process."""
-    if device.type == "cuda":
-        return {"perf/peak_memory_mib": torch.cuda.max_memory_allocated(device) / 2**20}
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"perf/peak_memory_mib": peak / (2**20 if sys.platform == "darwin" else 2**10)}

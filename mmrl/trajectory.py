@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from mmrl.json_types import Cell
 from mmrl.media import Media
 from mmrl.transfer import picked
 
@@ -26,6 +27,16 @@ class Turn(NamedTuple):
     text: str
 
 
+class AskedSize(NamedTuple):
+    """What a record says of the size of its picture or clip, as it says it; ``mmrl.datasets.buckets`` reads it."""
+
+    height: Cell = None
+    """Pixels."""
+    width: Cell = None
+    aspect_ratio: Cell = None
+    """Width / height."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt. ``meta`` carries what a reward must know of it (the truth of a scene, say); JSON values only.
@@ -34,7 +45,8 @@ class Prompt:
     all of the user's messages, in the order of their ``<image>`` and ``<video>`` placeholders (before the first message
     where there are none). ``system`` is a system message for models with a chat template. ``negative_prompt`` is what
     classifier-free guidance moves away from (pictures and clips); None takes the recipe's.
-    ``max_new_tokens`` is a limit of its responses, below that of the recipe.
+    ``max_new_tokens`` is a limit of its responses, below that of the recipe. ``size`` is what is wanted of the picture
+    or clip, where the recipe has several sizes (``sampling.buckets``).
     """
 
     id: str
@@ -45,6 +57,7 @@ class Prompt:
     negative_prompt: str | None = None
     turns: tuple[Turn, ...] = ()
     max_new_tokens: int | None = None
+    size: AskedSize | None = None
 
     @property
     def conversation(self) -> str:

@@ -130,8 +130,8 @@ def bad(tmp_path):
     shared = made(tmp_path / "shared", both, changes={"rewards": [{"name": "else", "weight": 1.0}]})
     pictures = run_of(tmp_path, "pictures", 0.25, 0.75, sampling={"steps": 4})
     prompts = run_of(tmp_path, "prompts", 0.25, 0.75, train__group_size=4)
-    lines = RunDir(prompts).heldout_samples.read_text().replace('"p', '"q')
-    RunDir(prompts).heldout_samples.write_text(lines)
+    lines = RunDir(prompts).heldout_samples.read_text()
+    RunDir(prompts).heldout_samples.write_text(re.sub(r'"p(\d)', r'"q\1', lines))
     empty = made(tmp_path / "empty", {})
     return other, shared, pictures, prompts, empty
 

@@ -18,6 +18,7 @@ from mmrl.config.schema import Optim
 from mmrl.engines.policy import Policy
 from mmrl.errors import UserError
 from mmrl.report import progress as shown
+from mmrl.report.expected import Pace, about, expected
 from mmrl.report.progress import Progress, status_line
 from mmrl.report.rundir import RunDir
 from mmrl.runtime.start import train
@@ -70,10 +71,12 @@ def rows_of(run):
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/peak", "features/"))} for row in rows]
 
 
-def test_a_run_that_the_limit_ends_goes_on_from_the_time_in_its_checkpoint(tmp_path, cpu_clock):
+def test_a_run_that_the_limit_ends_goes_on_from_the_time_in_its_checkpoint(tmp_path, cpu_clock, capsys):
     loaded = load_recipe(["shapes-draft"], [*LIMITED, f"model.path={two_blocks()}", "checkpoint={every: 1, keep: 9}"])
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train(loaded, whole)
+    said = capsys.readouterr().err
+    assert re.search(r"^about \S+ \w+ to go: 4 more steps \(train\.max_cpu_seconds\)$", said, re.MULTILINE)
     rows = rows_of(whole)
     assert [row["optim/lr"] for row in rows] == pytest.approx([1e-4, 8.5e-5, 6.5e-5, 4.5e-5, 2.5e-5])
     assert [row["perf/cpu_seconds"] for row in rows] == [1, 2, 3, 4, 5]
@@ -117,6 +120,32 @@ def test_without_a_schedule_another_limit_may_be_set(tmp_path):
     directory = RunDir(tmp_path)
     directory.resolved.write_text(json.dumps(load_recipe(["shapes-nft"]).resolved()))
     same_run(directory, load_recipe(["shapes-nft"], ["train.max_cpu_seconds=9"]))
+
+
+# ---- the time that is expected
+
+
+@pytest.mark.parametrize(
+    ("done", "spent", "pace", "said"),
+    [
+        (1, 0.0, Pace(5.0, 0.0, 4.0), "about 9 min to go: 99 more steps, 10 evaluations"),
+        (1, 0.02, Pace(5.0, 0.02, 4.0), "about 4 min to go: 49 more steps (train.max_cpu_seconds), 5 evaluations"),
+        (1, 0.005, Pace(5.0, 0.005, 4.0), "about 9 min to go: 99 more steps, 10 evaluations"),  # steps come first
+        (91, 0.9, Pace(5.0, 0.05, 1.0), "about 10 s to go: 2 more steps (train.max_cpu_seconds), 1 evaluation"),
+        (98, 0.0, Pace(5.0, 0.0, 0.0), "about 10 s to go: 2 more steps, 1 evaluation not counted"),  # on resume
+        (99, 0.0, Pace(0.5, 0.0, 1.0), "about 2 s to go: 1 more step, 1 evaluation"),
+    ],
+)
+def test_the_first_step_says_how_long_the_run_will_take(done, spent, pace, said):
+    assert expected(done, 100, 10, pace, spent) == said
+    assert len(said) <= 80
+
+
+def test_an_estimate_is_rounded():
+    found = [about(seconds) for seconds in (0.2, 8.4, 44, 89, 91, 3000, 5400, 7777, 90000)]
+    assert found == ["1 s", "8 s", "40 s", "90 s", "2 min", "50 min", "1 h 30 min", "2 h 10 min", "25 h 00 min"]
+    line = expected(1, 10, None, Pace(60.0, 0.0, 0.0), 0.0, may_stop=True)
+    assert line == "at most about 9 min to go: 9 more steps"
 
 
 # ---- the time left

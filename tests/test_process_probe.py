@@ -139,7 +139,7 @@ def test_a_local_cluster_is_lost_with_either_of_its_processes_and_leaves_none_of
         controller = own.pop("controller")
         ray = Ray()
         cluster = Local(ray, own.values())
-        cluster.know(controller.pid)
+        cluster.register(controller.pid)
         own["python"].kill()  # of Ray's, but none that it needs
         assert not lost(cluster)
         own[name].kill()

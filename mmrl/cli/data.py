@@ -82,6 +82,8 @@ def _lines(found: Checked) -> Iterator[str]:
             yield "  tokens of the first {}: {fewest:g} to {most:g}, mean {mean:.1f}".format(
                 split.looked_at, **split.tokens
             )
+        if split.sizes:
+            yield f"  sizes of the first {split.looked_at}: {', '.join(f'{n} of {s}' for s, n in split.sizes.items())}"
         for title, counts in (("cannot be used", split.left_out), ("the model cannot read", split.unusable)):
             yield from (f"  {title}: {n} x {why}  (first: {split.first[why]})" for why, n in counts.items())
         for record in split.shown:

@@ -1,4 +1,4 @@
-"""Names of settings in TRL, verl and diffusers' training scripts, and their equivalents in a recipe.
+"""Names of settings in TRL, verl, diffusers' training scripts and kohya's sd-scripts, and their equivalents here.
 
 An error about an unknown key uses the tables, and ``python -m mmrl.config.peer_names`` prints docs/from_others.md from
 them. A name that recipes have too, such as ``temperature``, needs no line.
@@ -124,6 +124,7 @@ DIFFUSERS: Mapping[str, Here] = {
     "image_column": _here("data.train", note="{columns: {image: ...}}"),
     "rank": _here("model.lora.rank"),
     "resolution": _here("sampling.height", "sampling.width"),
+    "aspect_ratio_buckets": _here("sampling.buckets", note="[[height, width], ...] in place of 'h,w;h,w'"),
     "num_inference_steps": _here("sampling.steps"),
     "num_frames": _here("sampling.frames"),
     "sample_num_steps": _here("sampling.steps"),
@@ -149,6 +150,15 @@ DIFFUSERS: Mapping[str, Here] = {
     "use_ema": _here("optim.ema_decay"),
 }
 """Of diffusers' training scripts and of DDPO's and Flow-GRPO's configurations."""
+
+KOHYA: Mapping[str, Here] = {
+    "enable_bucket": _here("sampling.buckets", note="the list of sizes, [[height, width], ...]"),
+    "min_bucket_reso": _here("sampling.buckets", note="lists the sizes themselves"),
+    "max_bucket_reso": _here("sampling.buckets", note="lists the sizes themselves"),
+    "bucket_reso_steps": _here("sampling.buckets", note="lists the sizes themselves"),
+    "bucket_no_upscale": _here(note="a picture is scaled until it fills its bucket, also up; remove it"),
+}
+"""Of the data set configurations of kohya's sd-scripts."""
 
 VERL: Mapping[str, Here] = {
     "algorithm.filter_groups.enable": _here("algorithm.dynamic_sampling"),
@@ -245,7 +255,7 @@ VERL: Mapping[str, Here] = {
 }
 """By the whole path in verl's configuration; ``..._per_gpu`` and other variants of a name are listed once."""
 
-TOOLS = {"TRL": TRL, "diffusers": DIFFUSERS, "verl": VERL}
+TOOLS = {"TRL": TRL, "diffusers": DIFFUSERS, "kohya": KOHYA, "verl": VERL}
 PAGE = "docs/from_others.md"
 
 

@@ -11,6 +11,7 @@ from mmrl.config.schema import Recipe
 def of_pictures(recipe: Recipe) -> list[str]:
     """All contradictions; each names the key to change."""
     return [
+        *_buckets(recipe),
         *_window(recipe),
         *_negative_prompt(recipe),
         *_noise(recipe),
@@ -21,6 +22,20 @@ def of_pictures(recipe: Recipe) -> list[str]:
         *_whole(recipe),
         *_pathwise(recipe),
     ]
+
+
+def _buckets(recipe: Recipe) -> Iterator[str]:
+    sampling = recipe.denoising
+    sizes = sampling.sizes
+    twice = [size for n, size in enumerate(sizes) if size in sizes[:n]]
+    if twice:
+        yield f"sampling.buckets: {twice[0]} is listed twice; take one of them out"
+    if sampling.size not in sizes:
+        yield (
+            f"sampling.buckets: {sampling.size} (sampling.height x sampling.width), the size of records that say "
+            f"nothing of theirs, is none of them; add [{sampling.height}, {sampling.width}], or set sampling.height "
+            f"to {sizes[0].height} and sampling.width to {sizes[0].width}"
+        )
 
 
 def _window(recipe: Recipe) -> Iterator[str]:

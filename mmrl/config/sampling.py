@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, PositiveFloat
+from pydantic import BeforeValidator, Field, PositiveFloat, model_validator
 
 from mmrl.config.section import Count, Fraction, Many, NonNegative, Options, Section
 
@@ -37,6 +37,21 @@ class Window(Section):
     """``exp_decay``: each denoising step after ``decay_from`` multiplies that number by ``exp(-decay_rate)``."""
 
 
+class Size(NamedTuple):
+    """Pixels of a picture, or of each frame of a clip."""
+
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.height} x {self.width}"
+
+
+Bucket = Annotated[list[Count], Field(min_length=2, max_length=2)]
+"""Height and width."""
+MOST_BUCKETS = 64
+
+
 class Sampling(Section):
     """Denoising steps of a diffusion model."""
 
@@ -53,6 +68,11 @@ class Sampling(Section):
     """Of a picture, in pixels."""
     width: Count
     """Of a picture, in pixels."""
+    buckets: Annotated[list[Bucket], Field(min_length=1, max_length=MOST_BUCKETS)] | None = None
+    """Several sizes, ``[[64, 64], [48, 80]]``, height before width: each prompt is sampled at the one that fits its
+    record's ``height`` and ``width``, its ``aspect_ratio``, or its picture. ``height`` and ``width`` are one of them,
+    the first unless given, and the size of records that say nothing. None samples all prompts at ``height`` x
+    ``width``."""
     frames: Count | None = None
     """Frames of a clip; None if the pipeline makes pictures."""
     max_sequence_length: Count = 256
@@ -71,6 +91,28 @@ class Sampling(Section):
     """None takes train.micro_batch_size: equal shapes make the first ratio exactly 1."""
     same_initial_noise: bool = False
     """Start all samples of a group from the same noise (DanceGRPO)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_size(cls, given: object) -> object:
+        """Of buckets the first is the size, where neither height nor width is given."""
+        if not isinstance(given, Mapping) or given.get("height") is not None or given.get("width") is not None:
+            return given
+        match given.get("buckets"):
+            case [[height, width], *_]:
+                return {**given, "height": height, "width": width}
+            case _:
+                return given
+
+    @property
+    def size(self) -> Size:
+        """Of prompts whose records say nothing of theirs."""
+        return Size(self.height, self.width)
+
+    @property
+    def sizes(self) -> list[Size]:
+        """Of everything that may be sampled."""
+        return [self.size] if self.buckets is None else [Size(*bucket) for bucket in self.buckets]
 
 
 def _listed(value: object) -> object:

@@ -117,6 +117,8 @@ def _members(prompt: Prompt, picture: str) -> dict[str, bytes]:
         record["negative_prompt"] = prompt.negative_prompt
     if prompt.max_new_tokens is not None:
         record["max_new_tokens"] = prompt.max_new_tokens
+    if prompt.size is not None:
+        record |= {name: n for name, n in prompt.size._asdict().items() if isinstance(n, int | float | str)}
     members: dict[str, bytes] = {}
     frames: dict[str, list[int]] = {}
     for i, medium in enumerate(prompt.media):

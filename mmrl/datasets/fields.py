@@ -14,7 +14,7 @@ from mmrl.datasets.record_media import PLACEHOLDERS, Kind, arranged
 from mmrl.errors import UserError
 from mmrl.json_types import Cell, Json
 from mmrl.media import Media
-from mmrl.trajectory import Prompt, Turn
+from mmrl.trajectory import AskedSize, Prompt, Turn
 
 TEXT = ("prompt", "question", "text", "messages")
 ANSWER = ("answer", "solution")
@@ -26,7 +26,7 @@ _TRUTH = "reward_model.ground_truth"
 """Where verl's records have the answer."""
 IMAGES = ("images", "image")
 VIDEOS = ("videos", "video")
-_OTHERS = ("system", "negative_prompt", "meta", "max_new_tokens", "id", "file_name", "file_names")
+_OTHERS = ("system", "negative_prompt", "meta", "max_new_tokens", "id", "file_name", "file_names", *AskedSize._fields)
 """Further keys that are read, or that say nothing about the prompt: no warning names them."""
 ROLES: tuple[Literal["user"], Literal["assistant"]] = ("user", "assistant")
 """Whose messages alternate in a conversation."""
@@ -94,6 +94,7 @@ class Fields:
     """The messages before ``text``."""
     max_new_tokens: int | None = None
     """The limit of its responses."""
+    size: AskedSize | None = None
     shown: int = 0
     """The number of pictures and clips in its messages, with or without a source there."""
     keys: tuple[str, ...] = ()
@@ -140,6 +141,7 @@ def read_fields(record: Cell, columns: Columns | None = None) -> Fields:
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise ValueError(f'"max_new_tokens" is {most!r}; write a whole number from 1 on')
     found.max_new_tokens = most
+    found.size = size_of(record, columns.renamed)
     return found
 
 
@@ -161,6 +163,7 @@ def make_prompt(name: str, fields: Fields, media: Sequence[Media]) -> Prompt:
         fields.negative_prompt,
         tuple(fields.turns),
         fields.max_new_tokens,
+        fields.size,
     )
 
 
@@ -215,6 +218,16 @@ def negative_of(record: Mapping[str, Cell], name: str | None = None) -> str | No
     if not isinstance(said, str):
         raise ValueError(f"{name or 'negative_prompt'!r} is not text")
     return _without_strange_characters(said.replace("\r\n", "\n").strip(), "the negative prompt")
+
+
+def size_of(record: Mapping[str, Cell], named: Mapping[str, str] | None = None) -> AskedSize | None:
+    """What ``record`` says of the size of its picture, under the names ``named`` or the usual ones. Raises
+    ``ValueError``."""
+    named = named or {}
+    if not any(name in record or name in named for name in AskedSize._fields):
+        return None
+    found = AskedSize(*(_pick(record, named.get(name), (name,)) for name in AskedSize._fields))
+    return None if found == AskedSize() else found
 
 
 def _without_strange_characters(text: str, what: str) -> str:

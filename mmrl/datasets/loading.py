@@ -13,6 +13,7 @@ from mmrl.algorithms.settings import ResponseSettings
 from mmrl.config.data import Data, source_label
 from mmrl.config.names import is_hub_data, resolve, resolve_drop_in
 from mmrl.config.schema import Recipe
+from mmrl.datasets.buckets import with_sizes
 from mmrl.datasets.mixture import Interleaved, Mixture, Part
 from mmrl.datasets.records import BadRecord, Records, checked
 from mmrl.datasets.sampler import Chosen
@@ -38,7 +39,7 @@ def load_data(data: Data, root: Path, split: str, recipe: Recipe | None = None) 
     if data.mixture:
         return _mixed(data, root, split, recipe)
     both = {"train": data.train, "heldout": data.heldout}
-    prompts = _made(data.name, root, split, both, f"data.{split}")
+    prompts = _sized(_made(data.name, root, split, both, f"data.{split}"), recipe, f"data.{split}")
     return _for_recipe(prompts, recipe, checked(prompts, data.max_bad_fraction))
 
 
@@ -62,6 +63,17 @@ def _for_recipe(prompts: Sequence[Prompt], recipe: Recipe | None, bad: Sequence[
     return unpaired(prompts, algorithm.completion, algorithm.label_column)
 
 
+def _sized(prompts: Sequence[Prompt], recipe: Recipe | None, where: str) -> Sequence[Prompt]:
+    """``prompts`` with a size that the recipe can sample; those of text have none. Raises ``UserError``."""
+    if recipe is None or recipe.sampling.type == "text":
+        return prompts
+    found = with_sizes(prompts, recipe.denoising, where)
+    if not found:
+        bad = list(map(str, checked(found, 1.0)))
+        raise UserError(f"{where}: no record has a size that can be used: {'; '.join(bad[:5])}")
+    return found
+
+
 def _mixed(data: Data, root: Path, split: str, recipe: Recipe | None) -> Mixture:
     """The prompts of ``split`` of all sources that have it."""
     parts = []
@@ -71,7 +83,7 @@ def _mixed(data: Data, root: Path, split: str, recipe: Recipe | None) -> Mixture
             continue
         label, where = source_label(source), f"data.mixture[{i}].{split}"
         try:
-            made = _made(source.name, root, split, {k: v or {} for k, v in both.items()}, where)
+            made = _sized(_made(source.name, root, split, {k: v or {} for k, v in both.items()}, where), recipe, where)
             made = _for_recipe(made, recipe, checked(made, data.max_bad_fraction))
         except UserError as error:
             said = str(error)

@@ -12,6 +12,7 @@ import mmrl
 from mmrl.config.data import Data
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.schema import Recipe
+from mmrl.datasets.buckets import bucket_of
 from mmrl.datasets.checks import look
 from mmrl.datasets.loading import load_data
 from mmrl.datasets.mixture import Interleaved, Mixture, by_source
@@ -37,7 +38,8 @@ class Record:
     system: str | None = None
     meta: Mapping[str, Json] = field(default_factory=dict)
     settings: dict[str, Json] = field(default_factory=dict)
-    """What the record sets in place of the recipe: ``negative_prompt``, ``max_new_tokens``."""
+    """What the record sets in place of the recipe: ``negative_prompt``, ``max_new_tokens``, and of a recipe with
+    ``sampling.buckets`` the ``size`` that the prompt is sampled at, height x width."""
     media: list[str] = field(default_factory=list)
     rendered: str | None = None
     tokens: int | None = None
@@ -62,6 +64,8 @@ class Split:
     sources: dict[str, int] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
     """The smallest, mean and largest number of tokens of the prompts that were looked at."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """The number of prompts that were looked at, by the size of ``sampling.buckets`` that they are sampled at."""
 
 
 @dataclass
@@ -131,7 +135,7 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
     for record in bad:
         left_out[_kind(record.why)] += 1
         first.setdefault(_kind(record.why), str(record))
-    records, counts, seen = list[Record](), list[int](), list[Prompt]()
+    records, counts, seen, sizes = list[Record](), list[int](), list[Prompt](), Counter[str]()
     for n in range(min(len(prompts), max(shown, looked_at if read else 0))):
         seen.append(prompts[n])
         record = _record(seen[-1], read, sizes=n < shown)
@@ -140,6 +144,7 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
             first.setdefault(_kind(record.problem), f"{record.id}: {record.problem}")
         elif record.tokens is not None:
             counts.append(record.tokens)
+        sizes.update([str(record.settings["size"])] if "size" in record.settings else [])
         records += [record] if n < shown else []
     total = getattr(prompts, "seen", len(prompts) + len(bad))
     parts = by_source(seen, data.labels)
@@ -154,6 +159,7 @@ def _split(data: Data, prompts: Sequence[Prompt], read: Reader | None, shown: in
         records,
         {label: len(of) for label, of in parts.items()},
         tokens,
+        dict(sizes),
     )
 
 
@@ -189,15 +195,16 @@ def _reader(loaded: LoadedRecipe) -> tuple[Reader | None, str, dict[str, Json]]:
     try:
         module = mmrl.load("pipelines", loaded.resolve_drop_in(recipe.pipeline))
         if not hasattr(module, "describe"):
-            return None, f"not known: {recipe.pipeline} has no describe(recipe, path, architecture)", {}
+            said = f"not known: {recipe.pipeline} has no describe(recipe, path, architecture)"
+            return _of_size(recipe), said, {}
         description = module.describe(recipe, path, architecture)
     except UserError as error:
-        return None, f"not known: {error}", {}
+        return _of_size(recipe), f"not known: {error}", {}
     pipeline = description.pipeline
     if recipe.makes == "text":
         settings: dict[str, Json] = {"overlong": recipe.data.overlong, "max_new_tokens": recipe.decoding.max_new_tokens}
         return _of_text(pipeline), description.source, settings
-    return None, description.source, _of_pictures(recipe, getattr(pipeline, "adapter", None))
+    return _of_size(recipe), description.source, _of_pictures(recipe, getattr(pipeline, "adapter", None))
 
 
 def _of_text(pipeline: LanguagePipeline) -> Reader:
@@ -212,10 +219,23 @@ def _of_text(pipeline: LanguagePipeline) -> Reader:
     return read
 
 
+def _of_size(recipe: Recipe) -> Reader | None:
+    """Fills in at which of several sizes a prompt is sampled."""
+    if recipe.makes == "text" or recipe.denoising.buckets is None:
+        return None
+
+    def read(prompt: Prompt, record: Record) -> None:
+        record.settings["size"] = str(bucket_of(prompt, recipe.denoising))
+
+    return read
+
+
 def _of_pictures(recipe: Recipe, adapter: object) -> dict[str, Json]:
     """The size of the samples, and the negative prompt of guidance."""
     sampling = recipe.denoising
     settings: dict[str, Json] = {"width": sampling.width, "height": sampling.height, "steps": sampling.steps}
+    if sampling.buckets is not None:
+        settings["buckets"] = [str(size) for size in sampling.sizes]
     if sampling.frames is not None:
         settings["frames"] = sampling.frames
     settings["guidance_scale"] = sampling.guidance_scale

@@ -31,7 +31,7 @@ from mmrl.pipelines.description import Description
 from mmrl.pipelines.protocol import Pipeline, of_pictures, pairs_of, recorded_steps
 from mmrl.planner.counts import Counts, with_steps
 from mmrl.planner.fake_tensors import KnownMasks, LiveBytes, fake, nbytes
-from mmrl.planner.operations import Operations
+from mmrl.planner.operations import Operations, mean_of
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
 
@@ -74,10 +74,18 @@ class Measured:
 
 
 def measure(
-    description: Description, recipe: Recipe, objective: Objective, counts: Counts, prompt: Prompt, *, foreach: bool
+    description: Description,
+    recipe: Recipe,
+    objective: Objective,
+    counts: Counts,
+    prompt: Prompt,
+    *,
+    foreach: bool,
+    others: Sequence[tuple[Prompt, float]] = (),
 ) -> Measured:
     """Run the parts of a step on fake tensors, for the largest micro-batch and slice; every row has ``prompt``.
 
+    ``others``: prompts of other sizes, and the share of a step's rows that each has: the operations are the mean.
     ``foreach``: the optimizer updates all parameters at once, as on CUDA, which needs more memory. The modules of
     ``description`` become fake and cannot be used afterwards.
     """
@@ -90,21 +98,11 @@ def measure(
     budget, pipeline.features.budget_bytes = pipeline.features.budget_bytes, sys.maxsize  # keep fakes off the disk
     with LiveBytes() as live:
         keys = pipeline.encode(slots[:1])
-    features = pipeline.features.bytes
+    features, kinds = pipeline.features.bytes, len(pipeline.features)
     negative = len(keys) > 1 and pipeline.makes != "text"  # one slot: the negative prompt has features too
     encode = max(0, live.peak - features)  # outputs of the encoder that are kept are not counted twice
 
-    picture = sample = decode = 0
-    drawn = 0, 0
-    if counts.micro_batches:
-        with policy.using(sampler(objective, 0)):
-            of = slots[: counts.batch], ids[: counts.batch]
-            trajectory, sample, picture, decode, drawn = _micro_batch(pipeline, recipe, objective, *of)
-            if counts.slice_rows > counts.batch:  # a training slice has rows of several micro-batches
-                trajectory = _micro_batch(pipeline, recipe, objective, slots, ids)[0]
-    else:
-        n = counts.slice_rows
-        trajectory = Trajectory(slots[:n], ids[:n], torch.empty(n, 0), keys[:1] * n)
+    trajectory, sample, picture, decode, drawn = _sampled(pipeline, recipe, objective, policy, counts, slots, ids)
     kept = nbytes(t for t in vars(trajectory).values() if isinstance(t, Tensor)) // len(trajectory)
 
     made = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
@@ -113,9 +111,11 @@ def measure(
         whole = _slice(pipeline, _uncut(recipe), objective, trained, trajectory, counts.slice_rows)
     token, step = _growth(pipeline, recipe, objective, trained, trajectory, counts, made.bytes)
     optimizer, state = _optimizers(trained, recipe)
+    work = [(Operations(live.operations, *drawn, whole.operations, whole.forward), 1 - sum(n for _, n in others))]
+    work += [(_work(pipeline, recipe, objective, trained, counts, other), share) for other, share in others]
     pipeline.features.budget_bytes = budget
     return Measured(
-        features if pipeline.makes == "text" else features // len(pipeline.features),
+        features if pipeline.makes == "text" else features // kinds,
         kept,
         picture,
         encode,
@@ -129,10 +129,22 @@ def measure(
         made.calls[True],
         guided=negative and recipe.denoising.guidance_scale > 1,
         guided_loss=negative and recipe.algorithm.loss_guidance(recipe.denoising.guidance_scale) > 1,
-        operations=Operations(live.operations, *drawn, whole.operations, whole.forward),
+        operations=mean_of(work),
         train_token=token,
         train_step=step,
     )
+
+
+def _work(
+    pipeline: Pipeline, recipe: Recipe, objective: Objective, trained: list[Policy], counts: Counts, prompt: Prompt
+) -> Operations:
+    """The operations of the parts of a step whose rows all have ``prompt``."""
+    slots, ids = _rows(max(counts.batch, counts.slice_rows), prompt)
+    with LiveBytes() as live:
+        pipeline.encode(slots[:1])
+    trajectory, _, _, _, drawn = _sampled(pipeline, recipe, objective, trained[0], counts, slots, ids)
+    made = _slice(pipeline, recipe, objective, trained, trajectory, counts.slice_rows)
+    return Operations(live.operations, *drawn, made.operations, made.forward)
 
 
 def _uncut(recipe: Recipe) -> Recipe:
@@ -206,6 +218,27 @@ def kept_copies(objective: Objective) -> list[str]:
 def _rows(n: int, prompt: Prompt) -> tuple[list[Slot], list[SampleId]]:
     slot = Slot(0, 0, 0, prompt)
     return [slot] * n, [SampleId(0, 0, 0, k) for k in range(n)]
+
+
+def _sampled(
+    pipeline: Pipeline,
+    recipe: Recipe,
+    objective: Objective,
+    policy: Policy,
+    counts: Counts,
+    slots: list[Slot],
+    ids: list[SampleId],
+) -> tuple[Trajectory, int, int, int, tuple[int, int]]:
+    """As ``_micro_batch``, with the weights that sample and with the rows of a slice of training, which may be of
+    several micro-batches; where nothing is sampled before the update, its rows without samples."""
+    n = counts.slice_rows
+    if not counts.micro_batches:
+        return Trajectory(slots[:n], ids[:n], torch.empty(n, 0), [s.prompt.text for s in slots[:n]]), 0, 0, 0, (0, 0)
+    with policy.using(sampler(objective, 0)):
+        made = _micro_batch(pipeline, recipe, objective, slots[: counts.batch], ids[: counts.batch])
+        if n > counts.batch:
+            made = (_micro_batch(pipeline, recipe, objective, slots, ids)[0], *made[1:])
+    return made
 
 
 @torch.no_grad()

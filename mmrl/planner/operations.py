@@ -7,7 +7,7 @@ of the CPU's attention kernel); all other operations are negligible. Attention i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from math import prod
 
@@ -31,6 +31,14 @@ class Operations:
     decode: int
     train: int
     forward: int
+
+
+def mean_of(work: Sequence[tuple[Operations, float]]) -> Operations:
+    """The mean of several kinds of rows, each with its share."""
+    if len(work) == 1:
+        return work[0][0]
+    sums = {f.name: sum(getattr(of, f.name) * share for of, share in work) for f in fields(Operations)}
+    return Operations(**{name: round(n) for name, n in sums.items()})
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> int:

@@ -15,6 +15,8 @@ from mmrl.algorithms.objective import Objective
 from mmrl.config.dtype import choose, has_bfloat16
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.objectives import load_objective
+from mmrl.config.sampling import Sampling, TextSampling
+from mmrl.datasets.buckets import count_by_size
 from mmrl.datasets.loading import in_order, load_prompts
 from mmrl.engines import context, own_class, performance, sampling_options
 from mmrl.engines.megatron import mapping
@@ -22,6 +24,7 @@ from mmrl.errors import UserError
 from mmrl.media import Media
 from mmrl.pipelines.description import Description
 from mmrl.pipelines.protocol import entries_of
+from mmrl.planner import buckets
 from mmrl.planner.counts import count
 from mmrl.planner.device_roles import SAMPLED, calls, idle, inside, models_of, refusals, sleeps, split_of
 from mmrl.planner.estimate import Estimate, Step, estimated
@@ -217,20 +220,15 @@ def _account(
         return
     sizes = sizes_of(description, shards, by_block=recipe.train.backend == "fsdp")
     media = _pair()[: 2 if objective.kind == "offline" else description.pictures]
-    prompt, row_tokens = Prompt("plan", "plan", media=media), 0
     try:
         if unused := _unused_negative(prompts, description):
             made.problems.append(unused)
-        if description.longest is not None:
-            if not prompts:
-                return
-            every = recipe.data.overlong == "error"  # any overlong prompt must stop the run before it starts
-            looked_at = [p for split in prompts for p in (split if every else _looked_at(split))]
-            prompt, row_tokens, said = description.longest(looked_at)
-            made.notes += said
+        if description.longest is not None and not prompts:
+            return
+        prompt, row_tokens, others = _rows(made, description, prompts, media)
         made.counts = counts = count(recipe, entries, sampled=objective.kind in SAMPLED, row_tokens=row_tokens)
         measured = measure(
-            description, recipe, objective, counts, foreach=made.device.startswith("cuda"), prompt=prompt
+            description, recipe, objective, counts, prompt, foreach=made.device.startswith("cuda"), others=others
         )
     except UserError as error:
         made.problems.append(str(error))
@@ -241,7 +239,7 @@ def _account(
     of_optimizer = trainers if recipe.train.distributed_optimizer else shards
     divided = {name: -(-getattr(measured, name) // of_optimizer) for name in ("adam", "trained", "optimizer")}
     made.measured = measured = replace(measured, **divided)
-    different, negatives = _different(prompts, description)
+    different, negatives = _different(prompts, description, recipe.sampling)
     in_use = min(counts.prompts, max(counts.batch, counts.slice_rows))  # the others may be on disk
     in_use += max(1, min(negatives, in_use))
     kept = min(different or store.budget_bytes, max(in_use, store.budget_bytes // max(1, measured.features)))
@@ -259,6 +257,28 @@ def _account(
         made.host += sum(one.kept for one in description.beside)
     shown = measured.picture if "tensor" in inputs else measured.picture // 4 if inputs & {"image", "video"} else 0
     made.inside = inside(made, objective, shown)
+
+
+def _rows(
+    made: Plan, description: Description, prompts: list[Sequence[Prompt]], media: tuple[Media, ...]
+) -> tuple[Prompt, int, list[tuple[Prompt, float]]]:
+    """The prompt that takes most, the tokens of its row (text), and prompts of other sizes with their shares of the
+    rows (pictures). Raises ``UserError``."""
+    recipe = made.recipe
+    if description.longest is not None:
+        every = recipe.data.overlong == "error"  # any overlong prompt must stop the run before it starts
+        looked_at = [p for split in prompts for p in (split if every else _looked_at(split))]
+        prompt, row_tokens, said = description.longest(looked_at)
+        made.notes += said
+        return prompt, row_tokens, []
+    sampling = recipe.sampling
+    if sampling.type == "text" or sampling.buckets is None:
+        return Prompt("plan", "plan", media=media), 0, []
+    of = count_by_size(_looked_at(prompts[0]) if prompts else [], sampling)
+    made.notes.append(buckets.told(of, sampling))
+    most = buckets.largest(sampling)
+    others = [(buckets.prompt_of(size, media), share) for size, share in buckets.others(of, most)]
+    return buckets.prompt_of(most, media), 0, others
 
 
 def _shards(made: Plan, description: Description, trainers: int) -> int | Fraction | None:
@@ -287,14 +307,18 @@ def _pair() -> tuple[Media, ...]:
     return Media("image", data=files[0].getvalue()), Media("image", data=files[1].getvalue())
 
 
-def _different(prompts: list[Sequence[Prompt]], description: Description) -> tuple[int, int]:
+def _different(
+    prompts: list[Sequence[Prompt]], description: Description, sampling: Sampling | TextSampling
+) -> tuple[int, int]:
     """The most different prompts that the run may encode, negative ones included, and the number of negative ones; 0 if
     that is not known."""
     if description.longest is not None:
         return sum(map(len, prompts)), 0
     every = [prompt for split in prompts for prompt in split]
-    found = {(prompt.text, prompt.media if description.pictures else ()) for prompt in every}
-    negatives = len({prompt.negative_prompt for prompt in every})  # without one: the recipe's, or the empty one
+    sizes = 1 if sampling.type == "text" else len(sampling.sizes)
+    said = [repr(p.size) if sizes > 1 else "" for p in every]
+    found = {(p.text, p.media if description.pictures else (), size) for p, size in zip(every, said, strict=True)}
+    negatives = len({p.negative_prompt for p in every}) * sizes  # without one: the recipe's, or the empty one
     return len(found) + negatives, negatives
 
 

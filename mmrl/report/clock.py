@@ -1,7 +1,8 @@
-"""Measure the wall time of a step by phase."""
+"""Measure the wall time of a step by phase, and its peak memory."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator
@@ -39,3 +40,13 @@ class Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Peak memory so far in MiB, of the accelerator, or without one of the process."""
+    if device.type == "cuda":
+        return {"perf/peak_memory_mib": torch.cuda.max_memory_allocated(device) / 2**20}
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"perf/peak_memory_mib": peak / (2**20 if sys.platform == "darwin" else 2**10)}

@@ -114,20 +114,21 @@ class Scoring:
         self._calls: list[_Call] = []
         self._unread: list[_Call] = []
 
-    def add(self, samples: Sequence[Sample], first: int | None = None) -> None:
+    def add(self, samples: Sequence[Sample], rows: Sequence[int] | int | None = None) -> None:
         """Add samples; the rewards start on them, and this returns at once.
 
-        ``first``: the index of the first of them; None: after the last one added. Raises ``RewardError`` when a
-        sample lacks what a reward reads, or a reward whose policy is ``fail`` has failed.
+        ``rows``: their indices, or the index of the first of them; None: after the last one added. Raises
+        ``RewardError`` when a sample lacks what a reward reads, or a reward whose policy is ``fail`` has failed.
         """
         self._unread = [call for call in self._unread if not call.answer.done() or self._refuse(call)]
-        first = len(self.samples) if first is None else first
-        rows = range(first, first + len(samples))
+        if not isinstance(rows, Sequence):
+            first = len(self.samples) if rows is None else rows
+            rows = range(first, first + len(samples))
         self.samples.update(zip(rows, samples, strict=True))
         for entry in self._entries:
             check_inputs(entry, samples)
             if not entry.grouped:
-                for batch in batches(entry, rows):
+                for batch in batches(entry, rows, samples):
                     self._submit(entry, batch)
         for row, sample in zip(rows, samples, strict=True):
             group = self._open.setdefault((sample.id.step, sample.id.slot, sample.id.attempt), [])
@@ -315,10 +316,17 @@ def normalise(raw: torch.Tensor, groups: Sequence[Sequence[int]], how: str, all_
     return result
 
 
-def batches(entry: Entry, rows: range) -> list[range]:
-    """``rows`` in runs of the reward's batch size."""
+def batches(entry: Entry, rows: Sequence[int], samples: Sequence[Sample]) -> list[Sequence[int]]:
+    """``rows``, those of ``samples``, in runs of the reward's batch size; where it reads tensors, which it may stack,
+    each of one shape."""
     size = entry.config.batch_size or max(len(rows), 1)
-    return [rows[first : first + size] for first in range(0, len(rows), size)]
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for row, sample in zip(rows, samples, strict=True):
+        shape = tuple(sample.tensor.shape) if sample.tensor is not None else ()
+        alike.setdefault(shape, []).append(row)
+    reads = "tensor" in entry.loaded.declaration.inputs
+    parts = list(alike.values()) if reads and len(alike) > 1 else [rows]
+    return [part[first : first + size] for part in parts for first in range(0, len(part), size)]
 
 
 def check_inputs(entry: Entry, samples: Sequence[Sample]) -> None:

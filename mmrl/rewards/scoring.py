@@ -296,7 +296,8 @@ class RewardSet:
         check_inputs(entry, samples)
         found = []
         context = Context(step, self.device, self.folder, entry.label)
-        for batch in batches(entry, range(len(samples))):
+        parts = batches(entry, range(len(samples)), samples)
+        for batch in parts:
             try:
                 value = entry.loaded.call(views([samples[i] for i in batch]), context=context)
             except UserError:
@@ -305,7 +306,9 @@ class RewardSet:
                 place = place_of(error, entry.loaded.file)
                 raise RewardError(f"{where} raised {describe(error)} at {place}, step {step}; mend {place}") from error
             found.append(_checked_gradient(value, [samples[i] for i in batch], where))
-        return torch.cat(found)
+        order = [i for batch in parts for i in batch]
+        values = torch.cat(found)
+        return values if order == sorted(order) else values[sorted(range(len(order)), key=order.__getitem__)]
 
 
 def _checked_gradient(value: object, samples: Sequence[Sample], where: str) -> torch.Tensor:

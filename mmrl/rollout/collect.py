@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scores
 from mmrl.rollout.importance import SCALE, mean_weight, normalizes
 from mmrl.rollout.mismatched import mismatched, of_batch, prompt_of_step
-from mmrl.training.batch import Batch, Groups, Round, chunks, rows_of_update, samples_of
+from mmrl.training.batch import Batch, Groups, Round, chunks_of_a_size, rows_of_update, samples_of
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import SamplingSpec, StepContext
 from mmrl.training.step_metrics import StepMetrics
@@ -124,8 +125,10 @@ class Sampling:
         inputs = context.rewards.inputs
         weights = sampler(context.objective, step) if version is None else version.name
         how = SamplingSpec(actions, weights, context.recipe.seed, inputs, step=step, round=number)
-        self._most = context.recipe.sampling.batch_size or context.recipe.train.micro_batch_size
-        asked = [([s for s, _ in chunk], [i for _, i in chunk]) for chunk in chunks(rows, self._most)]
+        most = context.recipe.sampling.batch_size or context.recipe.train.micro_batch_size
+        prompts = [slot.prompt for slot, _ in rows]
+        self._rows = list(chunks_of_a_size(prompts, context.recipe.sampling, most))
+        asked = [([rows[n][0] for n in chunk], [rows[n][1] for n in chunk]) for chunk in self._rows]
         self._scoring = context.rewards.start(
             step, self._size, scale=not context.rollout.strategy.replaces_groups, round=number
         )
@@ -136,7 +139,7 @@ class Sampling:
         """Submit each micro-batch to the rewards as soon as it is sampled."""
         for n, trajectory, samples in self._drawn:
             self._micro_batches[n] = trajectory
-            self._scoring.add(samples, n * self._most)
+            self._scoring.add(samples, self._rows[n])
 
     def finish(self, clock: Clock) -> Round:
         """Wait for the rewards; returns the round. Raises ``RewardError``."""
@@ -144,7 +147,8 @@ class Sampling:
         with clock("reward"):
             scores = self._scoring.finish([list(range(first, first + size)) for first in range(0, n, size)])
         scores.failures.extend(self._bad)
-        return Round(self._slots, self._keys, [self._micro_batches[i] for i in sorted(self._micro_batches)], scores)
+        micro_batches = [self._micro_batches[i] for i in sorted(self._micro_batches)]
+        return Round(self._slots, self._keys, micro_batches, scores, [row for rows in self._rows for row in rows])
 
 
 def encode(
@@ -177,8 +181,8 @@ def assemble(context: StepContext, rounds: list[Round], groups: list[tuple[int, 
     """Join the groups (round, group in it) that are trained on into one batch, with their rewards."""
     size = context.recipe.train.group_size
     sampled = [trajectory for r in rounds for trajectory in r.micro_batches]
-    all_places = iter([(m, i) for m, trajectory in enumerate(sampled) for i in range(len(trajectory))])
-    places = [[next(all_places) for _ in range(size * len(r.slots))] for r in rounds]
+    before = [0, *accumulate(len(r.micro_batches) for r in rounds)]
+    places = [r.places(first) for r, first in zip(rounds, before, strict=False)]
     rows = [(r, n * size + k) for r, n in groups for k in range(size)]
     kept = sorted({places[r][i][0] for r, i in rows})  # micro-batches of replaced groups are dropped
     micro_batches = [sampled[m] for m in kept]

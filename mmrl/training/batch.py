@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TypeVar
@@ -10,8 +10,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from mmrl.config.sampling import Sampling, TextSampling
+from mmrl.datasets.buckets import by_size
 from mmrl.rewards.scoring import Failure, Scores
-from mmrl.trajectory import SampleId, Slot, Trajectory
+from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
 T = TypeVar("T")
 
@@ -21,12 +23,23 @@ Groups = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Round:
-    """Groups that were sampled and scored together, one group of rows per slot, in the order of ``slots``."""
+    """Groups that were sampled and scored together, one group of rows per slot, in the order of ``slots``.
+
+    ``order``: the rows in the order of ``micro_batches``; None if that is their own order.
+    """
 
     slots: list[Slot]
     keys: list[str]
     micro_batches: list[Trajectory]
     scores: Scores
+    order: list[int] | None = None
+
+    def places(self, first: int) -> list[tuple[int, int]]:
+        """Of each row the (micro-batch, row in it); the first of its micro-batches is number ``first``."""
+        found = [(first + m, i) for m, trajectory in enumerate(self.micro_batches) for i in range(len(trajectory))]
+        if self.order is None:
+            return found
+        return [place for _, place in sorted(zip(self.order, found, strict=True))]
 
 
 @dataclass
@@ -117,6 +130,13 @@ def with_group_noise(rows: Trajectory) -> Trajectory:
 def samples_of(slots: list[Slot], size: int) -> list[tuple[Slot, SampleId]]:
     """The samples of every slot's group, groups contiguous."""
     return [(slot, SampleId(slot.step, slot.index, slot.attempt, k)) for slot in slots for k in range(size)]
+
+
+def chunks_of_a_size(prompts: Sequence[Prompt], sampling: Sampling | TextSampling, most: int) -> Iterator[list[int]]:
+    """The indices of ``prompts`` in runs of ``most``, each of prompts that are sampled at one size: as ``chunks`` where
+    there is one size."""
+    for alike in by_size(prompts, sampling):
+        yield from chunks(alike, most)
 
 
 def chunks(rows: list[T], size: int) -> Iterator[list[T]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mmrl.algorithms.objective import ComparesBatch, compares_batch
 from mmrl.config.evaluation_checks import label_of
 from mmrl.controller.randomness import seed_of
+from mmrl.datasets.buckets import by_size
 from mmrl.datasets.mixture import SOURCE, by_source, counts_of_sources, values_of_sources
 from mmrl.errors import BadPromptError, UserError
 from mmrl.pipelines.protocol import pairs_of
@@ -30,7 +31,7 @@ from mmrl.rewards.scoring import Failure, RewardSet
 from mmrl.rollout.collect import encode, prompts_only
 from mmrl.rollout.mismatched import mismatched
 from mmrl.training import guards, per_sample
-from mmrl.training.batch import chunks
+from mmrl.training.batch import chunks, chunks_of_a_size
 from mmrl.training.guards import MOST, Measures
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.per_sample import PerSample
@@ -269,28 +270,35 @@ class Evaluator:
         if run.pipeline.makes != "text":
             inputs |= frozenset({run.pipeline.makes})
         how = SamplingSpec([], run.policy.evaluated, SEED, inputs, evaluate=True)
-        keys, bad = list[list[str]](), list[Failure]()
+        keys, order, bad = list[list[str]](), list[list[int]](), list[Failure]()
 
         def asked() -> Iterator[Chunk]:
-            for chunk in chunks(slots, recipe.sampling.batch_size or recipe.train.micro_batch_size):
-                usable, held, unusable = encode(run, chunk, self._other)
-                keys.append(held)
+            most = recipe.sampling.batch_size or recipe.train.micro_batch_size
+            for index in chunks_of_a_size([slot.prompt for slot in slots], recipe.sampling, most):
+                usable, held, unusable = encode(run, [slots[n] for n in index], self._other)
                 bad.extend(unusable)
-                yield usable, [SampleId(-1, s.index, s.attempt, 0) for s in usable]
+                parts = by_size([slot.prompt for slot in usable], recipe.sampling)  # replaced ones may be of another
+                for part in parts:
+                    chunk = [usable[n] for n in part]
+                    keys.append(held if len(parts) == 1 else run.pipeline.encode(chunk))
+                    order.append([index[n] for n in part])
+                    yield chunk, [SampleId(-1, s.index, s.attempt, 0) for s in chunk]
+                if len(parts) > 1:
+                    run.pipeline.features.release(held)
 
-        made, gaps = dict[int, list[Sample]](), (0.0, 0)
+        made, gaps = dict[int, Sample](), (0.0, 0)
         with (
             run.compute.devices.sampling_phase(run, how.weights),
             Progress(len(slots), "evaluate", "samples") as progress,
         ):
             for n, trajectory, samples in run.compute.devices.sample(run, asked(), how, Clock(run.compute.device)):
-                made[n] = samples
+                made |= zip(order[n], samples, strict=True)
                 total, tokens = self._gaps(trajectory)
                 gaps = gaps[0] + total, gaps[1] + tokens
                 run.pipeline.features.release(keys[n])
                 progress.advance(len(samples))
         run.compute.devices.run_on_other_trainers(run, device_tasks.release)
-        return Made([sample for n in sorted(made) for sample in made[n]], gaps=gaps), bad
+        return Made([made[n] for n in sorted(made)], gaps=gaps), bad
 
     def _gaps(self, trajectory: Trajectory) -> tuple[float, int]:
         """See ``Made.gaps``; 0 and 0 if it is not available: for pictures, if an engine samples, if the model is

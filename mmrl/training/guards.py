@@ -68,9 +68,9 @@ class Measures:
         """The metrics of an evaluation. ``scores``: of each of this controller's samples; ``gaps``: see ``Made.gaps``.
         All controllers call it together."""
         alone = self.controller.count(len(samples)) <= self.prompts
-        groups: defaultdict[str, list[Sample]] = defaultdict(list)
+        groups: defaultdict[tuple[str, tuple[int, int] | None], list[Sample]] = defaultdict(list)
         for sample in samples:
-            groups["" if alone else sample.prompt.id].append(sample)
+            groups["" if alone else sample.prompt.id, _size(sample)].append(sample)
         texts = any(sample.text is not None for sample in samples)
         apart = [distinct(group) if texts else squares(group) for group in groups.values()]
         away = gaps if texts else self._away(samples)
@@ -116,6 +116,12 @@ def pixels(sample: Sample) -> Tensor:
         return torch.cat([_on_grid(frame, GRID // 2) for frame in chosen])
     assert sample.image is not None
     return _on_grid(sample.image, GRID)
+
+
+def _size(sample: Sample) -> tuple[int, int] | None:
+    """Of a picture or of a clip's frames; only those of one size are compared."""
+    shown = sample.video[0] if sample.video else sample.image
+    return None if shown is None else shown.size
 
 
 def squares(group: Sequence[Sample]) -> tuple[float, int]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mmrl.controller.randomness import generator
 from mmrl.controller.workload_balance import pack, padded
+from mmrl.datasets.buckets import by_size
 from mmrl.pipelines.protocol import Pipeline, entries_of
 from mmrl.training.batch import Batch, MicroBatch, chunks, gather, groups_of
 from mmrl.training.step_context import StepContext
@@ -19,8 +20,8 @@ from mmrl.transfer import to_device
 def split_micro_batches(
     context: StepContext, batch: Batch, mine: list[int], lockstep_count: Callable[[int], int] = int
 ) -> Iterator[MicroBatch]:
-    """The slices of one optimizer step over the rows ``mine``: micro-batches of rows, and of each the denoising steps
-    one by one or a few at once (``train.steps_per_forward``); all tokens of text.
+    """The slices of one optimizer step over the rows ``mine``: micro-batches of rows, pictures of one size in each, and
+    of each the denoising steps one by one or a few at once (``train.steps_per_forward``); all tokens of text.
 
     ``lockstep_count`` maps this rank's number of micro-batches to the number that all ranks run
     (``Devices.lockstep_count``): the last micro-batch is repeated with weight 0 until there are as many.
@@ -29,7 +30,9 @@ def split_micro_batches(
     train = context.recipe.train
     found = [parts(context.pipeline, t) for t in batch.micro_batches]
     sizes = [found[m][i] for m, i in batch.places]
-    own = list(packed(mine, sizes, train.micro_batch_size, train.micro_batch_tokens))
+    prompts = [batch.micro_batches[m].slots[i].prompt for m, i in (batch.places[n] for n in mine)]
+    alike = [[mine[k] for k in of] for of in by_size(prompts, context.recipe.sampling)]
+    own = [index for of in alike for index in packed(of, sizes, train.micro_batch_size, train.micro_batch_tokens)]
     for n, index in enumerate(own + own[-1:] * (lockstep_count(len(own)) - len(own))):
         rows = gather(batch.micro_batches, [batch.places[n] for n in index])
         groups = to_device(groups_of(rows), device)

@@ -7,14 +7,15 @@ by ``a + b``: samplers and objectives need no word about them.
 
 from __future__ import annotations
 
+import copy
 import json
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from mmrl.config.sampling import Sampling
+from mmrl.config.sampling import Sampling, Size
 from mmrl.errors import UserError
 from mmrl.json_types import Json
 
@@ -81,6 +82,17 @@ class Adapter(ABC):
         if sampling.shift is not None:
             self._shift(sampling.shift)
         self._schedules: dict[int, Schedule] = {}
+        self._at: dict[Size, Self] = {}
+
+    def at(self, size: Size) -> Self:
+        """This adapter with ``size`` for the height and width of ``sampling``, over the same components."""
+        if size == self.sampling.size:
+            return self
+        if size not in self._at:
+            self._at[size] = other = copy.copy(self)
+            other.sampling = self.sampling.model_copy(update=size._asdict())
+            other._schedules, other._at = {}, {}
+        return self._at[size]
 
     @property
     def model(self) -> nn.Module:

@@ -19,13 +19,13 @@ from torch import nn
 from mmrl.errors import UserError
 
 _VARIANTS = 64
-"""Kinds of blocks times shapes of a batch times with or without gradient and adapter. Past it torch would go on without
-compiling, and only where that is met."""
+"""Kinds of blocks times shapes of a batch of one size times with or without gradient and adapter. Past it torch would
+go on without compiling, and only where that is met."""
 
 
-def compile_for_all(model: nn.Module, device: torch.device) -> None:
-    """Have every call of the blocks of ``model`` compiled, when it first comes. Raises ``UserError`` where nothing
-    could be.
+def compile_for_all(model: nn.Module, device: torch.device, *, sizes: int = 1) -> None:
+    """Have every call of the blocks of ``model`` compiled, when it first comes; pictures are of so many ``sizes``.
+    Raises ``UserError`` where nothing could be.
 
     Each shape is compiled for itself: with sizes left open, which of several forms a batch meets would depend on what
     came before, and sampling and replay of one batch could meet two.
@@ -33,7 +33,7 @@ def compile_for_all(model: nn.Module, device: torch.device) -> None:
     _check_tools(device)
     import torch._dynamo
 
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VARIANTS * sizes)
     for block in repeated(model):
         block.compile(dynamic=False)  # in place: no name of a weight changes
 

@@ -100,7 +100,7 @@ class Case:
         given = {name: eval(text, {"pipe": pipe}) for name, text in code.items()}  # what a model card shows
         if not adapter.edits:
             return given
-        return given | {"image": pictures.fitted(prompt, pictures.source_of(prompt), self.recipe.denoising)}
+        return given | {"image": pictures.fitted(prompt, pictures.source_of(prompt), self.recipe.denoising.size)}
 
     def give_negatives(self, common: str, own: str) -> None:
         """Give negative prompts: ``common`` as the recipe does, and ``own`` as the record of the second prompt does."""

@@ -107,7 +107,7 @@ def write_lora_file(adapter: Adapter, policy: PeftModel, out: Path) -> None:
 def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str, negative: str | None) -> Usage:
     """Code that draws ``prompt`` with what was written to ``folder``, as the recipe's evaluation draws it; with a
     ``negative`` prompt, where one is given."""
-    pipe, dtype, sampling = adapter.pipe, recipe.model.dtype, recipe.denoising
+    pipe, dtype, sampling = adapter.pipe, recipe.model.dtype, adapter.sampling
     encoders = [*adapter.encoders, *map(tokenizer_of, adapter.encoders)]
     absent = [f"{n}=None" for n in encoders if pipe.components.get(n, "") is None]
     given = [f"{name}={value!r}" for name, value in adapter.options.items()]

@@ -23,7 +23,7 @@ from mmrl.config.schema import Recipe
 from mmrl.controller.feature_cache import FeatureCache
 from mmrl.controller.features import FeatureStore
 from mmrl.controller.randomness import generator, noise
-from mmrl.errors import BadPromptError, UserError
+from mmrl.errors import BadPromptError
 from mmrl.frozen_modules import Offloaded, apart
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What, public
@@ -35,8 +35,9 @@ from mmrl.transfer import picked, to_device
 from . import export, pictures
 from .adapter import Adapter, Schedule
 from .negative import Negatives
-from .pairs import PicturePairs, key_of_pair
+from .pairs import PicturePairs
 from .renoising import Renoising
+from .sizes import Sizes
 
 
 class FlowPipeline:
@@ -47,7 +48,8 @@ class FlowPipeline:
         self.makes: Literal["image", "video"] = adapter.makes
         self.features = FeatureStore(recipe.features.budget, recipe.features.folder)
         self.cache: FeatureCache | None = None
-        self.shape = adapter.latent_shape(recipe.denoising.height, recipe.denoising.width)
+        self.sizes = Sizes(adapter)
+        self.shape = self.sizes.shapes[recipe.denoising.size]
         self.guided = adapter.guided
         self.guidance = recipe.denoising.guidance_scale if self.guided else 1.0
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
@@ -59,20 +61,10 @@ class FlowPipeline:
         ends_noisy = bool(adapter.schedule(self.steps).sigmas[-1] > 0)  # then the last step can carry noise too
         self._noisy = self.steps if ends_noisy else self.steps - 1
         if recipe.algorithm.kind == "policy_gradient":
-            self._refuse_noiseless_steps()
+            self.sizes.refuse_noiseless(self.steps, self._may_carry_noise())
         moves = recipe.model.offload and apart(device)
         self.offloaded = Offloaded((*adapter.text_encoders, adapter.vae) if moves else (), device)
         self.pairs = PicturePairs(self) if recipe.algorithm.trains_on == "picture_pairs" else None
-
-    def _refuse_noiseless_steps(self) -> None:
-        sigmas = self.adapter.schedule(self.steps).sigmas
-        if bad := sde.noiseless(sigmas, self.recipe.denoising.sde.kind, self._may_carry_noise()):
-            n = bad[0]
-            edit = f"set sampling.window to {{size: {n}, last: {n}}}, or to less" if n else "raise sampling.steps"
-            raise UserError(
-                f"sampling.sde: step {n} of {self.steps} ends at sigma {sigmas[n + 1].item():.3f}, where DDIM leaves "
-                f"no noise to learn from; {edit}"
-            )
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 
@@ -86,7 +78,7 @@ class FlowPipeline:
         prompts = {self._key(slot.prompt): slot.prompt for slot in slots}
         negatives = self.negatives.needed(slots)
         texts = list(dict.fromkeys([*prompts, *negatives]))
-        pairs = {} if self.pairs is None else {key_of_pair(slot.prompt): slot.prompt for slot in slots}
+        pairs = {} if self.pairs is None else {self.pairs.key(slot.prompt): slot.prompt for slot in slots}
         keys = [*texts, *pairs]
         self.features.hold(keys)  # before the first put, which drops what nobody holds
         try:
@@ -95,7 +87,8 @@ class FlowPipeline:
                 eyes = [self.adapter.vae] if self.adapter.edits else []
                 with self.offloaded.using(*self.adapter.text_encoders, *eyes), torch.no_grad():
                     for key in missing:
-                        self.features.put(key, self._encoded(prompts[key] if key in prompts else negatives[key]))
+                        made = self._encoded(prompts[key]) if key in prompts else self._negative(*negatives[key])
+                        self.features.put(key, made)
                         if self.cache is not None:
                             self.cache.write(key, self.features.get(key))
                 self.offloaded.rest()
@@ -108,26 +101,28 @@ class FlowPipeline:
         return keys
 
     def _key(self, prompt: Prompt) -> str:
-        """Names the features of a prompt: its text, and of a family that edits its picture too. Raises
-        ``BadPromptError``."""
+        """Names the features of a prompt: its text, of a family that edits its picture too, and of several sizes its
+        own. Raises ``BadPromptError``."""
         if prompt.turns:
             raise BadPromptError(prompt.id, "it is a conversation of several turns, and a picture is made of one text")
-        return f"{prompt.text}/{pictures.digest(prompt)}" if self.adapter.edits else prompt.text
+        name = f"{prompt.text}/{pictures.digest(prompt)}" if self.adapter.edits else prompt.text
+        return self.sizes.key(name, prompt)
 
     def unused_negative(self, prompt: Prompt) -> str | None:
         return self.negatives.unused(prompt)
 
-    def _encoded(self, prompt: Prompt | str | None) -> dict[str, Tensor]:
-        """Features of a prompt, or of a negative one alone, which is beside every picture; None: that of the family."""
-        if prompt is None:
-            return self.adapter.encode(self.adapter.negative)
-        if isinstance(prompt, str):
-            return self.adapter.encode_negative(prompt)
-        if not self.adapter.edits:
-            return self.adapter.encode(prompt.text)
-        pixels = pictures.pixels(prompt, pictures.source_of(prompt), self.recipe.denoising)
-        source = self.adapter.encode_image(pixels.unsqueeze(0).to(self.device))[0]
-        return self.adapter.encode(prompt.text) | {"source": source.float()}
+    def _negative(self, text: str | None, adapter: Adapter) -> dict[str, Tensor]:
+        """Features of a negative prompt alone, which is beside every picture; None: that of the family."""
+        return adapter.encode(adapter.negative) if text is None else adapter.encode_negative(text)
+
+    def _encoded(self, prompt: Prompt) -> dict[str, Tensor]:
+        size = self.sizes.of(prompt)
+        adapter = self.adapter.at(size)
+        if not adapter.edits:
+            return adapter.encode(prompt.text)
+        pixels = pictures.pixels(prompt, pictures.source_of(prompt), size)
+        source = adapter.encode_image(pixels.unsqueeze(0).to(self.device))[0]
+        return adapter.encode(prompt.text) | {"source": source.float()}
 
     def _kept(self, key: str) -> bool:
         """Whether the features of ``key`` were on disk from before; then they are in the store."""
@@ -192,11 +187,11 @@ class FlowPipeline:
         evaluate: bool = False,
     ) -> Trajectory:
         steps = (self.recipe.eval.steps if evaluate else None) or self.steps
+        schedule, shape = self.sizes.adapted(slots).schedule(steps), self.sizes.shape(slots)
         keys = [self._key(slot.prompt) for slot in slots]
         features = self.batch_features(slots)
-        schedule = self.adapter.schedule(steps)
         c = self._coefficients(schedule, actions)
-        x = self._initial(ids, seed, schedule)
+        x = self._initial(ids, seed, schedule, shape)
         states, log_probs, seen = [], [], []
         tuned = round(self.recipe.eval.tuned_fraction * steps) if evaluate else steps
         for i in range(steps):
@@ -209,7 +204,7 @@ class FlowPipeline:
                 continue
             if not states:
                 states.append(x)
-            z = self._noise(ids, f"step{i}", seed)
+            z = self._noise(ids, f"step{i}", seed, shape)
             x = mean + c.std[i].item() * z
             states.append(x)
             log_probs.append(sde.log_prob(x, mean, c, i))
@@ -245,17 +240,23 @@ class FlowPipeline:
     def close(self) -> None:
         self.features.close()
 
-    def _initial(self, ids: Sequence[SampleId], seed: int, schedule: Schedule) -> Tensor:
+    def _initial(
+        self, ids: Sequence[SampleId], seed: int, schedule: Schedule, shape: tuple[int, ...] | None = None
+    ) -> Tensor:
         if self.recipe.denoising.same_initial_noise:
             ids = [SampleId(i.step, i.slot, i.attempt, 0) for i in ids]
-        return schedule.start * self._noise(ids, "initial", seed)
+        return schedule.start * self._noise(ids, "initial", seed, shape or self.shape)
 
-    def _noise(self, ids: Sequence[SampleId], purpose: str, seed: int) -> Tensor:
-        return to_device(noise(seed, ids, purpose, self.shape), self.device)
+    def _noise(self, ids: Sequence[SampleId], purpose: str, seed: int, shape: tuple[int, ...]) -> Tensor:
+        return to_device(noise(seed, ids, purpose, shape), self.device)
 
     def _coefficients(self, schedule: Schedule, actions: Sequence[int]) -> sde.Coefficients:
         settings = self.recipe.denoising.sde
         return sde.coefficients(schedule.sigmas, settings.kind, settings.noise_level, actions)
+
+    def _schedule(self, trajectory: Trajectory) -> Schedule:
+        """The training rollout's, for the size of ``trajectory``."""
+        return self.sizes.adapted(trajectory.slots).schedule(self.steps)
 
     def _timestep(self, schedule: Schedule, step: int, rows: int) -> Tensor:
         return schedule.timesteps[step].expand(rows)
@@ -276,7 +277,7 @@ class FlowPipeline:
     def recorded(self, trajectory: Trajectory, entries: Sequence[int]) -> dict[str, Tensor]:
         if trajectory.log_probs is None or trajectory.actions is None:
             return {}
-        schedule, every = self.adapter.schedule(self.steps), list(self._may_carry_noise())
+        schedule, every = self._schedule(trajectory), list(self._may_carry_noise())
         c = self._coefficients(schedule, every)
         steps = trajectory.actions[list(entries)]
         constants = {
@@ -297,7 +298,7 @@ class FlowPipeline:
         assert trajectory.states is not None
         assert trajectory.actions is not None
         steps = [int(trajectory.actions[a]) for a in actions]
-        schedule = self.adapter.schedule(self.steps)
+        schedule = self._schedule(trajectory)
         c = self._coefficients(schedule, trajectory.actions.tolist())
         features = self.batch_features(trajectory.slots * len(steps))
         states = [trajectory.states[:, a] for a in actions]
@@ -315,7 +316,8 @@ class FlowPipeline:
                 reference = means()
             out["reference_distance"] = torch.stack(list(map(sde.squared_distance, mine, reference)), 1)
         if "old_distance" in needs:  # of the mean that was sampled from: the noise is known from its seed
-            given = [self._noise(trajectory.ids, f"step{s}", self.recipe.seed) for s in steps]
+            shape = tuple(trajectory.clean.shape[1:])
+            given = [self._noise(trajectory.ids, f"step{s}", self.recipe.seed, shape) for s in steps]
             drawn = [after - c.std[s].item() * z for (after, _, s), z in zip(made, given, strict=True)]
             out["old_distance"] = torch.stack(list(map(sde.squared_distance, mine, drawn)), 1)
         return out
@@ -342,9 +344,9 @@ class FlowPipeline:
         weights: Weights,
     ) -> dict[str, Tensor]:
         features = self.batch_features(slots)
-        schedule = self.adapter.schedule(self.steps)
+        schedule, shape = self.sizes.adapted(slots).schedule(self.steps), self.sizes.shape(slots)
         c = self._coefficients(schedule, [])
-        x = self._initial(ids, seed, schedule)
+        x = self._initial(ids, seed, schedule, shape)
         distances = []
 
         def velocity(x: Tensor, i: int) -> Tensor:
@@ -367,10 +369,10 @@ class FlowPipeline:
         s = schedule.sigmas[path.last].item()
         predicted = [x - s * velocity(x, path.last)]
         for n in range(path.renoised):
-            eps = self._noise(ids, f"renoise{n}", seed)
+            eps = self._noise(ids, f"renoise{n}", seed, shape)
             x = (1 - s) * predicted[0].detach() + s * eps
             predicted.append(x - s * velocity(x, path.last))
-        x0, eps = predicted[0], self._initial(ids, seed, schedule) / schedule.start
+        x0, eps = predicted[0], self._initial(ids, seed, schedule, shape) / schedule.start
         for a, b in path.jumps:
             x = (1 - a) * x0 + a * eps
             v = with_graph(x, self.adapter.timestep(torch.full((len(ids),), a, device=self.device)))
@@ -392,4 +394,5 @@ class FlowPipeline:
             export.write_merged(self.adapter, getattr(torch, self.recipe.model.dtype), out)
 
     def usage(self, folder: str, what: What, prompt: Prompt) -> Usage:
-        return export.usage(self.adapter, self.recipe, what, folder, prompt.text, self.negatives.given(prompt))
+        adapter = self.adapter.at(self.sizes.of(prompt))
+        return export.usage(adapter, self.recipe, what, folder, prompt.text, self.negatives.given(prompt))

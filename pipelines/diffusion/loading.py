@@ -18,6 +18,7 @@ from .caching import cache_of
 from .compiling import compile_for_all
 from .describe import empty_pipeline, tokenizer_of
 from .flow import FlowPipeline
+from .sizes import Sizes
 
 if TYPE_CHECKING:  # slow to import
     from diffusers import DiffusionPipeline
@@ -36,7 +37,7 @@ def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device
         for module in (*pipeline.adapter.text_encoders, pipe.vae):
             module.to(device)
     if recipe.performance.compile:
-        compile_for_all(pipeline.adapter.model, device)
+        compile_for_all(pipeline.adapter.model, device, sizes=len(recipe.denoising.sizes))
     pipeline.cache = cache_of(pipeline.adapter, recipe)
     return pipeline
 
@@ -71,7 +72,7 @@ def _assemble(family: type[Adapter], pipe: DiffusionPipeline, recipe: Recipe, de
     adapter = family(pipe, recipe.denoising, device)
     for module in (adapter.model, adapter.vae, *adapter.text_encoders):
         module.requires_grad_(False).eval()  # a fresh T5 is in training mode, with dropout
-    adapter.latent_shape(recipe.denoising.height, recipe.denoising.width)
+    Sizes(adapter)  # refuses what the family cannot make
     if recipe.model.gradient_checkpointing:
         adapter.model.enable_gradient_checkpointing()  # type: ignore[operator]
     _attend(adapter.model, recipe)

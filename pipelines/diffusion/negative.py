@@ -9,6 +9,7 @@ from mmrl.errors import UserError
 from mmrl.trajectory import Prompt, Slot
 
 from .adapter import Adapter
+from .sizes import Sizes
 
 
 class Negatives:
@@ -19,6 +20,7 @@ class Negatives:
 
     def __init__(self, adapter: Adapter, sampling: Sampling, *, used: bool) -> None:
         self.adapter, self.sampling, self.used = adapter, sampling, used
+        self.sizes = Sizes(adapter)
         if self.sampling.negative_prompt is not None and not adapter.combines:
             raise UserError(f"sampling.negative_prompt: {self._one_prediction()}; remove sampling.negative_prompt")
 
@@ -29,15 +31,17 @@ class Negatives:
     def key(self, prompt: Prompt) -> str:
         """Names the features that guidance moves away from. The text of no prompt has the character 0."""
         given = self.given(prompt)
-        return self.adapter.negative if given is None else f"\0negative {given}"
+        return self.sizes.key(self.adapter.negative if given is None else f"\0negative {given}", prompt)
 
-    def needed(self, slots: Sequence[Slot]) -> dict[str, str | None]:
-        """What is given for these prompts, by key; nothing without guidance. Raises ``UserError`` for a prompt whose
-        negative prompt would not be used."""
+    def needed(self, slots: Sequence[Slot]) -> dict[str, tuple[str | None, Adapter]]:
+        """What is given for these prompts, with what encodes it, by key; nothing without guidance. Raises ``UserError``
+        for a prompt whose negative prompt would not be used."""
         for slot in slots:
             if why := self.unused(slot.prompt):
                 raise UserError(why)
-        return {self.key(slot.prompt): self.given(slot.prompt) for slot in slots} if self.used else {}
+        if not self.used:
+            return {}
+        return {self.key(slot.prompt): (self.given(slot.prompt), self.sizes.adapted([slot])) for slot in slots}
 
     def unused(self, prompt: Prompt) -> str | None:
         """Why the negative prompt that ``prompt`` carries would not be used, with the edit; None where it is."""

@@ -21,6 +21,7 @@ from mmrl.transfer import to_device
 
 from . import pictures
 from .adapter import Adapter
+from .sizes import Sizes
 
 NAMES = ("chosen", "rejected")
 
@@ -33,8 +34,7 @@ class PairModel(Protocol):
     makes: Literal["image", "video"]
     features: FeatureStore
     device: torch.device
-    shape: tuple[int, ...]
-    """Of one sample's latents."""
+    sizes: Sizes
     steps: int
     offloaded: Offloaded
     """Frozen modules, on the device while they are used."""
@@ -64,11 +64,12 @@ class PicturePairs:
     def encoded(self, prompt: Prompt) -> dict[str, Tensor]:
         """The clean latents of both pictures, ``chosen`` and ``rejected``, ``[C, H, W]`` float32 each.
 
-        A picture of another size is scaled until it fills ``sampling.height`` x ``sampling.width`` and cut at its
-        centre. Raises ``BadPromptError`` where there is no pair, or one that cannot be trained on.
+        A picture of another size is scaled until it fills that of the prompt (``mmrl.datasets.buckets``) and cut at
+        its centre. Raises ``BadPromptError`` where there is no pair, or one that cannot be trained on.
         """
         pipeline, found = self.pipeline, pair_of(prompt)
-        pixels = torch.stack([pictures.pixels(prompt, medium, pipeline.recipe.denoising) for medium in found])
+        size = pipeline.sizes.of(prompt)
+        pixels = torch.stack([pictures.pixels(prompt, medium, size) for medium in found])
         with pipeline.offloaded.using(pipeline.adapter.vae), torch.no_grad():
             latents = pipeline.adapter.encode_image(pixels.to(pipeline.device)).float()
         return dict(zip(NAMES, latents, strict=True))
@@ -87,25 +88,30 @@ class PicturePairs:
             out |= {f"reference_{name}": error for name, error in _halves(errors).items()}
         return out
 
+    def key(self, prompt: Prompt) -> str:
+        """Names the latents of a prompt's pair in the feature store: equal for the same pictures at the same size."""
+        return self.pipeline.sizes.key(f"pair/{pictures.digest(prompt)}", prompt)
+
     def sizes(self, trajectory: Trajectory) -> list[int]:
         return [1] * len(trajectory)
 
     def _latents(self, slots: Sequence[Slot]) -> Tensor:
         """``[2 B, C, H, W]``: the better pictures, then the worse ones."""
-        pairs = [self.pipeline.features.get(key_of_pair(slot.prompt)) for slot in slots]
+        pairs = [self.pipeline.features.get(self.key(slot.prompt)) for slot in slots]
         return torch.stack([pair[name] for name in NAMES for pair in pairs])
 
     def _noised(self, trajectory: Trajectory, latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """States, velocities to predict and timesteps of ``latents``: both of a pair with one noise, at one level."""
         pipeline, seed = self.pipeline, self.pipeline.recipe.seed
-        sigmas = pipeline.adapter.schedule(pipeline.steps).sigmas[: pipeline.steps]
+        adapter = pipeline.sizes.adapted(trajectory.slots)
+        sigmas = adapter.schedule(pipeline.steps).sigmas[: pipeline.steps]
         draws = [generator(seed, i.step, i.slot, i.attempt, i.sample, "pair level") for i in trajectory.ids]
         levels = [int(torch.randint(len(sigmas), (), generator=draw)) for draw in draws] * 2
         sigma = to_device(sigmas[levels].float(), latents.device)
-        drawn = noise(seed, trajectory.ids, "pair", pipeline.shape)
+        drawn = noise(seed, trajectory.ids, "pair", tuple(latents.shape[1:]))
         eps = to_device(drawn, latents.device).repeat(2, 1, 1, 1)
         s = sigma.view(-1, 1, 1, 1)
-        return (1 - s) * latents + s * eps, eps - latents, pipeline.adapter.timestep(sigma)
+        return (1 - s) * latents + s * eps, eps - latents, adapter.timestep(sigma)
 
 
 def pair_of(prompt: Prompt) -> tuple[Media, Media]:
@@ -123,11 +129,6 @@ def pair_of(prompt: Prompt) -> tuple[Media, Media]:
     except BadMediaError as error:
         raise BadPromptError(prompt.id, f"{error}; mend the picture or take the pair out") from error
     return better, worse
-
-
-def key_of_pair(prompt: Prompt) -> str:
-    """Names the latents of a prompt's pair in the feature store: equal for the same pictures."""
-    return f"pair/{pictures.digest(prompt)}"
 
 
 def _halves(errors: Tensor) -> dict[str, Tensor]:

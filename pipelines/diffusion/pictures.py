@@ -9,25 +9,25 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from mmrl.config.sampling import Sampling
+from mmrl.config.sampling import Size
 from mmrl.errors import BadPromptError
 from mmrl.media import BadMediaError, Media, open_image, read_bytes
 from mmrl.trajectory import Prompt
 
 
-def fitted(prompt: Prompt, medium: Media, sampling: Sampling) -> Image.Image:
-    """A picture of ``prompt``, RGB, scaled until it fills ``sampling.height`` x ``sampling.width`` and cut at its
-    centre. Raises ``BadPromptError`` where it cannot be read."""
+def fitted(prompt: Prompt, medium: Media, size: Size) -> Image.Image:
+    """A picture of ``prompt``, RGB, scaled until it fills ``size`` and cut at its centre. Raises ``BadPromptError``
+    where it cannot be read."""
     try:
         image = open_image(medium)
     except BadMediaError as error:
         raise BadPromptError(prompt.id, f"{error}; mend the picture or take the prompt out") from error
-    return ImageOps.fit(image, (sampling.width, sampling.height), Image.Resampling.BICUBIC)
+    return ImageOps.fit(image, (size.width, size.height), Image.Resampling.BICUBIC)
 
 
-def pixels(prompt: Prompt, medium: Media, sampling: Sampling) -> Tensor:
+def pixels(prompt: Prompt, medium: Media, size: Size) -> Tensor:
     """``fitted`` as ``[3, H, W]`` in [-1, 1]."""
-    image = fitted(prompt, medium, sampling)
+    image = fitted(prompt, medium, size)
     flat = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return flat.view(image.height, image.width, 3).permute(2, 0, 1) / 127.5 - 1
 

@@ -16,6 +16,7 @@ from mmrl.trajectory import Trajectory
 from mmrl.transfer import to_device
 
 from .adapter import Adapter
+from .sizes import Sizes
 
 
 class Renoising:
@@ -24,6 +25,7 @@ class Renoising:
 
     def __init__(self, adapter: Adapter, recipe: Recipe) -> None:
         self.adapter, self.steps, algorithm = adapter, recipe.denoising.steps, recipe.algorithm
+        self.sizes = Sizes(adapter)
         own = getattr(algorithm, "guidance", None)
         if isinstance(own, float) and own > 1 and not adapter.combines:
             raise UserError(
@@ -66,6 +68,6 @@ class Renoising:
 
     def sigma(self, trajectory: Trajectory, level: int, seed: int) -> Tensor:
         """Of each row the noise level, ``[B]``: the ``level``-th of an order that is the sample's own."""
-        sigmas = self.adapter.schedule(self.steps).sigmas[self.levels]
+        sigmas = self.sizes.adapted(trajectory.slots).schedule(self.steps).sigmas[self.levels]
         draws = [generator(seed, i.step, i.slot, i.attempt, i.sample, "levels") for i in trajectory.ids]
         return sigmas[[int(torch.randperm(len(sigmas), generator=draw)[level]) for draw in draws]]
