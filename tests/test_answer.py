@@ -144,12 +144,12 @@ def test_what_cannot_be_judged_fails_and_is_named():
 
 def test_hostile_responses_are_read_in_no_time():
     reward = answer.number()
-    started = time.perf_counter()
+    started = time.process_time()
     for text in ("9" * 200_000, "1e999999999", "1," * 100_000, "-" * 200_000, "1/" * 100_000, "\\boxed{" * 50_000):
         assert correct(reward, text) == 0.0
         assert correct(answer.boxed(), text) == 0.0
         assert correct(answer.exact(after="answer:"), text) == 0.0
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_numbers_are_read_as_fractions():

@@ -143,9 +143,9 @@ def test_equal_records_stand_on_one_side_of_the_split(tmp_path):
 
 def test_a_large_file_is_read_line_by_line_when_asked(tmp_path):
     path = lines(tmp_path / "q.jsonl", *({"prompt": f"p{i}", "answer": i} for i in range(20_000)))
-    start = time.perf_counter()
+    start = time.process_time()
     found = jsonl("train", path=path, heldout=0)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert (len(found), found[19_999].text, found[12_345].meta) == (20_000, "p19999", {"answer": 12_345})
     Path(path).write_bytes(b"x" * Path(path).stat().st_size)
     with pytest.raises(UserError, match="was changed while it was in use"):
@@ -372,9 +372,9 @@ def test_clips_are_the_same_bytes_again_and_a_longer_set_begins_with_the_shorter
 def test_clips_may_be_larger_and_cost_milliseconds():
     pytest.importorskip("av")
     found = clips.prompts(samples=10**6, size=96)
-    start = time.perf_counter()
+    start = time.process_time()
     assert all(found[i * 9973].media for i in range(50))
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert open_clip(found[999_999].media[0]).frames[0].size == (96, 96)
 
 

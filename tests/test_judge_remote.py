@@ -182,7 +182,7 @@ def test_a_slow_drip_is_cut_at_the_deadline():
         if body is None:
             return False
         handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n")
-        for _ in range(50):
+        for _ in range(400):
             handler.wfile.write(b" ")
             handler.wfile.flush()
             time.sleep(0.05)
@@ -192,7 +192,7 @@ def test_a_slow_drip_is_cut_at_the_deadline():
         began = time.perf_counter()
         (failed,) = ask(judge(server.url, answer=NUMBER, retries=0, timeout=0.3), "a")
         assert "no answer within 0.3 s" in failed.reason
-        assert time.perf_counter() - began < 1.5
+        assert time.perf_counter() - began < 10
 
 
 @pytest.mark.parametrize("form", ["seconds", "date"])

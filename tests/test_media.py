@@ -172,11 +172,11 @@ def test_hostile_pictures_are_refused_with_the_reason(tmp_path, name):
     data, why = HOSTILE_PICTURES[name]
     file = tmp_path / f"{name}.png"
     file.write_bytes(data)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(BadMediaError, match=why) as caught:
         open_image(Media("image", str(file)))
     assert str(file) in str(caught.value)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_headers_tell_a_text_from_a_picture_and_the_size_but_not_a_cut():

@@ -42,6 +42,7 @@ class DGPOSettings(ForwardSettings, PictureSettings):
     t_min: Fraction = 0.3
     """Share of the rollout's steps, at its end, whose levels do not train: of 10 steps the first 7 train."""
     beta: PositiveFloat = 100.0
+    """Of the preference model: how steep a group's weight is."""
     advantage_std: Spread = "group"
     kl_coef: NonNegative = 0.0
     """Weight of the squared distance to the reference's velocity."""

@@ -30,6 +30,7 @@ class DiffusionDPOSettings(ForwardSettings):
 
     whole: ClassVar[Literal["group", "pair"] | None] = "pair"
     beta: PositiveFloat = 2000.0
+    """How strongly the reference holds the policy; larger stays nearer."""
 
 
 class DiffusionDPO(ForwardObjective):

@@ -32,6 +32,7 @@ class FlowGRPOSettings(StepSettings):
     """Clipped policy gradient over denoising steps (Liu et al. 2025, arXiv 2505.05470)."""
 
     clip_range: PositiveFloat = 1e-4
+    """Ratios are clipped to 1 plus and minus this."""
     step_weight: Literal["none", "tempflow", "flash"] = "none"
     """A step's loss is multiplied by 2.25 std, its noise (TempFlow-GRPO, arXiv 2508.04324), or by std / |c_v|, which
     makes all steps' gradients alike, over its mean (Flash-GRPO, arXiv 2605.15980)."""

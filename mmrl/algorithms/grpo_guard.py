@@ -31,6 +31,7 @@ class GRPOGuardSettings(StepSettings):
     takes_older_samples: ClassVar[bool] = False
     exact_replay: ClassVar[bool] = True
     clip_range: PositiveFloat = 2e-6
+    """Ratios are clipped to 1 plus and minus this."""
     kl_coef: NonNegative = 0.0
 
     def conflicts(self, sampling: Sampling | TextSampling) -> Iterator[str]:

@@ -29,6 +29,7 @@ class PictureDPOSettings(AlgorithmSettings):
     trains_on: ClassVar[TrainsOn] = "picture_pairs"
     kind: ClassVar[Kind] = "offline"
     beta: PositiveFloat = 2000.0
+    """How strongly the reference holds the policy; larger stays nearer."""
 
     @property
     def compares_group(self) -> bool:

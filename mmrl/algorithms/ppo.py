@@ -31,7 +31,9 @@ class PPOSettings(ClippedSettings, CriticSettings):
     kl_coef: NonNegative = 0.05
     """Weight of each token's divergence, which is subtracted from its reward (TRL's default)."""
     gamma: Fraction = 1.0
+    """Discount of later rewards."""
     gae_lambda: Fraction = 0.95
+    """Lambda of generalised advantage estimation."""
     value_clip: PositiveFloat = 0.2
     """Clip range of a new value around the value before the step's updates."""
 

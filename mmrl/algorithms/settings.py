@@ -131,7 +131,9 @@ class ClippedSettings(TokenSettings):
     """A clipped surrogate: the ratio counts within [1 - clip_low, 1 + clip_high] (abstract)."""
 
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """A ratio below 1 minus this is clipped."""
     clip_high: PositiveFloat = 0.2
+    """A ratio above 1 plus this is clipped."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Upper limit of the ratio where the advantage is negative (dual-clip PPO, arXiv 1912.09729, eq. 5; verl's
     ``clip_ratio_c``, 3 there). None sets no limit."""
@@ -197,6 +199,7 @@ class PictureSettings(AlgorithmSettings):
     """Shared by the algorithms that compute a picture's advantage from its group's rewards (abstract)."""
 
     advantage_clip: PositiveFloat = 5.0
+    """Advantages are clipped to plus and minus this."""
     advantage_std: Spread = "batch"
     """Divide the centred reward by the group's standard deviation or by the batch's (Flow-GRPO's default)."""
     advantage_aggregation: AdvantageAggregation = "sum"
@@ -216,6 +219,7 @@ class StepSettings(PictureSettings):
     """A policy gradient over denoising steps (abstract)."""
 
     kl_coef: NonNegative = 0.04
+    """Weight of the divergence from the reference model; 0 needs no reference."""
     trained_steps: PositiveInt | None = None
     """Number of recorded steps to train, drawn anew in every training step (DanceGRPO: 60 % of them); None trains
     all."""

@@ -41,7 +41,7 @@ def train(
     recipe: RecipeArgument,
     changes: ChangesArgument = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory of the run.", show_default="runs/<name>")
+        Path | None, typer.Option(metavar="DIR", help="Directory of the run.", show_default="runs/NAME")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in DIR.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run that is in DIR.")] = False,

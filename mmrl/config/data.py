@@ -32,6 +32,7 @@ class Sampler(Section):
     """A class that chooses the prompts of each step (``mmrl.datasets.sampler``)."""
 
     name: OwnClass
+    """``path/to/file.py:Class``."""
     options: Options = Field(default_factory=dict)
     """Keyword arguments of its constructor."""
 
@@ -46,7 +47,9 @@ class Data(Section):
     name: str
     """``shapes``, ``org/name`` of the hub, ``path/to/file.py:prompts``; empty with ``mixture``."""
     train: Options = Field(default_factory=dict)
+    """Keyword arguments for the prompts of training."""
     heldout: Options = Field(default_factory=dict)
+    """Keyword arguments for the prompts of evaluation."""
     mixture: Annotated[list[Source], Field(max_length=MOST_SOURCES)] = Field(default_factory=list)
     """Several data sets in place of one, with weights."""
     sampler: Annotated[Sampler | None, BeforeValidator(_sampler_settings)] = None

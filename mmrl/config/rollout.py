@@ -35,6 +35,7 @@ class Rejection(Section):
     """Leave out tokens or responses on which engine and trainer differ too much (verl's rollout_rs)."""
 
     statistic: Statistic
+    """What is compared with the bounds."""
     high: PositiveFloat
     """A token, or a response, above it is left out."""
     low: PositiveFloat | None = None

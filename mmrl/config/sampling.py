@@ -21,13 +21,16 @@ class Window(Section):
     """Train a few consecutive steps and sample the rest without noise (Flow-GRPO-Fast, MixGRPO)."""
 
     size: Count = 3
+    """Steps that train."""
     first: Annotated[int, Field(ge=0)] = 0
+    """The earliest step of a window."""
     last: Count | None = None
     """The window stays inside steps [first, last); None ends before the final step, which never carries noise."""
     strategy: Literal["random", "progressive", "decay", "exp_decay"] = "random"
     """``random`` draws the start anew each step; ``progressive`` moves it by one every ``every`` steps (MixGRPO);
     ``decay`` and ``exp_decay`` move it faster the later it is."""
     every: Count = 25
+    """Training steps between two moves of the window."""
     decay_from: Annotated[int, Field(ge=0)] = 13
     """``exp_decay``: a window that begins here or earlier moves every ``every`` training steps."""
     decay_rate: NonNegative = 0.1
@@ -54,6 +57,7 @@ class Sampling(Section):
 
     type: Literal["diffusion"] = "diffusion"
     steps: Annotated[int, Field(ge=2, le=10_000)] = 10
+    """Denoising steps."""
     guidance_scale: NonNegative = 1.0
     """1 (or less) samples without classifier-free guidance, at half the cost. A policy gradient trains with the same
     scale, because it replays the sampled steps; a forward-process loss has its own scale (algorithm.guidance)."""
@@ -61,7 +65,9 @@ class Sampling(Section):
     """The negative prompt of guidance, for prompts without a ``negative_prompt`` of their own. None: the default of the
     diffusers pipeline (the empty text; zeros for SDXL; a space for Qwen-Image)."""
     height: Count
+    """Of a picture, in pixels."""
     width: Count
+    """Of a picture, in pixels."""
     buckets: Annotated[list[Bucket], Field(min_length=1, max_length=MOST_BUCKETS)] | None = None
     """Several sizes, ``[[64, 64], [48, 80]]``, height before width: each prompt is sampled at the one that fits its
     record's ``height`` and ``width``, its ``aspect_ratio``, or its picture. ``height`` and ``width`` are one of them,
@@ -70,6 +76,7 @@ class Sampling(Section):
     frames: Count | None = None
     """Frames of a clip; None if the pipeline makes pictures."""
     max_sequence_length: Count = 256
+    """Tokens of a prompt for the text encoders that take a limit (T5)."""
     shift: PositiveFloat | None = None
     """A fixed shift of the noise levels, s to shift s / (1 + (shift - 1) s); None takes the checkpoint's own, which may
     grow with the picture's size."""
@@ -77,6 +84,7 @@ class Sampling(Section):
     """If a checkpoint names a solver of higher order (Wan, Sana): ``euler`` takes the noise levels of the flow-matching
     Euler scheduler, ``checkpoint`` those of that solver. The steps are Euler's in both cases."""
     sde: Sde = Sde()
+    """How noise is added in a step that trains."""
     window: Window | None = None
     """None records every step except the last."""
     batch_size: Many | None = None
@@ -116,12 +124,15 @@ class TextSampling(Section):
 
     type: Literal["text"] = "text"
     max_new_tokens: Count
+    """Tokens of a response at most."""
     max_prompt_tokens: Count | None = None
     """data.overlong decides about longer prompts; None allows the model's context minus max_new_tokens."""
     temperature: PositiveFloat = 1.0
+    """Logits are divided by it, in sampling and in log-probs."""
     top_p: Annotated[Fraction, Field(gt=0)] = 1.0
     """Below 1, log-probs are still those of the whole distribution, with the tokens that are left out."""
     top_k: Count | None = None
+    """Draw from so many of the likeliest tokens; log-probs as with top_p."""
     min_p: Fraction = 0.0
     """Leaves out tokens less likely than this share of the likeliest; log-probs as with top_p."""
     repetition_penalty: PositiveFloat = 1.0

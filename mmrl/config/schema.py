@@ -65,10 +65,13 @@ class Lora(Section):
     """Low-rank adapters on the policy's linear layers; the base weights stay frozen."""
 
     rank: Count = 32
+    """Of the two matrices of an adapter."""
     alpha: PositiveFloat = 64.0
+    """An adapter's output is multiplied by alpha / rank."""
     targets: list[str] | None = None
     """Names of the modules that get an adapter; None takes the pipeline's list."""
     init: Literal["gaussian", "default"] = "gaussian"
+    """Of the first matrix: peft's ``gaussian``, or its default (Kaiming). The second is 0."""
     path: str | None = None
     """A folder that peft wrote (or a LoRA of diffusers): training continues from that adapter, with its rank, alpha and
     targets. The reference is then the model with the adapter as it was loaded."""
@@ -88,6 +91,7 @@ class Model(Section):
     lora: Lora | None = None
     """None trains all weights of the policy."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, more time."""
     freeze: list[str] = Field(default_factory=list)
     """Names of modules (``visual``) to freeze; with LoRA all base weights are frozen."""
     chat_template: Annotated[str, AfterValidator(checked)] | None = None
@@ -110,15 +114,19 @@ class Reward(Section):
     label: str | None = None
     """Its name in metrics and reports; None takes the last part of ``name``."""
     weight: float = 1.0
+    """Its factor in the weighted sum. With 0 it is measured and not trained on."""
     normalize: Literal["none", "batch", "group"] = "none"
     """Divide by the batch's standard deviation, or standardise inside each group, before weighting."""
     batch_size: Many | None = None
+    """Samples of one call; None gives it all that are ready."""
     timeout: PositiveFloat = 60.0
     """Seconds for one batch."""
     retries: Annotated[int, Field(ge=0, le=1000)] = 0
+    """How often a call that failed is made again."""
     on_failure: Literal["fail", "drop"] = "fail"
     """Stop the run, or leave the sample out of the update (counted, named in failures.jsonl)."""
     options: Options = Field(default_factory=dict)
+    """Keyword arguments of the reward."""
 
 
 class Scoring(Section):
@@ -147,8 +155,11 @@ def _number_or_auto(value: object) -> object:
 
 class Train(Section):
     steps: Count
+    """Training steps: each samples, scores and updates."""
     prompts_per_step: Many
+    """Different prompts of a step."""
     group_size: Many
+    """Samples of each prompt, which are compared with one another."""
     micro_batch_size: Many
     """Samples per micro-batch of the update; for text at most so many, with the limit of ``micro_batch_tokens``."""
     micro_batch_tokens: Count | None = None
@@ -158,6 +169,7 @@ class Train(Section):
     grow by the same factor. The gradient is the same. ``auto``: the plan chooses the fastest number that fits into
     memory (docs/speed.md)."""
     updates_per_step: Many = 1
+    """Optimizer updates that a step's samples are divided into."""
     balance: Literal["predicted", "measured"] = "predicted"
     """Text, several controllers: how the cost of a prompt is estimated to balance the load, by a fixed table or fitted
     to measured seconds. With ``measured`` two equal runs divide prompts differently, and differ in the last bits."""
@@ -165,6 +177,7 @@ class Train(Section):
     """With several devices each holds all weights, gradients and optimizer state; a shard of them (FSDP2); or a part of
     every layer (Megatron-Core), where ``tensor_parallel`` devices of a controller compute a row together."""
     tensor_parallel: Few = 1
+    """Devices of a controller that compute each layer together."""
     sequence_parallel: bool = False
     """The devices of ``tensor_parallel`` also split activations outside the parallel layers by tokens."""
     pipeline_parallel: Few = 1
@@ -206,11 +219,16 @@ class Train(Section):
 
 class Optim(Section):
     lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
+    """Of Adam."""
     weight_decay: NonNegative = 1e-4
+    """Of AdamW."""
     max_grad_norm: PositiveFloat = 1.0
+    """The gradient is scaled down to this norm."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
+    """Updates in which the rate rises to lr."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """``linear`` falls from the first update to 0 at train.steps, or to nearly 0 if train.max_cpu_seconds ends the run
     earlier; the warm-up multiplies it. ``cosine`` is that of transformers: it rises from 0 and falls after the
@@ -220,6 +238,7 @@ class Optim(Section):
     ema_decay: Decay | None = None
     """Keep an exponential moving average of the weights, and evaluate and export it; None evaluates the weights."""
     ema_every: Count = 1
+    """Updates between two updates of the average."""
 
 
 class EarlyStopping(Section):
@@ -247,13 +266,16 @@ class Guards(Section):
     action: Literal["warn", "stop"] = "warn"
     """The action after ``patience`` evaluations in a row beyond a limit."""
     patience: Count = 1
+    """Evaluations in a row."""
 
 
 class Eval(Section):
     """Held-out prompts with fixed seeds: the curve, the grids and the before/after of the report."""
 
     every: Count | None = 10
+    """Training steps between evaluations; None evaluates nothing."""
     samples: Many = 64
+    """Held-out samples of an evaluation."""
     samples_per_prompt: Many = 1
     """Consecutive samples per prompt; ``samples`` must be a multiple of it."""
     pass_at: Annotated[list[Many], Field(max_length=MOST_REWARDS)] = Field(default_factory=list)
@@ -275,11 +297,13 @@ class Eval(Section):
     """Share of the denoising steps of evaluation that the tuned model takes; the base model takes the rest (MixGRPO's
     hybrid inference, arXiv 2507.21802), which reduces the effects of reward hacking. Needs LoRA."""
     early_stopping: EarlyStopping | None = None
+    """None trains to the end."""
     guards: Guards = Guards()
 
 
 class Checkpoint(Section):
     every: Count = 10
+    """Training steps between checkpoints."""
     keep: Count = 2
     """Newest checkpoints to keep. With 1 the previous one stays until the newest has given a finite result."""
 
@@ -288,7 +312,9 @@ class Recipe(Section):
     """Checks each section by itself; ``mmrl.config.checks`` finds contradictions between sections."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    """The run's directory is ``runs/<name>`` by default."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of all randomness of training."""
     pipeline: str
     """``diffusion/sd3``, or path/to/file.py."""
     model: Model

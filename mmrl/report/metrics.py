@@ -30,7 +30,7 @@ METRICS: dict[str, str] = {
     "reward/<label>": "One reward as its author returned it (before weight and normalisation), mean.",
     "reward/<label>/<part>": "A named part of that reward, mean.",
     "source/<label>/samples": "data.mixture: samples of the step whose prompts come from this source.",
-    "source/<label>/reward/<name>": "data.mixture: as reward/<name>, mean over the samples of this source.",
+    "source/<label>/reward/<name>": "data.mixture: one reward as its author returned it, mean over this source.",
     "source/<label>/reward/<name>/<part>": "data.mixture: a named part of that reward, mean.",
     "sampler/<name>": "data.sampler: what its method learn returned.",
     "advantage/zero_std_groups": "Fraction of groups whose samples all got the same reward and so give no gradient.",
