@@ -67,7 +67,7 @@ class _Asker:
 
 
 def init(
-    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="The recipe to write.")] = Path("mine.yaml"),
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write.")] = Path("mine.yaml"),
     *,
     model: Annotated[
         str | None,
@@ -84,8 +84,10 @@ def init(
     modality: Annotated[
         Modality | None, typer.Option(help="What the model is for.", show_default="as its configuration says")
     ] = None,
-    algorithm: Annotated[str | None, typer.Option(metavar="NAME", show_default="grpo, of pictures flow_grpo")] = None,
-    device: Annotated[Device | None, typer.Option(show_default="auto")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of docs/algorithms.md.", show_default="grpo; flow_grpo")
+    ] = None,
+    device: Annotated[Device | None, typer.Option(help="What it computes on.", show_default="auto")] = None,
     lora: Annotated[
         bool | None, typer.Option("--lora/--full", help="Adapters, or all weights.", show_default="lora")
     ] = None,
