@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from mmrl.planner.judges import Asked, on_devices
 from mmrl.planner.plan_data import Plan
 from mmrl.planner.render import render
 from mmrl.rewards.async_scoring import Entry, batches
+from mmrl.rewards.contract import Declaration
 from mmrl.rewards.scoring import check
 from mmrl.training.batch import chunks
 from tests import planning
@@ -379,8 +381,9 @@ def test_a_note_on_idle_devices_is_true_and_its_edit_mends_it(
     split, c = split_of(made), made.counts
     runs = list(chunks(list(range(c.samples)), c.batch))
     config = base.rewards[0].model_copy(update={"batch_size": size})
-    entry = Entry("judge", config, None, None)  # type: ignore[arg-type]
-    real = sum(len(batches(entry, range(len(run)))) for run in runs)
+    entry = Entry("judge", config, SimpleNamespace(declaration=Declaration()), None)  # type: ignore[arg-type]
+    sample = SimpleNamespace(tensor=None)
+    real = sum(len(batches(entry, range(len(run)), [sample] * len(run))) for run in runs)
     assert calls(c, size) == real
     notes = list(idle(made))
     enough = len(runs) >= split.rollout and real >= (split.judge or split.rollout)
