@@ -241,7 +241,12 @@ def test_clean_samples_are_compared_with_the_old_policy_that_drew_them(staleness
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "staleness"),
-    [(TEXT, 2), (TEXT, 1), (REPLACED, 2), (FORWARD, 2)],
+    [
+        (TEXT, 2),
+        pytest.param(TEXT, 1, marks=pytest.mark.long),
+        pytest.param(REPLACED, 2, marks=pytest.mark.long),
+        (FORWARD, 2),
+    ],
 )
 def test_a_resumed_run_draws_again_what_was_under_way(recipe, staleness, tmp_path):
     whole = steps(opened(recipe, staleness), 0, 5)
@@ -263,7 +268,7 @@ def test_a_resumed_run_draws_again_what_was_under_way(recipe, staleness, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_replacements_are_drawn_with_the_weights_of_their_step(staleness):
     devices = Lagging()
     run = opened(REPLACED, staleness, devices)

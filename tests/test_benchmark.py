@@ -159,7 +159,7 @@ def test_settings_are_compared_by_whole_steps(modules, monkeypatch, capsys):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
 def test_memory_is_measured_in_a_process_of_its_own(modules, run, model, tmp_path):
     step, arms, _ = modules

@@ -69,7 +69,7 @@ def test_attention_of_parts_is_that_of_the_whole(size, tmp_path):
         (None, SHARDS),
         pytest.param(None, [*TWO, "model.lora={rank: 4}"], marks=pytest.mark.slow),  # whole weights on each
         pytest.param("Llama", FOUR, marks=pytest.mark.slow),
-        pytest.param("Qwen2", GROUPS, marks=pytest.mark.slow),  # two groups of two
+        pytest.param("Qwen2", GROUPS, marks=pytest.mark.long),  # two groups of two
     ],
 )
 def test_ranks_that_share_rows_have_the_gradients_and_log_probs_of_one(family, layout, tmp_path):
