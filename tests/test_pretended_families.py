@@ -38,10 +38,10 @@ def dark(samples, *, context):
 def light(samples, *, context):
     return torch.stack([s.tensor.mean() for s in samples])
 """
-COMBINED = [
-    (family, kind, lora)
-    for family in FAMILIES
-    for kind in KINDS
+COMBINED = [  # of SD3 all; of other families each kind once with adapters or once with all weights, in turn
+    pytest.param(family, kind, lora, marks=[pytest.mark.long] * (family != "sd3" and lora != ((f + k) % 2 == 0)))
+    for f, family in enumerate(FAMILIES)
+    for k, kind in enumerate(KINDS)
     for lora in (True, False)
     if kind != "offline" or family not in ("wan", "flux2_klein_edit")  # which the recipe's checks refuse
 ]
