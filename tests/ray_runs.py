@@ -130,9 +130,12 @@ def alike(a, b):
 
 
 def same_heldout(ones, others):
-    """A judge is shown pixels of eight bits, of which a last digit may turn one: 1.6e-3 of its mean was seen."""
+    """A judge is shown pixels of eight bits, of which a last digit may turn one: 1.6e-3 of its mean was seen. The
+    distance of texts is measured only where the model lies whole on a device. Where no prompt has two samples, diversity
+    is that of each controller's own, so that it changes a little with their number."""
+    judged = {"reward/judge": 2e-3, "guard/std/judge": 2e-3, "guard/change/judge": 2e-2}
     for mine, theirs in zip(ones, others, strict=True):
-        assert mine.keys() == theirs.keys()
-        for key, value in mine.items():
-            abs_ = 2e-3 if key == "reward/judge" else 1e-5
-            assert value == pytest.approx(theirs[key], rel=1e-3, abs=abs_), (mine["step"], key)
+        assert mine.keys() ^ theirs.keys() <= {"guard/distance"}
+        for key in mine.keys() & theirs.keys():
+            rel = 0.05 if key.startswith("guard/diversity") else 1e-3
+            assert mine[key] == pytest.approx(theirs[key], rel=rel, abs=judged.get(key, 1e-5)), (mine["step"], key)

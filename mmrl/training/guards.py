@@ -7,7 +7,7 @@ other rewards fall. All three are measured on the samples of the evaluation:
     Pictures and clips: the root mean square difference of pixels (in [0, 1]) between two samples of a prompt, over all
     pairs of its samples and all prompts. Texts: distinct-2 (Li et al., arXiv 1510.03055, sec. 5.1), the share of
     distinct word bigrams in the responses to a prompt, mean over prompts. If no prompt has two samples, the samples of
-    all prompts are taken together.
+    all prompts are taken together, on each controller its own: the figure then depends a little on their number.
 ``guard/distance``
     Pictures and clips: the same difference to the base model's sample of the same prompt and noise, over the first
     ``MOST`` samples. Texts: log-prob of the tokens under the weights that sampled minus that under the reference, mean
