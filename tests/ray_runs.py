@@ -131,8 +131,8 @@ def alike(a, b):
 
 def same_heldout(ones, others):
     """A judge is shown pixels of eight bits, of which a last digit may turn one: 1.6e-3 of its mean was seen. The
-    distance of texts is measured only where the model lies whole on a device. Where no prompt has two samples, diversity
-    is that of each controller's own, so that it changes a little with their number."""
+    distance of texts is measured only where the model lies whole on a device. Where no prompt has two samples, each
+    controller compares its own, so that diversity changes a little with their number."""
     judged = {"reward/judge": 2e-3, "guard/std/judge": 2e-3, "guard/change/judge": 2e-2}
     for mine, theirs in zip(ones, others, strict=True):
         assert mine.keys() ^ theirs.keys() <= {"guard/distance"}
