@@ -39,10 +39,29 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     assert "RAY_TMPDIR=/path" in said
 
 
+@pytest.mark.slow
+def test_ray_is_started_again_on_a_machine_that_was_too_busy(monkeypatch, capfd):
+    """What the first start leaves is ended before the second."""
+    ray = pytest.importorskip("ray")
+    start, left = ray.init, []
+
+    def late(**where):
+        if not left:
+            left.append(subprocess.Popen(["sleep", "100"]))
+            raise Exception("The current node timed out during startup. This could happen because")
+        start(**where)
+
+    monkeypatch.setattr(ray, "init", late)
+    with local() as there:
+        assert there.usable()
+        assert left[0].poll() is not None
+    assert "Ray did not start in time; it is started again (2 of 3)" in capfd.readouterr().err
+
+
 @pytest.mark.long  # in short: the errors above, which take the same way
 @pytest.mark.slow
 def test_a_raylet_that_does_not_start_is_told_with_where_its_logs_are(monkeypatch):
-    """Ray waits half a minute for it and raises a bare ``Exception``."""
+    """Ray waits half a minute for it, three times, and raises a bare ``Exception``."""
     monkeypatch.setattr("ray._private.services.RAYLET_EXECUTABLE", "/bin/false")
     said = refused()
     assert said.startswith("ray: Ray did not start on this machine (The current node timed out during startup")

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Collection, Generator, Mapping
@@ -24,6 +25,7 @@ START_S = 180.0
 _STORE = 100_000_000
 """Bytes of the object store of a cluster started here. Controllers store almost nothing in it, and Ray's default is a
 share of all memory, in /dev/shm."""
+_STARTS = 3  # Ray waits half a minute for its raylet, which is too short on a busy machine
 _CORE = ("gcs_server", "raylet")
 """The processes that a cluster needs. A raylet ends when one of its agents ends."""
 _AWAY = 6.0
@@ -229,17 +231,21 @@ def _connected(ray: Any, recipe: Recipe) -> Cluster:
         cpus = max(recipe.controllers * recipe.devices_per_controller, os.cpu_count() or 1)  # more share the cores
         where |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": _STORE}
     before = set(psutil.Process().children())
-    try:
-        with _signals_kept():
-            _answers(recipe.ray)
-            ray.init(log_to_driver=False, logging_level="error", **where)
-        return Local(ray, set(psutil.Process().children()) - before) if local else Cluster(ray, _services(ray))
-    except Exception as error:  # Ray raises bare ones too
-        _undo(ray, before)
-        raise UserError(_why(error, recipe.ray)) from error
-    except BaseException:
-        _undo(ray, before)
-        raise
+    for attempt in range(1, _STARTS + 1):
+        try:
+            with _signals_kept():
+                _answers(recipe.ray)
+                ray.init(log_to_driver=False, logging_level="error", **where)
+            break
+        except Exception as error:  # Ray raises bare ones too
+            _undo(ray, before)
+            if not local or attempt == _STARTS or "timed out during startup" not in str(error):
+                raise UserError(_why(error, recipe.ray)) from error
+            print(f"Ray did not start in time; it is started again ({attempt + 1} of {_STARTS})", file=sys.stderr)
+        except BaseException:
+            _undo(ray, before)
+            raise
+    return Local(ray, set(psutil.Process().children()) - before) if local else Cluster(ray, _services(ray))
 
 
 def _undo(ray: Any, before: set[psutil.Process]) -> None:
