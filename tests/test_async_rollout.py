@@ -376,15 +376,17 @@ def test_what_cannot_be_drawn_ahead_is_refused(recipe, overrides, message):
 
 
 @pytest.mark.slow
-def test_devices_draw_judge_and_train_at_once_and_learn_as_one_process(tmp_path):
+@pytest.mark.parametrize("controllers", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_devices_draw_judge_and_train_at_once_and_learn_as_one_process(tmp_path, controllers):
     pytest.importorskip("ray")
     placement = "placement={type: disaggregated, staleness: 1}"
     loaded = load_recipe(["shapes-judge"], [*JUDGED, placement])
     in_one_process(loaded, tmp_path / "one")
-    out = tmp_path / "six"
-    code, said = ended(train("shapes-judge", out, *JUDGED, placement, "controllers=2"))
+    out = tmp_path / "apart"
+    apart = [f"controllers={controllers}", "devices_per_controller=3"]
+    code, said = ended(train("shapes-judge", out, *JUDGED, placement, *apart))
     assert code == 0, said
-    assert len(learned(out)) == 4
+    assert len(learned(out)) == 3
     for mine, theirs in zip(rows(out), rows(tmp_path / "one"), strict=True):
         for key in ("reward/mean", "optim/grad_norm", "mismatch/weight_mean", "sampling/stale_steps"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), (mine["step"], key)
@@ -431,14 +433,11 @@ def reference(request, tmp_path_factory):
     return [name, *words], rows(out)
 
 
+@pytest.mark.long  # in short: devices that draw, judge and train at once, above; two controllers in one process
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(["controllers=1"], marks=pytest.mark.long),
-        pytest.param(["controllers=2"], marks=pytest.mark.long),
-        ["controllers=2", "train.backend=fsdp"],
-    ],
+    [["controllers=1"], ["controllers=2"], ["controllers=2", "train.backend=fsdp"]],
     ids=" ".join,
 )
 def test_any_number_of_controllers_draws_the_same_ahead_and_goes_on(reference, layout, tmp_path):

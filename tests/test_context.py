@@ -93,6 +93,7 @@ def test_ranks_that_share_rows_have_the_gradients_and_log_probs_of_one(family, l
             torch.testing.assert_close(rank[name], of, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.long  # in short: the gradients of ranks that share rows, above
 @pytest.mark.slow
 def test_a_run_that_shares_rows_learns_as_one_process_which_goes_on_from_it(tmp_path):
     pytest.importorskip("ray")

@@ -68,7 +68,9 @@ def test_every_placement_learns_alike(alone, tmp_path, placement):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "judge"), [("sums-capo", 1), ("scenes-judge", 0)])
+@pytest.mark.parametrize(
+    ("recipe", "judge"), [pytest.param("sums-capo", 1, marks=pytest.mark.long), ("scenes-judge", 0)]
+)
 def test_text_and_vision_with_a_judge_learn_as_one_device(tmp_path, recipe, judge):
     small = [*JUDGED[:-1], "train.steps=2", "eval.every=2", "sampling.batch_size=4", f"rewards.{judge}.batch_size=4"]
     run(recipe, tmp_path / "one", *small)

@@ -447,6 +447,7 @@ def test_a_vllm_of_our_own_answers_as_the_model_in_process(unsure):
     assert there.total.tolist() == pytest.approx(here, abs=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_vllm_of_our_own_ends_when_we_are_killed(unsure):
     pytest.importorskip("vllm")

@@ -66,6 +66,8 @@ def same_beginning(one, other):
     assert len(firsts[0]) == 20
 
 
+@pytest.mark.long  # in short: the shards that Megatron-Core goes on from, below
+@pytest.mark.slow
 def test_two_devices_learn_as_one_process_which_goes_on_from_their_shards(tmp_path):
     whole, shards = tmp_path / "whole", tmp_path / "shards"
     one = sampled("sums", whole, "train.steps=3")
@@ -96,10 +98,28 @@ def test_two_controllers_of_two_devices_learn_as_one_process_and_others_go_on(re
         alike(whole, tmp_path / name)
 
 
+PARTS = ["train.backend=megatron", "train.tensor_parallel=2", "devices_per_controller=2"]
+
+
+@pytest.mark.slow
+def test_megatron_goes_on_from_shards_as_one_process_would(tmp_path):
+    pytest.importorskip("megatron.core")
+    whole, shards = tmp_path / "whole", tmp_path / "shards"
+    one = sampled("sums", whole, "train.steps=2")
+    same_beginning(one, sampled("sums", shards, "train.steps=1", *TWO))
+    assert {line["device"] for line in placed(shards) if line.get("role") == "train"} == {0, 1}
+    names = {path.name for path in (shards / "checkpoints" / "step_000001").glob("*.safetensors")}
+    assert names == {f"shard-{n:05d}-model-00001-of-00001.safetensors" for n in (1, 2)}
+    assert rows(shards)[0]["sent/weights"] > 0
+    sampled("sums", shards, "train.steps=2", *PARTS, "--resume")
+    alike(whole, shards)
+
+
+@pytest.mark.long
 @pytest.mark.slow
 def test_megatron_learns_as_one_process_and_goes_on_in_any_layout(tmp_path):
     pytest.importorskip("megatron.core")
-    parts = ["train.backend=megatron", "train.tensor_parallel=2", "devices_per_controller=2"]
+    parts = PARTS
     stages = ["train.backend=megatron", "train.pipeline_parallel=2", "devices_per_controller=2"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     one = sampled("sums", whole, "train.steps=4")
@@ -117,6 +137,7 @@ def test_megatron_learns_as_one_process_and_goes_on_in_any_layout(tmp_path):
     alike(whole, cut)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_of_whole_weights_goes_on_in_shards_where_a_device_may_have_no_slice(tmp_path):
     whole, shards = tmp_path / "whole", tmp_path / "shards"
@@ -135,13 +156,11 @@ def judged(tmp_path_factory):
     return out
 
 
+@pytest.mark.long  # in short: tests/test_devices.py, where the devices have whole weights
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "placement",
-    [
-        "{type: partial, sleep: true}",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("adaptive", "colocate")),
-    ],
+    ["{type: partial, sleep: true}", "adaptive", "colocate"],
 )
 def test_every_placement_of_a_judge_learns_alike_in_shards(judged, tmp_path, placement):
     run("shapes-judge", tmp_path / "shards", *JUDGED, *TWO, "model.dtype=float32", f"placement={placement}")

@@ -100,7 +100,8 @@ def lose_soon(victim, how, after=0.5):
     return at
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+@pytest.mark.long  # in short: servers of judges that are lost, in tests/test_judge_remote.py, by the same guard
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_is_lost_while_it_draws_is_started_again_and_draws_the_same(tmp_path, told, how):
     from transformers import AutoModelForCausalLM
 
@@ -140,6 +141,7 @@ def judge_model(tmp_path_factory):
     return judging.taught(tmp_path_factory.mktemp("judge") / "model", [("good", "yes"), ("bad", "no")], 120, within=0.5)
 
 
+@pytest.mark.long  # in short: the engine on standby, above
 def test_a_judge_in_a_server_gives_its_memory_back_and_judges_the_same_again(judge_model):
     judge = ServedJudge(judge_model, {"dtype": "float32", "max_model_len": 256, **SMALL_CACHE})
     judge.sleep()

@@ -634,6 +634,7 @@ checkpoint: {every: 1, keep: 5}
 """
 
 
+@pytest.mark.long  # in short: tests/test_partial_rollout.py with the engine of transformers
 def test_responses_that_take_several_steps_are_trained_on_and_resumed(text, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(text[0], folder)
