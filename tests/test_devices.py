@@ -47,15 +47,9 @@ def test_two_controllers_of_two_devices_learn_as_one_device(alone, tmp_path):
     assert rows(out)[-1]["sent/numbers"] < 20_000
 
 
+@pytest.mark.long  # in short: the adaptive placement, above, which begins with all in turn
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "placement",
-    [
-        "{type: partial, sleep: true}",
-        pytest.param("colocate", marks=pytest.mark.long),
-        pytest.param("{type: adaptive, inside: false}", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("placement", ["{type: partial, sleep: true}", "colocate", "{type: adaptive, inside: false}"])
 def test_every_placement_learns_alike(alone, tmp_path, placement):
     out = tmp_path / "placed"
     run("shapes-judge", out, *JUDGED, "devices_per_controller=2", f"placement={placement}")
@@ -74,10 +68,9 @@ def test_every_placement_learns_alike(alone, tmp_path, placement):
 def test_text_and_vision_with_a_judge_learn_as_one_device(tmp_path, recipe, judge):
     small = [*JUDGED[:-1], "train.steps=2", "eval.every=2", "sampling.batch_size=4", f"rewards.{judge}.batch_size=4"]
     run(recipe, tmp_path / "one", *small)
-    four = ["controllers=2", "devices_per_controller=2", "placement=adaptive"]
-    run(recipe, tmp_path / "four", *small, *four)
-    alike(tmp_path / "one", tmp_path / "four")
-    work = [line for line in placed(tmp_path / "four") if "device" in line]
+    run(recipe, tmp_path / "two", *small, "devices_per_controller=2", "placement=adaptive")
+    alike(tmp_path / "one", tmp_path / "two")
+    work = [line for line in placed(tmp_path / "two") if "device" in line]
     assert {(line["controller"], line["device"]) for line in work if line["role"] == "judge"} > {(0, 0)}
 
 
@@ -110,7 +103,7 @@ SHARDS = "train.backend=fsdp"
     ("how", "layout"),
     [
         (signal.SIGKILL, []),
-        (signal.SIGSTOP, [AHEAD]),
+        pytest.param(signal.SIGSTOP, [AHEAD], marks=pytest.mark.long),
         pytest.param(signal.SIGKILL, [SHARDS], marks=pytest.mark.long),
         pytest.param(signal.SIGSTOP, [], marks=pytest.mark.long),
         pytest.param(signal.SIGSTOP, [SHARDS], marks=pytest.mark.long),

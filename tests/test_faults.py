@@ -90,6 +90,7 @@ def test_what_is_started_meanwhile_is_no_time_of_the_phase(monkeypatch):
     assert (found.seconds, found.usual) == (pytest.approx(10.1), pytest.approx(1.0))
 
 
+@pytest.mark.long  # in short: the times after which a phase is stuck, above
 @pytest.mark.slow
 def test_a_controller_that_gets_nowhere_is_named_and_the_run_goes_on(tmp_path):
     pytest.importorskip("ray")

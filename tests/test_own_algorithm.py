@@ -196,7 +196,7 @@ def test_a_recipe_trains_goes_on_and_is_found_in_its_run(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["controllers=2", "devices_per_controller=2"])
+@pytest.mark.parametrize("place", ["controllers=2", pytest.param("devices_per_controller=2", marks=pytest.mark.long)])
 def test_other_processes_find_it(folder, tmp_path, place):
     """Each imports the file for itself."""
     pytest.importorskip("ray")

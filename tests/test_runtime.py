@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_another_number_of_controllers(one, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGSTOP])
 def test_a_controller_that_dies_or_freezes_is_found_and_nothing_is_lost(one, tmp_path, how):
     lose_one(tmp_path / "lost", how, "controllers=2")
     assert learned(tmp_path / "lost") == learned(one)
