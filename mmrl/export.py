@@ -29,10 +29,10 @@ def export(run: Path, out: Path, what: str = "merged", checkpoint: str = "latest
     ``out`` is taken, there is no adapter to write, its family has no such file, or the disk is full.
     """
     recipe, _ = open_run(run)
-    _check(recipe, out, what)
+    check(recipe, out, what)
     restored_run, directory, step = restored(run, checkpoint)
     with new_directory(out, "the export") as aside:
-        _write(restored_run, directory, step, aside, out.name, cast(What, what))
+        write_model(restored_run, directory, step, aside, out.name, cast(What, what))
     return out
 
 
@@ -51,8 +51,8 @@ def new_directory(out: Path, what: str) -> Generator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _check(recipe: Recipe, out: Path, what: str) -> None:
-    """Everything that can be refused before a model is loaded."""
+def check(recipe: Recipe, out: Path, what: str) -> None:
+    """Everything that can be refused before a model is loaded. Raises ``UserError``."""
     if what not in get_args(What):
         raise UserError(f"--what {what}: there is {', '.join(get_args(What))}")
     if what != "merged" and recipe.model.lora is None:
@@ -75,11 +75,17 @@ def refuse_taken(out: Path) -> None:
         raise UserError(f"{out} is not empty, and nothing in it is overwritten; name another directory with --out")
 
 
-def _write(context: StepContext, directory: RunDir, step: int, folder: Path, name: str, what: What) -> None:
+def write_model(
+    context: StepContext, directory: RunDir, step: int, folder: Path, name: str, what: What, made: str = ""
+) -> None:
+    """Write the evaluated weights of ``context`` and a card called ``name`` into ``folder``.
+
+    The card has the figures of ``directory`` up to ``step``; ``made``: a section of it on how the weights were made.
+    """
     with context.policy.for_evaluation():
         context.pipeline.write(folder, what)
     usage = context.pipeline.usage(name, what, context.prompts[0])
-    if not write_card(folder, name, context.recipe, directory, step, what, usage):
+    if not write_card(folder, name, context.recipe, directory, step, what, usage, made) and not made:
         print(f"note: {directory.path} has no held-out evaluation up to step {step} for the card", file=sys.stderr)
 
 

@@ -17,7 +17,14 @@ BY_PLACE = {
     "mmrl/placement/device_tasks.py": "arguments of a task travel in their order to the device's process",
     "mmrl/training/loop.py": "so do those of the task `backward`",
     **dict.fromkeys(
-        ("mmrl/cli/compare.py", "mmrl/cli/data.py", "mmrl/cli/judge.py", "mmrl/cli/runs.py", "mmrl/cli/simulate.py"),
+        (
+            "mmrl/cli/compare.py",
+            "mmrl/cli/data.py",
+            "mmrl/cli/judge.py",
+            "mmrl/cli/runs.py",
+            "mmrl/cli/simulate.py",
+            "mmrl/cli/soup.py",
+        ),
         "typer calls",
     ),
 }

@@ -14,7 +14,7 @@ import sys
 
 import typer
 
-from mmrl.cli import check, compare, data, init, judge, recipes, rewards, runs, sample, simulate
+from mmrl.cli import check, compare, data, init, judge, recipes, rewards, runs, sample, simulate, soup
 from mmrl.errors import UserError
 from mmrl.quiet import be_quiet
 from mmrl.secrets import hidden
@@ -48,6 +48,7 @@ for _command in (
 ):
     app.command("eval" if _command is runs.evaluate else None)(_command)
 app.add_typer(data.app)
+app.add_typer(soup.app)
 
 
 @app.callback(invoke_without_command=True)

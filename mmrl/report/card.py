@@ -49,10 +49,13 @@ def public(text: str) -> str:
     return _FOLDERS.sub("", re.sub(r"://[^/\s@]+@", "://", text))
 
 
-def write_card(folder: Path, name: str, recipe: Recipe, directory: RunDir, step: int, what: What, usage: Usage) -> bool:
+def write_card(
+    folder: Path, name: str, recipe: Recipe, directory: RunDir, step: int, what: What, usage: Usage, made: str = ""
+) -> bool:
     """Write README.md, and before_after.png where the run makes pictures, into ``folder``.
 
-    Pictures that belong to the prompts of texts go to ``before_after/`` there.
+    Pictures that belong to the prompts of texts go to ``before_after/`` there. ``made``: a section on how the weights
+    were made, where it was not by this run alone.
 
     The figures are those of ``heldout.jsonl`` and ``samples/`` up to ``step``, the checkpoint's. Returns whether there
     were any.
@@ -62,6 +65,7 @@ def write_card(folder: Path, name: str, recipe: Recipe, directory: RunDir, step:
         _front_matter(name, recipe, rows, what, usage),
         f"# {name}",
         _summary(recipe, directory, step, what),
+        made,
         _before_after(folder, directory, step),
         _table(rows, step, _drawn(recipe)),
         "## Use",

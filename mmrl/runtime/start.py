@@ -42,6 +42,19 @@ def train(
 
     Raises ``UserError``, and ``SystemExit`` if SIGTERM or SIGHUP has stopped the run, after it is saved.
     """
+    comes_to_end(loaded, out, resume=resume, overwrite=overwrite, callbacks=callbacks)
+    return out
+
+
+def comes_to_end(
+    loaded: LoadedRecipe,
+    out: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    callbacks: Sequence[AnyCallback] = (),
+) -> bool:
+    """``train``; returns whether the run came to its end (True), or Ctrl-C has stopped it (False)."""
     with opened(loaded, out, resume=resume, overwrite=overwrite) as run:
         if run.recipe.controllers * run.recipe.devices_per_controller > 1:
             if callbacks:
@@ -55,7 +68,7 @@ def train(
         run.conclude(outcome)
     if run.stop.exit_code and not outcome.finished:
         raise SystemExit(run.stop.exit_code)
-    return out
+    return outcome.finished
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,135 @@
+"""``soup train merge report``: one model for each reward, merged into a model for any mix of the rewards."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mmrl.cli.arguments import ChangesArgument, RecipeArgument, console, read_recipe, use_threads_of
+from mmrl.cli.json_output import JsonOption, json_alone
+from mmrl.cli.runs import Exported
+from mmrl.errors import UserError
+from mmrl.garbage import rarely_collected
+
+if TYPE_CHECKING:
+    from mmrl.soup.evaluation import Front, SoupReport
+
+app = typer.Typer(
+    name="soup",
+    help="Trade rewards off after training: train a model per reward, merge them for any weights (Bone Soup).",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+SoupArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A folder that mmrl soup train made.")]
+CheckpointOption = Annotated[
+    str, typer.Option(metavar="latest|best|STEP", help="Of every backbone; best needs eval.early_stopping.")
+]
+
+
+@app.command("train")
+def train(
+    recipe: RecipeArgument,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the soup.")],
+    changes: ChangesArgument = None,
+    beta: Annotated[
+        float, typer.Option(help="Share of its own reward in a backbone's mix, above 1/n; 1 is Rewarded Soup.")
+    ] = 0.7,
+    rewards: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Which rewards, by label.", show_default="all with a weight"),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the soup in DIR.")] = False,
+) -> None:
+    """Train a backbone for each reward of a recipe, one after another: DIR/backbone-1, DIR/backbone-2, ...
+
+    Each is an ordinary run with other weights of the rewards. Exit codes are those of mmrl train.
+    """
+    with rarely_collected():
+        first = out / "backbone-1"
+        loaded = read_recipe(recipe, changes or (), (lambda _: first) if resume else None)
+        from mmrl.soup.backbones import train_backbones
+
+    named = None if rewards is None else [label.strip() for label in rewards.split(",")]
+    soup = train_backbones(loaded, out, beta, named, resume=resume)
+    if soup is not None:
+        print(out)
+
+
+@app.command("merge")
+def merge(
+    soup: SoupArgument,
+    weights: Annotated[
+        str, typer.Option(metavar="0.3,0.7", help="How much each reward counts, in the order of soup.json; sum 1.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="MODEL", help="Where to write; must not exist yet.")],
+    what: Annotated[
+        Exported, typer.Option(help="The whole model, the adapter alone, or that in one file (ComfyUI).")
+    ] = Exported.merged,
+    checkpoint: CheckpointOption = "latest",
+    no_extrapolate: Annotated[
+        bool, typer.Option("--no-extrapolate", help="No backbone counts less than nothing.")
+    ] = False,
+) -> None:
+    """Write the model for given weights of the rewards; it loads as what mmrl export writes. Prints where it is."""
+    try:
+        mu = [float(part) for part in weights.split(",")]
+    except ValueError:
+        raise UserError(f"--weights {weights}: give numbers with commas between, 0.3,0.7, say") from None
+    if (soup / "backbone-1").exists():
+        use_threads_of(soup / "backbone-1")
+    from mmrl.soup.merging import merge as write
+
+    shares = write(soup, mu, out, what.value, checkpoint, extrapolate=not no_extrapolate)
+    print(f"backbones: {', '.join(f'{share:.4g}' for share in shares)}", file=sys.stderr)
+    print(out)
+
+
+@app.command("report")
+def report(
+    soup: SoupArgument,
+    points: Annotated[int, typer.Option(help="Preferences, from all for one reward to all for the other.")] = 5,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Held-out samples of each model.", show_default="eval.samples of the recipe"),
+    ] = None,
+    checkpoint: CheckpointOption = "latest",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure merged models of two rewards on held-out prompts, beside Rewarded Soup; writes DIR/soup_report.json."""
+    if (soup / "backbone-1").exists():
+        use_threads_of(soup / "backbone-1")
+    from mmrl.soup.evaluation import report as measure
+
+    if as_json:
+        with json_alone() as write:
+            write(measure(soup, points, samples, checkpoint).as_json())
+    else:
+        _show(measure(soup, points, samples, checkpoint))
+
+
+def _show(made: SoupReport) -> None:
+    from rich.table import Table
+
+    from mmrl.soup.formulas import guaranteed_interval
+
+    table = Table(title=f"{' and '.join(made.soup.rewards)}: means of {made.samples} held-out samples")
+    for name in ("weights", "backbones", "soup", "Rewarded Soup"):
+        table.add_column(name, justify="right")
+    for ours, theirs in zip(made.bone.points, made.rewarded.points, strict=True):
+        weights = [", ".join(f"{w:.3g}" for w in of) for of in (ours.mu, ours.weights)]
+        table.add_row(*weights, *(", ".join(f"{r:.4f}" for r in one.rewards) for one in (ours, theirs)))
+    console().print(table)
+    for way, front in (("soup", made.bone), ("Rewarded Soup", made.rewarded)):
+        print(f"{way}: {_measures(front)}")
+    low, high = guaranteed_interval(made.soup.beta)
+    print(f"weights from {low:.2f} to {high:.2f} are those for which theory promises more than Rewarded Soup")
+
+
+def _measures(front: Front) -> str:
+    return (
+        f"hypervolume {front.hypervolume:.4g}, controllability {front.controllability:.2f}, sparsity "
+        f"{front.sparsity:.4g}"
+    )

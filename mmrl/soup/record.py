@@ -1,0 +1,91 @@
+"""The file soup.json: what a soup is made of, and which of its backbones are trained."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.files import write_atomic
+from mmrl.json_types import JsonObject, as_integer, as_list, as_number, as_object, as_text
+from mmrl.soup.formulas import combination
+
+NAME = "soup.json"
+
+
+@dataclass(frozen=True)
+class Soup:
+    """The backbones of ``rewards`` (labels) in the folder ``path``, one for each.
+
+    ``units``: the weight of each reward in the recipe, which is its unit: the paper's ``r_i`` is ``units[i]`` times
+    what reward ``i`` gives. ``recipe``: files; ``overrides``: ``a.b=c`` on top of them, without secrets. ``finished``:
+    the numbers, from 1, of the backbones that are trained.
+    """
+
+    path: Path
+    rewards: tuple[str, ...]
+    units: tuple[float, ...]
+    beta: float
+    recipe: tuple[str, ...]
+    overrides: tuple[str, ...]
+    finished: tuple[int, ...] = ()
+
+    @property
+    def matrix(self) -> Tensor:
+        """``B`` [n, n]. Raises ``UserError`` where ``beta`` is out of its range."""
+        return combination(len(self.rewards), self.beta)
+
+    @property
+    def backbones(self) -> list[Path]:
+        """The run directories, in the order of ``rewards``."""
+        return [self.path / f"backbone-{j + 1}" for j in range(len(self.rewards))]
+
+    @property
+    def command(self) -> str:
+        """The command line that trains the rest of it."""
+        words = ["mmrl", "soup", "train", *self.recipe, *self.overrides, "--out", str(self.path)]
+        return shlex.join([*words, "--beta", f"{self.beta:g}", "--rewards", ",".join(self.rewards), "--resume"])
+
+    def done(self, number: int) -> Soup:
+        """The same with the backbone ``number`` finished, on the disk too."""
+        soup = replace(self, finished=tuple(sorted({*self.finished, number})))
+        soup.write()
+        return soup
+
+    def write(self) -> None:
+        """Write soup.json, and the folder where it is not there."""
+        content: JsonObject = {
+            "rewards": self.rewards,
+            "units": self.units,
+            "beta": self.beta,
+            "matrix": self.matrix.tolist(),
+            "backbones": [path.name for path in self.backbones],
+            "finished": self.finished,
+            "recipe": self.recipe,
+            "overrides": self.overrides,
+        }
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.path / NAME, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_soup(path: Path) -> Soup:
+    """The soup in the folder ``path``. Raises ``UserError`` where there is none, or its file is damaged."""
+    try:
+        said = as_object(json.loads((path / NAME).read_text(encoding="utf-8")))
+        return Soup(
+            path,
+            tuple(map(as_text, as_list(said["rewards"]))),
+            tuple(map(as_number, as_list(said["units"]))),
+            as_number(said["beta"]),
+            tuple(map(as_text, as_list(said["recipe"]))),
+            tuple(map(as_text, as_list(said["overrides"]))),
+            tuple(map(as_integer, as_list(said["finished"]))),
+        )
+    except FileNotFoundError:
+        raise UserError(f"{path} is no soup: it has no {NAME}; name a folder that mmrl soup train made") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path / NAME} cannot be read ({error!r}); put it back from a copy") from error
