@@ -192,6 +192,7 @@ class LanguagePipeline:
         seed: int,
         *,
         evaluate: bool = False,
+        version: tuple[int, str] | None = None,
     ) -> Trajectory:
         keys = [key_of(slot.prompt) for slot in slots]
         temperature = self.recipe.eval.temperature if evaluate else None
