@@ -142,9 +142,10 @@ def test_nothing_is_kept_over_other_weights_or_an_update(run):
     assert saved(NOW, 1) == 0
 
 
-def test_a_step_depends_neither_on_who_samples_nor_on_the_step_before(guided):
-    sampling = guided.recipe.sampling.model_copy(update={"batch_size": 3})
-    run = replace(guided, recipe=guided.recipe.model_copy(update={"sampling": sampling}))
+@pytest.mark.parametrize("run", [1.0], indirect=True)
+def test_a_step_depends_neither_on_who_samples_nor_on_the_step_before(run):
+    sampling = run.recipe.sampling.model_copy(update={"batch_size": 3})
+    run = replace(run, recipe=run.recipe.model_copy(update={"sampling": sampling}))
     sizes = [AskedSize(32, 32), AskedSize(32, 24)]
 
     def before(step, mine):
@@ -154,7 +155,6 @@ def test_a_step_depends_neither_on_who_samples_nor_on_the_step_before(guided):
             parts = sample_and_score(run, slots, step, Clock(torch.device("cpu"))).micro_batches
         return {name: x for part in parts for name, x in zip(part.ids, part.states[:, 0], strict=True)}
 
-    run.pipeline.prefix.forget()
     saved = run.pipeline.prefix.saved
     whole = before(0, range(3))
     assert len(whole) == 3 * SIZE
