@@ -299,8 +299,7 @@ class Session:
         mine |= self.spending.fresh(rewards.sent for rewards in self.heldout.rewards)
         mine |= {"features/bytes": features.bytes, "features/held": features.held}
         mine["features/spilled_bytes"] = features.written_bytes - written
-        pipeline = self.run.pipeline
-        given = pipeline.updates() if pipeline.makes == "text" else {}  # evaluations before the step among them
+        given = self.run.pipeline.updates()  # evaluations before the step among them
         mine |= {name: n - self._given.get(name, 0) * name.startswith("perf/") for name, n in given.items()}
         self._given = given
         rows = self.controller.gather(mine)

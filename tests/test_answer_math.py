@@ -94,7 +94,7 @@ def test_hostile_answers_end_the_process_and_not_the_reward(reward):
     ]
     assert reward.score(samples(texts), context=Context())["correct"] == [0.0, 0.0, 0.0, 0.0, 1.0]
     assert reward._verify.late > before
-    assert time.process_time() - started < 2  # ours: the time is the other process's
+    assert time.process_time() - started < 8  # ours: the time is the other process's
     assert correct(reward, "\\boxed{x+1}", "1+x") == 1.0
 
 

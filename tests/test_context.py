@@ -67,7 +67,7 @@ def test_attention_of_parts_is_that_of_the_whole(size, tmp_path):
     ("family", "layout"),
     [
         (None, SHARDS),
-        pytest.param(None, [*TWO, "model.lora={rank: 4}"], marks=pytest.mark.slow),  # whole weights on each
+        pytest.param(None, [*TWO, "model.lora={rank: 4}"], marks=pytest.mark.long),  # whole weights on each
         pytest.param("Llama", FOUR, marks=pytest.mark.slow),
         pytest.param("Qwen2", GROUPS, marks=pytest.mark.long),  # two groups of two
     ],

@@ -160,7 +160,13 @@ def test_two_controllers_do_what_one_does(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("diffusion", [4]), ("text", [4]), ("resampled", [4]), ("critic", [2]), ("vision", [2])]
+    ("name", "sizes"),
+    [
+        ("diffusion", [4]),
+        *(pytest.param(name, [4], marks=pytest.mark.long) for name in ("text", "resampled")),
+        ("critic", [2]),
+        ("vision", [2]),
+    ],
 )
 def test_any_number_of_controllers_does_what_one_does(name, sizes, tmp_path):
     check(name, sizes, tmp_path)

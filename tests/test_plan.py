@@ -79,14 +79,14 @@ DRAFT = [
     "changes",
     [
         pytest.param(["sampling.guidance_scale=4", "algorithm.kl_coef=0.01", "train.updates_per_step=2"], id="guided"),
-        pytest.param([*FULL, "sampling.batch_size=8"], id="full", marks=pytest.mark.slow),
+        pytest.param([*FULL, "sampling.batch_size=8"], id="full", marks=pytest.mark.long),
         pytest.param(
             ["algorithm={type: diffusion_nft}", "sampling.same_initial_noise=false"], id="nft", marks=pytest.mark.slow
         ),
         pytest.param(
             ["algorithm={type: diffusion_nft}", "sampling.same_initial_noise=false", "model.lora=null"],
             id="nft-full",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
         pytest.param(
             ["algorithm={type: awm, noise_levels: 2}", "sampling.same_initial_noise=false"],
@@ -94,7 +94,7 @@ DRAFT = [
             marks=pytest.mark.slow,
         ),
         pytest.param(DRAFT, id="draft", marks=pytest.mark.slow),
-        pytest.param(["algorithm={type: draft, renoise: 2}", *DRAFT[1:]], id="draft-lv", marks=pytest.mark.slow),
+        pytest.param(["algorithm={type: draft, renoise: 2}", *DRAFT[1:]], id="draft-lv", marks=pytest.mark.long),
     ],
 )
 def test_a_real_step_takes_what_the_plan_says(changes):

@@ -101,13 +101,13 @@ def ratio_of(loaded):
     "changes",
     [
         pytest.param(KL, id="full, reference"),
-        pytest.param([*LORA, *KL, "train.updates_per_step=2"], id="lora, reference", marks=pytest.mark.slow),
+        pytest.param([*LORA, *KL, "train.updates_per_step=2"], id="lora, reference", marks=pytest.mark.long),
         pytest.param([*LORA, *HALF], id="lora, half", marks=pytest.mark.slow),
-        pytest.param([*HALF, "model.gradient_checkpointing=true"], id="half, checkpointing", marks=pytest.mark.slow),
+        pytest.param([*HALF, "model.gradient_checkpointing=true"], id="half, checkpointing", marks=pytest.mark.long),
         pytest.param(["algorithm={type: ppo}", "optim.ema_decay=0.9"], id="critic"),
-        pytest.param(["algorithm={type: gspo, kl_coef: 0.0, entropy_coef: 0.1}"], id="entropy", marks=pytest.mark.slow),
+        pytest.param(["algorithm={type: gspo, kl_coef: 0.0, entropy_coef: 0.1}"], id="entropy", marks=pytest.mark.long),
         pytest.param(
-            ["train.micro_batch_size=24", "train.micro_batch_tokens=300"], id="packed", marks=pytest.mark.slow
+            ["train.micro_batch_size=24", "train.micro_batch_tokens=300"], id="packed", marks=pytest.mark.long
         ),
         pytest.param(
             ["sampling.batch_size=24", "train.micro_batch_size=1"], id="sampling is the peak", marks=pytest.mark.slow
@@ -130,8 +130,8 @@ ONE = [f"data.{split}={{size: 42, questions: [colour, count]}}" for split in ("t
     ("kind", "changes"),
     [
         pytest.param("qwen2_5_vl", KL, id="qwen2.5"),
-        pytest.param("qwen2_5_vl", [*LORA, *HALF], id="qwen2.5, lora", marks=pytest.mark.slow),
-        pytest.param("qwen3_vl", ["model.freeze=[visual]"], id="qwen3, frozen vision", marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", [*LORA, *HALF], id="qwen2.5, lora", marks=pytest.mark.long),
+        pytest.param("qwen3_vl", ["model.freeze=[visual]"], id="qwen3, frozen vision", marks=pytest.mark.long),
         pytest.param("smolvlm", ONE, id="smolvlm", marks=pytest.mark.slow),
     ],
 )

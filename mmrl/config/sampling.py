@@ -90,7 +90,8 @@ class Sampling(Section):
     batch_size: Many | None = None
     """None takes train.micro_batch_size: equal shapes make the first ratio exactly 1."""
     same_initial_noise: bool = False
-    """Start all samples of a group from the same noise (DanceGRPO)."""
+    """Start all samples of a group from the same noise (DanceGRPO). The denoising steps before ``window`` are then
+    computed once for a group."""
 
     @model_validator(mode="before")
     @classmethod
@@ -113,6 +114,11 @@ class Sampling(Section):
     def sizes(self) -> list[Size]:
         """Of everything that may be sampled."""
         return [self.size] if self.buckets is None else [Size(*bucket) for bucket in self.buckets]
+
+
+def shares_steps(sampling: Sampling | TextSampling, group_size: int) -> bool:
+    """Whether the samples of a group have their denoising steps before the window in common."""
+    return sampling.type == "diffusion" and sampling.same_initial_noise and bool(sampling.window) and group_size > 1
 
 
 def _listed(value: object) -> object:

@@ -83,11 +83,13 @@ class _Pipeline(Protocol):
         seed: int,
         *,
         evaluate: bool = False,
+        version: tuple[int, str] | None = None,
     ) -> Trajectory:
         """Sample a micro-batch without gradients. Pictures record the steps ``actions`` (none: a plain ODE); text
         records every token.
 
-        ``evaluate`` takes the settings of the recipe's evaluation.
+        ``evaluate`` takes the settings of the recipe's evaluation. ``version`` names the weights that sample
+        (``Policy.tag``): a call may go on from what the last call under the same weights computed. None: it may not.
         """
         ...
 
@@ -111,6 +113,12 @@ class _Pipeline(Protocol):
     ) -> dict[str, Tensor]:
         """Recompute these ``K`` of the recorded actions with a graph, in one forward: log_probs ``[B, K]`` (text: all
         tokens, ``[B, T]``) and what else is needed."""
+        ...
+
+    def updates(self) -> dict[str, float]:
+        """Metrics of sampling on this device. Of an engine: what it was given since the run began
+        (``perf/engine_<name>``), and what it reports itself (``engine/<name>``). Of pictures whose groups share steps:
+        how many were saved since the run began (``perf/shared_steps``)."""
         ...
 
     def sleep(self) -> None:
@@ -144,11 +152,6 @@ class TextPipeline(_Pipeline, Protocol):
     def sync(self, policy: Policy) -> None:
         """Have the weights that sample equal the policy's present ones. Where they lie in shards and an engine samples,
         all ranks ask together (``device_tasks.sampling_phase``)."""
-        ...
-
-    def updates(self) -> dict[str, float]:
-        """Metrics of its engine, none without one: what it was given since the run began (``perf/engine_<name>``), and
-        what it reports itself (``engine/<name>``)."""
         ...
 
     def wake(self) -> bool:

@@ -37,7 +37,8 @@ def sample(
 
             def drawn(rows: range) -> Trajectory:
                 of = slots[rows.start : rows.stop], ids[rows.start : rows.stop]
-                return context.pipeline.sample(*of, how.actions, how.seed, evaluate=how.evaluate)
+                tag = context.policy.tag
+                return context.pipeline.sample(*of, how.actions, how.seed, evaluate=how.evaluate, version=tag)
 
             parts = in_parts(context.compute.local.at_once, "sample", len(ids), drawn, _batch_size_edit(context))
             trajectory = parts[0] if len(parts) == 1 else Trajectory.join(parts)

@@ -33,6 +33,10 @@ class Counts:
     row_tokens: int = 0
     at_once: int = 1
     """Entries of a row in one slice."""
+    shared_steps: float = 0
+    """Denoising steps before the window that the samples of a group share; the mean over the run's steps."""
+    saved_steps: int = 0
+    """Denoising steps of single samples that are therefore not computed, if one device samples."""
 
     @property
     def passes(self) -> int:
@@ -40,9 +44,11 @@ class Counts:
         return -(-self.entries // self.at_once)
 
 
-def count(recipe: Recipe, entries: int, row_tokens: int = 0, *, sampled: bool = True) -> Counts:
+def count(
+    recipe: Recipe, entries: int, row_tokens: int = 0, *, sampled: bool = True, shared_steps: float = 0
+) -> Counts:
     """Count as ``mmrl.training.loop`` divides the work. ``entries``: actions or noise levels of a sample per update;
-    ``sampled``: samples are drawn before the updates; ``row_tokens`` as in ``Counts``."""
+    ``sampled``: samples are drawn before the updates; ``row_tokens`` and ``shared_steps`` as in ``Counts``."""
     train = recipe.train
     prompts = -(-train.prompts_per_step // recipe.controllers)
     samples = prompts * train.group_size
@@ -62,14 +68,28 @@ def count(recipe: Recipe, entries: int, row_tokens: int = 0, *, sampled: bool = 
         samples=samples,
         batch=min(batch, samples),
         micro_batches=len(chunks) if sampled else 0,
-        sampling_forwards=len(chunks) * forwards_of_a_sample(recipe) if sampled else 0,
+        sampling_forwards=round(
+            len(chunks) * (forwards_of_a_sample(recipe) - shared_steps)
+            + sum(_begun(chunk, train.group_size) for chunk in chunks) * shared_steps
+        )
+        if sampled
+        else 0,
         entries=entries,
         slices=sum(-(-n // most) for n in rows) * -(-entries // train.at_once),
         slice_rows=min(most, max(rows)),
         optimizer_steps=train.updates_per_step,
         row_tokens=row_tokens,
         at_once=train.at_once,
+        shared_steps=shared_steps,
+        saved_steps=round(shared_steps * (samples - prompts)),
     )
+
+
+def _begun(chunk: range, size: int) -> int:
+    """How many batches the groups that begin in a micro-batch have before the window: one of all whole groups, and one
+    of the group that goes on in the next micro-batch (``pipelines/diffusion/prefix.py``)."""
+    firsts = [n for n in chunk if n % size == 0]
+    return len({n + size <= chunk.stop for n in firsts})
 
 
 def forwards_of_a_sample(recipe: Recipe) -> int:

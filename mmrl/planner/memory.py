@@ -216,8 +216,8 @@ def kept_copies(objective: Objective) -> list[str]:
 
 
 def _rows(n: int, prompt: Prompt) -> tuple[list[Slot], list[SampleId]]:
-    slot = Slot(0, 0, 0, prompt)
-    return [slot] * n, [SampleId(0, 0, 0, k) for k in range(n)]
+    """``n`` rows of groups of their own, which share no denoising steps: a micro-batch may have as many groups."""
+    return [Slot(0, k, 0, prompt) for k in range(n)], [SampleId(0, k, 0, 0) for k in range(n)]
 
 
 def _sampled(

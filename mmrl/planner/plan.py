@@ -15,7 +15,8 @@ from mmrl.algorithms.objective import Objective
 from mmrl.config.dtype import choose, has_bfloat16
 from mmrl.config.loader import LoadedRecipe
 from mmrl.config.objectives import load_objective
-from mmrl.config.sampling import Sampling, TextSampling
+from mmrl.config.sampling import Sampling, TextSampling, shares_steps
+from mmrl.config.schema import Recipe
 from mmrl.datasets.buckets import count_by_size
 from mmrl.datasets.loading import in_order, load_prompts
 from mmrl.engines import context, own_class, performance, sampling_options
@@ -23,7 +24,7 @@ from mmrl.engines.megatron import mapping
 from mmrl.errors import UserError
 from mmrl.media import Media
 from mmrl.pipelines.description import Description
-from mmrl.pipelines.protocol import entries_of
+from mmrl.pipelines.protocol import Pipeline, entries_of, recorded_steps
 from mmrl.planner import buckets
 from mmrl.planner.counts import count
 from mmrl.planner.device_roles import SAMPLED, calls, idle, inside, models_of, refusals, sleeps, split_of
@@ -226,7 +227,9 @@ def _account(
         if description.longest is not None and not prompts:
             return
         prompt, row_tokens, others = _rows(made, description, prompts, media)
-        made.counts = counts = count(recipe, entries, sampled=objective.kind in SAMPLED, row_tokens=row_tokens)
+        shared = _shared_steps(recipe, description.pipeline, objective)
+        sampled = objective.kind in SAMPLED
+        made.counts = counts = count(recipe, entries, row_tokens, sampled=sampled, shared_steps=shared)
         measured = measure(
             description, recipe, objective, counts, prompt, foreach=made.device.startswith("cuda"), others=others
         )
@@ -257,6 +260,14 @@ def _account(
         made.host += sum(one.kept for one in description.beside)
     shown = measured.picture if "tensor" in inputs else measured.picture // 4 if inputs & {"image", "video"} else 0
     made.inside = inside(made, objective, shown)
+
+
+def _shared_steps(recipe: Recipe, pipeline: Pipeline, objective: Objective) -> float:
+    """``Counts.shared_steps``, of the first thousand steps of a longer run."""
+    if not shares_steps(recipe.sampling, recipe.train.group_size) or "log_probs" not in objective.needs:
+        return 0
+    firsts = [min(recorded_steps(pipeline, step)) for step in range(min(recipe.train.steps, 1000))]
+    return sum(firsts) / len(firsts)
 
 
 def _rows(

@@ -111,7 +111,7 @@ def _arithmetic(plan: Plan) -> list[str]:
         if own:
             lines.append(f"{batches}, {each} each, drawn by {recipe.rollout.engine_name}: it chooses its own forwards")
         else:
-            lines.append(f"{batches} x {each} = {c.sampling_forwards:,} forwards{_engine(plan)}")
+            lines.append(f"{batches} x {each} = {c.sampling_forwards:,} forwards{_engine(plan)}{_shared(plan)}")
     without = f" and {m.forwards} without" if m.forwards else ""
     plural = "s" * (m.graph_forwards > 1)
     checkpointed = ", recomputed in it (gradient checkpointing)" if recipe.model.gradient_checkpointing else ""
@@ -131,6 +131,16 @@ def _arithmetic(plan: Plan) -> list[str]:
         f"{steps * c.slices:,} backwards, {steps * c.optimizer_steps:,} optimizer steps (evaluation not counted)"
     )
     return lines
+
+
+def _shared(plan: Plan) -> str:
+    c = plan.counts
+    if c is None or not c.saved_steps:
+        return ""
+    return (
+        f"; a group shares the {c.shared_steps:.3g} steps before the window (mean), so that {c.saved_steps:,} of "
+        f"{c.samples * plan.recipe.denoising.steps:,} denoising steps of samples are not computed"
+    )
 
 
 def _engine(plan: Plan) -> str:

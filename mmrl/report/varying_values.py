@@ -33,6 +33,7 @@ OF_PROCESS = {
     "sent/*": "traffic",
     "judge/*": "traffic",
     "perf/engine_*": "traffic",
+    "perf/shared_steps": "placement",
     "engine/*": "what the engine reports of itself",
     "placement/*": "placement",
 }

@@ -1,8 +1,7 @@
 """Language and vision-language models as a pipeline: sample, recompute and decode tokens, for any conditioner.
 
 Sampling uses transformers' ``generate`` in the training process with the training weights, or an engine that has its
-own weights. Prompts are padded on the left in sampling and training, so that responses align; padding is never attended
-to.
+own weights. Both pad prompts on the left, as training does, so that responses align; padding is never attended to.
 """
 
 from __future__ import annotations
@@ -192,6 +191,7 @@ class LanguagePipeline:
         seed: int,
         *,
         evaluate: bool = False,
+        version: tuple[int, str] | None = None,
     ) -> Trajectory:
         keys = [key_of(slot.prompt) for slot in slots]
         temperature = self.recipe.eval.temperature if evaluate else None

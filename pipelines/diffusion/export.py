@@ -21,6 +21,7 @@ from mmrl.config.schema import Recipe
 from mmrl.engines.merging import merged_weights
 from mmrl.errors import UserError
 from mmrl.report.card import Usage, What, public
+from mmrl.text.base_model import peft_model
 
 from .adapter import Adapter
 from .describe import tokenizer_of
@@ -30,6 +31,16 @@ if TYPE_CHECKING:  # slow to import
 
 FILE = "lora.safetensors"
 _SAVE_LORA = "save_lora_weights"
+
+
+def write(adapter: Adapter, policy: nn.Module, recipe: Recipe, out: Path, what: What) -> None:
+    """Write what is asked for of ``policy`` into ``out``."""
+    if what == "lora":
+        write_lora(adapter, peft_model(policy), public(recipe.model.path), out)
+    elif what == "lora-file":
+        write_lora_file(adapter, peft_model(policy), out)
+    else:
+        write_merged(adapter, getattr(torch, recipe.model.dtype), out)
 
 
 def write_merged(adapter: Adapter, dtype: torch.dtype, out: Path) -> None:

@@ -26,9 +26,8 @@ from mmrl.controller.randomness import generator, noise
 from mmrl.errors import BadPromptError
 from mmrl.frozen_modules import Offloaded, apart
 from mmrl.pipelines.protocol import Weights
-from mmrl.report.card import Usage, What, public
+from mmrl.report.card import Usage, What
 from mmrl.samples import make_samples
-from mmrl.text.base_model import peft_model
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from mmrl.transfer import picked, to_device
 
@@ -36,6 +35,7 @@ from . import export, pictures
 from .adapter import Adapter, Schedule
 from .negative import Negatives
 from .pairs import PicturePairs
+from .prefix import SharedPrefix
 from .renoising import Renoising
 from .sizes import Sizes
 
@@ -55,7 +55,7 @@ class FlowPipeline:
         half = recipe.model.dtype != "float32" and recipe.model.lora is None
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         self.steps = recipe.denoising.steps
-        self.renoising = Renoising(adapter, recipe)
+        self.renoising, self.prefix = Renoising(adapter, recipe), SharedPrefix(recipe)
         self.negatives = Negatives(adapter, recipe.denoising, used=self.guided or self.renoising.guidance > 1)
         adapter.schedule(recipe.eval.steps or self.steps)  # what it refuses, before anything trains
         ends_noisy = bool(adapter.schedule(self.steps).sigmas[-1] > 0)  # then the last step can carry noise too
@@ -185,19 +185,22 @@ class FlowPipeline:
         seed: int,
         *,
         evaluate: bool = False,
+        version: tuple[int, str] | None = None,
     ) -> Trajectory:
         steps = (self.recipe.eval.steps if evaluate else None) or self.steps
         schedule, shape = self.sizes.adapted(slots).schedule(steps), self.sizes.shape(slots)
-        keys = [self._key(slot.prompt) for slot in slots]
-        features = self.batch_features(slots)
-        c = self._coefficients(schedule, actions)
-        x = self._initial(ids, seed, schedule, shape)
-        states, log_probs, seen = [], [], []
+        features, c = self.batch_features(slots), self._coefficients(schedule, actions)
         tuned = round(self.recipe.eval.tuned_fraction * steps) if evaluate else steps
-        for i in range(steps):
+
+        def denoise(x: Tensor, i: int, features: dict[str, Tensor] = features) -> Tensor:
             with nullcontext() if i < tuned else self.policy.disable_adapter():  # type: ignore[operator]
-                v = self._velocity(x, self._timestep(schedule, i, len(ids)), features)
-            mean = sde.step_mean(x, v, c, i)
+                return sde.step_mean(x, self._velocity(x, self._timestep(schedule, i, len(x)), features), c, i)
+
+        x, states, log_probs, seen = self._initial(ids, seed, schedule, shape), [], [], []
+        if shared := self.prefix.steps(ids, actions, version):
+            x, seen = self.prefix(x, slots, ids, shared, (seed, version), denoise, self.batch_features)
+        for i in range(shared, steps):
+            mean = denoise(x, i)
             seen.append(mean.flatten(1).isfinite().all(1))
             if i not in actions:
                 x = mean
@@ -213,7 +216,7 @@ class FlowPipeline:
             slots=list(slots),
             ids=list(ids),
             clean=schedule.end * x,
-            features=keys,
+            features=[self._key(slot.prompt) for slot in slots],
             states=torch.stack(states, 1) if states else None,
             actions=torch.tensor(list(actions)) if states else None,
             log_probs=torch.stack(log_probs, 1) if states else None,
@@ -226,13 +229,13 @@ class FlowPipeline:
     def images(self, trajectory: Trajectory) -> Tensor:
         """Decode clean results to float32 ``[B, 3, H, W]``, clips ``[B, F, 3, H, W]``, in [0, 1]."""
         with self.offloaded.using(self.adapter.vae):  # it stays for the next micro-batch
-            return self._decoded(trajectory.clean, trajectory.ids)
-
-    def _decoded(self, x: Tensor, ids: Sequence[SampleId]) -> Tensor:
-        return finite.checked_pictures(self._shown(x), x, ids)
+            return finite.checked_pictures(self._shown(trajectory.clean), trajectory.clean, trajectory.ids)
 
     def _shown(self, x: Tensor) -> Tensor:
         return (self.adapter.decode(x) / 2 + 0.5).clamp(0, 1).float()
+
+    def updates(self) -> dict[str, float]:
+        return {"perf/shared_steps": self.prefix.saved} if self.prefix.used else {}
 
     def sleep(self) -> None:
         self.offloaded.rest()
@@ -295,6 +298,7 @@ class FlowPipeline:
         self, trajectory: Trajectory, actions: Sequence[int], needs: frozenset[str], weights: Weights
     ) -> dict[str, Tensor]:
         self.offloaded.rest()  # what decoded
+        self.prefix.forget()
         assert trajectory.states is not None
         assert trajectory.actions is not None
         steps = [int(trajectory.actions[a]) for a in actions]
@@ -386,12 +390,7 @@ class FlowPipeline:
     # -- export ------------------------------------------------------------------------------------------------------
 
     def write(self, out: Path, what: What) -> None:
-        if what == "lora":
-            export.write_lora(self.adapter, peft_model(self.policy), public(self.recipe.model.path), out)
-        elif what == "lora-file":
-            export.write_lora_file(self.adapter, peft_model(self.policy), out)
-        else:
-            export.write_merged(self.adapter, getattr(torch, self.recipe.model.dtype), out)
+        export.write(self.adapter, self.policy, self.recipe, out, what)
 
     def usage(self, folder: str, what: What, prompt: Prompt) -> Usage:
         adapter = self.adapter.at(self.sizes.of(prompt))
