@@ -1,6 +1,6 @@
 """mmrl: reinforcement learning from feedback on text, vision-language and diffusion models.
 
-``train``, ``start``, ``plan``, ``score``, ``compare`` and ``load_run`` do from Python what the commands of that name do.
+``train``, ``start``, ``plan``, ``score``, ``compare`` and ``load_run`` do from Python what these commands do.
 They are imported when they are first used, so that ``import mmrl`` is fast. ``__init__.pyi`` has their types.
 """
 
