@@ -1,7 +1,7 @@
 """mmrl: reinforcement learning from feedback on text, vision-language and diffusion models.
 
-``train``, ``start``, ``plan``, ``score`` and ``load_run`` do from Python what the commands of that name do. They are
-imported when they are first used, so that ``import mmrl`` is fast. ``__init__.pyi`` has their types.
+``train``, ``start``, ``plan``, ``score``, ``compare`` and ``load_run`` do from Python what these commands do.
+They are imported when they are first used, so that ``import mmrl`` is fast. ``__init__.pyi`` has their types.
 """
 
 import importlib
@@ -14,6 +14,7 @@ _LAZY = {
     "start": "mmrl.api.training",
     "plan": "mmrl.api.training",
     "score": "mmrl.api.scoring",
+    "compare": "mmrl.api.comparing",
     "load_run": "mmrl.api.run",
     "Run": "mmrl.api.run",
     "Callback": "mmrl.callbacks",

@@ -1,4 +1,5 @@
 from mmrl._load import load as load
+from mmrl.api.comparing import compare as compare
 from mmrl.api.run import Run as Run
 from mmrl.api.run import load_run as load_run
 from mmrl.api.scoring import score as score

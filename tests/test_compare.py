@@ -10,6 +10,7 @@ import scipy
 from PIL import Image
 from typer.testing import CliRunner
 
+import mmrl
 from mmrl.cli import app
 from mmrl.errors import UserError
 from mmrl.report.charts import WIDTH
@@ -176,3 +177,25 @@ def test_a_run_that_ended_earlier_is_compared_at_the_steps_of_all(tmp_path):
             20, {"reward/number": float("nan"), "reward/number/correct": float("nan"), "samples": 64, "dropped": 64}
         )
     assert compare_runs(paths).groups[1].at(-1, found.measure) == [0.5]
+
+
+def test_python_has_the_figures_of_the_command(runs, tmp_path, capfd):
+    names = ["a0", "a1", "b0", "b1"]
+    done = CliRunner().invoke(app, ["compare", *map(str, named(runs, *names)), "--json"])
+    groups = json.loads(done.stdout or capfd.readouterr().out)["groups"]
+    found = mmrl.compare(str(runs / "a0"), *named(runs, *names[1:]), out=tmp_path / "page.html")
+    table = found.table
+    assert table["label"] == ["A", "B"]
+    assert table["before"] == [of["before"] for of in groups]
+    assert table["after"] == [of["after"]["value"] for of in groups]
+    assert (table["low"][1], table["high"][1]) == (groups[1]["after"]["low"], groups[1]["after"]["high"])
+    assert table["difference"] == [None, groups[1]["difference"]["value"]]
+    assert table["verdict"] == [None, groups[1]["difference"]["verdict"]]
+    assert "B" in str(found)
+    assert found.page == tmp_path / "page.html"
+    assert found.page.is_file()
+    opened = mmrl.Run(runs / "b0", mmrl.Recipe.model_construct())
+    assert mmrl.compare(runs / "a0", opened).table["run"] == ["a0", "b0"]
+    assert mmrl.compare(*named(runs, "a0", "b0")).page is None
+    with pytest.raises(mmrl.UserError, match="needs two runs or more"):
+        mmrl.compare(runs / "a0")
