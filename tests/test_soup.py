@@ -194,6 +194,7 @@ def read(file: Path) -> Any:
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_each_backbone_is_an_ordinary_run_with_its_mix_of_rewards(texts: Path) -> None:
     said = read(texts / "soup.json")
     assert (said["rewards"], said["units"], said["beta"]) == (["short", "digits"], [2, 1], 0.7)
@@ -205,6 +206,7 @@ def test_each_backbone_is_an_ordinary_run_with_its_mix_of_rewards(texts: Path) -
     assert runs[0] == runs[1]
 
 
+@pytest.mark.slow
 def test_resume_leaves_finished_backbones_alone(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {f: f.stat().st_mtime_ns for f in texts.rglob("*") if f.is_file() and f.name != "soup.json"}
     assert mmrl("soup", "train", str(texts.parent / "text.yaml"), "--out", str(texts), "--resume") == 0
@@ -218,6 +220,7 @@ def deltas(folder: Path, base: Path) -> dict[str, Tensor]:
     return {name: layer.get_delta_weight("default") for name, layer in layers.items()}  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_merged_adapters_are_the_sum_of_their_deltas(texts: Path, tmp_path: Path) -> None:
     base = texts.parent / "tinylm"
     one, two = (deltas(export(texts / f"backbone-{j}", tmp_path / f"{j}", "lora"), base) for j in (1, 2))
@@ -238,6 +241,7 @@ def test_merged_adapters_are_the_sum_of_their_deltas(texts: Path, tmp_path: Path
     assert "weight 1.8," in card
 
 
+@pytest.mark.slow
 def test_merged_pictures_are_the_sum_of_all_weights(pictures: Path, tmp_path: Path) -> None:
     assert mmrl("soup", "merge", str(pictures), "--weights", "0.3,0.7", "--out", str(tmp_path / "merged")) == 0
     file = "transformer/diffusion_pytorch_model.safetensors"
@@ -251,6 +255,7 @@ def test_merged_pictures_are_the_sum_of_all_weights(pictures: Path, tmp_path: Pa
     assert pipe("a red circle", num_inference_steps=1, height=32, width=32).images[0].size == (32, 32)
 
 
+@pytest.mark.slow
 def test_the_report_measures_both_soups(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mmrl("soup", "report", str(texts), "--points", "3", "--json") == 0
     said = json.loads(capsys.readouterr().out)
@@ -294,6 +299,7 @@ def test_a_recipe_that_cannot_be_a_soup_is_refused(
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_another_soup_is_not_overwritten_or_mixed(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = ["train", str(texts.parent / "text.yaml"), "--out", str(texts)]
     assert "already holds a soup; continue it with --resume" in refused(capsys, *train)
@@ -303,6 +309,7 @@ def test_another_soup_is_not_overwritten_or_mixed(texts: Path, capsys: pytest.Ca
     assert "is not empty and has no soup.json" in refused(capsys, *here)
 
 
+@pytest.mark.slow
 def test_a_merge_that_cannot_be_is_refused(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def merge(weights: str, *more: str, soup: Path = texts) -> str:
         return refused(capsys, "merge", str(soup), "--weights", weights, "--out", str(tmp_path / "out"), *more)

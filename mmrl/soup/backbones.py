@@ -39,12 +39,13 @@ def train_backbones(
         tuple(map(str, loaded.paths)),
         tuple(masked_override(text, loaded.tree.values) for text in loaded.overrides),
     )
+    soup = _begun(soup, resume)
     matrix = soup.matrix.tolist()
     backbones = [
         _planned(loaded, [f"rewards[{i}].weight={b * u:.12g}" for i, b, u in zip(chosen, row, soup.units, strict=True)])
         for row in matrix
     ]
-    soup = _begun(soup, resume)
+    soup.write()
     for number, (one, path) in enumerate(zip(backbones, soup.backbones, strict=True), 1):
         if number in soup.finished:
             print(f"{path} is finished", file=sys.stderr)
@@ -97,13 +98,12 @@ def _planned(loaded: LoadedRecipe, weights: list[str]) -> LoadedRecipe:
 
 
 def _begun(soup: Soup, resume: bool) -> Soup:
-    """Write soup.json, or read what of it is done. Raises ``UserError`` where another soup is in the folder."""
+    """The soup with what of it is finished. Raises ``UserError`` where another one, or something else, is there."""
     if not (soup.path / NAME).exists():
         if soup.path.exists() and (not soup.path.is_dir() or any(soup.path.iterdir())):
             raise UserError(f"{soup.path} is not empty and has no {NAME}; name another directory with --out")
         if resume:
             raise UserError(f"there is no soup in {soup.path} to resume; leave out --resume, or correct --out")
-        soup.write()
         return soup
     if not resume:
         raise UserError(f"{soup.path} already holds a soup; continue it with --resume, or use --out other")
@@ -116,9 +116,7 @@ def _begun(soup: Soup, resume: bool) -> Soup:
         )
     # With other settings (more steps, say) a finished run goes on, or refuses them, as mmrl train --resume does.
     same = (before.recipe, before.overrides) == (soup.recipe, soup.overrides)
-    soup = replace(soup, finished=before.finished if same else ())
-    soup.write()
-    return soup
+    return replace(soup, finished=before.finished if same else ())
 
 
 def _listed(soup: Soup) -> str:
