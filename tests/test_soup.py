@@ -250,7 +250,7 @@ def test_merged_pictures_are_the_sum_of_all_weights(pictures: Path, tmp_path: Pa
     assert any(not torch.equal(one[k], two[k]) for k in one)
     for k, t in found.items():
         torch.testing.assert_close(t, -0.5 * one[k] + 1.5 * two[k])
-    pipe = DiffusionPipeline.from_pretrained(tmp_path / "merged")
+    pipe: Any = DiffusionPipeline.from_pretrained(tmp_path / "merged")
     pipe.set_progress_bar_config(disable=True)
     assert pipe("a red circle", num_inference_steps=1, height=32, width=32).images[0].size == (32, 32)
 
