@@ -386,7 +386,7 @@ def test_devices_draw_judge_and_train_at_once_and_learn_as_one_process(tmp_path,
     apart = [f"controllers={controllers}", "devices_per_controller=3"]
     code, said = ended(train("shapes-judge", out, *JUDGED, placement, *apart))
     assert code == 0, said
-    assert len(learned(out)) == 3
+    assert len(learned(out)) == 4
     for mine, theirs in zip(rows(out), rows(tmp_path / "one"), strict=True):
         for key in ("reward/mean", "optim/grad_norm", "mismatch/weight_mean", "sampling/stale_steps"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), (mine["step"], key)
