@@ -66,21 +66,26 @@ def same_beginning(one, other):
     assert len(firsts[0]) == 20
 
 
+def was_divided(run, step):
+    """Whether both devices trained, have a shard each in the checkpoint of ``step``, and sent weights."""
+    assert {line["device"] for line in placed(run) if line.get("role") == "train"} == {0, 1}
+    names = {path.name for path in (run / "checkpoints" / f"step_{step:06d}").glob("*.safetensors")}
+    assert names == {f"shard-{n:05d}-model-00001-of-00001.safetensors" for n in (1, 2)}
+    assert rows(run)[0]["sent/weights"] > 0
+
+
 @pytest.mark.long  # in short: the shards that Megatron-Core goes on from, below
 @pytest.mark.slow
 def test_two_devices_learn_as_one_process_which_goes_on_from_their_shards(tmp_path):
     whole, shards = tmp_path / "whole", tmp_path / "shards"
     one = sampled("sums", whole, "train.steps=3")
     same_beginning(one, sampled("sums", shards, "train.steps=2", *TWO))
-    assert {line["device"] for line in placed(shards) if line.get("role") == "train"} == {0, 1}
-    names = {path.name for path in (shards / "checkpoints" / "step_000002").glob("*.safetensors")}
-    assert names == {f"shard-{n:05d}-model-00001-of-00001.safetensors" for n in (1, 2)}
-    assert rows(shards)[0]["sent/weights"] > 0
+    was_divided(shards, 2)
     sampled("sums", shards, "train.steps=3", "--resume")
     alike(whole, shards)
 
 
-@pytest.mark.long  # in short: megatron and the case without a slice, below
+@pytest.mark.long  # in short: the shards that Megatron-Core goes on from, below
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sums", "shapes-lora"])
 def test_two_controllers_of_two_devices_learn_as_one_process_and_others_go_on(recipe, tmp_path):
@@ -107,10 +112,7 @@ def test_megatron_goes_on_from_shards_as_one_process_would(tmp_path):
     whole, shards = tmp_path / "whole", tmp_path / "shards"
     one = sampled("sums", whole, "train.steps=2")
     same_beginning(one, sampled("sums", shards, "train.steps=1", *TWO))
-    assert {line["device"] for line in placed(shards) if line.get("role") == "train"} == {0, 1}
-    names = {path.name for path in (shards / "checkpoints" / "step_000001").glob("*.safetensors")}
-    assert names == {f"shard-{n:05d}-model-00001-of-00001.safetensors" for n in (1, 2)}
-    assert rows(shards)[0]["sent/weights"] > 0
+    was_divided(shards, 1)
     sampled("sums", shards, "train.steps=2", *PARTS, "--resume")
     alike(whole, shards)
 

@@ -256,25 +256,25 @@ def test_merged_pictures_are_the_sum_of_all_weights(pictures: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_report_measures_both_soups(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_measures_both_ways_to_merge(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mmrl("soup", "report", str(texts), "--points", "3", "--json") == 0
     said = json.loads(capsys.readouterr().out)
     assert said == read(texts / "soup_report.json")
-    bone, rewarded = said["bone_soup"]["points"], said["rewarded_soup"]["points"]
+    bone, direct = said["bone_soup"]["points"], said["direct"]["points"]
     assert [one["lambda"] for one in bone] == [[-0.75, 1.75], [0.5, 0.5], [1.75, -0.75]]
-    assert bone[1]["rewards"] == rewarded[1]["rewards"]
-    for j, one in ((1, rewarded[2]), (2, rewarded[0])):
+    assert bone[1]["rewards"] == direct[1]["rewards"]
+    for j, one in ((1, direct[2]), (2, direct[0])):
         alone = evaluate(texts / f"backbone-{j}")
         assert one["rewards"] == [alone["reward/short"], alone["reward/digits"]]
-    units = [[(2 * one["rewards"][0], one["rewards"][1]) for one in soup] for soup in (bone, rewarded)]
+    units = [[(2 * one["rewards"][0], one["rewards"][1]) for one in soup] for soup in (bone, direct)]
     worst = [min(p[i] for soup in units for p in soup) for i in (0, 1)]
     assert said["reference"] == worst
-    for name, points in zip(("bone_soup", "rewarded_soup"), units, strict=True):
+    for name, points in zip(("bone_soup", "direct"), units, strict=True):
         assert said[name]["hypervolume"] == hypervolume(points, (worst[0], worst[1]))
     assert mmrl("soup", "report", str(texts), "--points", "2", "--samples", "4") == 0
     shown = capsys.readouterr().out
     assert "short and digits: means of 4 held-out samples" in shown
-    assert "Rewarded Soup: hypervolume" in shown
+    assert "lambda = mu: hypervolume" in shown
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

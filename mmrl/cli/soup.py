@@ -98,7 +98,7 @@ def report(
     checkpoint: CheckpointOption = "latest",
     as_json: JsonOption = False,
 ) -> None:
-    """Measure merged models of two rewards on held-out prompts, beside Rewarded Soup; writes DIR/soup_report.json."""
+    """Measure merged models of two rewards on held-out prompts, also with lambda = mu; writes DIR/soup_report.json."""
     if (soup / "backbone-1").exists():
         use_threads_of(soup / "backbone-1")
     from mmrl.soup.evaluation import report as measure
@@ -116,16 +116,18 @@ def _show(made: SoupReport) -> None:
     from mmrl.soup.formulas import guaranteed_interval
 
     table = Table(title=f"{' and '.join(made.soup.rewards)}: means of {made.samples} held-out samples")
-    for name in ("weights", "backbones", "soup", "Rewarded Soup"):
+    for name in ("weights", "backbones", "soup", "lambda = mu"):
         table.add_column(name, justify="right")
-    for ours, theirs in zip(made.bone.points, made.rewarded.points, strict=True):
+    for ours, theirs in zip(made.bone.points, made.direct.points, strict=True):
         weights = [", ".join(f"{w:.3g}" for w in of) for of in (ours.mu, ours.weights)]
         table.add_row(*weights, *(", ".join(f"{r:.4f}" for r in one.rewards) for one in (ours, theirs)))
     console().print(table)
-    for way, front in (("soup", made.bone), ("Rewarded Soup", made.rewarded)):
+    for way, front in (("soup", made.bone), ("lambda = mu", made.direct)):
         print(f"{way}: {_measures(front)}")
     low, high = guaranteed_interval(made.soup.beta)
-    print(f"weights from {low:.2f} to {high:.2f} are those for which theory promises more than Rewarded Soup")
+    print(
+        f"weights from {low:.2f} to {high:.2f} are those for which theory promises more than Rewarded Soup (--beta 1)"
+    )
 
 
 def _measures(front: Front) -> str:

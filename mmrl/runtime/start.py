@@ -42,11 +42,11 @@ def train(
 
     Raises ``UserError``, and ``SystemExit`` if SIGTERM or SIGHUP has stopped the run, after it is saved.
     """
-    comes_to_end(loaded, out, resume=resume, overwrite=overwrite, callbacks=callbacks)
+    train_to_end(loaded, out, resume=resume, overwrite=overwrite, callbacks=callbacks)
     return out
 
 
-def comes_to_end(
+def train_to_end(
     loaded: LoadedRecipe,
     out: Path,
     *,

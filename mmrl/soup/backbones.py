@@ -15,7 +15,7 @@ from mmrl.config.schema import Recipe, Reward
 from mmrl.errors import UserError
 from mmrl.planner.plan import plan
 from mmrl.report.rundir import has_begun
-from mmrl.runtime.start import comes_to_end
+from mmrl.runtime.start import train_to_end
 from mmrl.soup.record import NAME, Soup, read_soup
 
 
@@ -52,7 +52,7 @@ def train_backbones(
             continue
         mix = " + ".join(f"{b:.3g} {name}" for b, name in zip(matrix[number - 1], soup.rewards, strict=True))
         print(f"backbone {number} of {len(backbones)}: {mix}", file=sys.stderr)
-        if not comes_to_end(one, path, resume=resume and has_begun(path)):
+        if not train_to_end(one, path, resume=resume and has_begun(path)):
             print(f"continue the soup with: {soup.command}", file=sys.stderr)
             return None
         soup = soup.done(number)

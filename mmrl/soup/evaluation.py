@@ -1,4 +1,4 @@
-"""Measure a soup of two rewards on held-out prompts, for several preferences, beside Rewarded Soup."""
+"""Measure a soup of two rewards on held-out prompts, for several preferences, with and without the paper's mapping."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SoupReport:
     samples: int
     reference: Point
     bone: Front
-    rewarded: Front
+    direct: Front
 
     def as_json(self) -> JsonObject:
         """JSON, with null for what is not known."""
@@ -63,15 +63,16 @@ class SoupReport:
             "samples": self.samples,
             "reference": self.reference,
             "bone_soup": _front_json(self.bone),
-            "rewarded_soup": _front_json(self.rewarded),
+            "direct": _front_json(self.direct),
         }
 
 
 def report(folder: Path, points: int = 5, samples: int | None = None, checkpoint: str = "latest") -> SoupReport:
     """Evaluate the soup in ``folder`` for ``points`` preferences from (0, 1) to (1, 0), and write soup_report.json.
 
-    Rewarded Soup is the same backbones with ``lambda = mu``. All models get the same held-out prompts and noise, with
-    ``samples`` samples each (None: as many as the recipe says). Raises ``UserError`` for more than two rewards.
+    ``direct`` is the same backbones with ``lambda = mu``: the paper's ablation, and Rewarded Soup only with beta 1. All
+    models get the same held-out prompts and noise, with ``samples`` samples each (None: as many as the recipe says).
+    Raises ``UserError`` for more than two rewards.
     """
     soup = read_soup(folder)
     if len(soup.rewards) != 2:
@@ -87,14 +88,14 @@ def report(folder: Path, points: int = 5, samples: int | None = None, checkpoint
     count = samples or recipe.eval.samples
     try:
         heldout = Evaluator(merged.context, load_prompts(merged.context.recipe, root, "heldout"), root)
-        bone, rewarded = _measured(soup, merged, heldout, points, count)
+        bone, direct = _measured(soup, merged, heldout, points, count)
     finally:
         merged.context.pipeline.close()
         merged.context.compute.devices.close()
-    both = [_in_units(soup, one.rewards) for one in (*bone, *rewarded)]
+    both = [_in_units(soup, one.rewards) for one in (*bone, *direct)]
     reference = min(p[0] for p in both), min(p[1] for p in both)
     made = SoupReport(
-        soup, merged.steps, count, reference, _front(soup, bone, reference), _front(soup, rewarded, reference)
+        soup, merged.steps, count, reference, _front(soup, bone, reference), _front(soup, direct, reference)
     )
     write_atomic(folder / NAME, json.dumps(made.as_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return made
@@ -103,7 +104,7 @@ def report(folder: Path, points: int = 5, samples: int | None = None, checkpoint
 def _measured(
     soup: Soup, merged: Merged, heldout: Evaluator, points: int, samples: int
 ) -> tuple[list[Measured], list[Measured]]:
-    """The models of both soups; one that both have (equal weights) is measured once."""
+    """The models of both ways to merge; one that both have (equal weights) is measured once."""
     known: dict[tuple[float, ...], Point] = {}
 
     def measure(mu: Point, weights: Sequence[float]) -> Measured:

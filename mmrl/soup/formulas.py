@@ -22,7 +22,7 @@ Point = tuple[float, float]
 def combination(n: int, beta: float) -> Tensor:
     """``B`` [n, n] in float64: ``beta`` on the diagonal and ``(1 - beta) / (n - 1)`` elsewhere, so that rows sum to 1.
 
-    The paper's symmetric circulant matrix (section "combined rewards"), for ``1/n < beta < 1``. With ``beta`` 1, which
+    The paper's symmetric circulant matrix, for ``1/n < beta < 1``. With ``beta`` 1, which
     is allowed here, each backbone has a reward of its own: Rewarded Soup (arXiv 2306.04488).
     Raises ``UserError`` for other values, for which ``B`` is singular or each backbone prefers the others' rewards.
     """
@@ -80,7 +80,8 @@ def hypervolume(points: Sequence[Point], reference: Point) -> float:
 def controllability(points: Sequence[Point]) -> float:
     """How well ``mu`` controls the rewards: ``points`` are in the order in which ``mu`` of the first reward rises.
 
-    The share of neighbours in the right order: the first reward rises and the second one falls. NaN below two points.
+    mmrl's own definition: the share of neighbours of which the first reward rises and the second falls. NaN below two
+    points.
     """
     pairs = list(itertools.pairwise(points))
     return sum(a[0] < b[0] and a[1] > b[1] for a, b in pairs) / len(pairs) if pairs else math.nan
