@@ -23,9 +23,8 @@ def convert(gguf: Path, out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
     config = read.config
-    del config.quantization_config  # it says GGUF, and the weights are plain now
+    vars(config).pop("quantization_config")  # it says GGUF, and the weights are plain now
     config.dtype = torch.bfloat16
-    config._name_or_path = ""
     with torch.device("meta"):  # transformers refuses to save a model that was read from GGUF
         plain = type(read)(config)
     plain.load_state_dict({name: t.to(torch.bfloat16) for name, t in read.state_dict().items()}, assign=True)
