@@ -9,8 +9,8 @@ from tools import notebooks
 
 SHORT = {
     "own_reward": ({"steps": 4}, "own", "close"),
-    "pictures": ({"steps": 12}, "red", "red"),
-    "vision_language": ({"steps": 5}, "judged", "judge"),
+    "pictures": ({"steps": 10}, "red", "red"),
+    "vision_language": ({"steps": 6}, "judged", "judge"),
 }
 """Per notebook: the parameters of the short form, the run that it makes, and the reward that must rise."""
 FILES = sorted(notebooks.NOTEBOOKS.glob("*.ipynb"))
