@@ -51,7 +51,7 @@ def line(at: int, groups: Sequence[tuple[dict[int, Tensor], Tensor]], keep: int,
     ranks, kept, plain, best, flat = [], [], [], [], 0
     for predicted, final in groups:
         if predicted[at].std() > 0 and final.std() > 0:
-            ranks.append(float(spearmanr(predicted[at].numpy(), final.numpy()).statistic))
+            ranks.append(float(spearmanr(predicted[at].numpy(), final.numpy())[0]))
         one = final[chosen(predicted[at], keep, "spread")]
         flat += int(one.max() == one.min())
         kept.append(one.std(correction=0).item())

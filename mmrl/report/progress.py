@@ -86,6 +86,10 @@ class Progress:
         elif time.monotonic() - self._shown >= PLAIN_EVERY:
             self._print()
 
+    def measure_from_now(self) -> None:
+        """Leave the time until now out of the pace: other work was done, such as a first evaluation."""
+        self._from = self._now = self._mark()
+
     def line(self, text: str) -> None:
         """Print a line that stays, above the bar."""
         text = hidden(text)

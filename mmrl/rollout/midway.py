@@ -83,7 +83,7 @@ class Beginning:
         (label,) = self._labels
         return scores.parts[label] * (-1 if self._context.rewards.weights[label] < 0 else 1)
 
-    def _chunks(self, parts: Sequence[Trajectory], kept: Tensor) -> tuple[list[Chunk], list[list[int]]]:
+    def _chunks(self, parts: list[Trajectory], kept: Tensor) -> tuple[list[Chunk], list[list[int]]]:
         """The micro-batches of the kept samples, and the places of their rows in the round."""
         size = self._midway.group_size
         place = {row: (m, i) for m, of in enumerate(self._rows) for i, row in enumerate(of)}
@@ -159,4 +159,5 @@ def _rank(predicted: Tensor, final: Tensor) -> float | None:
     a, b = predicted[known], final[known]
     if len(a) < 2 or a.min() == a.max() or b.min() == b.max():
         return None
-    return float(spearmanr(a.numpy(), b.numpy()).statistic)
+    correlation, _ = spearmanr(a.numpy(), b.numpy())
+    return float(correlation)
