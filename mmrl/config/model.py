@@ -36,7 +36,7 @@ class Lora(Section):
 
 class Model(Section):
     path: str
-    """A local directory or a hub name, in the library's format; a path may be relative to the recipe's folder."""
+    """A local directory (relative to the recipe's folder), a hub name, or ``package:NAME`` of ``mmrl fetch``."""
     dtype: Dtype = "float32"
     """Dtype of the frozen weights. Trainable weights, step maths and log-probs are always float32. ``auto`` is bfloat16
     if the device has instructions for it, else float32; it is resolved when the recipe is read."""
