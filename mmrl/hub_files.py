@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from mmrl.errors import UserError
+from mmrl.packages.places import lacking
 
 
 def file_of(path: str, name: str) -> Path:
@@ -13,6 +14,8 @@ def file_of(path: str, name: str) -> Path:
     there is no net."""
     if Path(path).exists():
         return Path(path) / name
+    if wrong := lacking(path):
+        raise FileNotFoundError(wrong)
     return Path(_from_hub(path, name))
 
 
@@ -57,6 +60,8 @@ def _lacks(folder: Path) -> str:
 
 def unreadable(path: str, name: str, what: str, error: Exception) -> UserError:
     """The error for a checkpoint whose file ``name`` cannot be read, and whose ``what`` nobody recorded."""
+    if wrong := lacking(path):
+        return UserError(f"model.path: {wrong}")
     reason = str(error).strip().split("\n")[0]
     fault = f"is no directory with {name}" if Path(path).exists() else "cannot be read here"
     return UserError(

@@ -31,6 +31,7 @@ from mmrl.engines.sharded import Sharded
 from mmrl.engines.weights import Replicated, Weights
 from mmrl.errors import UserError
 from mmrl.out_of_memory import in_phase
+from mmrl.packages.places import lacking
 from mmrl.pipelines.protocol import Pipeline, of_text
 from mmrl.placement.single_device import SingleDevice
 from mmrl.report.rundir import RunDir
@@ -62,6 +63,9 @@ def build(
     """
     controller = controller or Controller(recipe.seed)
     device = _settled_device(recipe)
+    path = resolve(root, recipe.model.path)
+    if unset := lacking(path):
+        raise UserError(f"model.path: {unset}")
     prompts = in_order(recipe, load_prompts(recipe, root, "train")) if scored else []
     later = recipe.placement.sleep or recipe.devices_per_controller > 1  # judges wake when a device first judges
     patience = Patience(recipe.scoring, controller.gather)
@@ -73,9 +77,7 @@ def build(
     objective = load_objective(recipe)
     if scored and objective.kind == "pathwise":
         _require_gradients(recipe, rewards)
-    pipeline = mmrl.load("pipelines", resolve_drop_in(root, recipe.pipeline)).build(
-        recipe, resolve(root, recipe.model.path), device
-    )
+    pipeline = mmrl.load("pipelines", resolve_drop_in(root, recipe.pipeline)).build(recipe, path, device)
     pipeline.features.owner = controller.rank
     total = recipe.train.steps * recipe.train.updates_per_step
     critic = critic_of(pipeline, recipe, total, controller)  # a copy of the policy, so before the policy is in shards

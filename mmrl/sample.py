@@ -129,7 +129,7 @@ def _sampled(context: StepContext, prompts: Sequence[Prompt], n: int, seed: int)
         for index in order:
             chunk = [rows[n] for n in index]
             keys.append(pipeline.encode([slot for slot, _ in chunk]))
-            yield [slot for slot, _ in chunk], [name for _, name in chunk]
+            yield Chunk([slot for slot, _ in chunk], [name for _, name in chunk])
 
     made: dict[int, Sample] = {}
     devices, clock = context.compute.devices, Clock(context.compute.device)

@@ -204,7 +204,7 @@ class Session:
                 self._known_evaluations()
                 due = self._due() and self.done not in measured and not self.spending.over()
                 if self.controller.gather(due)[0] and not self._agreed(stop.asked):  # others may be new to the run
-                    progress.line(self._measure(heldout))
+                    progress.line(self._measure(heldout), paced=False)
                 while not self.finished and not self.spending.over() and not self._agreed(stop.asked):
                     with nullcontext() if self._traces is None else self._traces.step(self.done + 1):
                         row = self._step(metrics, progress)

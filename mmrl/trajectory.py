@@ -106,7 +106,7 @@ class Sample:
     video: tuple[Image, ...] | None = None
 
 
-_ROWS = ("clean", "states", "log_probs", "mask", "truncated", "under_way", "drawn_at")
+_ROWS = ("clean", "states", "log_probs", "paused", "mask", "truncated", "under_way", "drawn_at")
 """The tensors of a trajectory that have a row per sample."""
 
 
@@ -119,7 +119,9 @@ class Trajectory:
     ``features`` name what each row is conditioned on in the controller's feature store.
 
     Of denoising: ``states`` before and after each recorded action, ``[B, T + 1, ...]`` float32, and ``actions``
-    ``[T]``, their indices in the schedule; None where no action was recorded (forward-process objectives). Of text:
+    ``[T]``, their indices in the schedule; None where no action was recorded (forward-process objectives). Of samples
+    that are begun and not finished (``midway``): ``paused`` ``[B, 2, ...]``, the latents and the velocity there, and
+    ``clean`` is the predicted result. Of text:
     ``mask`` ``[B, T]`` float32, 1 on response tokens (the end-of-text token among them), 0 on padding; ``truncated``
     ``[B]`` bool, cut at the length limit. Of text drawn in parts: ``under_way`` ``[B]`` bool, to be gone on with, and
     ``drawn_at`` ``[B, T]`` int64, the training step under whose weights each token was drawn.
@@ -132,6 +134,7 @@ class Trajectory:
     states: torch.Tensor | None = None
     actions: torch.Tensor | None = None
     log_probs: torch.Tensor | None = None
+    paused: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     truncated: torch.Tensor | None = None
     under_way: torch.Tensor | None = None

@@ -233,7 +233,7 @@ def test_clean_samples_are_compared_with_the_old_policy_that_drew_them(staleness
             shown = [drawn[i].slots[0] for i in ids if (drawn[i].clean == one["x0"]).flatten(1).all(1).any()]
             with torch.no_grad():
                 timestep = run.pipeline.adapter.timestep(one["sigma"])
-                velocity = run.pipeline._velocity(one["x_s"], timestep, run.pipeline.batch_features(shown))
+                velocity = run.pipeline.velocity(one["x_s"], timestep, run.pipeline.batch_features(shown))
             gaps.append((velocity - one["v_old"]).abs().max())
         assert (max(gaps) < 1e-6) == (n == of)
 

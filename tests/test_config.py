@@ -36,7 +36,13 @@ train: {steps: 4, prompts_per_step: 2, group_size: 4, micro_batch_size: 4}
 optim:
   lr: 1e-4
 """
-REWARD = "import not_installed_anywhere\n\ndef score(samples, *, context):\n    return [0.0 for _ in samples]\n"
+REWARD = """\
+import not_installed_anywhere
+from math import floor
+
+def score(samples, *, context):
+    return [0.0 for _ in samples]
+"""
 
 
 @pytest.fixture
@@ -59,9 +65,9 @@ OPTIM = "lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, schedule, mi
 REWARD_KEYS = "name, label, weight, normalize, batch_size, timeout, retries, on_failure, options"
 TYPES = ", ".join(algorithm_names())
 TOP = (
-    "name, seed, pipeline, model, data, sampling, rollout, rewards, scoring, algorithm, train, optim, performance, "
-    "eval, checkpoint, features, controllers, devices_per_controller, placement, ray, runtime, device, threads, "
-    "profile, log, architecture"
+    "name, seed, pipeline, model, data, sampling, rollout, rewards, scoring, midway, algorithm, train, optim, "
+    "performance, eval, checkpoint, features, controllers, devices_per_controller, placement, ray, runtime, device, "
+    "threads, profile, log, architecture"
 )
 
 # (what, text of RECIPE, what replaces it, the line shown)
@@ -82,7 +88,8 @@ IN_FILE = [
         "slip of a key of another section",
         "name: t",
         "name: t\nlearning_rate: 1\ngroupsize: 4",
-        f"recipe.yaml:3  groupsize: unknown key; did you mean 'train.group_size'?  (keys: {TOP})",
+        "recipe.yaml:3  groupsize: unknown key; did you mean 'midway.group_size' or 'train.group_size'?"
+        f"  (keys: {TOP})",
     ),
     (
         "key in several other sections",
@@ -241,6 +248,14 @@ IN_FILE = [
         "mine.py:score",
         "mine.py:scroe",
         "recipe.yaml:9  rewards[0].name: mine.py has no 'scroe'; did you mean 'score'?  (it has score)",
+    ),
+    (
+        "format in place of a data set",
+        "data: {name: shapes}",
+        "data: {name: csv}",
+        "recipe.yaml:6  data.name: there is no data set 'csv'; jsonl reads csv: write name: jsonl, train: {path: FILE}"
+        f"  (there are {', '.join(entry.name for entry in entries('datasets'))}; "
+        "a file of your own is path/to/file.py:name)",
     ),
     (
         "reward file that is not Python",

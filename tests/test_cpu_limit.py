@@ -175,6 +175,16 @@ def test_the_time_left_is_to_the_limit_where_that_comes_first(clock):
     assert lines[-1] == "shapes-full: 12/~60 steps  40 min 00 s left  reward 0.41"
 
 
+def test_the_first_time_left_leaves_out_what_was_done_before_the_first_step(clock):
+    out = io.StringIO()
+    with Progress(125, "shapes-full", "steps", file=out) as progress:
+        clock[0] += 300
+        progress.line("held-out: shapes 0.633", paced=False)
+        clock[0] += 10
+        progress.advance(1, spent=10 / 600)
+    assert out.getvalue().splitlines()[1] == "shapes-full: 1/~60 steps  9 min 50 s left"
+
+
 def test_a_run_that_the_limit_ended_says_how_long_it_took(clock):
     out = io.StringIO()
     with Progress(125, "shapes-full", "steps", done=60, file=out, spent=0.9) as progress:

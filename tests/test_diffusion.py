@@ -173,7 +173,7 @@ def test_draft_over_all_steps_is_full_back_propagation():
         x = noise(0, ids, "initial", pipeline.shape)
         for i in range(3):
             x = x.detach() if i in detached else x
-            x = x + (sigmas[i + 1] - sigmas[i]) * pipeline._velocity(x, timesteps[i].expand(2), features)
+            x = x + (sigmas[i + 1] - sigmas[i]) * pipeline.velocity(x, timesteps[i].expand(2), features)
         return (pipeline.adapter.decode(x) / 2 + 0.5).clamp(0, 1)
 
     for last, detached in ((3, ()), (1, (2,))):
@@ -245,7 +245,7 @@ def test_ddim_is_refused_where_a_step_has_no_noise_left():
 def test_groups_may_start_from_one_noise():
     pipeline, _ = make(same_initial_noise=True)
     _, ids = rows()
-    first = pipeline._initial(ids, 0, pipeline.adapter.schedule(6))
+    first = pipeline.initial(ids, 0, pipeline.adapter.schedule(6))
     assert torch.equal(first[0], first[3])
     assert not torch.equal(first[0], first[4])
 

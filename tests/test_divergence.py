@@ -264,7 +264,7 @@ def test_logits_that_are_not_finite_draw_a_token_of_the_vocabulary(top, temperat
 
 def test_latents_are_named_by_denoising_step_and_sample(folder):
     run = make(folder, "picture")
-    velocity, calls = run.pipeline._velocity, []
+    velocity, calls = run.pipeline.velocity, []
 
     def broken(*given):
         v = velocity(*given)
@@ -273,7 +273,7 @@ def test_latents_are_named_by_denoising_step_and_sample(folder):
             v[1] = math.nan
         return v
 
-    run.pipeline._velocity = broken
+    run.pipeline.velocity = broken
     with pytest.raises(NotFiniteError, match=r"latents after denoising step 2 of 3 .*\(slot 0, sample 1; 1 of 4"):
         step(run)
 

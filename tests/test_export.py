@@ -142,7 +142,7 @@ def test_the_stock_pipeline_draws_the_runs_held_out_pictures(root: Path, exporte
     run.pipeline.encode(slots)
     with run.policy.for_evaluation():
         ours = run.pipeline.images(run.pipeline.sample(slots, ids, [], SEED)).permute(0, 2, 3, 1)
-    noise = run.pipeline._initial(ids, SEED, run.pipeline.adapter.schedule(4))  # type: ignore[attr-defined]
+    noise = run.pipeline.initial(ids, SEED, run.pipeline.adapter.schedule(4))  # type: ignore[attr-defined]
     assert difference(draw(fresh(exported.full), latents=noise), ours) < 1e-4
 
 
@@ -166,7 +166,7 @@ def test_the_last_steps_are_the_base_models_as_the_docs_say(root: Path, exported
     with run.policy.for_evaluation():
         trajectory = run.pipeline.sample(slots, ids, [], SEED, evaluate=True)
         ours = run.pipeline.images(trajectory).permute(0, 2, 3, 1)
-    noise = run.pipeline._initial(ids, SEED, run.pipeline.adapter.schedule(4))  # type: ignore[attr-defined]
+    noise = run.pipeline.initial(ids, SEED, run.pipeline.adapter.schedule(4))  # type: ignore[attr-defined]
     pipe = fresh(root / "tiny-sd3")
     pipe.load_lora_weights(exported.lora)
     whole = draw(pipe, latents=noise)

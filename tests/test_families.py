@@ -133,7 +133,7 @@ def test_an_editor_trains_on_prompts_that_carry_one_picture(folders, tmp_path):
     prompt = case.slots[0].prompt
     (tmp_path / "a.png").write_bytes(prompt.media[0].data)
     lying = replace(prompt, media=(Media("image", path=str(tmp_path / "a.png")),))
-    assert case.pipeline._key(lying) == case.pipeline._key(prompt) != case.pipeline._key(case.slots[2].prompt)
+    assert case.pipeline.key(lying) == case.pipeline.key(prompt) != case.pipeline.key(case.slots[2].prompt)
     pairs = made | {"algorithm": {"type": "picture_dpo"}, "rewards": []}
     pairs["train"] |= {"group_size": 1}
     with pytest.raises(UserError, match="edits the picture that a prompt carries; use an algorithm that samples"):

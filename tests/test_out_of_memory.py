@@ -16,7 +16,7 @@ from mmrl.planner.fake_tensors import LiveBytes
 from mmrl.run import build
 from mmrl.runtime import start
 from mmrl.runtime.worker import RemoteWorker, serve
-from mmrl.training.step_context import SamplingSpec
+from mmrl.training.step_context import Chunk, SamplingSpec
 from mmrl.trajectory import SampleId, Slot
 from tests.tiny_diffusion import two_blocks
 
@@ -70,7 +70,8 @@ def asked(run):
     slots = [Slot(0, 0, 0, run.prompts[0])] * 8
     run.pipeline.encode(slots)
     run.pipeline.features.hold(run.pipeline.encode(slots[:1]))
-    return slots, [SampleId(0, 0, 0, k) for k in range(8)], SamplingSpec([0], "current", 0, frozenset({"image"}))
+    ids = [SampleId(0, 0, 0, k) for k in range(8)]
+    return Chunk(slots, ids), SamplingSpec([0], "current", 0, frozenset({"image"}))
 
 
 @contextmanager
@@ -82,7 +83,7 @@ def a_run_that_begins(run):
 
 def takes(run, asked, n):
     """Bytes that sampling ``n`` of them takes, and decoding."""
-    slots, ids, how = asked
+    (slots, ids, _), how = asked
     with torch.no_grad():
         with LiveBytes() as sampling:
             trajectory = run.pipeline.sample(slots[:n], ids[:n], how.actions, how.seed)

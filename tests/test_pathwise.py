@@ -53,7 +53,7 @@ def by_hand(pipeline, slots, ids, last, detached):
     sigmas, timesteps, *_ = pipeline.adapter.schedule(4)
     x = noise(0, ids, "initial", pipeline.shape).requires_grad_()
     for i in range(last + 1):
-        v = pipeline._velocity(x, timesteps[i].expand(2), features)
+        v = pipeline.velocity(x, timesteps[i].expand(2), features)
         following = sigmas[i + 1] if i < last else 0.0
         x = x + (following - sigmas[i]) * (v.detach() if i in detached else v)
     return x, features
@@ -87,10 +87,10 @@ def test_the_distance_to_the_reference_is_of_the_steps_with_a_graph(small):
     x, distances = noise(0, ids, "initial", pipeline.shape), []
     for i in range(4):
         with torch.set_grad_enabled(i >= 2):
-            v = pipeline._velocity(x, timesteps[i].expand(2), features)
+            v = pipeline.velocity(x, timesteps[i].expand(2), features)
         if i >= 2:
             with torch.no_grad(), policy.module.disable_adapter():
-                reference = pipeline._velocity(x, timesteps[i].expand(2), features)
+                reference = pipeline.velocity(x, timesteps[i].expand(2), features)
             distances.append((v - reference).square().flatten(1).mean(1))
         x = x + (sigmas[i + 1] - sigmas[i]) * v
     expected = torch.stack(distances).mean(0)
@@ -118,7 +118,7 @@ def test_draft_lv_averages_the_gradients_of_predictions_from_fresh_noise(small):
     s, t = pipeline.adapter.schedule(4)[0][3], pipeline.adapter.schedule(4)[1][3].expand(2)
     for n in range(2):
         x = (1 - s) * x0.detach() + s * noise(0, ids, f"renoise{n}", pipeline.shape)
-        found.append(gradient(policy, picture(pipeline, x - s * pipeline._velocity(x, t, features)).mean()))
+        found.append(gradient(policy, picture(pipeline, x - s * pipeline.velocity(x, t, features)).mean()))
     agree(ours, {k: sum(one[k] for one in found) / 3 for k in found[0]})
     assert not torch.allclose(images[:2], images[2:4], atol=1e-4), "the noise is fresh"
 
@@ -135,10 +135,10 @@ def test_a_jump_shows_the_picture_and_what_its_one_prediction_got_wrong(small):
     x0, eps, shown, distances = x0.detach(), noise(0, ids, "initial", pipeline.shape), [], []
     for a, b in jumps:
         at = (1 - a) * x0 + a * eps, torch.full((2,), 1000 * a), features
-        v = pipeline._velocity(*at)
+        v = pipeline.velocity(*at)
         shown.append(picture(pipeline, x0 + (b - a) / (1 - b) * (v - (eps - x0))))
         with torch.no_grad(), policy.module.disable_adapter():
-            distances.append((v - pipeline._velocity(*at)).square().flatten(1).mean(1))
+            distances.append((v - pipeline.velocity(*at)).square().flatten(1).mean(1))
     torch.testing.assert_close(made["images"], torch.cat(shown), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(made["reference_distance"], torch.stack(distances).mean(0), rtol=1e-3, atol=1e-5)
     agree(ours, gradient(policy, torch.cat(shown).mean()))
@@ -231,7 +231,7 @@ def test_the_last_steps_of_an_evaluation_may_be_the_base_models():
         x = noise(0, ids, "initial", pipeline.shape)
         for i in range(4):
             with torch.no_grad(), nullcontext() if i < tuned else policy.module.disable_adapter():
-                x = x + (sigmas[i + 1] - sigmas[i]) * pipeline._velocity(x, timesteps[i].expand(2), features)
+                x = x + (sigmas[i + 1] - sigmas[i]) * pipeline.velocity(x, timesteps[i].expand(2), features)
         drawn[tuned] = x
     torch.testing.assert_close(pipeline.sample(slots, ids, [], 0, evaluate=True).clean, drawn[2])
     torch.testing.assert_close(pipeline.sample(slots, ids, [], 0).clean, drawn[4])

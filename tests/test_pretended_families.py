@@ -91,7 +91,7 @@ def test_no_devices_are_mixed_and_no_denoising_step_waits(folder_of, tmp_path, m
     from mmrl.stopping import Stop
     from tests import pretend
 
-    predict, waited = FlowPipeline._velocity, []
+    predict, waited = FlowPipeline.velocity, []
 
     def counted(*given):
         with pretend.waits() as found:
@@ -99,7 +99,7 @@ def test_no_devices_are_mixed_and_no_denoising_step_waits(folder_of, tmp_path, m
         waited.append(found)
         return velocity
 
-    monkeypatch.setattr(FlowPipeline, "_velocity", counted)
+    monkeypatch.setattr(FlowPipeline, "velocity", counted)
     (tmp_path / "recipe.yaml").write_text(json.dumps(settings(family, folder_of(family), kind, lora)))
     (tmp_path / "clips.py").write_text(CLIPS)
     for steps in (2, 3):

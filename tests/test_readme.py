@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import mmrl
+from mmrl.config.loader import load_recipe
+from mmrl.judge.answers import Number, parse_kind
 from mmrl.trajectory import Prompt, Sample, SampleId
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,10 +52,47 @@ def test_the_two_commands_are_there_and_ci_runs_the_second():
     assert "<!-- tests -->" in (ROOT / ".ci" / "run").read_text()
 
 
+def test_the_recipes_of_the_readme_take_what_it_puts_into_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("".join(f"a red circle {i}\n" for i in range(40)))
+    (tmp_path / "judge.yaml").write_text(block("judge"))
+    for line in block("pictures").splitlines()[:2]:
+        words = line.split("#")[0].split()
+        recipe = load_recipe([words[2]], [word for word in words[3:] if "=" in word]).recipe
+        assert Path(recipe.data.train["path"]).resolve() == tmp_path / "prompts.txt"
+        assert [reward.name for reward in recipe.rewards] == ["pickscore"]
+    for name in ("qwen25-vl-3b", "scenes"):
+        (judge,) = load_recipe([name, "judge.yaml"], []).recipe.rewards
+        assert parse_kind("pointwise", judge.options["answer"]) == Number(0, 1)
+
+
+def test_the_first_command_is_on_the_first_screen():
+    before = README.split("<!-- main job -->")[0]
+    assert len(before.splitlines()) <= 12
+    assert before.count("![") == 1
+
+
+def test_every_word_about_another_tool_has_its_source():
+    rows = README.split("<!-- peers -->\n")[1].split("\n\n")[0].splitlines()
+    tools = [cell.strip() for cell in rows[0].strip("|").split("|")][2:]
+    sources = dict(re.findall(r"^\[([\w-]+)\]: (https://github\.com/\S+)$", README, re.MULTILINE))
+    assert len(rows) > 12
+    for row in rows[2:]:
+        name, ours, *cells = [cell.strip() for cell in row.strip().removeprefix("|").removesuffix("|").split("|")]
+        assert len(cells) == len(tools), name
+        assert ours == "no" or re.search(r"\]\(docs/", ours), name
+        for tool, cell in zip(tools, cells, strict=True):
+            assert re.search(r"\]\[", cell), f"{name}, {tool}: {cell}"
+    used = set(re.findall(r"\]\[([\w-]+)\]", README))
+    assert used == set(sources)
+    assert all(re.search(r"/(?:blob|tree)/[0-9a-f]{40}/", source) for source in sources.values())
+
+
 def test_every_recipe_named_is_shipped():
     shipped = {p.stem for p in ROOT.glob("pipelines/*/recipes/*.yaml")}
     starts = "shapes|sd35|sd15|sdxl|flux|sana|z-image|wan|moving|sums|scenes|clips|qwen"
-    named = set(re.findall(rf"`((?:{starts})[\w.-]*)`", README))
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    named = set(re.findall(rf"`((?:{starts})[\w.-]*)`", page))
     assert named == shipped
 
 
@@ -62,7 +101,7 @@ def test_contributors_get_the_same_test_command():
 
 
 def test_the_pages_beside_the_readme_link_to_what_is_there():
-    for page in ("CONTRIBUTING.md", "SECURITY.md"):
-        targets = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
+    for page in ("README.md", "CONTRIBUTING.md", "SECURITY.md"):
+        targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
         assert targets
         assert [target for target in targets if not (ROOT / target).is_file()] == []

@@ -171,7 +171,7 @@ def test_a_step_depends_neither_on_who_samples_nor_on_the_step_before(run):
 
 @GUIDED
 def test_latents_that_are_not_finite_are_named_by_step_and_sample(run, monkeypatch):
-    (slots, ids), velocity, calls = rows(run), run.pipeline._velocity, []
+    (slots, ids), velocity, calls = rows(run), run.pipeline.velocity, []
 
     def broken(x, *given):
         calls.append(len(x))
@@ -180,7 +180,7 @@ def test_latents_that_are_not_finite_are_named_by_step_and_sample(run, monkeypat
             made[1] = torch.nan
         return made
 
-    monkeypatch.setattr(run.pipeline, "_velocity", broken)
+    monkeypatch.setattr(run.pipeline, "velocity", broken)
     with pytest.raises(NotFiniteError, match=r"denoising step 2 of 5 .*slot 1, sample 0; 4 of 8 samples"):
         run.pipeline.sample(slots, ids, [2, 3], 0)
 

@@ -14,7 +14,7 @@ from mmrl.rollout.collect import encode
 from mmrl.run import load_prompts
 from mmrl.training.batch import chunks, samples_of
 from mmrl.training.evaluation import Evaluator
-from mmrl.training.step_context import SamplingSpec
+from mmrl.training.step_context import Chunk, SamplingSpec
 from tests.asleep import modules
 from tests.partial_rollouts import Sampler, load, make, step, write
 from tests.planning import planned_in_short
@@ -87,14 +87,14 @@ def test_what_is_not_needed_to_train_sleeps_then_and_the_run_is_the_same(folder,
 def test_a_round_is_one_call_of_an_engine_and_its_micro_batches_are_as_before(folder):
     run = make(folder, *WORDS, ENGINE, "train.prompts_per_step=4")
     slots, _, _ = encode(run, run.controller.slots(0, run.prompts, 4))
-    asked = [([s for s, _ in part], [i for _, i in part]) for part in chunks(samples_of(slots, 2), 3)]
+    asked = [Chunk([s for s, _ in part], [i for _, i in part]) for part in chunks(samples_of(slots, 2), 3)]
     how, clock = SamplingSpec([], "current", 0, frozenset({"text"})), Clock(torch.device("cpu"))
     drawn = list(run.compute.devices.sample(run, asked, how, clock))
     calls = run.pipeline.engine.calls
     assert [n for _, n in calls] == [8]
     assert [n for n, _, _ in drawn] == [0, 1, 2]
     for n, trajectory, samples in drawn:
-        before, shown = device_tasks.sample(run, *asked[n], how)
+        before, shown = device_tasks.sample(run, asked[n], how)
         assert [s.text for s in samples] == [s.text for s in shown]
         assert (trajectory.ids, trajectory.features) == (before.ids, before.features)
         for name in ("clean", "log_probs", "mask", "truncated"):

@@ -154,8 +154,8 @@ def test_a_step_is_a_function_of_the_weights_and_its_number():
 
 def test_sampling_and_replay_that_disagree_stop_the_run():
     run = make()
-    velocity = run.pipeline._velocity
-    run.pipeline._velocity = lambda *a: velocity(*a) * (1 + 1e-3 * torch.is_grad_enabled())
+    velocity = run.pipeline.velocity
+    run.pipeline.velocity = lambda *a: velocity(*a) * (1 + 1e-3 * torch.is_grad_enabled())
     with pytest.raises(UserError, match="before the first update the largest"):
         step(run)
 

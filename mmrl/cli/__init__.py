@@ -14,7 +14,7 @@ import sys
 
 import typer
 
-from mmrl.cli import check, compare, data, init, judge, recipes, rewards, runs, sample, simulate, soup
+from mmrl.cli import check, compare, data, fetch, init, judge, recipes, rewards, runs, sample, simulate, soup
 from mmrl.errors import UserError
 from mmrl.quiet import be_quiet
 from mmrl.secrets import hidden
@@ -45,6 +45,7 @@ for _command in (
     recipes.ls,
     recipes.cp,
     init.init,
+    fetch.fetch,
 ):
     app.command("eval" if _command is runs.evaluate else None)(_command)
 app.add_typer(data.app)

@@ -117,6 +117,8 @@ def shape(recipe: Recipe, devices: int | None, judge_devices: int) -> Cluster:
 def micro_batches(recipe: Recipe, controllers: int) -> int:
     """The number of micro-batches that all controllers sample in a step."""
     train = recipe.train
+    if recipe.midway is not None:
+        raise UserError("midway: mmrl simulate does not know steps that prune groups; add midway=null to the command")
     batch = recipe.sampling.batch_size or train.micro_batch_size
     prompts = [len(range(rank, train.prompts_per_step, controllers)) for rank in range(controllers)]
     return sum(-(-n * train.group_size // batch) for n in prompts)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from mmrl.algorithms.settings import ResponseSettings
 from mmrl.config.data import of_data
 from mmrl.config.evaluation_checks import label_of, of_evaluation
+from mmrl.config.midway_checks import of_midway
 from mmrl.config.performance import NEEDS_HALF, PICTURE_ATTENTION, TEXT_ATTENTION
 from mmrl.config.picture_checks import of_pictures
 from mmrl.config.placement_checks import of_placement
@@ -35,6 +36,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
             *_pairs(recipe),
             *_partial(recipe),
             *_normalize(recipe),
+            *of_midway(recipe),
             *of_placement(recipe),
             *_labels(recipe),
             *_weights(recipe),
@@ -54,6 +56,7 @@ def impossibilities(recipe: Recipe) -> list[str]:
         *_rate(recipe),
         *_half(recipe),
         *_performance(recipe),
+        *of_midway(recipe),
         *of_placement(recipe),
         *_labels(recipe),
         *_weights(recipe),

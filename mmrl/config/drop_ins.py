@@ -70,6 +70,8 @@ def missing_drop_in(kind: Kind, name: str, looked: str) -> str:
     known = _known(kind)
     listed = f"there are {', '.join(known)}" if known else "none is installed"
     meant = did_you_mean(name, known) or did_you_mean(target, known)
+    if kind == "datasets" and target.lower() in FORMATS:
+        meant = f"; jsonl reads {target}: write name: jsonl, train: {{path: FILE}}"
     return f"there is no {NOUN[kind]} {target!r}{meant}  ({listed}; a file of your own is path/to/file.py:name)"
 
 
@@ -79,6 +81,10 @@ def missing_class(name: str, looked: str) -> str:
     if not os.path.isfile(file):
         return f"there is no file {file!r} ({looked}); correct the path"
     return _missing_attribute(Path(file), attribute, attribute)
+
+
+FORMATS = ("arrow", "csv", "hf", "hub", "huggingface", "json", "parquet", "save_to_disk", "tsv")
+"""Names that users try for the formats that the data set ``jsonl`` reads."""
 
 
 @cache
@@ -135,7 +141,7 @@ def _missing_attribute(file: Path, attribute: str, wanted: str) -> str:
     defined = _defined(body)
     if not wanted or defined is None or wanted in defined:
         return ""
-    public = [name for name in defined if not name.startswith("_")]
+    public = [name for name in defined if not name.startswith("_") and name not in _imported(body)]
     write = "" if attribute else f"; name one that it has, as in {file.name}:{public[0]}" if public else ""
     has = ", ".join(public) or "no functions or classes"
     return f"{shown(file)} has no {wanted!r}{did_you_mean(wanted, public) or write}  (it has {has})"
@@ -164,6 +170,12 @@ def _defined(body: list[ast.stmt]) -> list[str] | None:
             case _:
                 pass
     return None if "__getattr__" in found else list(dict.fromkeys(found))
+
+
+def _imported(body: list[ast.stmt]) -> set[str]:
+    """The names that a module has from others."""
+    imports = [node for node in _statements(body) if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

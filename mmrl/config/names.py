@@ -14,7 +14,10 @@ from mmrl.config.drop_ins import missing_class, missing_drop_in, split_file
 from mmrl.config.errors import KeyPath, Problem, RecipeError, did_you_mean
 from mmrl.config.layers import Tree, shown
 from mmrl.config.section import MOST_REWARDS
+from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
+from mmrl.packages import places
+from mmrl.packages.table import PREFIX
 
 _HUB_LIKE = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_DATA = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -56,9 +59,12 @@ def resolve(root: Path, text: str) -> str:
     Looked up in ``root`` (the recipe's folder), the current folder and the folders of the shipped recipes, so that a
     copied recipe still finds the files beside the original. ``my.py:name`` keeps its ``:name``. A text that may also be
     a hub name (``org/model``) is a path only if it leads to a model in the library's format, or to a file.
+    ``package:NAME`` is the directory that ``mmrl fetch`` wrote, and itself where it is not set up.
     """
     if split_file(text)[0] is not None:
         return resolve_drop_in(root, text)
+    if text.startswith(PREFIX):
+        return places.found(text)
     found = _look_up(root, text) if text else None
     if found is None:
         return text
@@ -134,7 +140,13 @@ def missing_names(tree: Tree, root: Path) -> Iterator[tuple[KeyPath, str]]:
 
 
 def missing_model(root: Path, text: str) -> str:
-    """What is wrong with the path of a model; empty where it exists, or may be a name on the hub."""
+    """What is wrong with the path of a model; empty where it exists, or may be a name on the hub or of a package."""
+    if text.startswith(PREFIX):
+        try:
+            places.network_of(text)
+        except UserError as error:
+            return str(error)
+        return ""
     first = Path(text).parts[:1]
     local = (
         text.startswith((".", "/", "~", "\\"))

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
@@ -23,11 +22,11 @@ from pydantic import (
 )
 
 from mmrl.algorithms.settings import AlgorithmSettings
-from mmrl.config.adapters import with_adapters_settings
 from mmrl.config.algorithms import as_settings, samples_nothing
-from mmrl.config.chat_template import checked
 from mmrl.config.data import Data, without_name
-from mmrl.config.dtype import Dtype, with_choice
+from mmrl.config.dtype import with_choice
+from mmrl.config.midway import Midway
+from mmrl.config.model import Lora, Model
 from mmrl.config.older_keys import renamed
 from mmrl.config.performance import Performance
 from mmrl.config.placement import Placement, placement_settings
@@ -48,6 +47,8 @@ from mmrl.config.section import (
 )
 
 __all__ = [
+    "Lora",
+    "Model",
     "Partial",
     "Rollout",
     "Sampling",
@@ -59,53 +60,6 @@ __all__ = [
 
 Makes = Literal["text", "image", "video"]
 """The kind of a pipeline's samples."""
-
-
-class Lora(Section):
-    """Low-rank adapters on the policy's linear layers; the base weights stay frozen."""
-
-    rank: Count = 32
-    """Of the two matrices of an adapter."""
-    alpha: PositiveFloat = 64.0
-    """An adapter's output is multiplied by alpha / rank."""
-    targets: list[str] | None = None
-    """Names of the modules that get an adapter; None takes the pipeline's list."""
-    init: Literal["gaussian", "default"] = "gaussian"
-    """Of the first matrix: peft's ``gaussian``, or its default (Kaiming). The second is 0."""
-    path: str | None = None
-    """A folder that peft wrote (or a LoRA of diffusers): training continues from that adapter, with its rank, alpha and
-    targets. The reference is then the model with the adapter as it was loaded."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_saved(cls, values: object) -> object:
-        return with_adapters_settings(values) if isinstance(values, Mapping) else values
-
-
-class Model(Section):
-    path: str
-    """A local directory or a hub name, in the library's format; a path may be relative to the recipe's folder."""
-    dtype: Dtype = "float32"
-    """Dtype of the frozen weights. Trainable weights, step maths and log-probs are always float32. ``auto`` is bfloat16
-    if the device has instructions for it, else float32; it is resolved when the recipe is read."""
-    lora: Lora | None = None
-    """None trains all weights of the policy."""
-    gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, more time."""
-    freeze: list[str] = Field(default_factory=list)
-    """Names of modules (``visual``) to freeze; with LoRA all base weights are frozen."""
-    chat_template: Annotated[str, AfterValidator(checked)] | None = None
-    """Text: a Jinja template, or a file with one, in place of the checkpoint's. Exports keep it."""
-    min_pixels: Count | None = None
-    max_pixels: Count | None = None
-    """Limits of a picture in a prompt, after the processor has resized it (Qwen-VL); None keeps the checkpoint's."""
-    offload: bool = True
-    """Move text encoders and VAE off the accelerator while they are idle (no effect on a CPU)."""
-
-    @property
-    def continues_adapter(self) -> bool:
-        """Whether training begins with a saved adapter."""
-        return self.lora is not None and self.lora.path is not None
 
 
 class Reward(Section):
@@ -326,6 +280,8 @@ class Recipe(Section):
     rewards: Annotated[list[Reward], Field(min_length=1, max_length=MOST_REWARDS), WrapValidator(_none_asked)]
     """At least one; none for algorithms that train on pairs (dpo, reward_model)."""
     scoring: Scoring = Scoring()
+    midway: Midway | None = None
+    """Diffusion: rewards of predicted results decide during sampling which samples are finished."""
     algorithm: Annotated[SerializeAsAny[AlgorithmSettings], BeforeValidator(as_settings)]
     """``type`` names the algorithm, a file of mmrl/algorithms or path/to/file.py:Class; other keys are its settings."""
     train: Train
@@ -360,6 +316,11 @@ class Recipe(Section):
         if isinstance(self.sampling, TextSampling):
             return "text"
         return "image" if self.sampling.frames is None else "video"
+
+    @property
+    def begun_per_prompt(self) -> int:
+        """Samples of a prompt that are begun; train.group_size of them are finished."""
+        return self.train.group_size if self.midway is None else self.midway.group_size
 
     @property
     def replays_first(self) -> bool:

@@ -183,6 +183,24 @@ class DenoisingPipeline(_Pipeline, Protocol):
         """Indices of the denoising steps (actions) recorded in training step ``step``."""
         ...
 
+    def begin(
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        actions: Sequence[int],
+        seed: int,
+        until: int,
+        version: tuple[int, str] | None = None,
+    ) -> Trajectory:
+        """The first ``until`` denoising steps of a micro-batch, as ``sample`` does them. ``clean`` of the result is
+        predicted, and ``paused`` is set."""
+        ...
+
+    def finish(self, begun: Trajectory, actions: Sequence[int], seed: int, at: int) -> Trajectory:
+        """The steps from ``at`` to the end of samples that ``begin`` left after ``at`` steps: what ``sample`` makes of
+        them, within the rounding of another batch shape."""
+        ...
+
     def entries(self, kind: Kind) -> int:
         """In how many slices (actions, noise levels) an update of this kind takes a sample."""
         ...

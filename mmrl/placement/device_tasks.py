@@ -17,32 +17,42 @@ from mmrl.algorithms.objective import copies_of
 from mmrl.engines.policy import Version
 from mmrl.errors import NotFiniteError
 from mmrl.out_of_memory import in_parts, in_phase
-from mmrl.pipelines.protocol import of_text, pairs_of
+from mmrl.pipelines.protocol import of_pictures, of_text, pairs_of
 from mmrl.placement.utilisation import of_gpu
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
 from mmrl.training.batch import MicroBatch
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
-from mmrl.trajectory import Sample, SampleId, Slot, Trajectory
+from mmrl.trajectory import Sample, Trajectory
 
 
 def sample(
-    context: StepContext, slots: Sequence[Slot], ids: Sequence[SampleId], how: SamplingSpec, clock: Clock | None = None
+    context: StepContext, chunk: Chunk, how: SamplingSpec, clock: Clock | None = None
 ) -> tuple[Trajectory, list[Sample]]:
-    """Sample a micro-batch and decode it."""
+    """Sample a micro-batch and decode it; of samples that are begun only (``how.until``) the predicted results."""
     clock = clock or Clock(torch.device("cpu"))
     with context.policy.using(how.weights), torch.no_grad():
         with clock("sample"):
             _sync(context)
 
             def drawn(rows: range) -> Trajectory:
-                of = slots[rows.start : rows.stop], ids[rows.start : rows.stop]
-                tag = context.policy.tag
-                return context.pipeline.sample(*of, how.actions, how.seed, evaluate=how.evaluate, version=tag)
+                return _drawn(context, chunk, rows, how)
 
-            parts = in_parts(context.compute.local.at_once, "sample", len(ids), drawn, _batch_size_edit(context))
+            parts = in_parts(context.compute.local.at_once, "sample", len(chunk.ids), drawn, _batch_size_edit(context))
             trajectory = parts[0] if len(parts) == 1 else Trajectory.join(parts)
         return trajectory, _shown(context, trajectory, how, clock)
+
+
+def _drawn(context: StepContext, chunk: Chunk, rows: range, how: SamplingSpec) -> Trajectory:
+    """These ``rows`` of a micro-batch."""
+    if chunk.begun is not None:
+        begun = chunk.begun if len(rows) == len(chunk.begun) else chunk.begun.rows(list(rows))
+        assert context.recipe.midway is not None
+        return of_pictures(context.pipeline).finish(begun, how.actions, how.seed, context.recipe.midway.step)
+    of, tag = (chunk.slots[rows.start : rows.stop], chunk.ids[rows.start : rows.stop]), context.policy.tag
+    if how.until is not None:
+        return of_pictures(context.pipeline).begin(*of, how.actions, how.seed, how.until, tag)
+    return context.pipeline.sample(*of, how.actions, how.seed, evaluate=how.evaluate, version=tag)
 
 
 def sample_at_once(
@@ -52,11 +62,11 @@ def sample_at_once(
 
     There is no retry with fewer rows: an engine's memory does not depend on the number of rows in a call.
     """
-    slots, ids = [s for of, _ in chunks for s in of], [i for _, of in chunks for i in of]
+    slots, ids = [slot for chunk in chunks for slot in chunk.slots], [i for chunk in chunks for i in chunk.ids]
     with context.policy.using(how.weights), torch.no_grad(), clock("sample"), in_phase("sample"):
         _sync(context)
         whole = context.pipeline.sample(slots, ids, how.actions, how.seed, evaluate=how.evaluate)
-    for part in _divided(whole, [len(of) for _, of in chunks]):
+    for part in _divided(whole, [len(chunk.ids) for chunk in chunks]):
         yield part, _shown(context, part, how, clock)
 
 

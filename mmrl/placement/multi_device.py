@@ -107,14 +107,14 @@ class MultiDevice:
         clock: Clock,
         version: Version | None = None,
     ) -> Iterator[Drawn]:
-        asked = [(slots, ids, features_of(context, slots)) for slots, ids in chunks]
+        asked = [(chunk, features_of(context, chunk.slots)) for chunk in chunks]
         if self.settings.apart:
             version = version or self.version(context, how.weights)
         else:
             self._begin(context, how.evaluate, len(asked))
         numbers: dict[Future[Any], int] = {}
-        for n, (slots, ids, features) in enumerate(asked):
-            task = Task("rollout", device_tasks.sample, (slots, ids, how), features, version=version, of=self._for(how))
+        for n, (chunk, features) in enumerate(asked):
+            task = Task("rollout", device_tasks.sample, (chunk, how), features, version=version, of=self._for(how))
             numbers[self._board.put(task)] = n
         return self._drawn(numbers, clock)
 

@@ -58,8 +58,8 @@ class SingleDevice:
         if not how.evaluate:
             self._switch_role(context, "judge")
         if context.recipe.rollout.engine == "transformers":
-            for n, (slots, ids) in enumerate(chunks):
-                yield n, *device_tasks.sample(context, slots, ids, how, clock)
+            for n, chunk in enumerate(chunks):
+                yield n, *device_tasks.sample(context, chunk, how, clock)
         else:
             yield from self._by_engine(context, chunks, how, clock)
         if how.evaluate:  # an evaluation judges after all samples are drawn
@@ -145,7 +145,7 @@ def _rounds(chunks: Iterable[Chunk], rows: int) -> Iterator[list[Chunk]]:
     some: list[Chunk] = []
     for chunk in chunks:
         some.append(chunk)
-        if sum(len(ids) for _, ids in some) >= rows:
+        if sum(len(one.ids) for one in some) >= rows:
             yield some
             some = []
     if some:

@@ -37,6 +37,10 @@ class Counts:
     """Denoising steps before the window that the samples of a group share; the mean over the run's steps."""
     saved_steps: int = 0
     """Denoising steps of single samples that are therefore not computed, if one device samples."""
+    begun: int = 0
+    """Samples that are begun if ``midway`` prunes groups; ``samples`` of them are finished."""
+    sample_steps: int = 0
+    """Denoising steps of single samples that are computed, if one device samples."""
 
     @property
     def passes(self) -> int:
@@ -54,6 +58,7 @@ def count(
     samples = prompts * train.group_size
     batch = recipe.sampling.batch_size or train.micro_batch_size if sampled else samples
     chunks = [range(start, min(start + batch, samples)) for start in range(0, samples, batch)]
+    begun = prompts * recipe.midway.group_size if recipe.midway is not None else 0
     turns = [
         sum(k % train.updates_per_step == u for k in range(train.group_size)) for u in range(train.updates_per_step)
     ]
@@ -68,12 +73,7 @@ def count(
         samples=samples,
         batch=min(batch, samples),
         micro_batches=len(chunks) if sampled else 0,
-        sampling_forwards=round(
-            len(chunks) * (forwards_of_a_sample(recipe) - shared_steps)
-            + sum(_begun(chunk, train.group_size) for chunk in chunks) * shared_steps
-        )
-        if sampled
-        else 0,
+        sampling_forwards=_forwards(recipe, samples, begun, batch, shared_steps) if sampled else 0,
         entries=entries,
         slices=sum(-(-n // most) for n in rows) * -(-entries // train.at_once),
         slice_rows=min(most, max(rows)),
@@ -81,8 +81,30 @@ def count(
         row_tokens=row_tokens,
         at_once=train.at_once,
         shared_steps=shared_steps,
-        saved_steps=round(shared_steps * (samples - prompts)),
+        saved_steps=round(shared_steps * ((begun or samples) - prompts)),
+        begun=begun,
+        sample_steps=_sample_steps(recipe, samples, begun) - round(shared_steps * ((begun or samples) - prompts)),
     )
+
+
+def _sample_steps(recipe: Recipe, samples: int, begun: int) -> int:
+    """Denoising steps of all samples, if none were shared."""
+    if recipe.midway is None:
+        return samples * forwards_of_a_sample(recipe)
+    early = recipe.midway.step + 1  # the prediction is the next step's
+    return begun * early + samples * (recipe.denoising.steps - early)
+
+
+def _forwards(recipe: Recipe, samples: int, begun: int, batch: int, shared_steps: float) -> int:
+    """The model's calls while a step is sampled."""
+    size, steps = recipe.train.group_size, forwards_of_a_sample(recipe)
+    early, late = steps, 0
+    if recipe.midway is not None:
+        size, early = recipe.midway.group_size, recipe.midway.step + 1
+        late = -(-samples // batch) * (steps - early)
+    first = [range(start, min(start + batch, begun or samples)) for start in range(0, begun or samples, batch)]
+    shared = sum(_begun(chunk, size) for chunk in first) * shared_steps
+    return round(len(first) * (early - shared_steps) + shared + late)
 
 
 def _begun(chunk: range, size: int) -> int:

@@ -71,9 +71,11 @@ def estimated(step: Step, gpu: Gpu, description: Description, objective: Objecti
         found["sample"] = _tokens(step, description, rate, bandwidth)
     elif c.micro_batches:
         turns = c.samples / c.batch if step.samplers == 1 else ceil(c.micro_batches / step.samplers)
-        computed = 1 - c.saved_steps / (c.samples * recipe.denoising.steps)
+        computed = c.sample_steps / (c.samples * recipe.denoising.steps)
         found["sample"] = turns * computed * o.sample / rate
-        found["decode"] = turns * o.decode / (OF_PEAK * gpu.rate("float32"))  # a VAE stays float32
+        found["decode"] = (
+            turns * (1 + c.begun / c.samples) * o.decode / (OF_PEAK * gpu.rate("float32"))
+        )  # a VAE stays float32
     found["judge"] = step.judged / bandwidth
     slices = c.optimizer_steps * ceil(c.slices / c.optimizer_steps / step.models)
     if recipe.sampling.type == "text" or recipe.placement.apart or recipe.replays_first or recipe.algorithm.attempts:

@@ -13,6 +13,7 @@ from mmrl.config.evaluation_checks import label_of
 from mmrl.config.names import resolve_options
 from mmrl.errors import UserError
 from mmrl.json_types import Json
+from mmrl.packages.places import lacking
 from mmrl.report.sizes import size
 from mmrl.rewards.checkpoints import read_tensors
 from mmrl.rewards.contract import Weights
@@ -136,6 +137,9 @@ def _sized(
     parameters = size = 0
     dtypes: dict[str, None] = {}
     for model in models:
+        if unset := lacking(model.path):
+            problems.append(f"{key} ({label}): {unset}")
+            continue
         if model.path.startswith(("/", ".")) and not Path(model.path).exists():
             problems.append(f"{key} ({label}): there is no model {model.path}; correct its options")
             continue

@@ -253,13 +253,21 @@ def _own_of_phases(
     assert measured is not None
     assert counts is not None
     trained = sum(size.trained for size in sizes.values())
-    pictures = measured.picture * counts.samples if "tensor" in inputs else 0
+    shown = max(counts.samples, counts.begun)
+    pictures = measured.picture * shown if "tensor" in inputs else 0
     if inputs & {"image", "video"} and made.device == "cpu":
-        pictures += measured.picture * counts.samples // 4  # 8-bit copies, if the host is the device
+        pictures += measured.picture * shown // 4  # 8-bit copies, if the host is the device
     trajectories = {"trajectories": measured.trajectory * counts.samples}
+    # Latents, their velocity and the prediction. A trajectory has as many tensors if it records steps, else one.
+    begun = counts.begun * measured.trajectory * (3 if made.recipe.algorithm.kind == "forward_process" else 1)
     own: dict[str, dict[str, int]] = {
         "encode": {"working memory": measured.encode},
-        "sample": {**trajectories, "pictures for the rewards": pictures, "working memory": measured.sample},
+        "sample": {
+            **trajectories,
+            "begun samples (midway)": begun,
+            "pictures for the rewards": pictures,
+            "working memory": measured.sample,
+        },
         "decode": {**trajectories, "pictures for the rewards": pictures, "working memory": measured.decode},
         "judge": {
             **trajectories,

@@ -23,6 +23,7 @@ from mmrl.engines import context, own_class, performance, sampling_options
 from mmrl.engines.megatron import mapping
 from mmrl.errors import UserError
 from mmrl.media import Media
+from mmrl.packages.places import lacking
 from mmrl.pipelines.description import Description
 from mmrl.pipelines.protocol import Pipeline, entries_of, recorded_steps
 from mmrl.planner import buckets
@@ -65,6 +66,8 @@ def plan(
             f"placement.sleep: {recipe.rollout.engine_name} cannot sleep, so its process ends while other models work, "
             "and starts again"
         )
+    if unset := lacking(recipe.model.path):
+        made.problems.append(f"model.path: {unset}")
     objective = load_objective(recipe)
     inputs = _rewards(loaded, objective, made)
     name = loaded.resolve_drop_in(recipe.pipeline)
@@ -78,7 +81,7 @@ def plan(
         architecture = Path(loaded.resolve(recipe.architecture)) if recipe.architecture else None
         description = module.describe(recipe, loaded.resolve(recipe.model.path), architecture)
     except UserError as error:
-        made.problems.append(str(error))
+        made.problems += [str(error)] if str(error) not in made.problems else []
         return made
     _account(made, description, objective, prompts, inputs)
     settle(made)

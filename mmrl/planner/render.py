@@ -112,6 +112,8 @@ def _arithmetic(plan: Plan) -> list[str]:
             lines.append(f"{batches}, {each} each, drawn by {recipe.rollout.engine_name}: it chooses its own forwards")
         else:
             lines.append(f"{batches} x {each} = {c.sampling_forwards:,} forwards{_engine(plan)}{_shared(plan)}")
+        if recipe.midway is not None:
+            lines[-1] = f"{batches}; {_pruned(plan)} = {c.sampling_forwards:,} forwards{_shared(plan)}"
     without = f" and {m.forwards} without" if m.forwards else ""
     plural = "s" * (m.graph_forwards > 1)
     checkpointed = ", recomputed in it (gradient checkpointing)" if recipe.model.gradient_checkpointing else ""
@@ -133,13 +135,23 @@ def _arithmetic(plan: Plan) -> list[str]:
     return lines
 
 
+def _pruned(plan: Plan) -> str:
+    c, midway, steps = plan.counts, plan.recipe.midway, plan.recipe.denoising.steps
+    assert c is not None
+    assert midway is not None
+    return (
+        f"midway begins {c.begun:,} samples, scores them after {midway.step} of {steps} denoising steps and finishes "
+        f"{c.samples:,}: {c.sample_steps:,} steps of samples"
+    )
+
+
 def _shared(plan: Plan) -> str:
     c = plan.counts
     if c is None or not c.saved_steps:
         return ""
     return (
         f"; a group shares the {c.shared_steps:.3g} steps before the window (mean), so that {c.saved_steps:,} of "
-        f"{c.samples * plan.recipe.denoising.steps:,} denoising steps of samples are not computed"
+        f"{c.sample_steps + c.saved_steps:,} denoising steps of samples are not computed"
     )
 
 
@@ -261,7 +273,8 @@ def _crossing(plan: Plan) -> str:
     c, m, n = plan.counts, plan.measured, plan.recipe.controllers
     assert c is not None
     assert m is not None
-    pictures = f"; the rewards get {c.samples:,} pictures a step, {size(c.samples * m.picture // 4)} as bytes"
+    shown = c.samples + c.begun
+    pictures = f"; the rewards get {shown:,} pictures a step, {size(shown * m.picture // 4)} as bytes"
     crossing = "0 bytes, there is one"
     if n > 1:
         trained = next(role.bytes for role in plan.roles if role.name == "gradients")

@@ -15,6 +15,7 @@ from PIL import Image
 from mmrl.config.sampling import Sampling
 from mmrl.config.schema import Recipe
 from mmrl.json_types import Json, JsonObject
+from mmrl.packages.places import origin_of
 from mmrl.report.grids import before_after
 from mmrl.report.metrics import of_pairs, of_repeated, read
 from mmrl.report.pictures import Shown, read_evaluations, score_text
@@ -66,6 +67,7 @@ def write_card(
         f"# {name}",
         _summary(recipe, directory, step, what),
         made,
+        _base(recipe),
         _before_after(folder, directory, step),
         _table(rows, step, _drawn(recipe)),
         "## Use",
@@ -87,8 +89,10 @@ def _front_matter(name: str, recipe: Recipe, rows: list[dict[str, Any]], what: W
     learning = [] if recipe.algorithm.kind == "offline" else ["reinforcement-learning"]
     data, last = " + ".join(map(public, recipe.data.names)), rows[-1] if rows else {}
     figures = {key.removeprefix("reward/"): last[key] for key in _figures(last) if last[key] is not None}
+    origin = origin_of(Path(recipe.model.path))
     head = ModelCardData(
-        base_model=public(recipe.model.path),
+        base_model=origin.get("origin") or public(recipe.model.path),
+        license=origin["licence"].lower() if origin else None,
         base_model_relation="finetune" if what == "merged" else "adapter",
         library_name=usage.library,
         pipeline_tag=usage.task,
@@ -120,6 +124,17 @@ def _summary(recipe: Recipe, directory: RunDir, step: int, what: What) -> str:
         f"`{public(recipe.model.path)}` after {step} step{'' if step == 1 else 's'} of {kind} with "
         f"`{recipe.algorithm.label}` ({weights}{merged}), by the recipe `{recipe.name}` of mmrl: "
         f"{work} a step{seconds}.{average}"
+    )
+
+
+def _base(recipe: Recipe) -> str:
+    """Where the weights come from that training began with, for a model that a package carries."""
+    origin = origin_of(Path(recipe.model.path))
+    if not origin:
+        return ""
+    return (
+        f"Training began with `{origin['origin']}` ({origin['licence']}), as the Python package {origin['package']} "
+        f"carries it: {origin['note']}. With mmrl, `mmrl fetch {origin['name']}` sets the same weights up."
     )
 
 

@@ -86,8 +86,11 @@ class Progress:
         elif time.monotonic() - self._shown >= PLAIN_EVERY:
             self._print()
 
-    def line(self, text: str) -> None:
-        """Print a line that stays, above the bar."""
+    def line(self, text: str, *, paced: bool = True) -> None:
+        """Print a line that stays, above the bar. ``paced`` False: the time until now was for other work, such as a
+        first evaluation, and does not count for the speed."""
+        if not paced:
+            self._from = self._now = self._mark()
         text = hidden(text)
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -238,16 +238,18 @@ class RewardSet:
         scale: bool = True,
         round: int = 0,
         patient: bool = True,
+        labels: Sequence[str] = (),
     ) -> Scoring:
         """Begin to score the samples of ``step``, which come in micro-batches.
 
         ``group_size``: samples of one slot and attempt that make a group whole, so that rewards per group need not wait
         for ``finish``; None makes them. ``scale``: whether the samples are the whole batch that rewards are normalised
         by, and of all controllers; where they are not, ``total`` does that later. ``round``: of dynamic sampling.
-        ``patient``: wait where too many of them fail.
+        ``patient``: wait where too many of them fail. ``labels``: of the rewards that score; none: all.
         """
+        entries = [entry for entry in self._entries if not labels or entry.label in labels]
         all_sum, patience = self._all_sum if scale else None, self._patience if patient else None
-        return Scoring(self._entries, step, self.device, self.folder, group_size, all_sum, round, patience)
+        return Scoring(entries, step, self.device, self.folder, group_size, all_sum, round, patience)
 
     def total(self, parts: Mapping[str, torch.Tensor], groups: Sequence[Sequence[int]]) -> torch.Tensor:
         """The weighted sum ``[B]`` of the normalised rewards, of their raw values by label; NaN where one is missing.

@@ -27,8 +27,9 @@ from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scores
 from mmrl.rollout.importance import SCALE, mean_weight, normalizes
+from mmrl.rollout.midway import Beginning, Pruned, chunked, measures
 from mmrl.rollout.mismatched import mismatched, of_batch, prompt_of_step
-from mmrl.training.batch import Batch, Groups, Round, chunks_of_a_size, rows_of_update, samples_of
+from mmrl.training.batch import Batch, Groups, Round, rows_of_update, samples_of
 from mmrl.training.micro_batches import split_micro_batches
 from mmrl.training.step_context import SamplingSpec, StepContext
 from mmrl.training.step_metrics import StepMetrics
@@ -43,6 +44,7 @@ def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clo
     with context.compute.devices.sampling_phase(context, sampler(context.objective, step)):
         rounds, groups = context.rollout.strategy.groups(context, slots, step, clock, metrics)
     first = replace(rounds[0].scores, total=rewards_of(context, rounds, groups_of(rounds[0])))
+    metrics.merge([r.measured for r in rounds if r.measured is not None])
     metrics.set(reward_metrics(first, context.controller.gather, rows_by_source(context, rounds[0].slots)))
     batch, scored = assemble(context, rounds, groups)
     if batch.micro_batches[0].mask is not None or context.recomputes_old_log_probs:
@@ -120,23 +122,31 @@ class Sampling:
         with clock("encode"):
             self._slots, self._keys, self._bad = encode(context, slots)
         self._size = context.recipe.train.group_size
-        rows = samples_of(self._slots, self._size)
         actions = recorded_steps(context.pipeline, step) if "log_probs" in context.objective.needs else []
         inputs = context.rewards.inputs
         weights = sampler(context.objective, step) if version is None else version.name
         how = SamplingSpec(actions, weights, context.recipe.seed, inputs, step=step, round=number)
-        most = context.recipe.sampling.batch_size or context.recipe.train.micro_batch_size
-        prompts = [slot.prompt for slot, _ in rows]
-        self._rows = list(chunks_of_a_size(prompts, context.recipe.sampling, most))
-        asked = [([rows[n][0] for n in chunk], [rows[n][1] for n in chunk]) for chunk in self._rows]
+        self._context, self._how, self._inside, self._version = context, how, inside, version
+        self._beginning: Beginning | None = None
+        self._pruned: Pruned | None = None
         self._scoring = context.rewards.start(
             step, self._size, scale=not context.rollout.strategy.replaces_groups, round=number
         )
-        self._drawn = context.compute.devices.sample(context, asked, how, inside, version)
         self._micro_batches: dict[int, Trajectory] = {}
+        if context.recipe.midway is None:
+            asked, self._rows = chunked(context, samples_of(self._slots, self._size))
+            self._drawn = context.compute.devices.sample(context, asked, how, inside, version)
+        else:
+            self._beginning = Beginning(context, self._slots, how, inside, version)
 
     def collect(self) -> None:
-        """Submit each micro-batch to the rewards as soon as it is sampled."""
+        """Submit each micro-batch to the rewards as soon as it is sampled. With ``midway`` first prune the groups."""
+        if self._beginning is not None:
+            self._pruned = self._beginning.prune()
+            self._rows, asked = self._pruned.rows, self._pruned.chunks
+            self._drawn = self._context.compute.devices.sample(
+                self._context, asked, self._how, self._inside, self._version
+            )
         for n, trajectory, samples in self._drawn:
             self._micro_batches[n] = trajectory
             self._scoring.add(samples, self._rows[n])
@@ -148,7 +158,12 @@ class Sampling:
             scores = self._scoring.finish([list(range(first, first + size)) for first in range(0, n, size)])
         scores.failures.extend(self._bad)
         micro_batches = [self._micro_batches[i] for i in sorted(self._micro_batches)]
-        return Round(self._slots, self._keys, micro_batches, scores, [row for rows in self._rows for row in rows])
+        measured = None
+        if self._pruned is not None:
+            scores.failures.extend(self._pruned.failures)
+            measured = measures(self._pruned, scores.total.view(-1, size))
+        order = [row for rows in self._rows for row in rows]
+        return Round(self._slots, self._keys, micro_batches, scores, order, measured)
 
 
 def encode(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -13,6 +14,7 @@ from torch import Tensor
 from mmrl.config.sampling import Sampling, TextSampling
 from mmrl.datasets.buckets import by_size
 from mmrl.rewards.scoring import Failure, Scores
+from mmrl.training.step_metrics import Sums
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
 T = TypeVar("T")
@@ -25,7 +27,8 @@ Groups = list[tuple[int, int]]
 class Round:
     """Groups that were sampled and scored together, one group of rows per slot, in the order of ``slots``.
 
-    ``order``: the rows in the order of ``micro_batches``; None if that is their own order.
+    ``order``: the rows in the order of ``micro_batches``; None if that is their own order. ``measured``: metrics of how
+    the round was sampled.
     """
 
     slots: list[Slot]
@@ -33,6 +36,7 @@ class Round:
     micro_batches: list[Trajectory]
     scores: Scores
     order: list[int] | None = None
+    measured: Sums | None = None
 
     def places(self, first: int) -> list[tuple[int, int]]:
         """Of each row the (micro-batch, row in it); the first of its micro-batches is number ``first``."""
@@ -92,7 +96,14 @@ def without_weight(micro_batch: MicroBatch) -> MicroBatch:
 def rows_of_update(batch: Batch, update: int, updates: int) -> list[int]:
     """The rows of one of the step's ``updates``: the samples of each group are divided over them, so that every update
     sees all prompts."""
-    return [n for n, sample in enumerate(batch.ids) if sample.sample % updates == update]
+    seen: Counter[tuple[int, int, int]] = Counter()
+    found = []
+    for n, name in enumerate(batch.ids):
+        group = (name.step, name.slot, name.attempt)
+        if seen[group] % updates == update:
+            found.append(n)
+        seen[group] += 1
+    return found
 
 
 def rows_with_weight(batch: Batch, rows: list[int]) -> list[int]:

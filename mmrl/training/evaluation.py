@@ -282,7 +282,7 @@ class Evaluator:
                     chunk = [usable[n] for n in part]
                     keys.append(held if len(parts) == 1 else run.pipeline.encode(chunk))
                     order.append([index[n] for n in part])
-                    yield chunk, [SampleId(-1, s.index, s.attempt, 0) for s in chunk]
+                    yield Chunk(chunk, [SampleId(-1, s.index, s.attempt, 0) for s in chunk])
                 if len(parts) > 1:
                     run.pipeline.features.release(held)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, TypeVarTuple
+from typing import NamedTuple, Protocol, TypeVar, TypeVarTuple
 
 import torch
 
@@ -25,8 +25,16 @@ from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
-Chunk = tuple[Sequence[Slot], Sequence[SampleId]]
-"""A micro-batch to sample: for each row its slot and the id that its randomness depends on."""
+
+class Chunk(NamedTuple):
+    """A micro-batch to sample: for each row its slot and the id that its randomness depends on."""
+
+    slots: Sequence[Slot]
+    ids: Sequence[SampleId]
+    begun: Trajectory | None = None
+    """Its rows after the first denoising steps, to be finished (``midway``); None samples from the start."""
+
+
 Drawn = tuple[int, Trajectory, list[Sample]]
 """A micro-batch that was sampled: its number, its trajectory, and the samples for the rewards."""
 
@@ -37,7 +45,7 @@ class SamplingSpec:
 
     ``actions``: the denoising steps to record, as in ``Pipeline.sample``. ``weights``: the copy of the policy that
     samples. ``inputs``: what rewards read of a sample. ``step`` and ``round``: the training step and its round of
-    sampling; ``step`` is -1 outside training.
+    sampling; ``step`` is -1 outside training. ``until``: denoise only these first steps and predict the results.
     """
 
     actions: Sequence[int]
@@ -47,6 +55,7 @@ class SamplingSpec:
     evaluate: bool = False
     step: int = -1
     round: int = 0
+    until: int | None = None
 
 
 class Devices(Protocol):
@@ -260,9 +269,10 @@ class StepContext:
     def recomputes_old_log_probs(self) -> bool:
         """Pictures: whether the recorded log-probs are not exactly the old policy's and are recomputed before the
         updates: because older weights sampled, or code that rounds differently, or batches of a different shape
-        (replaced groups)."""
-        strategy = self.rollout.strategy
-        return strategy.staleness > 0 or self.recipe.replays_first or strategy.replaces_groups
+        (replaced groups, or steps before a group was pruned)."""
+        strategy, recipe = self.rollout.strategy, self.recipe
+        cut = recipe.midway is not None and recipe.midway.records_before(recipe.denoising)
+        return strategy.staleness > 0 or recipe.replays_first or strategy.replaces_groups or cut
 
     @property
     def trained(self) -> dict[str, Policy]:

@@ -1,13 +1,12 @@
 """Diffusion models: sampling, replay, re-noising and back-propagation, for any family's adapter.
 
-States and step maths are float32 whatever the weights' dtype. Sampling and replay call the same ``_velocity`` with the
+States and step maths are float32 whatever the weights' dtype. Sampling and replay call the same ``velocity`` with the
 same shapes, so that the first ratio is 1 to the last bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +32,7 @@ from mmrl.transfer import picked, to_device
 
 from . import export, pictures
 from .adapter import Adapter, Schedule
+from .denoiser import Denoiser
 from .negative import Negatives
 from .pairs import PicturePairs
 from .prefix import SharedPrefix
@@ -56,6 +56,7 @@ class FlowPipeline:
         self.autocast = getattr(torch, recipe.model.dtype) if half else None
         self.steps = recipe.denoising.steps
         self.renoising, self.prefix = Renoising(adapter, recipe), SharedPrefix(recipe)
+        self.denoiser = Denoiser(self)
         self.negatives = Negatives(adapter, recipe.denoising, used=self.guided or self.renoising.guidance > 1)
         adapter.schedule(recipe.eval.steps or self.steps)  # what it refuses, before anything trains
         ends_noisy = bool(adapter.schedule(self.steps).sigmas[-1] > 0)  # then the last step can carry noise too
@@ -75,7 +76,7 @@ class FlowPipeline:
     def encode(self, slots: Sequence[Slot]) -> list[str]:
         # One prompt at a time: text encoders are not bit-equal across batch shapes, and after a resume the missing
         # prompts are not the ones that were missing before.
-        prompts = {self._key(slot.prompt): slot.prompt for slot in slots}
+        prompts = {self.key(slot.prompt): slot.prompt for slot in slots}
         negatives = self.negatives.needed(slots)
         texts = list(dict.fromkeys([*prompts, *negatives]))
         pairs = {} if self.pairs is None else {self.pairs.key(slot.prompt): slot.prompt for slot in slots}
@@ -100,7 +101,7 @@ class FlowPipeline:
             raise
         return keys
 
-    def _key(self, prompt: Prompt) -> str:
+    def key(self, prompt: Prompt) -> str:
         """Names the features of a prompt: its text, of a family that edits its picture too, and of several sizes its
         own. Raises ``BadPromptError``."""
         if prompt.turns:
@@ -133,13 +134,13 @@ class FlowPipeline:
 
     def batch_features(self, slots: Sequence[Slot], *, guided: bool | None = None) -> dict[str, Tensor]:
         """The features ``[B, ...]`` of the prompts of ``slots``; guided ``[2 B, ...]``, the negative ones first."""
-        rows = [self.features.get(self._key(slot.prompt)) for slot in slots]
+        rows = [self.features.get(self.key(slot.prompt)) for slot in slots]
         if self.guided if guided is None else guided:
             negatives = [self.features.get(self.negatives.key(slot.prompt)) for slot in slots]
             rows = [row | negative for row, negative in zip(rows, negatives, strict=True)] + rows
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _velocity(
+    def velocity(
         self, x: Tensor, timestep: Tensor, features: dict[str, Tensor], guidance: float | None = None
     ) -> Tensor:
         """Velocity ``[B, ...]`` float32 at ``timestep`` ``[B]``, with sampling's guidance or another; above 1 it takes
@@ -151,7 +152,7 @@ class FlowPipeline:
         return self.adapter.guide(negative, positive, scale)
 
     def predicted(self, x: Tensor, timestep: Tensor, features: dict[str, Tensor]) -> Tensor:
-        """As ``_velocity``, of the rows as they are."""
+        """As ``velocity``, of the rows as they are."""
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
             return self.adapter.predict(self.policy, x, timestep, features).float()
 
@@ -187,40 +188,23 @@ class FlowPipeline:
         evaluate: bool = False,
         version: tuple[int, str] | None = None,
     ) -> Trajectory:
-        steps = (self.recipe.eval.steps if evaluate else None) or self.steps
-        schedule, shape = self.sizes.adapted(slots).schedule(steps), self.sizes.shape(slots)
-        features, c = self.batch_features(slots), self._coefficients(schedule, actions)
-        tuned = round(self.recipe.eval.tuned_fraction * steps) if evaluate else steps
+        return self.denoiser.sample(slots, ids, actions, seed, evaluate=evaluate, version=version)
 
-        def denoise(x: Tensor, i: int, features: dict[str, Tensor] = features) -> Tensor:
-            with nullcontext() if i < tuned else self.policy.disable_adapter():  # type: ignore[operator]
-                return sde.step_mean(x, self._velocity(x, self._timestep(schedule, i, len(x)), features), c, i)
+    @torch.no_grad()
+    def begin(
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        actions: Sequence[int],
+        seed: int,
+        until: int,
+        version: tuple[int, str] | None = None,
+    ) -> Trajectory:
+        return self.denoiser.begin(slots, ids, actions, seed, until, version)
 
-        x, states, log_probs, seen = self._initial(ids, seed, schedule, shape), [], [], []
-        if shared := self.prefix.steps(ids, actions, version):
-            x, seen = self.prefix(x, slots, ids, shared, (seed, version), denoise, self.batch_features)
-        for i in range(shared, steps):
-            mean = denoise(x, i)
-            seen.append(mean.flatten(1).isfinite().all(1))
-            if i not in actions:
-                x = mean
-                continue
-            if not states:
-                states.append(x)
-            z = self._noise(ids, f"step{i}", seed, shape)
-            x = mean + c.std[i].item() * z
-            states.append(x)
-            log_probs.append(sde.log_prob(x, mean, c, i))
-        finite.check_steps(seen, ids)
-        return Trajectory(
-            slots=list(slots),
-            ids=list(ids),
-            clean=schedule.end * x,
-            features=[self._key(slot.prompt) for slot in slots],
-            states=torch.stack(states, 1) if states else None,
-            actions=torch.tensor(list(actions)) if states else None,
-            log_probs=torch.stack(log_probs, 1) if states else None,
-        )
+    @torch.no_grad()
+    def finish(self, begun: Trajectory, actions: Sequence[int], seed: int, at: int) -> Trajectory:
+        return self.denoiser.finish(begun, actions, seed, at)
 
     def samples(self, trajectory: Trajectory, inputs: frozenset[str]) -> list[Sample]:
         return make_samples(trajectory, self.images(trajectory), inputs)
@@ -243,17 +227,17 @@ class FlowPipeline:
     def close(self) -> None:
         self.features.close()
 
-    def _initial(
+    def initial(
         self, ids: Sequence[SampleId], seed: int, schedule: Schedule, shape: tuple[int, ...] | None = None
     ) -> Tensor:
         if self.recipe.denoising.same_initial_noise:
             ids = [SampleId(i.step, i.slot, i.attempt, 0) for i in ids]
-        return schedule.start * self._noise(ids, "initial", seed, shape or self.shape)
+        return schedule.start * self.noise(ids, "initial", seed, shape or self.shape)
 
-    def _noise(self, ids: Sequence[SampleId], purpose: str, seed: int, shape: tuple[int, ...]) -> Tensor:
+    def noise(self, ids: Sequence[SampleId], purpose: str, seed: int, shape: tuple[int, ...]) -> Tensor:
         return to_device(noise(seed, ids, purpose, shape), self.device)
 
-    def _coefficients(self, schedule: Schedule, actions: Sequence[int]) -> sde.Coefficients:
+    def coefficients(self, schedule: Schedule, actions: Sequence[int]) -> sde.Coefficients:
         settings = self.recipe.denoising.sde
         return sde.coefficients(schedule.sigmas, settings.kind, settings.noise_level, actions)
 
@@ -261,7 +245,7 @@ class FlowPipeline:
         """The training rollout's, for the size of ``trajectory``."""
         return self.sizes.adapted(trajectory.slots).schedule(self.steps)
 
-    def _timestep(self, schedule: Schedule, step: int, rows: int) -> Tensor:
+    def timestep(self, schedule: Schedule, step: int, rows: int) -> Tensor:
         return schedule.timesteps[step].expand(rows)
 
     # -- updates -----------------------------------------------------------------------------------------------------
@@ -281,7 +265,7 @@ class FlowPipeline:
         if trajectory.log_probs is None or trajectory.actions is None:
             return {}
         schedule, every = self._schedule(trajectory), list(self._may_carry_noise())
-        c = self._coefficients(schedule, every)
+        c = self.coefficients(schedule, every)
         steps = trajectory.actions[list(entries)]
         constants = {
             "std": c.std[steps],
@@ -303,13 +287,13 @@ class FlowPipeline:
         assert trajectory.actions is not None
         steps = [int(trajectory.actions[a]) for a in actions]
         schedule = self._schedule(trajectory)
-        c = self._coefficients(schedule, trajectory.actions.tolist())
+        c = self.coefficients(schedule, trajectory.actions.tolist())
         features = self.batch_features(trajectory.slots * len(steps))
         states = [trajectory.states[:, a] for a in actions]
-        x, timestep = torch.cat(states), torch.cat([self._timestep(schedule, s, len(trajectory)) for s in steps])
+        x, timestep = torch.cat(states), torch.cat([self.timestep(schedule, s, len(trajectory)) for s in steps])
 
         def means() -> list[Tensor]:
-            velocities = self._velocity(x, timestep, features).chunk(len(steps))
+            velocities = self.velocity(x, timestep, features).chunk(len(steps))
             return [sde.step_mean(state, v, c, s) for state, v, s in zip(states, velocities, steps, strict=True)]
 
         mine, following = means(), [trajectory.states[:, a + 1] for a in actions]
@@ -321,7 +305,7 @@ class FlowPipeline:
             out["reference_distance"] = torch.stack(list(map(sde.squared_distance, mine, reference)), 1)
         if "old_distance" in needs:  # of the mean that was sampled from: the noise is known from its seed
             shape = tuple(trajectory.clean.shape[1:])
-            given = [self._noise(trajectory.ids, f"step{s}", self.recipe.seed, shape) for s in steps]
+            given = [self.noise(trajectory.ids, f"step{s}", self.recipe.seed, shape) for s in steps]
             drawn = [after - c.std[s].item() * z for (after, _, s), z in zip(made, given, strict=True)]
             out["old_distance"] = torch.stack(list(map(sde.squared_distance, mine, drawn)), 1)
         return out
@@ -334,7 +318,7 @@ class FlowPipeline:
         features = self.batch_features(trajectory.slots, guided=guidance > 1)
 
         def velocity(x: Tensor, timestep: Tensor) -> Tensor:
-            return self._velocity(x, timestep, features, guidance)
+            return self.velocity(x, timestep, features, guidance)
 
         return self.renoising(trajectory, level, seed, needs, weights, velocity)
 
@@ -349,22 +333,22 @@ class FlowPipeline:
     ) -> dict[str, Tensor]:
         features = self.batch_features(slots)
         schedule, shape = self.sizes.adapted(slots).schedule(self.steps), self.sizes.shape(slots)
-        c = self._coefficients(schedule, [])
-        x = self._initial(ids, seed, schedule, shape)
+        c = self.coefficients(schedule, [])
+        x = self.initial(ids, seed, schedule, shape)
         distances = []
 
         def velocity(x: Tensor, i: int) -> Tensor:
-            timestep = self._timestep(schedule, i, len(ids))
+            timestep = self.timestep(schedule, i, len(ids))
             if i < path.first:
                 with torch.no_grad():
-                    return self._velocity(x, timestep, features)
+                    return self.velocity(x, timestep, features)
             return with_graph(x, timestep)
 
         def with_graph(x: Tensor, timestep: Tensor) -> Tensor:
-            v = checkpoint(self._velocity, x, timestep, features, use_reentrant=False)
+            v = checkpoint(self.velocity, x, timestep, features, use_reentrant=False)
             if "reference_distance" in needs:
                 with torch.no_grad(), weights("reference"):
-                    reference = self._velocity(x, timestep, features)
+                    reference = self.velocity(x, timestep, features)
                 distances.append(sde.squared_distance(v, reference))
             return v
 
@@ -373,10 +357,10 @@ class FlowPipeline:
         s = schedule.sigmas[path.last].item()
         predicted = [x - s * velocity(x, path.last)]
         for n in range(path.renoised):
-            eps = self._noise(ids, f"renoise{n}", seed, shape)
+            eps = self.noise(ids, f"renoise{n}", seed, shape)
             x = (1 - s) * predicted[0].detach() + s * eps
             predicted.append(x - s * velocity(x, path.last))
-        x0, eps = predicted[0], self._initial(ids, seed, schedule, shape) / schedule.start
+        x0, eps = predicted[0], self.initial(ids, seed, schedule, shape) / schedule.start
         for a, b in path.jumps:
             x = (1 - a) * x0 + a * eps
             v = with_graph(x, self.adapter.timestep(torch.full((len(ids),), a, device=self.device)))

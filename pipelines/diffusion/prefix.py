@@ -41,7 +41,7 @@ class SharedPrefix:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self._size = recipe.train.group_size
+        self._size = recipe.begun_per_prompt
         self.used = shares_steps(recipe.sampling, self._size)
         self.saved = 0
         """Denoising steps of single samples that were not computed, since the run began."""

@@ -41,7 +41,7 @@ FAULTS = [
     Fault(
         "guidance left out of replay",
         "mmrl.pipelines.diffusion.flow:FlowPipeline.replay",
-        "self._velocity(x, timestep, features)",
+        "self.velocity(x, timestep, features)",
         "self.predicted(x, timestep, {k: v[: len(x)] for k, v in features.items()})",
         ("tests/test_diffusion.py::test_the_first_ratio_is_one_to_the_bit[3.0-flow]",),
     ),

@@ -1,0 +1,83 @@
+"""Find settings of ``midway`` that cannot work, as ``key: why; the edit that fixes it``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mmrl.config.evaluation_checks import label_of
+from mmrl.config.schema import Recipe
+
+
+def of_midway(recipe: Recipe) -> Iterator[str]:
+    """Contradictions between ``midway`` and other sections."""
+    if recipe.midway is None:
+        return
+    if recipe.sampling.type == "text":
+        yield "midway: it prunes groups between denoising steps, and this recipe samples text; remove it"
+        return
+    if recipe.algorithm.kind not in ("policy_gradient", "forward_process"):
+        yield (
+            f"midway: {recipe.algorithm.type} samples no groups before its update, so that there is nothing to prune; "
+            "remove it, or use flow_grpo or diffusion_nft"
+        )
+        return
+    yield from _steps(recipe)
+    yield from _size(recipe)
+    yield from _rewards(recipe)
+
+
+def _steps(recipe: Recipe) -> Iterator[str]:
+    midway, sampling = recipe.midway, recipe.denoising
+    assert midway is not None
+    if midway.step >= sampling.steps:
+        yield (
+            f"midway.step: the schedule has {sampling.steps} denoising steps, and after {midway.step} of them nothing "
+            f"is left to save; set it to {sampling.steps - 1} or less"
+        )
+        return
+    if sampling.same_initial_noise and recipe.algorithm.kind == "policy_gradient":
+        window = sampling.window
+        last = 0 if window is None else (window.last or sampling.steps - 1) - window.size
+        if midway.step <= last:
+            yield (
+                "midway.step: with sampling.same_initial_noise the samples of a group are equal until the window, "
+                f"which may begin at step {last}; set it to {last + 1} or more, or same_initial_noise to false"
+            )
+    if recipe.algorithm.exact_replay and recipe.model.dtype != "float32" and midway.records_before(sampling):
+        yield (
+            "midway.step: samples that are kept are trained in different batches than their first steps were sampled "
+            f"in, which changes the rounding of {recipe.model.dtype}, and {recipe.algorithm.type} needs the same step "
+            f"mean at sampling and at training; set sampling.window.first to {midway.step + 1} or more, or "
+            "model.dtype to float32"
+        )
+
+
+def _size(recipe: Recipe) -> Iterator[str]:
+    midway, kept = recipe.midway, recipe.train.group_size
+    assert midway is not None
+    if midway.group_size <= kept:
+        yield (
+            f"midway.group_size: a group of {midway.group_size} cannot be pruned to train.group_size, {kept}; set it "
+            f"to {kept + 1} or more ({2 * kept}, say)"
+        )
+
+
+def _rewards(recipe: Recipe) -> Iterator[str]:
+    midway = recipe.midway
+    assert midway is not None
+    known = {label_of(reward.name, reward.label): reward for reward in recipe.rewards}
+    unknown = [label for label in midway.rewards if label not in known]
+    if unknown:
+        yield (
+            f"midway.rewards: the recipe has no reward {', '.join(map(repr, unknown))}; it has {', '.join(known)}. To "
+            "score predicted results with another one, add it to rewards with weight 0"
+        )
+        return
+    used = [known[label] for label in midway.rewards] or [r for r in recipe.rewards if r.weight != 0]
+    if not any(reward.weight for reward in used) and len(used) != 1:
+        yield "midway.rewards: all of them have weight 0, so their sum is 0; name one of them"
+    if len(used) > 1 and any(reward.normalize == "batch" for reward in used):
+        yield (
+            "midway.rewards: normalize: batch needs all samples of the step, and a group is pruned before they are "
+            "drawn; name one reward, or set its normalize to group"
+        )

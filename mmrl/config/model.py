@@ -1,0 +1,60 @@
+"""The section ``model`` of a recipe. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, PositiveFloat, model_validator
+
+from mmrl.config.adapters import with_adapters_settings
+from mmrl.config.chat_template import checked
+from mmrl.config.dtype import Dtype
+from mmrl.config.section import Count, Section
+
+
+class Lora(Section):
+    """Low-rank adapters on the policy's linear layers; the base weights stay frozen."""
+
+    rank: Count = 32
+    """Of the two matrices of an adapter."""
+    alpha: PositiveFloat = 64.0
+    """An adapter's output is multiplied by alpha / rank."""
+    targets: list[str] | None = None
+    """Names of the modules that get an adapter; None takes the pipeline's list."""
+    init: Literal["gaussian", "default"] = "gaussian"
+    """Of the first matrix: peft's ``gaussian``, or its default (Kaiming). The second is 0."""
+    path: str | None = None
+    """A folder that peft wrote (or a LoRA of diffusers): training continues from that adapter, with its rank, alpha and
+    targets. The reference is then the model with the adapter as it was loaded."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_saved(cls, values: object) -> object:
+        return with_adapters_settings(values) if isinstance(values, Mapping) else values
+
+
+class Model(Section):
+    path: str
+    """A local directory (relative to the recipe's folder), a hub name, or ``package:NAME`` of ``mmrl fetch``."""
+    dtype: Dtype = "float32"
+    """Dtype of the frozen weights. Trainable weights, step maths and log-probs are always float32. ``auto`` is bfloat16
+    if the device has instructions for it, else float32; it is resolved when the recipe is read."""
+    lora: Lora | None = None
+    """None trains all weights of the policy."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, more time."""
+    freeze: list[str] = Field(default_factory=list)
+    """Names of modules (``visual``) to freeze; with LoRA all base weights are frozen."""
+    chat_template: Annotated[str, AfterValidator(checked)] | None = None
+    """Text: a Jinja template, or a file with one, in place of the checkpoint's. Exports keep it."""
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
+    """Limits of a picture in a prompt, after the processor has resized it (Qwen-VL); None keeps the checkpoint's."""
+    offload: bool = True
+    """Move text encoders and VAE off the accelerator while they are idle (no effect on a CPU)."""
+
+    @property
+    def continues_adapter(self) -> bool:
+        """Whether training begins with a saved adapter."""
+        return self.lora is not None and self.lora.path is not None

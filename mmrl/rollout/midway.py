@@ -1,0 +1,163 @@
+"""Rewards during sampling: begin more samples of a prompt than are trained on, and finish those that teach most.
+
+All samples of a group are denoised for ``midway.step`` steps. Their clean results are predicted there and scored, and
+``train.group_size`` of them are kept: those with the largest variance of rewards (the max-variance down-sampling of
+PODS, arXiv 2504.13818, which selects finished responses), or the best and the worst half. The others are dropped.
+Sampling, scoring and selection happen on the controller that owns the group, and depend on nothing but the recipe and
+the weights.
+
+The gradient is no longer an unbiased estimate: a kept group has more extreme samples than the policy draws. Metrics
+``midway/*`` show how much its mean and its spread changed, and how well the predicted rewards rank the final ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+
+from mmrl.engines.policy import Version
+from mmrl.report.clock import Clock
+from mmrl.rewards.scoring import Failure, RewardError, Scores
+from mmrl.training.batch import chunks_of_a_size, gather, samples_of
+from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
+from mmrl.training.step_metrics import StepMetrics, Sums
+from mmrl.trajectory import SampleId, Slot, Trajectory
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What a round kept. ``chunks``: micro-batches of the kept samples, to be finished; ``rows``: the place of each of
+    their samples among the round's. ``values``: the rewards of all predicted results, ``[N, begun]`` float64, NaN
+    without one; ``kept``: the columns that were kept, ``[N, K]``."""
+
+    chunks: list[Chunk]
+    rows: list[list[int]]
+    values: Tensor
+    kept: Tensor
+    failures: list[Failure]
+
+
+class Beginning:
+    """Final class: the samples of a round that are begun, until ``prune``. The constructor submits them."""
+
+    def __init__(
+        self, context: StepContext, slots: list[Slot], how: SamplingSpec, clock: Clock, version: Version | None
+    ) -> None:
+        midway = context.recipe.midway
+        assert midway is not None
+        self._context, self._slots, self._midway = context, slots, midway
+        asked, self._rows = chunked(context, samples_of(slots, context.recipe.begun_per_prompt))
+        self._labels = midway.rewards or [label for label, weight in context.rewards.weights.items() if weight]
+        self._scoring = context.rewards.start(
+            how.step, midway.group_size, scale=False, round=how.round, patient=False, labels=self._labels
+        )
+        self._drawn = context.compute.devices.sample(context, asked, replace(how, until=midway.step), clock, version)
+
+    def prune(self) -> Pruned:
+        """Wait for the samples and their rewards, and choose which are finished. Raises ``RewardError``."""
+        size, midway = self._midway.group_size, self._midway
+        micro_batches: dict[int, Trajectory] = {}
+        groups = [list(range(first, first + size)) for first in range(0, len(self._slots) * size, size)]
+        try:
+            for n, trajectory, samples in self._drawn:
+                micro_batches[n] = trajectory
+                self._scoring.add(samples, self._rows[n])
+            scores = self._scoring.finish(groups)
+        except RewardError as error:
+            raise RewardError(f"midway, of results predicted after {midway.step} denoising steps: {error}") from error
+        values = self._values(scores).view(-1, size)
+        keep = self._context.recipe.train.group_size
+        kept = torch.stack([torch.tensor(chosen(row, keep, midway.keep)) for row in values])
+        chunks, rows = self._chunks([micro_batches[n] for n in sorted(micro_batches)], kept)
+        return Pruned(chunks, rows, values, kept, scores.failures)
+
+    def _values(self, scores: Scores) -> Tensor:
+        """``[B]`` float64: the weighted sum of the rewards. A single one counts even if its weight is 0."""
+        if len(self._labels) > 1:
+            return scores.total
+        (label,) = self._labels
+        return scores.parts[label] * (-1 if self._context.rewards.weights[label] < 0 else 1)
+
+    def _chunks(self, parts: list[Trajectory], kept: Tensor) -> tuple[list[Chunk], list[list[int]]]:
+        """The micro-batches of the kept samples, and the places of their rows in the round."""
+        size = self._midway.group_size
+        place = {row: (m, i) for m, of in enumerate(self._rows) for i, row in enumerate(of)}
+        begun = [place[n * size + int(k)] for n, row in enumerate(kept) for k in row]
+        _, rows = chunked(self._context, [(parts[m].slots[i], parts[m].ids[i]) for m, i in begun])
+        whole = [gather(parts, [begun[n] for n in chunk]) for chunk in rows]
+        return [Chunk(one.slots, one.ids, one) for one in whole], rows
+
+
+def chunked(context: StepContext, rows: Sequence[tuple[Slot, SampleId]]) -> tuple[list[Chunk], list[list[int]]]:
+    """Samples in the micro-batches that they are drawn in, and the places of each micro-batch in ``rows``."""
+    recipe = context.recipe
+    most = recipe.sampling.batch_size or recipe.train.micro_batch_size
+    places = list(chunks_of_a_size([slot.prompt for slot, _ in rows], recipe.sampling, most))
+    return [Chunk([rows[n][0] for n in chunk], [rows[n][1] for n in chunk]) for chunk in places], places
+
+
+def chosen(values: Tensor, keep: int, how: Literal["spread", "extremes"]) -> list[int]:
+    """The indices, in order, of the ``keep`` samples of a group that are finished; ``values`` ``[begun]`` float64.
+
+    A sample without a value (NaN) is kept only if there are too few others. Of equal values the first samples are kept.
+    """
+    known = [i for i, value in enumerate(values.tolist()) if value == value]
+    if len(known) <= keep:
+        missing = [i for i in range(len(values)) if i not in known]
+        return sorted([*known, *missing[: keep - len(known)]])
+    order = sorted(known, key=lambda i: (values[i].item(), i))
+    low = keep // 2 if how == "extremes" else _low(values[order].double(), keep)
+    return sorted([*order[:low], *order[len(order) - (keep - low) :]])
+
+
+def _low(values: Tensor, keep: int) -> int:
+    """How many of the smallest belong to the ``keep`` of the sorted ``values`` with the largest variance; the rest are
+    the largest. Some such choice is always the best: the variance is convex in each value (PODS, arXiv 2504.13818)."""
+    spread = [
+        torch.cat([values[:low], values[len(values) - (keep - low) :]]).var(correction=0) for low in range(keep + 1)
+    ]
+    best = max(spread)
+    ties = [low for low, value in enumerate(spread) if value >= best - 1e-12 * abs(best)]
+    return min(ties, key=lambda low: abs(2 * low - keep))  # of equal ones the most balanced
+
+
+def measures(pruned: Pruned, final: Tensor) -> Sums:
+    """The metrics ``midway/*``. ``final``: the rewards ``[N, K]`` of the finished samples, NaN without one."""
+    metrics = StepMetrics()
+    before, after = pruned.values, pruned.values.gather(1, pruned.kept)
+    rank = [_rank(a, b) for a, b in zip(after, final, strict=True)]
+    found = [r for r in rank if r is not None]
+    metrics.gather({"midway/rank_correlation": torch.tensor(sum(found))}, {}, len(found))
+    groups = len(before)
+    metrics.gather(
+        {
+            "midway/kept_std": _std(after).sum(),
+            "midway/begun_std": _std(before).sum(),
+            "midway/mean_shift": (after.nanmean(1) - before.nanmean(1)).nan_to_num().sum(),
+        },
+        {},
+        groups,
+    )
+    metrics.count({"midway/dropped": before.numel() - after.numel()})
+    return metrics.sums()
+
+
+def _std(values: Tensor) -> Tensor:
+    """The standard deviation of each row without its NaN, ``[N]``; 0 where nothing is known."""
+    centred = values - values.nanmean(1, keepdim=True)
+    return centred.square().nanmean(1).sqrt().nan_to_num()
+
+
+def _rank(predicted: Tensor, final: Tensor) -> float | None:
+    """Spearman's correlation in a group; None where one of the two is constant, or fewer than two are known."""
+    known = ~(predicted.isnan() | final.isnan())
+    a, b = predicted[known], final[known]
+    if len(a) < 2 or a.min() == a.max() or b.min() == b.max():
+        return None
+    correlation, _ = spearmanr(a.numpy(), b.numpy())
+    return float(correlation)

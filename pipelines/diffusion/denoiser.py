@@ -1,0 +1,208 @@
+"""The sampling of a diffusion pipeline, at once or in two parts.
+
+In two parts (``midway``) more samples are begun than are trained on. ``begin`` denoises a micro-batch to the step at
+which it is judged and predicts the clean results there, as ``x0 = x - s v``. ``finish`` denoises those samples to the
+end that were kept. The velocity ``v`` of the prediction is that of the next step, which does not compute it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mmrl import finite
+from mmrl.algorithms import sde
+from mmrl.config.schema import Recipe
+from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
+
+from .adapter import Schedule
+from .prefix import Features, SharedPrefix
+from .sizes import Sizes
+
+
+class Denoised(Protocol):
+    """What sampling asks of its pipeline."""
+
+    recipe: Recipe
+    policy: nn.Module
+    sizes: Sizes
+    steps: int
+    prefix: SharedPrefix
+
+    def key(self, prompt: Prompt) -> str:
+        """The name of the features of a prompt."""
+        ...
+
+    def batch_features(self, slots: Sequence[Slot], *, guided: bool | None = None) -> Features:
+        """The features of these prompts, stacked."""
+        ...
+
+    def velocity(self, x: Tensor, timestep: Tensor, features: Features, guidance: float | None = None) -> Tensor:
+        """The velocities ``[B, ...]`` float32 of states ``x`` at ``timestep`` ``[B]``."""
+        ...
+
+    def initial(
+        self, ids: Sequence[SampleId], seed: int, schedule: Schedule, shape: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """The latents ``[B, ...]`` that denoising starts from."""
+        ...
+
+    def noise(self, ids: Sequence[SampleId], purpose: str, seed: int, shape: tuple[int, ...]) -> Tensor:
+        """Gaussian noise ``[B, *shape]``, a function of the arguments."""
+        ...
+
+    def coefficients(self, schedule: Schedule, actions: Sequence[int]) -> sde.Coefficients:
+        """The constants of every step, with noise at ``actions``."""
+        ...
+
+
+class _Rows(NamedTuple):
+    """A micro-batch and how it is denoised."""
+
+    slots: Sequence[Slot]
+    ids: Sequence[SampleId]
+    actions: Sequence[int]
+    seed: int
+    schedule: Schedule
+    shape: tuple[int, ...]
+    features: Features
+    c: sde.Coefficients
+    steps: int
+    tuned: int
+    """The first step that the model without its adapter takes."""
+
+
+class _State:
+    """Where denoising stands: the latents, and what was recorded so far."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.states: list[Tensor] = []
+        self.log_probs: list[Tensor] = []
+        self.finite: list[Tensor] = []
+        self.velocity: Tensor | None = None
+        """At ``x``, where it is known."""
+
+
+class Denoiser:
+    """Final class. Samples micro-batches of ``pipeline``, which calls it."""
+
+    def __init__(self, pipeline: Denoised) -> None:
+        self._pipeline = pipeline
+
+    def sample(
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        actions: Sequence[int],
+        seed: int,
+        *,
+        evaluate: bool = False,
+        version: tuple[int, str] | None = None,
+    ) -> Trajectory:
+        """As ``Pipeline.sample``."""
+        rows = self._rows(slots, ids, actions, seed, evaluate=evaluate)
+        state, first = self._started(rows, version)
+        self._denoise(rows, state, first, rows.steps)
+        return self._trajectory(rows, state, rows.schedule.end * state.x)
+
+    def begin(
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        actions: Sequence[int],
+        seed: int,
+        until: int,
+        version: tuple[int, str] | None = None,
+    ) -> Trajectory:
+        """As ``DenoisingPipeline.begin``."""
+        rows = self._rows(slots, ids, actions, seed)
+        state, first = self._started(rows, version)
+        self._denoise(rows, state, first, until)
+        velocity = self._velocity(rows, state.x, until, rows.features)
+        predicted = state.x - rows.schedule.sigmas[until].item() * velocity
+        finite.check_steps([*state.finite, predicted.flatten(1).isfinite().all(1)], ids)
+        made = self._trajectory(rows, state, predicted)
+        made.paused = torch.stack([state.x, velocity], 1)
+        return made
+
+    def finish(self, begun: Trajectory, actions: Sequence[int], seed: int, at: int) -> Trajectory:
+        """As ``DenoisingPipeline.finish``."""
+        assert begun.paused is not None
+        rows = self._rows(begun.slots, begun.ids, actions, seed)
+        state = _State(begun.paused[:, 0])
+        state.velocity = begun.paused[:, 1]
+        state.finite = [torch.ones(len(begun), dtype=torch.bool, device=state.x.device)] * at  # ``begin`` checked them
+        if begun.states is not None and begun.log_probs is not None:
+            state.states, state.log_probs = list(begun.states.unbind(1)), list(begun.log_probs.unbind(1))
+        self._denoise(rows, state, at, rows.steps)
+        return self._trajectory(rows, state, rows.schedule.end * state.x)
+
+    def _rows(
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        actions: Sequence[int],
+        seed: int,
+        *,
+        evaluate: bool = False,
+    ) -> _Rows:
+        of = self._pipeline
+        steps = (of.recipe.eval.steps if evaluate else None) or of.steps
+        schedule, shape = of.sizes.adapted(slots).schedule(steps), of.sizes.shape(slots)
+        features, c = of.batch_features(slots), of.coefficients(schedule, actions)
+        tuned = round(of.recipe.eval.tuned_fraction * steps) if evaluate else steps
+        return _Rows(slots, ids, actions, seed, schedule, shape, features, c, steps, tuned)
+
+    def _started(self, rows: _Rows, version: tuple[int, str] | None) -> tuple[_State, int]:
+        """The initial noise, or the latents after the steps that the samples of a group share; and the next step."""
+        of = self._pipeline
+        state = _State(of.initial(rows.ids, rows.seed, rows.schedule, rows.shape))
+        shared = of.prefix.steps(rows.ids, rows.actions, version)
+        if shared:
+
+            def step(x: Tensor, i: int, features: Features) -> Tensor:
+                return sde.step_mean(x, self._velocity(rows, x, i, features), rows.c, i)
+
+            key = (rows.seed, version)
+            state.x, state.finite = of.prefix(state.x, rows.slots, rows.ids, shared, key, step, of.batch_features)
+        return state, shared
+
+    def _denoise(self, rows: _Rows, state: _State, first: int, last: int) -> None:
+        """The steps [``first``, ``last``). Raises ``NotFiniteError``."""
+        for i in range(first, last):
+            velocity, state.velocity = state.velocity, None
+            if velocity is None:
+                velocity = self._velocity(rows, state.x, i, rows.features)
+            mean = sde.step_mean(state.x, velocity, rows.c, i)
+            state.finite.append(mean.flatten(1).isfinite().all(1))
+            if i not in rows.actions:
+                state.x = mean
+                continue
+            if not state.states:
+                state.states.append(state.x)
+            z = self._pipeline.noise(rows.ids, f"step{i}", rows.seed, rows.shape)
+            state.x = mean + rows.c.std[i].item() * z
+            state.states.append(state.x)
+            state.log_probs.append(sde.log_prob(state.x, mean, rows.c, i))
+        finite.check_steps(state.finite, rows.ids)
+
+    def _velocity(self, rows: _Rows, x: Tensor, i: int, features: Features) -> Tensor:
+        with nullcontext() if i < rows.tuned else self._pipeline.policy.disable_adapter():  # type: ignore[operator]
+            return self._pipeline.velocity(x, rows.schedule.timesteps[i].expand(len(x)), features)
+
+    def _trajectory(self, rows: _Rows, state: _State, clean: Tensor) -> Trajectory:
+        recorded = bool(state.states)
+        return Trajectory(
+            slots=list(rows.slots),
+            ids=list(rows.ids),
+            clean=clean,
+            features=[self._pipeline.key(slot.prompt) for slot in rows.slots],
+            states=torch.stack(state.states, 1) if recorded else None,
+            actions=torch.tensor(list(rows.actions)[: len(state.log_probs)]) if recorded else None,
+            log_probs=torch.stack(state.log_probs, 1) if recorded else None,
+        )
