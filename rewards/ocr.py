@@ -1,9 +1,9 @@
-"""Does the picture show the requested words? Read by GOT-OCR2 (Wei et al. 2024, arXiv 2409.01704).
+"""Does the picture show the requested words? Read by GOT-OCR2 (Wei et al. 2024, arXiv 2409.01704), or by PP-OCR.
 
 The score is Flow-GRPO's (arXiv 2505.05470): 1 - edit distance / length of the words, without blanks and case; 1 where
 the words stand anywhere in what was read, 0 at worst. The words are ``prompt.meta[meta]`` where there are any, else
-what stands first in double quotes in the prompt. Departures: Flow-GRPO reads with PaddleOCR, which has packages of its
-own, and scores a picture that it fails to read 0.
+what stands first in double quotes in the prompt. Departures: Flow-GRPO reads with PaddleOCR, of which ``engine:
+rapidocr`` has the networks in another version, and scores a picture that it fails to read 0.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 import mmrl
 from mmrl.errors import UserError
 from mmrl.rewards.contract import Context, Failed, Weights
 from mmrl.rewards.sleeping import Sleeping
 from mmrl.trajectory import Sample
 
+ENGINES = ("got-ocr2", "rapidocr")
 DEFAULT = "stepfun-ai/GOT-OCR-2.0-hf"
 DTYPES = ("float32", "bfloat16", "float16")
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
@@ -25,6 +28,8 @@ _END = "<|im_end|>"
 
 
 def _models(options: Mapping[str, Any]) -> list[Weights]:
+    if options.get("engine") == "rapidocr":  # 32 MB, which onnxruntime holds on the CPU
+        return []
     return [Weights(str(options.get("path", DEFAULT)), str(options.get("dtype", "float32")))]
 
 
@@ -33,15 +38,31 @@ class OCR(Sleeping):
     """How much of the words a picture shows, 0 to 1.
 
     ``meta``: the key of a prompt's meta that may hold the words. ``max_tokens``: read of a picture at most. ``dtype``:
-    of the weights.
+    of the weights. ``engine``: ``rapidocr`` reads with PP-OCR on the CPU (``mmrl fetch rapidocr``), and takes neither
+    of them nor ``path``; ``side``: pixels that the shorter side of a picture is enlarged to for it.
     """
 
-    def __init__(self, path: str = DEFAULT, meta: str = "text", max_tokens: int = 256, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        path: str = DEFAULT,
+        meta: str = "text",
+        max_tokens: int = 256,
+        dtype: str = "float32",
+        engine: str = "got-ocr2",
+        side: int = 160,
+    ) -> None:
+        if engine not in ENGINES:
+            raise UserError(f"options.engine is {engine!r}; set it to {' or '.join(ENGINES)}")
         if max_tokens < 1:
             raise UserError(f"options.max_tokens is {max_tokens}; set it to 1 or more")
         if dtype not in DTYPES:
             raise UserError(f"options.dtype is {dtype!r}; set it to {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
-        self.meta, self.max_tokens = meta, max_tokens
+        self.meta, self.max_tokens, self.rapid = meta, max_tokens, None
+        if engine == "rapidocr":
+            if path != DEFAULT:
+                raise UserError("options.path: rapidocr has its networks in its package; remove it")
+            self.rapid = _rapid(side)
+            return
         model, self.processor = _load(path, dtype)
         self.model = self.frozen(model, lambda: _load(path, dtype)[0])
 
@@ -53,7 +74,9 @@ class OCR(Sleeping):
         return [words if isinstance(words, Failed) else likeness(read[i], words) for i, words in enumerate(wanted)]
 
     def read(self, images: Sequence[Any], context: Context) -> list[str]:
-        """The text in each picture, as the model writes it down (greedily)."""
+        """The text in each picture, as the model writes it down (greedily), or line by line."""
+        if self.rapid is not None:
+            return [_lines(self.rapid, image) for image in images]
         self.wake(context.device)
         model, tokenizer = self.model, self.processor.tokenizer
         inputs = self.processor(images=list(images), return_tensors="pt").to(context.device)
@@ -98,6 +121,34 @@ def edit_distance(a: str, b: str) -> int:
 
 def _bare(text: str) -> str:
     return "".join(text.split()).lower()
+
+
+def _rapid(side: int) -> Any:
+    """PP-OCR with as many threads as torch has. Raises ``UserError``."""
+    import torch
+
+    if not 32 <= side <= 2000:
+        raise UserError(f"options.side is {side}; give pixels from 32 to 2000")
+    try:
+        from rapidocr import RapidOCR  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(f"options.engine: rapidocr is not installed ({error}); run: mmrl fetch rapidocr") from error
+    threads = torch.get_num_threads()
+    return RapidOCR(
+        params={
+            "Global.log_level": "critical",
+            "Det.limit_type": "min",
+            "Det.limit_side_len": side,
+            "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+            "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+        }
+    )
+
+
+def _lines(rapid: Any, image: Any) -> str:
+    """The lines of a picture, as they are found."""
+    pixels = np.asarray(image.convert("RGB"))[:, :, ::-1]  # OpenCV's order of colours
+    return "\n".join(rapid(np.ascontiguousarray(pixels)).txts or ())
 
 
 def _load(path: str, dtype: str) -> tuple[Any, Any]:

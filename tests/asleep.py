@@ -17,6 +17,7 @@ TESTED = {
     "judge:Judge",
     "ocr:OCR",
     "pickscore:PickScore",
+    "relevance:Relevance",
     "reward_model:RewardModel",
     "vbench:Background",
     "vbench:Subject",

@@ -42,7 +42,7 @@ SMALL = [
     "sampling.max_new_tokens=16",
     "optim.lr=3e-5",
 ]
-UPDATES = 10
+UPDATES = 4
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8}
 
 
@@ -78,7 +78,7 @@ def rows_of(run, first, every):
 
 
 def updates(run, rows):
-    """Log-probs, entropy and gradient of the first update, and log-probs and weights after ten, by Hugging Face's
+    """Log-probs, entropy and gradient of the first update, and log-probs and weights after four, by Hugging Face's
     names."""
     policy = frozenset({"log_probs", "entropy"})
     found = {f"start/{k}": of_all(run, k, p.detach()) for k, p in run.policy.trainable.items()}

