@@ -73,10 +73,10 @@ ARMS: dict[str, list[str]] = {
     "TempFlow weights": stepwise("flow_grpo", *FAST, "algorithm.clip_range=1e-3", "algorithm.step_weight=tempflow"),
     "Flash weights": stepwise("flow_grpo", *FAST, "algorithm.clip_range=1e-3", "algorithm.step_weight=flash"),
     "flow_grpo, 12 of 24 kept": stepwise(
-        "flow_grpo", *FAST, "algorithm.clip_range=1e-3", "midway={step: 2, group_size: 24}"
+        "flow_grpo", *FAST, "algorithm.clip_range=1e-3", "midway={step: 3, group_size: 24}"
     ),
     "flow_grpo, 6 of 12 kept": stepwise(
-        "flow_grpo", *FAST, "algorithm.clip_range=1e-3", "midway={step: 2, group_size: 12}", "train.group_size=6"
+        "flow_grpo", *FAST, "algorithm.clip_range=1e-3", "midway={step: 3, group_size: 12}", "train.group_size=6"
     ),
     "grpo_guard": stepwise("grpo_guard", *FAST, "algorithm.clip_range=1e-3"),
     "flow_dppo": stepwise("flow_dppo", *FAST),
