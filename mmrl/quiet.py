@@ -1,6 +1,7 @@
 """Defaults of the environment for libraries that print much or spin; set them before torch is imported."""
 
 import os
+import warnings
 
 QUIET = {
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin between operations starve their neighbours on a shared machine
@@ -17,3 +18,4 @@ def be_quiet() -> None:
     """Set what the user's environment does not."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, in a notebook without ipywidgets

@@ -43,6 +43,21 @@ def place_of(error: BaseException, file: str | None) -> str:
     return f"{short_path(own[-1][0].f_code.co_filename)}:{own[-1][1]}" if own else "an unknown line"
 
 
+def raised(error: BaseException, file: str | None, meta: Mapping[str, object]) -> tuple[str, str]:
+    """What a reward's function raised and where, and the edit that mends it; ``meta`` is that of a prompt it got."""
+    place = place_of(error, file)
+    return f"raised {describe(error)} at {place}", f"mend {place}{column_hint(error, meta)}"
+
+
+def column_hint(error: BaseException, meta: Mapping[str, object]) -> str:
+    """What to do where a reward asked a prompt's ``meta`` for a column that the data does not hand on; else empty."""
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if not isinstance(key, str) or key in meta:
+        return ""
+    has = f"has {', '.join(sorted(meta))}" if meta else "is empty"
+    return f" (sample.prompt.meta {has}; for a column {key!r} of your data set meta: [{key}] in data.train and heldout)"
+
+
 def _of_library(frame: FrameType) -> bool:
     name, file = frame.f_globals.get("__name__") or "", frame.f_code.co_filename
     installed = file.startswith(("<frozen ", *_STANDARD)) or not _INSTALLED.isdisjoint(Path(file).parts)

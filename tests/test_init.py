@@ -199,11 +199,23 @@ def test_a_shipped_model_takes_the_settings_of_its_recipe_with_the_algorithm():
         assert found.like.name in names
 
 
+def test_adapters_of_a_model_whose_recipe_trains_all_weights_are_told_its_rate(folder):
+    path = str(Path(__file__).resolve().parents[1] / "pipelines/llm/models/sums-qwen3")
+    flags = ("--model", path, "--data", "questions.csv", "--reward", "answer:number", "--device", "cpu")
+    mmrl_init("first.yaml", *flags)
+    assert (
+        "the shipped recipe sums trains all weights (mmrl init --full) with 1.5e-04" in Path("first.yaml").read_text()
+    )
+    mmrl_init("full.yaml", *flags, "--full")
+    assert load_recipe(["full.yaml"]).recipe.optim.lr == 1.5e-4
+
+
 def test_columns_are_found_by_their_usual_names_then_by_others(folder):
     found = look_at_data("questions.csv", folder)
     assert found.renamed == {"prompt": "Question", "answer": "Solution"}
     assert found.answers[:2] == ["1", "2"]
-    assert found.said[-1].startswith("not used: level")
+    assert found.said[-1] == "for rewards, in sample.prompt.meta: level"
+    assert found.options["meta"] == ["level"]
     usual = look_at_data("shown.jsonl", folder)
     assert (usual.renamed, usual.media) == ({}, ["image"])
     named = look_at_data("questions.csv", folder / "below", "Solution", "level")

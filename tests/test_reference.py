@@ -1,6 +1,7 @@
 """The pages of the documentation that code makes are what it makes today, and say what the recipe's models say."""
 
 import re
+import tomllib
 from pathlib import Path
 from typing import get_args
 
@@ -9,6 +10,7 @@ import typer.cli
 import typer.main
 from pydantic import BaseModel
 
+import mmrl
 from mmrl.algorithms.settings import TokenSettings
 from mmrl.cli import app
 from mmrl.config import reference
@@ -113,3 +115,15 @@ def test_the_settings_that_answers_name_exist(recipe_page):
     free = {key for key in named if ".options." in key}  # a reward's or an engine's own
     assert len(named) > 30
     assert named - shown - free == set()
+
+
+def test_the_page_on_stability_names_what_mmrl_offers_and_the_pythons_that_are_tested():
+    page = (PAGES.parent / "stability.md").read_text()
+    offered = set(re.findall(r"import \w+ as (\w+)", Path(mmrl.__file__).with_suffix(".pyi").read_text()))
+    listed = page.split("The Python names: ")[1].split("([From")[0]
+    assert set(re.findall(r"`mmrl\.(\w+)`", listed)) == offered
+    project = tomllib.loads((PAGES.parents[1] / "pyproject.toml").read_text())["project"]
+    classified = {c.rpartition(" ")[2] for c in project["classifiers"] if c.startswith("Programming Language")}
+    rows = page.split("| Python | what is tested |")[1]
+    assert set(re.findall(r"\b3\.\d+", rows.split("`.ci/run`")[0])) == classified
+    assert f"at version {project['version'].rpartition('.')[0]}:" in page

@@ -23,6 +23,7 @@ from mmrl.rewards import calling
 from mmrl.rewards.bench import score_folder
 from mmrl.rewards.scoring import RewardError, RewardSet, check, normalise
 from mmrl.trajectory import Prompt, Sample, SampleId
+from mmrl.user_code import column_hint
 from tests import tiny
 
 REPO = Path(__file__).resolve().parent.parent
@@ -80,6 +81,15 @@ BAD = {
     "None in a part": ("    return {'a': [1, 2, 3], 'b': [1, None, 3]}", "part 'b' returned None"),
 }
 ONE_SAMPLE = {"NaN", "infinite", "None for one", "Failed for one", "None in a part"}
+
+
+def test_a_reward_that_asks_for_a_column_that_is_not_read_says_how_to_get_it():
+    hint = column_hint(KeyError("total"), {"answer": "3", "shop": "north"})
+    assert "meta has answer, shop" in hint
+    assert "set meta: [total] in data.train and heldout" in hint
+    assert "meta is empty" in column_hint(KeyError("total"), {})
+    assert column_hint(KeyError("answer"), {"answer": "3"}) == ""  # of another mapping
+    assert column_hint(KeyError(3), {}) == column_hint(ValueError("total"), {}) == ""
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -16,6 +16,7 @@ from mmrl.callbacks import AnyCallback
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
 from mmrl.export import export
+from mmrl.report.curve import curve_picture
 from mmrl.report.html import write_report
 from mmrl.report.metrics import read as read_rows
 from mmrl.run import evaluate, open_run
@@ -27,7 +28,8 @@ from mmrl.session import Session
 class RunSample:
     """A held-out sample of an evaluation: the prompt, what the model made of it, and its scores by reward.
 
-    ``image`` is a PIL picture, ``frames`` are those of a clip, ``text`` is a response.
+    ``image`` is a PIL picture, ``frames`` are those of a clip, ``text`` is a response. ``shown`` are the
+    pictures of the prompt, as the model saw them.
     """
 
     prompt: str
@@ -35,6 +37,7 @@ class RunSample:
     image: Image.Image | None = None
     frames: tuple[Image.Image, ...] = ()
     text: str | None = None
+    shown: tuple[Image.Image, ...] = ()
 
 
 class Run:
@@ -101,6 +104,13 @@ class Run:
         ``checkpoint``: ``latest``, ``best``, ``base`` or a step. Loads the model. Raises ``UserError``.
         """
         return evaluate(self.path, samples, checkpoint)
+
+    def curve(self, reward: str | None = None) -> Image.Image:
+        """A picture of a held-out reward over the steps of training; ``reward`` None is the first one.
+
+        Raises ``UserError`` where no evaluation has measured it.
+        """
+        return curve_picture(self.path, reward)
 
     def report(self) -> Path:
         """Write the report, one HTML file; returns its path."""
@@ -217,12 +227,22 @@ def _sample(folder: Path, one: dict[str, object]) -> RunSample:
     scores = one.get("scores")
     known = scores if isinstance(scores, dict) else {}
     if "file" not in one:
-        return RunSample(str(one["prompt"]), known, text=str(one.get("text", "")))
+        shown = tuple(_read(folder / str(name)) for name in _names(one.get("pictures")))
+        return RunSample(str(one["prompt"]), known, text=str(one.get("text", "")), shown=shown)
     with Image.open(folder / str(one["file"])) as image:
         frames = tuple(_frames(image))
     return RunSample(
         str(one["prompt"]), known, frames[0] if len(frames) == 1 else None, frames if len(frames) > 1 else ()
     )
+
+
+def _names(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _read(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        return image.copy()
 
 
 def _frames(image: Image.Image) -> Iterator[Image.Image]:

@@ -35,12 +35,17 @@ class Case:
     loaded: Loaded
     caller: Caller
     samples: Sequence[Sample]
+    made_up: bool = False
+    """Whether the prompts are our own, which have nothing in ``meta``."""
 
     def ask(self, samples: Sequence[Sample]) -> Answer:
         """Its answer, where the call as a whole went well. Raises ``AssertionError``."""
         answer = self.caller.one(samples, Context(step=0, label="check"))
         if answer.error is not None:
-            raise AssertionError(f"{answer.error.reason}; {answer.error.mend}")
+            said = f"{answer.error.reason}; {answer.error.mend}"
+            if self.made_up and "KeyError" in answer.error.reason:
+                said += "; where it reads meta of the prompt, name a data set that has it with --data (such as sums)"
+            raise AssertionError(said)
         return answer
 
 
@@ -53,7 +58,7 @@ def opened(name: str, options: JsonObject, data: str | None = None) -> Case:
     loaded = build(found, options).awake("cpu")
     prompts = list(prompts_of(data, "train", {})[:2]) if data else list(PROMPTS)
     samples = [sample_of(prompts[i // 3], i, loaded.declaration.inputs) for i in range(6)]
-    return Case(found, options, loaded, Caller(loaded, TIMEOUT_S), samples)
+    return Case(found, options, loaded, Caller(loaded, TIMEOUT_S), samples, made_up=data is None)
 
 
 def sample_of(prompt: Prompt, number: int, inputs: Sequence[str]) -> Sample:

@@ -171,8 +171,8 @@ class UnreadColumns(UserWarning):
     """Records have columns that are not used; the message names them."""
 
 
-def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
-    """Warn once of the keys of records that go neither into a prompt nor into its ``meta``."""
+def unread(keys: Iterable[str], columns: Columns) -> list[str]:
+    """The keys of records that go neither into a prompt nor into its ``meta``."""
     images = [columns.images] if isinstance(columns.images, str) else columns.images or ()
     texts = (columns.prompt, columns.answer, columns.system, columns.negative_prompt)
     named = (*texts, columns.videos, *images, *columns.meta)
@@ -190,9 +190,13 @@ def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
     }
     read |= {_TRUTH, *columns.renamed.values()}
     read |= {name.partition(".")[0] for name in read}
-    unread = [key for key in keys if key not in read]
-    if unread:
-        listed = ", ".join(unread[:_NAMED]) + (", ..." if len(unread) > _NAMED else "")
+    return [key for key in keys if key not in read]
+
+
+def warn_of_unread(path: str, keys: Iterable[str], columns: Columns) -> None:
+    """Warn once of what ``unread`` finds."""
+    if found := unread(keys, columns):
+        listed = ", ".join(found[:_NAMED]) + (", ..." if len(found) > _NAMED else "")
         warnings.warn(
             f"{path}: the columns {listed} are not used; to give them to rewards, set meta: [{listed}] in data.train "
             "and data.heldout",

@@ -11,7 +11,7 @@ from mmrl.config.data import Data
 from mmrl.config.drop_ins import missing_drop_in, split_file
 from mmrl.config.errors import did_you_mean
 from mmrl.config.names import is_hub_data, resolve_drop_in
-from mmrl.datasets.fields import ANSWER, IMAGES, PAIR, TEXT, VIDEOS
+from mmrl.datasets.fields import ANSWER, IMAGES, PAIR, TEXT, VIDEOS, Columns, unread
 from mmrl.datasets.loading import load_data
 from mmrl.datasets.sources import KINDS, Rows, open_rows
 from mmrl.errors import UserError
@@ -19,7 +19,9 @@ from mmrl.json_types import Cell, Json
 from mmrl.planner.data_check import data_at
 
 LOOKED_AT = 20
-"""Records from which columns and kinds of values are told."""
+"""Records that columns and kinds of values are found from."""
+MOST_META = 12
+"""Columns that are neither prompt nor answer and go to the rewards; of a wider table the user picks some."""
 _READERS = ("jsonl", "prompts", "folder", "shards")
 """Data sets that ``data_at`` chooses by what the path is."""
 _USUAL = {"prompt": TEXT, "answer": ANSWER, "images": IMAGES, "videos": VIDEOS}
@@ -49,7 +51,7 @@ class FirstData:
 
 
 class UnknownColumnError(UserError):
-    """Which column is the prompt cannot be told; ``texts`` are those with texts."""
+    """It is not clear which column is the prompt; ``texts`` are the columns with texts."""
 
     def __init__(self, message: str, texts: Sequence[str]) -> None:
         super().__init__(message)
@@ -143,8 +145,13 @@ def _of_table(target: str, data: Data, home: Path, given: Mapping[str, str | Non
         ", ".join(f"{name} from {column!r}" for name, column in found.columns.items()) or "prompt from both of pairs"
     )
     found.said.append(f"{len(rows)} records: {shown}")
-    if unused := [key for key in keys if key not in (*found.columns.values(), *PAIR)]:
-        found.said.append(f"not used: {', '.join(unused)} (a reward gets a column by columns: {{NAME: COLUMN}})")
+    if unused := unread([key for key in keys if key not in found.columns.values()], Columns()):
+        listed = ", ".join(unused[:MOST_META]) + (", ..." if len(unused) > MOST_META else "")
+        if data.name == "jsonl" and len(unused) <= MOST_META:
+            options["meta"] = list(unused)
+            found.said.append(f"for rewards, in sample.prompt.meta: {listed}")
+        else:
+            found.said.append(f"not used: {listed} (a reward gets a column by meta: [COLUMN])")
     return found
 
 

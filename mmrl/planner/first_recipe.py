@@ -193,6 +193,8 @@ def _rate(wanted: Wanted) -> tuple[float, str]:
         own = like.section("optim").get("lr")
         if isinstance(own, float) and bool(like.section("model").get("lora")) == wanted.lora:
             return own, f"as in the shipped recipe {like.name}"
+        if isinstance(own, float) and wanted.lora and wanted.texts:
+            return 1e-5, f"of LoRA; the shipped recipe {like.name} trains all weights (mmrl init --full) with {own:.1e}"
     if wanted.texts:
         return (1e-5, "of LoRA; all weights take about 1.0e-06") if wanted.lora else (1e-6, "LoRA takes ten times that")
     return (3e-4, "of LoRA; all weights take about 1.0e-05") if wanted.lora else (1e-5, "LoRA takes thirty times that")

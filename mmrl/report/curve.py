@@ -29,6 +29,19 @@ def curve_png(
     title: str | None = None,
     size: tuple[int, int] = (480, 280),
 ) -> Path:
+    """Write the picture that ``curve_picture`` draws to ``out``; returns it. Raises ``UserError`` as that does."""
+    buffer = io.BytesIO()
+    curve_picture(runs, label, title, size).save(buffer, "PNG", optimize=True)
+    write_atomic(out, buffer.getvalue())
+    return out
+
+
+def curve_picture(
+    runs: Path | Sequence[Path],
+    label: str | None = None,
+    title: str | None = None,
+    size: tuple[int, int] = (480, 280),
+) -> Image.Image:
     """Draw ``reward/<label>`` of heldout.jsonl over training steps; several runs thin, with their mean in bold.
 
     ``label`` None takes the first reward of the first run. Raises ``UserError`` where a run has no evaluation of it.
@@ -38,11 +51,7 @@ def curve_png(
     curves = [_curve(path, key) for path in paths]
     steps = sorted(set.intersection(*[set(curve) for curve in curves]))
     mean = {step: sum(curve[step] for curve in curves) / len(curves) for step in steps}
-    picture = panel(curves, mean, title or f"held-out {key.removeprefix('reward/')} over training steps", size)
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG", optimize=True)
-    write_atomic(out, buffer.getvalue())
-    return out
+    return panel(curves, mean, title or f"held-out {key.removeprefix('reward/')} over training steps", size)
 
 
 def _first_label(path: Path) -> str:

@@ -23,7 +23,7 @@ from mmrl.rewards.contract import Context, Failed, Span, Spans
 from mmrl.rewards.loading import Loaded
 from mmrl.rewards.views import views
 from mmrl.trajectory import Sample
-from mmrl.user_code import describe, place_of
+from mmrl.user_code import raised
 
 NAN = float("nan")
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
@@ -184,8 +184,7 @@ class Caller:
             raise self._too_slow(len(samples))
         if isinstance(error, UserError):
             raise BatchError(plain(str(error)), "") from error
-        place = place_of(error, self.reward.file)
-        raise BatchError(f"raised {describe(error)} at {place}", f"mend {place}") from error
+        raise BatchError(*raised(error, self.reward.file, samples[0].prompt.meta)) from error
 
     def _too_slow(self, n: int) -> BatchError:
         return BatchError(

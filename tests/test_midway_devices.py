@@ -1,0 +1,42 @@
+"""Pruned groups are the same wherever they are sampled: two devices, two controllers, sampling ahead, a resumed run."""
+
+import shutil
+
+import pytest
+
+from mmrl._torchvision import allow_cpu_only
+from tests.ray_runs import alike, rows, run
+
+allow_cpu_only()  # before transformers imports torchvision
+pytest.importorskip("ray")
+
+PRUNED = [
+    *("sampling.steps=4", "sampling.same_initial_noise=false", "model.dtype=float32"),
+    *("train.prompts_per_step=2", "train.group_size=4", "train.micro_batch_size=4", "train.steps=2"),
+    *("sampling.window={size: 1, first: 2}", "midway={step: 1, group_size: 6}"),
+    *("eval.samples=4", "eval.every=null", "checkpoint.every=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    out = tmp_path_factory.mktemp("pruned") / "alone"
+    run("shapes-lora", out, *PRUNED)
+    return out
+
+
+def test_two_controllers_of_two_devices_keep_the_same_samples(alone, tmp_path):
+    out = tmp_path / "two"
+    run("shapes-lora", out, *PRUNED, "controllers=2", "devices_per_controller=2")
+    alike(alone, out)
+    for name in ("midway/kept_std", "midway/mean_shift", "midway/dropped"):
+        assert rows(out)[-1][name] == pytest.approx(rows(alone)[-1][name], rel=1e-4)
+
+
+def test_a_resumed_run_keeps_the_same_samples(alone, tmp_path):
+    out = tmp_path / "resumed"
+    shutil.copytree(alone, out)
+    shutil.rmtree(out / "checkpoints" / "step_000002")
+    run("shapes-lora", out, *PRUNED, "--resume")
+    assert [row["midway/mean_shift"] for row in rows(out)] == [row["midway/mean_shift"] for row in rows(alone)]
+    alike(alone, out)
