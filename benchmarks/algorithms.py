@@ -72,9 +72,18 @@ ARMS: dict[str, list[str]] = {
     ),
     "TempFlow weights": stepwise("flow_grpo", *FAST, "algorithm.clip_range=1e-3", "algorithm.step_weight=tempflow"),
     "Flash weights": stepwise("flow_grpo", *FAST, "algorithm.clip_range=1e-3", "algorithm.step_weight=flash"),
+    "flow_grpo, 12 of 24 kept": stepwise(
+        "flow_grpo", *FAST, "algorithm.clip_range=1e-3", "midway={step: 3, group_size: 24}"
+    ),
+    "flow_grpo, 6 of 12 kept": stepwise(
+        "flow_grpo", *FAST, "algorithm.clip_range=1e-3", "midway={step: 3, group_size: 12}", "train.group_size=6"
+    ),
     "grpo_guard": stepwise("grpo_guard", *FAST, "algorithm.clip_range=1e-3"),
     "flow_dppo": stepwise("flow_dppo", *FAST),
     "diffusion_nft": ["algorithm={type: diffusion_nft, noise_levels: 2}", *CLEAN],
+    "diffusion_nft, 12 of 24 kept": [
+        *("algorithm={type: diffusion_nft, noise_levels: 2}", *CLEAN, "midway={step: 3, group_size: 24}"),
+    ],
     "awm": ["algorithm={type: awm, noise_levels: 2}", *CLEAN],
     "dgpo": ["algorithm={type: dgpo, noise_levels: 2}", *CLEAN],
     "diffusion_dpo": ["algorithm={type: diffusion_dpo, noise_levels: 2}", *CLEAN],

@@ -42,6 +42,11 @@ KEYS = _listed("name, colour, size, use, place, price, taste, shape, age, sound,
 LETTERS = "abcdfghiklmoprsuw"
 """Letters that a task may forbid: not so rare that any answer does without, and not e, n or t."""
 
+DATA = ("json", "list")
+"""Kinds that ask for no sentence."""
+LEAST = 4
+"""Words of a sentence at least. One word alone keeps most constraints, and training finds that out in minutes."""
+
 Constraint = dict[str, Json]
 
 
@@ -147,8 +152,9 @@ def prompts(
             return list(found.values())
         kind, subject = kinds[len(found) % len(kinds)], rng.choice(subjects)
         asked, constraint = KINDS[kind](rng)
-        text = f"Write about {subject}. {asked}"
-        meta = {"subject": subject, "constraint": {"kind": kind, **constraint}}
+        text = f"Write {'about' if kind in (*DATA, 'sentences') else 'a sentence about'} {subject}. {asked}"
+        least = {} if kind in DATA else {"least": LEAST}
+        meta = {"subject": subject, "constraint": {"kind": kind, **constraint, **least}}
         found.setdefault(text, Prompt(f"instructions/{kind}/{text}", text, meta))
     raise UserError(
         f"count is {count}, and only {len(found)} different tasks of {', '.join(kinds)} were found; lower it"

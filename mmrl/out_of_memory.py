@@ -52,10 +52,10 @@ def in_phase(name: str) -> Generator[None]:
 
 
 def in_parts(most: dict[str, int], phase: str, n: int, work: Callable[[range], T], mend: str) -> list[T]:
-    """What ``work`` makes of rows ``range(n)``, of all at once or of at most ``most[phase]``.
+    """Call ``work`` for rows ``range(n)``, all at once or at most ``most[phase]`` at a time; returns the results.
 
-    Where memory runs out it is tried again with half as many, which stays so and is told with ``mend``. Raises
-    ``OutOfMemoryError`` where there is none for one row.
+    If memory runs out, half as many rows are tried, then and in later calls. A notice with ``mend`` says so. Raises
+    ``OutOfMemoryError`` if memory does not suffice for one row.
     """
     made: list[T] = []
     first = 0

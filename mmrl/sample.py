@@ -49,7 +49,7 @@ class Drawn:
     samples: list[Sample]
 
     @property
-    def told(self) -> str:
+    def title(self) -> str:
         return "base" if self.name == "base" else f"step {self.step}"
 
 
@@ -191,13 +191,13 @@ def _sheet(drawn: Sequence[Drawn], n: int) -> Image.Image:
     captions = [" ".join(sample.prompt.text.split()) for sample in drawn[0].samples]
     if len(drawn) == 1:
         return grid(pictures[0], captions, min(n, _COLUMNS))
-    notes = [(drawn[0].told, drawn[1].told)] * len(captions)
+    notes = [(drawn[0].title, drawn[1].title)] * len(captions)
     return before_after(pictures[0], pictures[1], captions, notes, min(n, _COLUMNS // 2))
 
 
 def _table(drawn: Sequence[Drawn]) -> str:
     """The texts beside each other, as Markdown."""
-    lines = ["| prompt | " + " | ".join(one.told for one in drawn) + " |", "|---" * (1 + len(drawn)) + "|"]
+    lines = ["| prompt | " + " | ".join(one.title for one in drawn) + " |", "|---" * (1 + len(drawn)) + "|"]
     for samples in zip(*(one.samples for one in drawn), strict=True):
         texts = [samples[0].prompt.text, *(sample.text or "" for sample in samples)]
         lines.append("| " + " | ".join(cell(text, 1000).replace("|", "&#124;") for text in texts) + " |")

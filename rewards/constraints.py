@@ -1,7 +1,8 @@
 """Does a response keep the constraint of its prompt? Checked by code, for the tasks of ``datasets/instructions.py``.
 
-``prompt.meta["constraint"]`` names the ``kind`` and its numbers or words. Responses are data: they are split, counted
-and parsed as JSON, and never evaluated.
+``prompt.meta["constraint"]`` names the ``kind`` and its numbers or words, and with ``least`` the number of words that a
+response must have at any rate: one word alone keeps most constraints. Responses are data: they are split, counted and
+parsed as JSON, and never evaluated.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ def score(samples: Sequence[Sample], *, context: Context, close_weight: float = 
             for values in rows.values():
                 values.append(Failed("its prompt has no constraint of a known kind; use the data set instructions"))
             continue
-        near = check(text, asked) if text else 0.0
+        words = len(words_of(text))
+        near = check(text, asked) * min(1.0, words / asked.get("least", 1)) if words else 0.0
         kept = float(near == 1 and not sample.truncated)
         near = near / 2 if sample.truncated else near
         said = close_weight * near + (1 - close_weight) * kept
-        made = (said, kept, near, float(len(words_of(text))), copied(text, sample.prompt.text))
+        made = (said, kept, near, float(words), copied(text, sample.prompt.text))
         for part, value in zip(PARTS, made, strict=True):
             rows[part].append(value)
     return {**rows}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,7 @@ def _rapid(side: int) -> Any:
     if not 32 <= side <= 2000:
         raise UserError(f"options.side is {side}; give pixels from 32 to 2000")
     try:
-        import onnxruntime  # pyright: ignore[reportMissingImports]  # noqa: F401  # what computes it
+        import_module("onnxruntime")  # what computes it
         from rapidocr import RapidOCR  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(f"options.engine: rapidocr is not installed ({error}); run: mmrl fetch rapidocr") from error

@@ -100,6 +100,18 @@ def test_nearer_is_better():
     assert (none["close"], one["close"]) == (0, 0.5)
 
 
+def test_a_single_word_keeps_no_constraint_of_a_sentence():
+    """Found by a run: after four steps it answered ``owl``."""
+    owl, sentence = (judged("letter", text, letter="s", least=4) for text in ("owl", "An owl can fly."))
+    assert (owl["kept"], owl["close"], sentence["kept"]) == (0, 0.25, 1)
+    for kind in KINDS:
+        (prompt,) = data.prompts("train", kinds=[kind], count=1)
+        asked = prompt.meta["constraint"]
+        assert asked.get("least") == (None if kind in ("json", "list") else 4)
+        assert ("a sentence" in prompt.text) == (kind not in ("json", "list", "sentences"))
+        assert asked.get("most", 4) >= 4, "the constraint can be kept"
+
+
 def test_words_and_copies_of_the_prompt_are_shown_and_do_not_count():
     copy = judged("words", "Write about the old grey cat.", most=9)
     own = judged("words", "Cats of a grey colour sleep.", most=9)

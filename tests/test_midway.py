@@ -8,8 +8,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from mmrl.cli.simulate import micro_batches
 from mmrl.config.errors import RecipeError
 from mmrl.config.loader import load_recipe
+from mmrl.errors import UserError
 from mmrl.planner.plan import plan
 from mmrl.planner.render import render
 from mmrl.report.clock import Clock
@@ -260,6 +262,12 @@ def test_what_cannot_work_is_refused_with_the_edit(changes, said):
 def test_text_is_refused():
     with pytest.raises(RecipeError, match="midway: it prunes groups between denoising steps, and this recipe samples"):
         load_recipe(["sums"], ["midway={step: 2, group_size: 64}"])
+
+
+def test_the_simulator_refuses_it():
+    loaded = load_recipe(["shapes-lora"], [*SMALL, AFTER])
+    with pytest.raises(UserError, match="mmrl simulate does not know steps that prune groups; add midway=null"):
+        micro_batches(loaded.recipe, 1)
 
 
 def test_the_plan_counts_what_a_step_computes(run):

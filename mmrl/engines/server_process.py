@@ -89,8 +89,8 @@ class Process:
             return []
 
     def lose(self, why: str = "") -> LostServerError:
-        """End it at once, for ``why`` (it has ended, where that is empty): who waits for an answer hears of it. The
-        first call is told to the user; returns what to raise."""
+        """End the server at once because of ``why`` (empty: it has ended by itself). Everyone who waits for an answer
+        gets the error. The first call prints a notice for the user. Returns the error to raise."""
         with self._closing:
             if not self.lost and not self.closed:
                 why = why or self._how_it_ended()

@@ -31,7 +31,7 @@ class Watched(Protocol):
     def members(self) -> list[psutil.Process]: ...
 
     def lose(self, why: str = "") -> object:
-        """End it at once, for ``why`` (it has ended, where that is empty)."""
+        """End the server at once because of ``why`` (empty: it has ended by itself)."""
         ...
 
 

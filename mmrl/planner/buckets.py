@@ -39,7 +39,7 @@ def others(counts: Mapping[Size, int], most: Size) -> list[tuple[Size, float]]:
     return [(first[area], n / total) for area, n in shares.items() if area != _pixels(most)]
 
 
-def told(counts: Mapping[Size, int], sampling: Sampling) -> str:
+def note_of(counts: Mapping[Size, int], sampling: Sampling) -> str:
     """What a plan of several sizes says."""
     listed = ", ".join(f"{size}: {n}" for size, n in counts.items())
     of = f"; operations are the mean over the prompts looked at ({listed})" if sum(counts.values()) else ""

@@ -19,7 +19,7 @@ from mmrl.json_types import Cell, Json
 from mmrl.planner.data_check import data_at
 
 LOOKED_AT = 20
-"""Records from which columns and kinds of values are told."""
+"""Records that columns and kinds of values are found from."""
 MOST_META = 12
 """Columns that are neither prompt nor answer and go to the rewards; of a wider table the user picks some."""
 _READERS = ("jsonl", "prompts", "folder", "shards")
@@ -51,7 +51,7 @@ class FirstData:
 
 
 class UnknownColumnError(UserError):
-    """Which column is the prompt cannot be told; ``texts`` are those with texts."""
+    """It is not clear which column is the prompt; ``texts`` are the columns with texts."""
 
     def __init__(self, message: str, texts: Sequence[str]) -> None:
         super().__init__(message)

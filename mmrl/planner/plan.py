@@ -289,7 +289,7 @@ def _rows(
     if sampling.type == "text" or sampling.buckets is None:
         return Prompt("plan", "plan", media=media), 0, []
     of = count_by_size(_looked_at(prompts[0]) if prompts else [], sampling)
-    made.notes.append(buckets.told(of, sampling))
+    made.notes.append(buckets.note_of(of, sampling))
     most = buckets.largest(sampling)
     others = [(buckets.prompt_of(size, media), share) for size, share in buckets.others(of, most)]
     return buckets.prompt_of(most, media), 0, others
