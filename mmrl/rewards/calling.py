@@ -168,6 +168,7 @@ class Caller:
             return self._within_deadline(samples, context)
 
     def _within_deadline(self, samples: list[Sample], context: Context) -> object:
+        meta = samples[0].prompt.meta if samples else {}  # now: the reward may empty its list
         with self._swap:
             if self._lane is None:
                 self._lane = _LoopLane() if self.reward.is_async else _ThreadLane()
@@ -184,7 +185,7 @@ class Caller:
             raise self._too_slow(len(samples))
         if isinstance(error, UserError):
             raise BatchError(plain(str(error)), "") from error
-        raise BatchError(*raised(error, self.reward.file, samples[0].prompt.meta)) from error
+        raise BatchError(*raised(error, self.reward.file, meta)) from error
 
     def _too_slow(self, n: int) -> BatchError:
         return BatchError(
