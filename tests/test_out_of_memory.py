@@ -151,7 +151,7 @@ def test_training_stops_says_what_helps_and_goes_on_with_that(tmp_path):
     assert "If reserved" not in said
     assert "The plan expected" in said
     assert "Try: model.gradient_checkpointing=true; train.micro_batch_size=4;" in said
-    assert "steps up to 0 are saved" in said
+    assert "no step is saved; fix it, then: " in said
     with Device(limit):
         start.train(loaded(fewer, "train.micro_batch_size=4"), tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "report.html").exists()

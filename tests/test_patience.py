@@ -471,7 +471,7 @@ def test_a_reward_that_always_fails_trains_nothing_and_is_never_done(length, tmp
     assert mmrl_train(monkeypatch, tmp_path / "run", *words) == 3
     said = capsys.readouterr().err
     assert "8 of 8 samples failed (reward 'never': raised ConnectionError: refused at" in said
-    assert "steps up to 0 are saved" in said
+    assert "no step is saved; fix it, then: " in said
     assert "--resume" in said
     assert "done:" not in said
     assert reader.steps(tmp_path / "run" / "checkpoints") == []

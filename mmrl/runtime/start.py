@@ -96,9 +96,10 @@ class OpenRun:
         if outcome.divergence is not None:
             raise UserError(settle(self.directory, outcome.divergence, self.recipe, again))
         if outcome.error:
-            error = UserError(
-                f"{outcome.error}\nsteps up to {outcome.saved} are saved; fix it, then: {resumed(self.loaded, again)}"
-            )
+            saved = f"steps up to {outcome.saved} are saved; fix it, then: {resumed(self.loaded, again)}"
+            if not outcome.saved:
+                saved = f"no step is saved; fix it, then: {anew(self.loaded, again)}"
+            error = UserError(f"{outcome.error}\n{saved}")
             error.exit_code = outcome.exit_code
             raise error
         if outcome.finished:
@@ -134,6 +135,13 @@ def command(loaded: LoadedRecipe, out: Path) -> str:
 def resumed(loaded: LoadedRecipe, again: str) -> str:
     """How to continue the run: with the command ``again``, or from Python if its recipe was made there."""
     return "the same call of mmrl.train with resume=True" if loaded.from_python else f"{again} --resume"
+
+
+def anew(loaded: LoadedRecipe, again: str) -> str:
+    """How to start a run again that has no step; only a start from the beginning takes an edited recipe."""
+    if loaded.from_python:
+        return "the same call of mmrl.train with overwrite=True (or resume=True, if its arguments stay the same)"
+    return f"{again} --overwrite (or --resume, if the recipe stays the same)"
 
 
 def finish(directory: RunDir, outcome: Outcome) -> None:
