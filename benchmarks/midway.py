@@ -18,12 +18,11 @@ import argparse
 import statistics
 from collections.abc import Sequence
 
-from scipy.stats import spearmanr
 from torch import Tensor
 
 from mmrl.config.loader import load_recipe
 from mmrl.pipelines.protocol import of_pictures, recorded_steps
-from mmrl.rollout.midway import chosen
+from mmrl.rollout.midway import chosen, rank_correlation
 from mmrl.run import build
 from mmrl.training.step_context import StepContext
 from mmrl.trajectory import SampleId, Slot, Trajectory
@@ -50,8 +49,8 @@ def line(at: int, groups: Sequence[tuple[dict[int, Tensor], Tensor]], keep: int,
     """The row of the table for pruning after ``at`` steps."""
     ranks, kept, plain, best, flat = [], [], [], [], 0
     for predicted, final in groups:
-        if predicted[at].std() > 0 and final.std() > 0:
-            ranks.append(float(spearmanr(predicted[at].numpy(), final.numpy())[0]))
+        rank = rank_correlation(predicted[at], final)
+        ranks += [] if rank is None else [rank]
         one = final[chosen(predicted[at], keep, "spread")]
         flat += int(one.max() == one.min())
         kept.append(one.std(correction=0).item())
@@ -59,9 +58,9 @@ def line(at: int, groups: Sequence[tuple[dict[int, Tensor], Tensor]], keep: int,
         best.append(final[chosen(final, keep, "spread")].std(correction=0).item())
     begun = len(groups[0][1])
     work = (begun * (at + 1) + keep * (total - at - 1)) / (keep * total)
-    rank = f"{statistics.mean(ranks):6.2f}" if ranks else "     -"
+    shown = f"{statistics.mean(ranks):6.2f}" if ranks else "     -"
     spread = "  ".join(f"{statistics.mean(of):6.3f}" for of in (kept, plain, best))
-    return f"{at:4d}  {rank}  {spread}  {flat / len(groups):5.2f}  {work:5.2f}"
+    return f"{at:4d}  {shown}  {spread}  {flat / len(groups):5.2f}  {work:5.2f}"
 
 
 def main() -> None:

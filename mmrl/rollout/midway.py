@@ -12,15 +12,16 @@ The gradient is no longer an unbiased estimate: a kept group has more extreme sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from scipy.stats import spearmanr
 from torch import Tensor
 
 from mmrl.engines.policy import Version
+from mmrl.judge.statistics import spearman
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, RewardError, Scores
 from mmrl.training.batch import chunks_of_a_size, gather, samples_of
@@ -130,7 +131,7 @@ def measures(pruned: Pruned, final: Tensor) -> Sums:
     """The metrics ``midway/*``. ``final``: the rewards ``[N, K]`` of the finished samples, NaN without one."""
     metrics = StepMetrics()
     before, after = pruned.values, pruned.values.gather(1, pruned.kept)
-    rank = [_rank(a, b) for a, b in zip(after, final, strict=True)]
+    rank = [rank_correlation(a, b) for a, b in zip(after, final, strict=True)]
     found = [r for r in rank if r is not None]
     metrics.gather({"midway/rank_correlation": torch.tensor(sum(found))}, {}, len(found))
     groups = len(before)
@@ -153,11 +154,8 @@ def _std(values: Tensor) -> Tensor:
     return centred.square().nanmean(1).sqrt().nan_to_num()
 
 
-def _rank(predicted: Tensor, final: Tensor) -> float | None:
+def rank_correlation(predicted: Tensor, final: Tensor) -> float | None:
     """Spearman's correlation in a group; None where one of the two is constant, or fewer than two are known."""
     known = ~(predicted.isnan() | final.isnan())
-    a, b = predicted[known], final[known]
-    if len(a) < 2 or a.min() == a.max() or b.min() == b.max():
-        return None
-    correlation, _ = spearmanr(a.numpy(), b.numpy())
-    return float(correlation)
+    found = spearman(predicted[known].tolist(), final[known].tolist())
+    return None if math.isnan(found) else found
