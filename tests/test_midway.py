@@ -22,7 +22,7 @@ from mmrl.run import build
 from mmrl.training.batch import rows_of_update
 from mmrl.training.loop import train_step
 from mmrl.training.step_metrics import StepMetrics
-from mmrl.trajectory import SampleId, Slot
+from mmrl.trajectory import AskedSize, SampleId, Slot
 from tests.tiny_diffusion import two_blocks
 
 STEPS, BEGUN, SIZE, AT = 5, 6, 4, 2
@@ -186,6 +186,21 @@ def test_a_step_trains_on_the_kept_samples(changes, recipe, exact):
     if exact is not None:
         assert made.recomputes_old_log_probs == (not exact)
         assert row["policy/first_ratio_max_dev"] <= (0 if exact else 1e-5)
+
+
+def test_groups_of_two_sizes_are_pruned_each():
+    made = run_of("sampling.buckets=[[32, 32], [32, 24]]", recipe="shapes-nft")
+    slots = [Slot(0, n, 0, replace(made.prompts[n], size=AskedSize(32, width))) for n, width in enumerate((32, 24))]
+    parts = rounds(made, slots=slots).micro_batches
+    assert [(len(part), part.clean.shape[-1]) for part in parts] == [(SIZE, 8), (SIZE, 6)]
+    assert [{i.slot for i in part.ids} for part in parts] == [{0}, {1}]
+
+
+def test_clips_are_pruned_too():
+    small = ["sampling.steps=4", "train.prompts_per_step=1", "train.group_size=2", "train.micro_batch_size=2"]
+    loaded = load_recipe(["moving-shapes"], [*small, "model.dtype=float32", "midway={step: 2, group_size: 3}"])
+    row, _ = train_step(build(loaded.recipe, loaded.root), 0, Clock(torch.device("cpu")))
+    assert row["midway/dropped"] == 1
 
 
 def test_each_update_of_a_step_gets_its_share_of_a_pruned_group():
