@@ -179,7 +179,7 @@ def test_a_killed_process_is_named_and_the_job_resumes(by_slurm, tmp_path):
     whole = tmp_path / "whole"
     found = [ended(task) for task in tasks("sums", whole, *words)]
     assert [code for code, _ in found] == [0, 0], found
-    same(whole, out)
+    assert learned(out) == learned(whole)
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_a_process_that_does_not_come_is_named(tmp_path):
     job[1].kill()
     code, said = ended(first)
     assert code == 2
-    assert "of 2 processes 1 did not come within 3 s (runtime.patience)" in said
+    assert "of 2 processes 1 did not come within 3.0 s (runtime.patience)" in said
 
 
 def test_an_address_of_process_0_that_only_its_host_reaches_is_refused(tmp_path):
@@ -244,8 +244,8 @@ def test_an_address_of_process_0_that_only_its_host_reaches_is_refused(tmp_path)
 @pytest.mark.slow
 def test_what_the_user_must_mend_in_one_process_ends_all_and_is_said_once(tmp_path):
     (tmp_path / "bad.py").write_text(
-        "import mmrl\n\n@mmrl.reward(inputs=('text',))\ndef score(samples, *, context):\n"
-        "    if context.step == 1 and any(s.id.slot % 2 for s in samples):\n        raise ValueError('no luck')\n"
+        "import os\nimport mmrl\n\n@mmrl.reward(inputs=('text',))\ndef score(samples, *, context):\n"
+        "    if context.step == 1 and os.environ['SLURM_PROCID'] == '1':\n        raise ValueError('no luck')\n"
         "    return [0.5 * (s.id.sample % 2) for s in samples]\n"
     )
     reward = f'rewards=[{{name: "{tmp_path / "bad.py"}:score"}}]'

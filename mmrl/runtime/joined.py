@@ -30,7 +30,7 @@ from mmrl.report.rundir import RunDir, has_begun
 from mmrl.runtime.board import Board, GoneError, meet
 from mmrl.runtime.launchers import Launched
 from mmrl.runtime.program import PATIENCE, Meeting, join, log_to, train_part, versions, watchdog
-from mmrl.runtime.start import OpenRun, opened
+from mmrl.runtime.start import OpenRun, command, opened, resumed
 from mmrl.runtime.vigil import Vigil, whereabouts
 from mmrl.secrets import hidden, masked
 from mmrl.session import Outcome, Session
@@ -105,7 +105,8 @@ def _lead(loaded: LoadedRecipe, found: Launched, board: Board, out: Path, *, res
             run = replace(run, launcher=found.command)
             _begin(run, board, others, resume=resume or again)
             begun = True
-            outcome = _work(run.loaded, run.directory, found, board, others, run.stop, run, resume=resume or again)
+            work = _Work(run.loaded, run.directory, found, board, others, run)
+            outcome = work.train(run.stop, resume=resume or again)
             run.conclude(outcome)
     except BaseException as error:
         if not begun:
@@ -209,8 +210,10 @@ def _follow(loaded: LoadedRecipe, found: Launched, board: Board) -> bool:
     steps = recipe.train.model_copy(update={"steps_per_forward": begin["steps_per_forward"]})
     loaded = replace(loaded, recipe=recipe.model_copy(update={"model": model, "train": steps}))
     whole, resume = RunDir(str(begin["path"])), bool(begin["resume"])
-    with _into_log(whole, found.rank, keep=resume), stop_on_signal() as stop:
-        outcome = _work(loaded, whole, found, board, others, stop, None, resume=resume)
+    with _into_log(whole, found.rank, keep=resume) as terminal, stop_on_signal() as stop:
+        work = _Work(loaded, whole, found, board, others, terminal=terminal)
+        outcome = work.train(stop, resume=resume)
+        work.say_for_leader(outcome)
     if outcome.error:
         raise SystemExit(outcome.exit_code)
     if stop.exit_code and not outcome.finished:
@@ -229,12 +232,12 @@ def _told(board: Board, key: str, patience: float) -> Json:
 
 
 @contextmanager
-def _into_log(whole: RunDir, rank: int, *, keep: bool) -> Generator[None]:
-    """What this process prints goes into ``controllers/RANK.log``."""
+def _into_log(whole: RunDir, rank: int, *, keep: bool) -> Generator[int]:
+    """What this process prints goes into ``controllers/RANK.log``; yields where it went before."""
     before = os.dup(1), os.dup(2)
     log_to(whole.path / "controllers" / f"{rank}.log", keep=keep)
     try:
-        yield
+        yield before[1]
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -243,83 +246,92 @@ def _into_log(whole: RunDir, rank: int, *, keep: bool) -> Generator[None]:
             os.close(kept)
 
 
-class _Part:
-    """The session of this process, once it is loaded."""
+class _Work:
+    """Final class: the work of this process, while a thread watches the others. ``run``: of process 0. ``terminal``:
+    where errors go."""
 
-    session: Session | None = None
+    def __init__(
+        self,
+        loaded: LoadedRecipe,
+        whole: RunDir,
+        found: Launched,
+        board: Board,
+        others: dict[int, JsonObject],
+        run: OpenRun | None = None,
+        terminal: int = 2,
+    ) -> None:
+        self._loaded, self._whole, self._found, self._board, self._others = loaded, whole, found, board, others
+        self._run = run
+        self._terminal = terminal
+        self._session: Session | None = None
+        self._pulse = watchdog(loaded.recipe)
+        patience = loaded.recipe.runtime.patience
+        self._vigil = Vigil(board.again(), found.rank, others, patience, self._pulse, self._leave)
 
-    def begun(self, session: Session) -> None:
-        self.session = session
+    def train(self, stop: Stop, *, resume: bool) -> Outcome:
+        """Train this process's part to the end of all."""
+        recipe, found, vigil = self._loaded.recipe, self._found, self._vigil
+        vigil.begin()
+        if missing := self._board.lacking([f"beat/{rank}" for rank in self._others], recipe.runtime.patience):
+            return self._lost(f"{vigil.name(int(missing[0].partition('/')[2]))} ended before the run began")
+        vigil.watch()
+        notices.listen(vigil)
+        try:
+            meeting = Meeting(found.host, found.port, store=self._board.store)
+            controller = join(recipe, found.rank, 0, meeting, self._pulse.waiting)
+            pulse, begun = self._pulse, self._begun
+            outcome = train_part(self._loaded, self._whole, controller, None, pulse, stop, begun, resume=resume)
+            if found.leads and not outcome.error and not vigil.all_ended():
+                outcome = self._lost(vigil.lost)
+        except Exception as error:
+            why = vigil.broken(2 * PATIENCE) if _of_connection(error) else ""
+            if not why:
+                vigil.close({"error": f"{vigil.name(found.rank)} failed: {_last_line(error)}", "exit_code": 1})
+                raise
+            outcome = self._lost(why)
+        finally:
+            notices.listen(None)
+        error = None if outcome.error is None else f"controller {found.rank} of {found.size}: {outcome.error}"
+        met = None if outcome.divergence is None else asdict(outcome.divergence)
+        vigil.close({"error": error, "exit_code": outcome.exit_code, "divergence": met})
+        return outcome
 
-    def settle(self) -> None:
-        """Wait a moment for a checkpoint that is being written."""
+    def _begun(self, session: Session) -> None:
+        self._session = session
+
+    def _lost(self, why: str) -> Outcome:
+        """How the run ends without a process that is lost, or has failed. A save that has begun is finished."""
         until = time.monotonic() + _SETTLE
-        while self.session is not None and self.session.saver.writing and time.monotonic() < until:
+        while self._session is not None and self._session.saver.writing and time.monotonic() < until:
             time.sleep(0.1)
-
-
-def _work(
-    loaded: LoadedRecipe,
-    whole: RunDir,
-    found: Launched,
-    board: Board,
-    others: dict[int, JsonObject],
-    stop: Stop,
-    run: OpenRun | None,
-    *,
-    resume: bool,
-) -> Outcome:
-    """Train this process's part, while a thread watches the others. ``run``: of process 0."""
-    recipe, part, pulse = loaded.recipe, _Part(), watchdog(loaded.recipe)
-    terminal = os.dup(2)
-
-    def lost(why: str) -> Outcome:
-        part.settle()
-        saved = max((entry.step for entry in entries(whole.checkpoints) if entry.usable), default=0)
-        failed = vigil.failed or {}
-        code = failed.get("exit_code", UserError.exit_code)
+        saved = max((entry.step for entry in entries(self._whole.checkpoints) if entry.usable), default=0)
+        failed = self._vigil.failed or {}
+        code, met = failed.get("exit_code", UserError.exit_code), failed.get("divergence")
         assert isinstance(code, int)
-        met = failed.get("divergence")
         diverged = Divergence(**met) if isinstance(met, dict) else None  # pyright: ignore[reportArgumentType]
         return Outcome(False, saved, saved, 0.0, why, None, diverged, code)
 
-    def leave(why: str) -> None:
-        """End this process, whose main thread waits for one that is lost."""
-        outcome, text = lost(why), why
-        if run is not None:
+    def _leave(self, why: str) -> None:
+        """End this process, whose main thread waits for one that is lost. One process says why."""
+        outcome = self._lost(why)
+        if self._run is None:
+            self.say_for_leader(outcome)
+        else:
             try:
-                run.conclude(outcome)
+                self._run.conclude(outcome)
             except UserError as error:
-                text = str(error)
-        if run is not None or (found.rank == 1 and why.startswith(vigil.name(0))):
-            os.write(terminal, f"error: {hidden(text)}\n".encode())
+                self._say(str(error))
         os._exit(outcome.exit_code)
 
-    vigil = Vigil(board.again(), found.rank, others, recipe.runtime.patience, pulse, leave, notices.tell)
-    vigil.begin()
-    missing = board.lacking([f"beat/{rank}" for rank in others], recipe.runtime.patience)
-    if missing:
-        return lost(f"{vigil.name(int(missing[0].partition('/')[2]))} ended before the run began")
-    notices.listen(vigil)
-    controller = None
-    try:
-        meeting = Meeting(found.host, found.port, store=board.store)
-        controller = join(recipe, found.rank, 0, meeting, pulse.waiting)
-        outcome = train_part(loaded, whole, controller, None, pulse, stop, part.begun, resume=resume)
-        if run is not None and not outcome.error and not vigil.all_ended():
-            outcome = lost(vigil.lost)
-    except Exception as error:
-        why = vigil.broken(2 * PATIENCE) if _of_connection(error) else ""
-        if not why:
-            vigil.close({"error": f"{vigil.name(found.rank)} failed: {_last_line(error)}", "exit_code": 1})
-            raise
-        outcome = lost(why)
-    finally:
-        notices.listen(None)
-    error = None if outcome.error is None else f"controller {found.rank} of {found.size}: {outcome.error}"
-    met = None if outcome.divergence is None else asdict(outcome.divergence)
-    vigil.close({"error": error, "exit_code": outcome.exit_code, "divergence": met})
-    return outcome
+    def say_for_leader(self, outcome: Outcome) -> None:
+        """Say why the run ends where process 0 cannot: it is lost itself. Process 1 says it for all."""
+        why = outcome.error or ""
+        if self._found.rank == 1 and why.startswith(self._vigil.name(0)):
+            again = resumed(self._loaded, self._found.command(command(self._loaded, self._whole.path)))
+            self._say(f"{why}\nsteps up to {outcome.saved} are saved; continue with: {again}")
+
+    def _say(self, text: str) -> None:
+        os.write(self._terminal, f"error: {hidden(text)}\n".encode())
 
 
 def _of_connection(error: Exception) -> bool:

@@ -72,19 +72,27 @@ class Vigil:
         """Who was lost, and how; empty as long as nobody is."""
         self.failed: JsonObject | None = None
         """The last note of a process that has ended with an error; ``lost`` is then that error."""
+        self._asked = 0.0
+        """When the board was asked something that it has not answered; 0 if it has."""
         self._thread = threading.Thread(target=self._run, name="vigil", daemon=True)
+        self._second = threading.Thread(target=self._see_board, name="vigil-board", daemon=True)
 
     def begin(self) -> None:
-        """Give the first sign of life, and start."""
+        """Give the first sign of life."""
         self._beat(0)
+
+    def watch(self) -> None:
+        """Start, once all have given a first sign of life."""
         self._thread.start()
+        self._second.start()
 
     def close(self, end: JsonObject | None = None) -> None:
         """Stop; ``end`` tells the others how this process ended: with ``error``, or with an empty one."""
         self._closing.set()
-        self._thread.join(timeout=_LEAVE)
+        if self._thread.is_alive():
+            self._thread.join(timeout=_LEAVE)
         self._end = end
-        if end is not None:
+        if end is not None and not self.lost:
             with suppress(GoneError):
                 self._beat(-1)
 
@@ -121,9 +129,12 @@ class Vigil:
         while not self._closing.wait(_EVERY):
             number += 1
             try:
+                self._asked = time.monotonic()
                 self._beat(number)
                 self.lost = self._look()
+                self._asked = 0.0
             except GoneError:
+                self._asked = 0.0
                 self.lost = f"{self.name(0)} has ended, or the launcher on its host: where all meet nobody answers"
             if self.lost:
                 with suppress(GoneError):
@@ -131,6 +142,16 @@ class Vigil:
                 if not self._closing.wait(_LEAVE):
                     self._leave(self.lost)
                 return
+
+    def _see_board(self) -> None:
+        """Watch the other thread: the board does not answer as long as the process that keeps it is stopped."""
+        while not self._closing.wait(_EVERY) and not self.lost:
+            asked = self._asked
+            seconds = time.monotonic() - asked if asked else 0.0
+            if seconds > 4 * _EVERY and (why := self._silent(0, seconds) if self._rank else ""):
+                self.lost = why
+                if not self._closing.wait(_LEAVE):
+                    self._leave(why)
 
     def _beat(self, number: int) -> None:
         stuck = None if self._end else self._pulse.stuck()
