@@ -16,7 +16,7 @@ import typer
 
 from mmrl.cli import check, compare, data, fetch, init, judge, recipes, rewards, runs, sample, simulate, soup
 from mmrl.errors import UserError
-from mmrl.quiet import be_quiet
+from mmrl.quiet import be_quiet, warn_plainly
 from mmrl.secrets import hidden
 
 app = typer.Typer(
@@ -95,6 +95,7 @@ def show_log(level: str) -> None:
 def main() -> None:
     """Entry point of ``mmrl`` and ``python -m mmrl.cli``."""
     be_quiet()
+    warn_plainly()
     try:
         show_log(os.environ.get("MMRL_LOG", "warning"))
         app(prog_name="mmrl")
