@@ -51,9 +51,7 @@ def _unlike(name: str, attribute: str) -> str:
     if not attribute:
         return "defines no plug-in; name one in it, as in file.py:score"
     found = load_from_file(name)
-    takes = (
-        f"takes {inspect.signature(found)}" if inspect.isfunction(found) else "is no function and no plug-in's class"
-    )
+    takes = f"takes {inspect.signature(found)}" if inspect.isfunction(found) else "is no plug-in"
     return f"{takes}; a reward takes (samples, *, context), a data set (split), a pipeline (recipe)"
 
 
