@@ -2,7 +2,8 @@
 
 The score is Flow-GRPO's (arXiv 2505.05470): 1 - edit distance / length of the words, without blanks and case; 1 where
 the words stand anywhere in what was read, 0 at worst. The words are ``prompt.meta[meta]`` where there are any, else
-what stands first in double quotes in the prompt. Departures: Flow-GRPO reads with PaddleOCR, of which ``engine:
+what stands first in double quotes in the prompt. The part ``correct`` is 1 where these words alone were read: no more,
+no less. Departures: Flow-GRPO reads with PaddleOCR, of which ``engine:
 rapidocr`` has the networks in another version, and scores a picture that it fails to read 0.
 """
 
@@ -67,12 +68,17 @@ class OCR(Sleeping):
         model, self.processor = _load(path, dtype)
         self.model = self.frozen(model, lambda: _load(path, dtype)[0])
 
-    def score(self, samples: Sequence[Sample], *, context: Context) -> list[float | Failed]:
-        """One number per sample; a prompt that asks for no words fails."""
+    def score(self, samples: Sequence[Sample], *, context: Context) -> dict[str, Sequence[float | Failed]]:
+        """``score`` and ``correct`` of each sample; a prompt that asks for no words fails."""
         wanted = [self._words(sample) for sample in samples]
         asked = [i for i, words in enumerate(wanted) if isinstance(words, str)]
         read = dict(zip(asked, self.read([samples[i].image for i in asked], context), strict=True)) if asked else {}
-        return [words if isinstance(words, Failed) else likeness(read[i], words) for i, words in enumerate(wanted)]
+        rows: dict[str, list[float | Failed]] = {"score": [], "correct": []}
+        for i, words in enumerate(wanted):
+            failed = isinstance(words, Failed)
+            rows["score"].append(words if failed else likeness(read[i], words))
+            rows["correct"].append(words if failed else float(_bare(read[i]) == _bare(words)))
+        return {**rows}
 
     def read(self, images: Sequence[Any], context: Context) -> list[str]:
         """The text in each picture, as the model writes it down (greedily), or line by line."""
@@ -139,6 +145,7 @@ def _rapid(side: int) -> Any:
     return RapidOCR(
         params={
             "Global.log_level": "critical",
+            "Global.use_cls": False,  # it would turn some short words upside down: DOD is read as POP
             "Det.limit_type": "min",
             "Det.limit_side_len": side,
             "EngineConfig.onnxruntime.intra_op_num_threads": threads,

@@ -38,6 +38,7 @@ allow_cpu_only()  # before diffusers imports torchvision
 
 # ruff: noqa: E402
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     CLIPTextConfig,
@@ -55,8 +56,11 @@ TEXT_LENGTH = 12
 """Tokens per encoder: the longest caption has eight words, and each word is one token."""
 
 
-def build(captions: list[str]) -> StableDiffusion3Pipeline:
-    """A random StableDiffusion3Pipeline of 3.5 M parameters for 32 px pictures (8 x 8 x 8 latents)."""
+def build(captions: list[str], side: int = 8) -> StableDiffusion3Pipeline:
+    """A random StableDiffusion3Pipeline of 3.5 M parameters for pictures of up to ``side`` x ``side`` latents of 8.
+
+    The VAE makes one latent of 4 x 4 pixels. Words that are not in ``captions`` are tokenized as characters.
+    """
     clip_tokenizer = _clip_tokenizer(captions)
     words = t5_tokenizer(captions)
     clip = CLIPTextConfig(
@@ -83,10 +87,10 @@ def build(captions: list[str]) -> StableDiffusion3Pipeline:
         up_block_types=("UpDecoderBlock2D",) * 3,
         use_quant_conv=False,
         use_post_quant_conv=False,
-        sample_size=32,
+        sample_size=4 * side,
     )
     transformer = SD3Transformer2DModel(
-        sample_size=8,
+        sample_size=side,
         patch_size=1,
         in_channels=8,
         out_channels=8,
@@ -96,7 +100,7 @@ def build(captions: list[str]) -> StableDiffusion3Pipeline:
         caption_projection_dim=128,
         joint_attention_dim=128,
         pooled_projection_dim=128,
-        pos_embed_max_size=8,
+        pos_embed_max_size=side,
     )
     return StableDiffusion3Pipeline(
         transformer=transformer,
@@ -137,22 +141,26 @@ def t5_tokenizer(captions: list[str], length: int = TEXT_LENGTH) -> T5Tokenizer:
     return T5Tokenizer(vocab=specials + pieces, extra_ids=0, model_max_length=length)
 
 
-def draw(prompts: list[Prompt], n: int, seed: int) -> tuple[list[str], torch.Tensor]:
+def draw(n: int, seed: int) -> tuple[list[str], torch.Tensor]:
     """``n`` captions, each sort equally often, and their pictures as float32 ``[n, 3, 32, 32]`` in [-1, 1]."""
     shapes = mmrl.load("datasets", "shapes")
+    prompts: list[Prompt] = shapes.prompts("all")
     rng = random.Random(seed)
     sorts = [[p for p in prompts if p.meta["task"] == t] for t in ("count", "side", "relation")]
     chosen = [rng.choice(sorts[i % 3]) for i in range(n)]
-    pixels = np.stack([np.asarray(shapes.draw(shapes.scene(p, rng))) for p in chosen])
-    images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
-    return [p.text for p in chosen], images
+    return [p.text for p in chosen], pixels([shapes.draw(shapes.scene(p, rng)) for p in chosen])
+
+
+def pixels(pictures: list[Image.Image]) -> torch.Tensor:
+    """Pictures of one size as float32 ``[n, 3, height, width]`` in [-1, 1]."""
+    return torch.from_numpy(np.stack([np.asarray(p) for p in pictures])).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def train_vae(vae: Any, images: torch.Tensor, minutes: float, log: Callable[..., None]) -> None:
     """Reconstruction by L1 + L2 with a light KL; then scaling and shift factors from the latents' statistics."""
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    started, step, generator = time.monotonic(), 0, torch.Generator().manual_seed(1)
-    while (spent := (time.monotonic() - started) / 60) < minutes:
+    started, step, generator = computed(), 0, torch.Generator().manual_seed(1)
+    while (spent := computed() - started) < minutes:
         set_lr(optimizer, 2e-3, step, spent / minutes)
         x = images[torch.randint(len(images), (32,), generator=generator)]
         posterior = vae.encode(x).latent_dist
@@ -180,9 +188,9 @@ def train_flow(
     parameters = list(itertools.chain.from_iterable(m.parameters() for m in modules))
     average = [p.detach().clone() for p in parameters]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    started, step, generator = time.monotonic(), 0, torch.Generator().manual_seed(2)
+    started, step, generator = computed(), 0, torch.Generator().manual_seed(2)
     running: list[float] = []
-    while (spent := (time.monotonic() - started) / 60) < minutes:
+    while (spent := computed() - started) < minutes:
         set_lr(optimizer, 1e-3, step, spent / minutes)
         rows = torch.randint(len(latents), (64,), generator=generator)
         x0, eps = latents[rows], torch.randn(64, *latents.shape[1:], generator=generator)
@@ -217,21 +225,25 @@ def train_flow(
             p.copy_(a)
 
 
+def computed() -> float:
+    """Minutes for which each thread of this process has computed: other work on the machine does not count."""
+    return time.process_time() / 60 / torch.get_num_threads()
+
+
 def set_lr(optimizer: torch.optim.Optimizer, peak: float, step: int, done: float) -> None:
     """100 steps of warm-up, then a linear fall to a tenth over the time allowed (``done`` in [0, 1])."""
     optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / 100) * (1 - 0.9 * done)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory to write the pipeline to")
-    parser.add_argument("--pictures", type=int, default=40_000)
-    parser.add_argument("--vae-minutes", type=float, default=4.0)
-    parser.add_argument("--flow-minutes", type=float, default=20.0)
-    parser.add_argument("--vae-from", type=Path, help="take the VAE of this pipeline and train the rest only")
-    parser.add_argument("--continue-from", type=Path, help="go on training the rest of this pipeline; its log is kept")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    arguments = parser.parse_args()
+def make(
+    command: str,
+    about: str | None,
+    draw: Callable[[int, int], tuple[list[str], torch.Tensor]],
+    vocabulary: list[str],
+    side: int,
+) -> None:
+    """Train a model on what ``draw(n, seed)`` gives, as the command line says; write it and its log."""
+    arguments = parse(about)
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -243,13 +255,12 @@ def main() -> None:
             print(json.dumps(row), file=lines, flush=True)
             print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
 
-        log(command=shlex.join(["python", "-m", "tools.make_models.shapes_sd3", *sys.argv[1:]]))
-        prompts = mmrl.load("datasets", "shapes").prompts("all")
-        captions, images = draw(prompts, arguments.pictures, seed=len(earlier))
+        log(command=shlex.join(["python", "-m", command, *sys.argv[1:]]))
+        captions, images = draw(arguments.pictures, len(earlier))
         if arguments.continue_from:
             pipe = StableDiffusion3Pipeline.from_pretrained(arguments.continue_from, dtype=torch.float32)
         else:
-            pipe = build([p.text for p in prompts])
+            pipe = build(vocabulary, side)
             if arguments.vae_from:
                 vae = AutoencoderKL.from_pretrained(arguments.vae_from / "vae", dtype=torch.float32)
                 pipe.register_modules(vae=vae)
@@ -261,6 +272,24 @@ def main() -> None:
         latents = (z - config.shift_factor) * config.scaling_factor
         train_flow(pipe, captions, latents, arguments.flow_minutes, log)
     pipe.to(dtype=torch.float16).save_pretrained(arguments.out)
+
+
+def parse(about: str | None) -> argparse.Namespace:
+    """The command line of a maker."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory to write the pipeline to")
+    parser.add_argument("--pictures", type=int, default=40_000)
+    parser.add_argument("--vae-minutes", type=float, default=4.0, help="computing time of each thread")
+    parser.add_argument("--flow-minutes", type=float, default=20.0, help="computing time of each thread")
+    parser.add_argument("--vae-from", type=Path, help="take the VAE of this pipeline and train the rest only")
+    parser.add_argument("--continue-from", type=Path, help="go on training the rest of this pipeline; its log is kept")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    vocabulary = [p.text for p in mmrl.load("datasets", "shapes").prompts("all")]
+    make("tools.make_models.shapes_sd3", __doc__, draw, vocabulary, side=8)
 
 
 if __name__ == "__main__":
