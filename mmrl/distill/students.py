@@ -137,17 +137,17 @@ class Students(nn.Module):
         half = width // 2
         self.see = nn.Sequential(
             nn.Conv2d(3, half, 3, stride=2, padding=1),
-            nn.GroupNorm(4, half),
             nn.GELU(),
             nn.Conv2d(half, width, 3, stride=2, padding=1),
-            nn.GroupNorm(4, width),
             nn.GELU(),
             nn.Conv2d(width, width, 3, padding=1),
-            nn.GroupNorm(4, width),
             nn.GELU(),
             nn.Conv2d(width, width, 3, stride=2, padding=1),
         )
-        self.seen = nn.LayerNorm(width)
+        for layer in self.see:
+            if isinstance(layer, nn.Conv2d):  # torch's own start is so small that the picture fades with each layer
+                nn.init.kaiming_normal_(layer.weight)
+        self.seen = nn.LayerNorm(width)  # of each place: a norm over places would take the picture's mean colour away
         places = (shape.side // 8) ** 2
         self.patch_places = nn.Parameter(0.02 * torch.randn(places, width))
         self.picture_places = nn.Parameter(0.02 * torch.randn(shape.pictures, width))
