@@ -131,6 +131,12 @@ class Saver:
         elif error is not None:
             raise error
 
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written; any thread may ask."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
     def wait(self) -> None:
         """Wait until nothing is being written; any thread may call it."""
         thread = self._thread

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from mmrl.config.loader import LoadedRecipe
     from mmrl.planner.gpus import Gpu
+    from mmrl.runtime.launchers import Launched
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
 ChangesArgument = Annotated[
@@ -43,17 +44,22 @@ OptionsOption = Annotated[
 
 
 def read_recipe(
-    recipe: str, changes: Sequence[str], run: Callable[[str], Path] | None = None, gpu: Gpu | None = None
+    recipe: str,
+    changes: Sequence[str],
+    run: Callable[[str], Path] | None = None,
+    gpu: Gpu | None = None,
+    found: Launched | None = None,
 ) -> LoadedRecipe:
     """The recipe with its overlays and overrides; sets the threads it asks for. Raises ``RecipeError``.
 
     ``run``: by the recipe's name, the directory of the run that goes on with it. ``gpu``: what ``model.dtype: auto`` is
-    chosen for, in place of this machine's device.
+    chosen for, in place of this machine's device. ``found``: the launcher that started this process as one of several.
     """
     from mmrl.config.dtype import chosen_by, with_choice
     from mmrl.config.loader import load_recipe
     from mmrl.config.schema import Recipe
     from mmrl.planner.gpus import planned_for
+    from mmrl.runtime.launchers import use_own_devices
 
     overlays = [text for text in changes if "=" not in text or os.path.isfile(text)]
     overrides = [text for text in changes if text not in overlays]
@@ -64,6 +70,8 @@ def read_recipe(
     def prepare(values: JsonObject) -> JsonObject:
         threads = values.get("threads", Recipe.model_fields["threads"].default)
         use_threads(threads if isinstance(threads, int) else None)  # before a choice imports torch
+        if found is not None:
+            use_own_devices(found, values.get("device"), values.get("devices_per_controller", 1))
         if gpu is not None:
             return planned_for(gpu, values)
         chosen = chosen_by(run(str(values.get("name")))) if run else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -58,18 +59,29 @@ def train(
     def directory(name: str) -> Path:
         return out or Path("runs") / name
 
+    from mmrl.runtime.launchers import launched
+
+    found = launched(os.environ)
     with rarely_collected():
-        loaded = read_recipe(recipe, changes or (), directory if resume else None)
+        loaded = read_recipe(recipe, changes or (), directory if resume else None, found=found)
         from mmrl.planner.plan import plan
         from mmrl.planner.render import render
+        from mmrl.runtime.joined import train as train_with_others
+        from mmrl.runtime.joined import with_processes
+        from mmrl.runtime.start import train as train_alone
 
+        loaded = loaded if found is None else with_processes(loaded, found)
         planned = plan(loaded)
-        render(planned, console(), short=True)
+        if found is None or found.leads:
+            render(planned, console(), short=True)
         if planned.problems:
             raise UserError("\n".join(["this recipe cannot run here", *planned.problems]))
-        from mmrl.runtime.start import train as run
+        loaded, out = replace(loaded, recipe=planned.recipe), directory(loaded.recipe.name)
 
-    run(replace(loaded, recipe=planned.recipe), directory(loaded.recipe.name), resume=resume, overwrite=overwrite)
+    if found is None:
+        train_alone(loaded, out, resume=resume, overwrite=overwrite)
+    else:
+        train_with_others(loaded, found, out, resume=resume, overwrite=overwrite)
 
 
 def plan(

@@ -75,7 +75,7 @@ class Group:
 
     ``devices``: devices per controller. ``rank`` and ``size`` then count devices, and the first device of a controller
     represents it: gradients are summed over all devices, everything else over controllers. ``waiting()`` is entered
-    while waiting for the others.
+    while waiting for the others. ``store``: where they meet, if not in one of their own at ``host``:``port``.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Group:
         listening: socket.socket | None = None,
         devices: int = 1,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        store: dist.Store | None = None,
     ) -> None:
         self.sent: Counter[str] = Counter()
         self.waited = 0.0
@@ -95,9 +96,10 @@ class Group:
         if name := interface_to(host):  # their default is the interface of the host's own name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-        handle = None if listening is None else listening.detach()
-        wait = timedelta(minutes=3)
-        store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=wait, master_listen_fd=handle)
+        if store is None:
+            handle = None if listening is None else listening.detach()
+            wait = timedelta(minutes=3)
+            store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=wait, master_listen_fd=handle)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
         self._controllers = None if devices == 1 else dist.new_group(range(0, size, devices), timeout=_PATIENCE)
         self.ranks: dist.ProcessGroup | None = dist.group.WORLD

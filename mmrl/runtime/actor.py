@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import socket
 import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext, suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-import mmrl
 from mmrl.checkpoint.run_state import saver_of
 from mmrl.config.loader import LoadedRecipe
-from mmrl.controller import Controller
-from mmrl.controller.peers import Group
 from mmrl.errors import UserError
 from mmrl.placement.multi_device import MultiDevice
 from mmrl.report import notices
 from mmrl.report.rundir import RunDir
 from mmrl.run import build
+from mmrl.runtime.program import Meeting, join, log_to, train_part, versions, watchdog
 from mmrl.runtime.stall_watchdog import StallWatchdog, Stuck
 from mmrl.runtime.worker import RemoteWorker, WorkerListener, call, serve
 from mmrl.session import Outcome, Session
@@ -32,11 +26,6 @@ from mmrl.stopping import Stop
 
 _SEEN = 5.0
 """Seconds for a file written on one node to become visible on the others."""
-
-
-PATIENCE = 10.0
-"""Seconds without an answer after which a stopped process counts as lost, and the least time after which a phase counts
-as stuck. For a process that is not stopped it is ``runtime.patience``."""
 
 
 class Beat(NamedTuple):
@@ -117,23 +106,16 @@ class Actor:
     def train(self, loaded: LoadedRecipe, path: str, host: str, port: int, *, resume: bool) -> Outcome:
         """Train this controller's part; what it prints goes into ``controllers/RANK.log`` of the run."""
         whole = RunDir(path)
-        _log_to(whole.path / "controllers" / f"{self._rank}.log", keep=resume)
-        directory = whole.of_controller(self._rank)
-        recipe = loaded.recipe
-        rewards = (*recipe.rewards, *recipe.eval.rewards)
-        slowest = PATIENCE + max((r.timeout * (r.retries + 1) for r in rewards), default=0.0)
-        least = {"reward": slowest, "evaluation": slowest}  # rewards have their own deadline
-        self._pulse = StallWatchdog(PATIENCE, least, ("sample", "reward") if recipe.placement.apart else ())
+        log_to(whole.path / "controllers" / f"{self._rank}.log", keep=resume)
+        self._pulse = watchdog(loaded.recipe)
         notices.listen(self)
-        controller = self._join(loaded, host, port)
+        meeting = Meeting(host, port, self._socket)
+        controller = join(loaded.recipe, self._rank, 0, meeting, self._pulse.waiting)
         devices = self._devices(loaded)
-        try:
-            session = self._session = Session(loaded, directory, controller, whole.checkpoints, devices, self._pulse)
-            if devices is not None:
-                devices.open(session.run)
-            return session.begin(self._stop, resume=resume)
-        except UserError as error:
-            return Outcome(False, 0, 0, 0.0, str(error))
+        return train_part(loaded, whole, controller, devices, self._pulse, self._stop, self._begun, resume=resume)
+
+    def _begun(self, session: Session) -> None:
+        self._session = session
 
     def serve(
         self, loaded: LoadedRecipe, path: str, host: str, port: int, address: str, key: bytes, *, resume: bool
@@ -143,8 +125,8 @@ class Actor:
         Returns the error that the user must fix, if this device cannot start.
         """
         whole = RunDir(path)
-        _log_to(whole.path / "controllers" / f"{self._rank}.{self._device}.log", keep=resume)
-        controller = self._join(loaded, host, port)
+        log_to(whole.path / "controllers" / f"{self._rank}.{self._device}.log", keep=resume)
+        controller = join(loaded.recipe, self._rank, self._device, Meeting(host, port))
         connection = call(self._device, address, key)
         try:
             run = build(loaded.recipe, loaded.root, controller)
@@ -153,16 +135,6 @@ class Actor:
         run.rewards.folder = whole.of_controller(self._rank).path
         serve(run, connection, saver_of(run, whole.checkpoints))
 
-    def _join(self, loaded: LoadedRecipe, host: str, port: int) -> Controller:
-        recipe = loaded.recipe
-        devices = recipe.placement.training(recipe.devices_per_controller)
-        rank, size = self._rank * devices + self._device, recipe.controllers * devices
-        if self._device >= devices or size == 1:  # it does not train, or trains alone
-            return Controller(recipe.seed, self._rank, recipe.controllers)
-        waiting = self._pulse.waiting if self._pulse else nullcontext
-        peers = Group(rank, size, host, port, self._socket, devices, waiting)
-        return Controller(recipe.seed, self._rank, recipe.controllers, peers)
-
     def _devices(self, loaded: LoadedRecipe) -> MultiDevice | None:
         """The controller's devices, after the others have connected; None if it has only one."""
         if self._listener is None:
@@ -170,19 +142,3 @@ class Actor:
         connections = self._listener.accept(loaded.recipe.devices_per_controller - 1)
         workers = [RemoteWorker(n, one, notices.tell, self.starting) for n, one in enumerate(connections, 1)]
         return MultiDevice(workers, loaded.recipe.placement, self.starting)
-
-
-def versions() -> str:
-    """The versions that must be the same on every node; for mmrl also a digest of the sources, for checkouts."""
-    sources = b"".join(path.read_bytes() for path in sorted(Path(mmrl.__file__).parent.rglob("*.py")))
-    code = hashlib.blake2b(sources, digest_size=4).hexdigest()
-    return f"Python {platform.python_version()}, mmrl {version('mmrl')} ({code}), torch {torch.__version__}"
-
-
-def _log_to(path: Path, keep: bool) -> None:
-    """Redirect this process's output to the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if keep else os.O_TRUNC), 0o644)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.close(file)

@@ -19,7 +19,7 @@ from mmrl.config.loader import LoadedRecipe
 from mmrl.errors import UnscoredError, UserError
 from mmrl.report.durations import duration
 from mmrl.report.rundir import RunDir
-from mmrl.runtime.actor import PATIENCE, Actor, Beat, versions
+from mmrl.runtime.actor import Actor, Beat
 from mmrl.runtime.cluster import (
     START_S,
     Cluster,
@@ -31,6 +31,7 @@ from mmrl.runtime.cluster import (
     scheduling_in,
 )
 from mmrl.runtime.process_probe import ProcessProbe, Silence
+from mmrl.runtime.program import PATIENCE, versions
 from mmrl.runtime.stall_watchdog import Stuck
 from mmrl.session import Outcome
 from mmrl.stopping import Stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +79,8 @@ class OpenRun:
     directory: RunDir
     stop: Stop
     found: Saved | None
+    launcher: Callable[[str], str] = str
+    """What makes of a command of ``mmrl`` the one that starts all processes of the run."""
 
     @property
     def recipe(self) -> Recipe:
@@ -92,7 +94,7 @@ class OpenRun:
     def conclude(self, outcome: Outcome) -> None:
         """Write the report of a finished run, or print how to continue it. Raises ``UserError`` if an error ended
         it."""
-        again = command(self.loaded, self.directory.path)
+        again = self.launcher(command(self.loaded, self.directory.path))
         if outcome.divergence is not None:
             raise UserError(settle(self.directory, outcome.divergence, self.recipe, again))
         if outcome.error:

@@ -1,0 +1,106 @@
+"""The program of a controller, whoever starts its process: join the others, load, train its part."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import mmrl
+from mmrl.config.loader import LoadedRecipe
+from mmrl.config.schema import Recipe
+from mmrl.controller import Controller
+from mmrl.controller.peers import Group
+from mmrl.errors import UserError
+from mmrl.placement.multi_device import MultiDevice
+from mmrl.report.rundir import RunDir
+from mmrl.runtime.stall_watchdog import StallWatchdog
+from mmrl.session import Outcome, Session
+from mmrl.stopping import Stop
+
+PATIENCE = 10.0
+"""Seconds without an answer after which a stopped process counts as lost, and the least time after which a phase counts
+as stuck. For a process that is not stopped it is ``runtime.patience``."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where all processes of a run meet: ``host:port``. The first listens there with the socket ``listening``, or all
+    use ``store``, which somebody else keeps."""
+
+    host: str
+    port: int
+    listening: socket.socket | None = None
+    store: dist.Store | None = None
+
+
+def watchdog(recipe: Recipe) -> StallWatchdog:
+    """The watchdog of a controller's progress; rewards have their own deadline."""
+    rewards = (*recipe.rewards, *recipe.eval.rewards)
+    slowest = PATIENCE + max((r.timeout * (r.retries + 1) for r in rewards), default=0.0)
+    least = {"reward": slowest, "evaluation": slowest}
+    return StallWatchdog(PATIENCE, least, ("sample", "reward") if recipe.placement.apart else ())
+
+
+def join(
+    recipe: Recipe,
+    rank: int,
+    device: int,
+    where: Meeting,
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Controller:
+    """Controller ``rank``, connected to the others, in the process of its ``device``."""
+    devices = recipe.placement.training(recipe.devices_per_controller)
+    place, size = rank * devices + device, recipe.controllers * devices
+    if device >= devices or size == 1:  # it does not train, or trains alone
+        return Controller(recipe.seed, rank, recipe.controllers)
+    peers = Group(place, size, where.host, where.port, where.listening, devices, waiting, where.store)
+    return Controller(recipe.seed, rank, recipe.controllers, peers)
+
+
+def train_part(
+    loaded: LoadedRecipe,
+    whole: RunDir,
+    controller: Controller,
+    devices: MultiDevice | None,
+    pulse: StallWatchdog,
+    stop: Stop,
+    begun: Callable[[Session], None],
+    *,
+    resume: bool,
+) -> Outcome:
+    """Train the controller's part of the run in ``whole``. ``begun`` gets the session once everything is loaded."""
+    directory = whole.of_controller(controller.rank)
+    try:
+        session = Session(loaded, directory, controller, whole.checkpoints, devices, pulse)
+        begun(session)
+        if devices is not None:
+            devices.open(session.run)
+        return session.begin(stop, resume=resume)
+    except UserError as error:
+        return Outcome(False, 0, 0, 0.0, str(error))
+
+
+def versions() -> str:
+    """The versions that must be the same on every node; for mmrl also a digest of the sources, for checkouts."""
+    sources = b"".join(path.read_bytes() for path in sorted(Path(mmrl.__file__).parent.rglob("*.py")))
+    code = hashlib.blake2b(sources, digest_size=4).hexdigest()
+    return f"Python {platform.python_version()}, mmrl {version('mmrl')} ({code}), torch {torch.__version__}"
+
+
+def log_to(path: Path, *, keep: bool) -> None:
+    """Redirect this process's output to the file; ``keep``: append to it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if keep else os.O_TRUNC), 0o644)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)

@@ -1,0 +1,261 @@
+"""Without Ray: torchrun's and Slurm's variables start the same program, one controller a process."""
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from mmrl.errors import UserError
+from mmrl.runtime.launchers import first_host, launched, own_devices
+from tests.ranks import Command
+from tests.ray_runs import ROOT, SMALL, UNHURRIED, ended, rows, wait_for
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "29500"}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODELIST": "n[07-08]",
+    "SLURM_JOB_ID": "9",
+}
+
+
+def test_the_variables_of_each_launcher_say_which_process_this_is():
+    found = launched(TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"})
+    assert found is not None
+    assert (found.rank, found.size, found.local, found.host, found.port) == (1, 4, 1, "10.0.0.4", 29500)
+    assert found.command("mmrl train sums") == "torchrun --nnodes 2 --nproc-per-node 2 -m mmrl train sums"
+    found = launched(SLURM)
+    assert found is not None
+    assert (found.rank, found.size, found.local, found.host) == (3, 4, 1, "n07")
+    assert 20000 <= found.port < 32768
+    assert launched(SLURM | {"MASTER_ADDR": "n8", "MASTER_PORT": "700"}).port == 700
+    assert launched({**SLURM, "SLURM_JOB_ID": "10"}).port != found.port
+
+
+def test_a_process_alone_is_not_one_of_several():
+    assert launched({}) is None
+    assert launched(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}) is None
+    script = SLURM | {"SLURM_PROCID": "0", "SLURM_TASK_PID": "7"}  # what a batch script has, before any srun
+    assert launched(script) is None
+    assert launched(script | {"SLURM_STEP_ID": "0"}) is not None
+    inside = SLURM | {
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+    }  # srun -n 1 of a larger job
+    assert launched(inside) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({k: v for k, v in TORCHRUN.items() if k != "MASTER_ADDR"}, ["MASTER_ADDR is not", "torchrun --nnodes N"]),
+        ({"RANK": "0"}, ["WORLD_SIZE and LOCAL_RANK and MASTER_ADDR and MASTER_PORT are not"]),
+        (TORCHRUN | SLURM, ["RANK=1", "SLURM_PROCID=3", "srun mmrl train RECIPE", "env -u SLURM_PROCID"]),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_NODELIST"}, ["SLURM_NODELIST is not set", "MASTER_ADDR"]),
+        ({k: v for k, v in SLURM.items() if k != "SLURM_NTASKS"}, ["SLURM_NTASKS is not"]),
+        (TORCHRUN | {"MASTER_PORT": "http"}, ["MASTER_PORT=http is no number"]),
+        (TORCHRUN | {"RANK": "4"}, ["process 4 of 4 cannot be", "0 to 3"]),
+    ],
+)
+def test_variables_that_say_nothing_or_too_much_are_refused_with_the_edit(environ, words):
+    with pytest.raises(UserError) as refused:
+        launched(environ)
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_the_first_host_of_a_list_of_nodes():
+    lists = {"vm": "vm", "a,b": "a", "n[07-09,12]": "n07", "n[3,5],m": "n3", "gpu[001-002]-ib": "gpu001-ib", "": ""}
+    assert {text: first_host(text) for text in lists} == lists
+
+
+def test_each_process_has_its_own_devices():
+    torchrun, slurm = launched(TORCHRUN), launched(SLURM)
+    assert own_devices(torchrun, None, 2) == "2,3"
+    assert own_devices(torchrun, "4,5,6,7", 1) == "5"
+    assert own_devices(slurm, "0,1", 1) == "1"
+    assert own_devices(slurm, "6,7", 2) == "6,7"  # --gpus-per-task=2: Slurm has given each its own
+    with pytest.raises(UserError, match=r"process 1 of this host needs 1 GPU of its own.*start fewer processes"):
+        own_devices(torchrun, "0", 1)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+def tasks(recipe, out, *words, size=2, each=(), vary=(), **more):
+    """The processes of a job as Slurm would start them. ``each``: words of one process; ``vary``: variables of one."""
+    port = free_port()
+    found = []
+    for rank in range(size):
+        slurm = {"SLURM_PROCID": rank, "SLURM_NTASKS": size, "SLURM_LOCALID": rank, "SLURM_JOB_ID": 1}
+        environ = {**os.environ, "SLURM_NODELIST": "localhost", "MASTER_PORT": port}
+        environ |= {key: str(value) for key, value in (slurm | more).items()} | dict(vary[rank] if vary else {})
+        own = each[rank] if each else ()
+        found.append(Command("mmrl.cli", ["train", recipe, *words, *own, "--out", out], ROOT, environ))
+    return found
+
+
+def unhurried(out):
+    reward = out.parent / "unhurried.py"
+    reward.write_text(UNHURRIED)
+    return f'rewards=[{{name: "{reward}:score"}}]'
+
+
+def same(out, other):
+    """Equal to the bit, but for what is measured in seconds and bytes."""
+    kept = [
+        [
+            {
+                k: v
+                for k, v in row.items()
+                if not k.startswith(("time/", "perf/", "memory/", "sent/", "balance/", "features/"))
+            }
+            for row in rows(o)
+        ]
+        for o in (out, other)
+    ]
+    assert kept[0] == kept[1]
+    assert rows(out, "heldout.jsonl") == rows(other, "heldout.jsonl")
+    name = "checkpoints/step_000004/weights.safetensors"
+    assert (out / name).read_bytes() == (other / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def by_slurm(tmp_path_factory):
+    """A run of two tasks with Slurm's variables, and what each printed."""
+    out = tmp_path_factory.mktemp("launched") / "slurm"
+    found = [ended(task) for task in tasks("sums", out, *SMALL)]
+    assert [code for code, _ in found] == [0, 0], found
+    return out, [said for _, said in found]
+
+
+@pytest.mark.slow
+def test_two_tasks_of_slurm_are_two_controllers_and_one_of_them_prints(by_slurm):
+    out, (said, other) = by_slurm
+    assert "done: 4 steps" in said
+    assert other == ""
+    assert sorted(p.name for p in (out / "controllers").iterdir()) == ["1", "1.log"]
+    assert "sums: 4/4 steps" in (out / "controllers" / "1.log").read_text()
+    assert rows(out)[-1]["sent/gradients"] > 0
+    assert (out / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_computes_the_same_to_the_bit(by_slurm, tmp_path):
+    out = tmp_path / "torchrun"
+    words = ["--nnodes", "1", "--nproc-per-node", "2", "--master-port", free_port(), "-m", "mmrl"]
+    code, said = ended(Command("torch.distributed.run", [*words, "train", "sums", *SMALL, "--out", out], ROOT))
+    assert code == 0, said
+    assert said.count("done: 4 steps") == 1
+    same(by_slurm[0], out)
+
+
+@pytest.mark.slow
+def test_ray_computes_the_same_to_the_bit(by_slurm, tmp_path):
+    pytest.importorskip("ray")
+    code, said = ended(Command("mmrl.cli", ["train", "sums", "controllers=2", *SMALL, "--out", tmp_path / "ray"], ROOT))
+    assert code == 0, said
+    same(by_slurm[0], tmp_path / "ray")
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named_and_the_job_resumes(by_slurm, tmp_path):
+    out = tmp_path / "killed"
+    words = [*SMALL, "runtime.patience=20s", unhurried(out)]
+    first, second = tasks("sums", out, *words)
+    wait_for(first, out, 2)
+    second.kill()
+    began = time.monotonic()
+    code, said = ended(first)
+    assert time.monotonic() - began < 20
+    assert code == 2
+    assert f"controller 1 of 2 (process {second.pid} on {socket.gethostname()}) has died" in said
+    assert "--resume" in said
+    assert "srun --ntasks 2 mmrl train" in said
+    found = [ended(task) for task in tasks("sums", out, *words, "--resume")]
+    assert [code for code, _ in found] == [0, 0], found
+    assert "resuming after step" in found[0][1]
+    whole = tmp_path / "whole"
+    found = [ended(task) for task in tasks("sums", whole, *words)]
+    assert [code for code, _ in found] == [0, 0], found
+    same(whole, out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_process_is_named_within_the_patience(tmp_path, victim):
+    out = tmp_path / "stopped"
+    job = tasks("sums", out, *SMALL, "runtime.patience=6s", unhurried(out))
+    wait_for(job[0], out, 1)
+    job[victim].send_signal(signal.SIGSTOP)
+    try:
+        code, said = ended(job[1 - victim], timeout=60)
+    finally:
+        job[victim].kill()
+    assert code == 2
+    assert f"controller {victim} of 2 (process {job[victim].pid}" in said
+    assert "no sign of life for" in said
+    assert "stopped (SIGSTOP)" in said
+
+
+def test_what_differs_between_processes_is_refused_before_a_model_is_loaded(tmp_path):
+    patience = "runtime.patience=30s"
+    cases = {
+        "another recipe than process 0: train.steps is 5, and 4 there": {"each": [(), ("train.steps=5",)]},
+        "is one of 3 processes, and process 0 one of 2": {"vary": [{}, {"SLURM_NTASKS": "3"}]},
+    }
+    for n, (expected, how) in enumerate(cases.items()):
+        out = tmp_path / str(n)
+        found = [ended(task, timeout=120) for task in tasks("sums", out, *SMALL, patience, **how)]
+        assert [code for code, _ in found] == [2, 2], found
+        said = found[0][1]
+        assert expected in " ".join(said.split()), said
+        assert "start all" in said
+        assert "error" not in found[1][1]
+        assert "load:" not in said
+        assert not out.exists()
+
+
+def test_a_number_of_controllers_that_is_not_that_of_the_processes_is_refused(tmp_path):
+    for code, said in [ended(task) for task in tasks("sums", tmp_path / "x", *SMALL, "controllers=3")]:
+        assert code == 2
+        assert "controllers: the recipe has 3 (command line), and srun started 2 processes" in said
+        assert "set controllers=2 or leave it out, or start 3 processes (--ntasks)" in said
+
+
+def test_a_process_that_does_not_come_is_named(tmp_path):
+    first, _ = job = tasks("sums", tmp_path / "x", *SMALL, "runtime.patience=3s")
+    job[1].kill()
+    code, said = ended(first)
+    assert code == 2
+    assert "of 2 processes 1 did not come within 3.0 s (runtime.patience)" in said
+
+
+def test_an_address_of_process_0_that_only_its_host_reaches_is_refused(tmp_path):
+    first, second = tasks("sums", tmp_path / "x", *SMALL, "runtime.patience=3s", SLURM_NNODES=2)
+    code, said = ended(first)
+    second.kill()
+    assert code == 2
+    assert "on 2 hosts, and localhost is" in said
+    assert "set MASTER_ADDR" in said
+
+
+@pytest.mark.slow
+def test_what_the_user_must_mend_in_one_process_ends_all_and_is_said_once(tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "import os\nimport mmrl\n\n@mmrl.reward(inputs=('text',))\ndef score(samples, *, context):\n"
+        "    if context.step == 1 and os.environ['SLURM_PROCID'] == '1':\n        raise ValueError('no luck')\n"
+        "    return [0.5 * (s.id.sample % 2) for s in samples]\n"
+    )
+    reward = f'rewards=[{{name: "{tmp_path / "bad.py"}:score"}}]'
+    (code, said), (other, silent) = [ended(task) for task in tasks("sums", tmp_path / "x", *SMALL, reward)]
+    assert (code, other) == (2, 2)
+    assert "controller 1 of 2: " in said
+    assert "no luck" in said
+    assert "steps up to 1 are saved; fix it, then: srun --ntasks 2 mmrl train" in said
+    assert silent == ""
