@@ -14,7 +14,7 @@ import sys
 
 import typer
 
-from mmrl.cli import check, compare, data, fetch, init, judge, recipes, rewards, runs, sample, simulate, soup
+from mmrl.cli import check, compare, data, distill, fetch, init, judge, recipes, rewards, runs, sample, simulate, soup
 from mmrl.errors import UserError
 from mmrl.quiet import be_quiet, warn_plainly
 from mmrl.secrets import hidden
@@ -42,6 +42,7 @@ for _command in (
     check.check,
     rewards.serve,
     judge.judge,
+    distill.distill,
     recipes.ls,
     recipes.cp,
     init.init,
