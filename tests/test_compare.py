@@ -142,7 +142,7 @@ def test_what_cannot_be_compared_is_named_with_the_edit(runs, tmp_path):
     a = runs / "a0"
     for paths, measure, said in (
         ([], None, "needs two runs or more, and got 0"),
-        ([a], None, f"mmrl report {a} shows one run"),
+        ([a], None, f"the report of {a} shows one run"),
         ([a, a], None, "is given twice"),
         ([a, tmp_path], None, f"there is no run in {tmp_path}"),
         ([a, pictures], None, "different modalities"),
@@ -155,6 +155,15 @@ def test_what_cannot_be_compared_is_named_with_the_edit(runs, tmp_path):
         with pytest.raises(UserError, match=said):
             compare_runs(paths, measure)
     assert compare_runs([a, shared], "reward/number").measure == "reward/number"
+
+
+def test_from_python_the_messages_name_arguments(runs, tmp_path):
+    _, shared, *_ = bad(tmp_path)
+    with pytest.raises(UserError, match=r"all have: measure='reward/number/correct' \(or reward/number\)"):
+        mmrl.compare(runs / "a0", shared)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="give another file with out="):
+        mmrl.compare(runs / "a0", shared, measure="reward/number", out=tmp_path / "file" / "page.html")
 
 
 def test_runs_without_figures_of_samples_are_compared_without_an_interval(tmp_path):

@@ -20,6 +20,7 @@ BY_PLACE = {
         (
             "mmrl/cli/compare.py",
             "mmrl/cli/data.py",
+            "mmrl/cli/distill.py",
             "mmrl/cli/fetch.py",
             "mmrl/cli/judge.py",
             "mmrl/cli/runs.py",

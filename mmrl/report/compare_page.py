@@ -27,8 +27,9 @@ PROMPTS = 12
 _WORDS = {"higher": "is higher than", "lower": "is lower than"}
 
 
-def write_comparison(found: Comparison, out: Path) -> Path:
-    """Write the page to the file ``out`` and return it. Raises ``UserError`` where that cannot be written."""
+def write_comparison(found: Comparison, out: Path, *, flag: str = "--out") -> Path:
+    """Write the page to the file ``out`` and return it; ``flag``: how the caller gives it. Raises ``UserError`` where
+    that cannot be written."""
     html = template("compare.html").render(
         title=f"Held-out {name_of(found.measure)}",
         measure=found.measure,
@@ -44,7 +45,7 @@ def write_comparison(found: Comparison, out: Path) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, hidden(html))
     except OSError as error:
-        raise UserError(f"cannot write {out} ({error.strerror or error}); give another file with --out") from error
+        raise UserError(f"cannot write {out} ({error.strerror or error}); give another file with {flag}") from error
     return out
 
 

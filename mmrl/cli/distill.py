@@ -1,0 +1,94 @@
+"""``distill``: train small students on a judge's verdicts, and write them as a reward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mmrl.cli.arguments import ChangesArgument, CheckpointOption, console, read_recipe, use_threads_of
+from mmrl.cli.json_output import JsonOption, json_alone
+from mmrl.errors import UserError
+from mmrl.garbage import rarely_collected
+
+if TYPE_CHECKING:
+    from mmrl.distill.distilling import Outcome, Source
+
+
+def distill(
+    source: Annotated[
+        str, typer.Argument(metavar="RECIPE|RUN", help="A recipe with a judge, or a run, whose trained policy samples.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write; must not exist yet.")],
+    changes: ChangesArgument = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples to draw and to ask the judge about.")] = 2048,
+    reward: Annotated[
+        str | None, typer.Option(metavar="LABEL", help="Which reward.", show_default="its only judge")
+    ] = None,
+    also: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Use the verdicts of this earlier distillation too; may be repeated."),
+    ] = None,
+    checkpoint: CheckpointOption = "latest",
+    passes: Annotated[int, typer.Option(min=1, help="The most passes over the verdicts that train the students.")] = 40,
+    seed: Annotated[int, typer.Option(help="Of the students' first weights and of the held-out part.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Distil a judge into a reward that costs next to nothing: rewards: [{name: distilled, options: {path: DIR}}].
+
+    Prints how well the students agree with verdicts that they were not trained on.
+    """
+    with rarely_collected():
+        opened = _opened(source, changes or [], checkpoint)
+        from mmrl.distill.distilling import distil
+        from mmrl.distill.training import Settings
+
+    def made() -> Outcome:
+        return distil(opened, out, samples, reward, also or (), Settings(epochs=passes, seed=seed))
+
+    if as_json:
+        with json_alone() as write:
+            write(made().as_json())
+    else:
+        _show(made())
+        print(out)
+
+
+def _opened(source: str, changes: list[str], checkpoint: str) -> Source:
+    run = Path(source)
+    if not run.is_dir():
+        loaded = read_recipe(source, changes)
+        from mmrl.distill.distilling import Source
+
+        return Source(loaded.recipe, loaded.root)
+    if changes:
+        raise UserError(
+            f"{changes[0]}: a run keeps the settings that it was trained with; name a recipe to change them"
+        )
+    use_threads_of(run)
+    from mmrl.distill.distilling import Source
+    from mmrl.run import open_run
+
+    return Source(open_run(run)[0], run, run, checkpoint)
+
+
+def _show(made: Outcome) -> None:
+    from rich.table import Table
+
+    print(f"{made.verdicts} verdicts, {made.asked} of them new; students on those held out:")
+    table = Table(box=None, pad_edge=False)
+    for name in ("student", "order of pairs", "95 %", "Spearman", "Kendall", "AUC", "calibration error", "mean error"):
+        table.add_column(name, justify="right")
+    for name, one in made.agreements.items():
+        value, low, high = one.order
+        figures = (one.spearman, one.kendall, one.area, one.calibration, one.error)
+        table.add_row(name, f"{value:.3f}", f"{low:.3f} to {high:.3f}", *(f"{figure:.3f}" for figure in figures))
+    console().print(table)
+    first = next(iter(made.agreements.values()))
+    print(
+        f"{first.samples} samples of {first.prompts} prompts; the order of {first.pairs} pairs of one group, chance 0.5"
+    )
+    print(f"the reward asks the student {made.student}; with options.judge_below it asks the judge too:")
+    for one in made.askings:
+        print(f"  judge_below: {one.threshold:.3f}   asked {one.asked:.1%}   order of pairs {one.order:.3f}")

@@ -1,0 +1,208 @@
+"""Distil a judge: collect its verdicts, train the students, calibrate and measure them, and write the folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mmrl.config.evaluation_checks import label_of
+from mmrl.config.names import resolve_drop_in, resolve_options
+from mmrl.config.schema import Recipe, Reward
+from mmrl.distill.collection import collect, open_policy
+from mmrl.distill.folder import STUDENTS, Record, Student, read, write
+from mmrl.distill.formulas import platt
+from mmrl.distill.measuring import Agreement, Asking, agreement, askings
+from mmrl.distill.sides import VERDICTS, Pairs, read_pairs, sides_of, write_pairs
+from mmrl.distill.students import Shape, Students
+from mmrl.distill.training import Settings, Table, scores, split, table_of, train
+from mmrl.errors import UserError
+from mmrl.export import new_directory, refuse_taken
+from mmrl.json_types import JsonObject, as_object, as_text
+from mmrl.rewards.loading import Found, find
+
+_LEAST_PROMPTS = 8
+_EQUAL = 1e-6
+
+
+@dataclass(frozen=True)
+class Source:
+    """Whose policy is sampled and whose judge is asked: a recipe with the folder of its paths, or a ``run``."""
+
+    recipe: Recipe
+    root: Path
+    run: Path | None = None
+    checkpoint: str = "latest"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The held-out agreement of each student, the ``student`` that the folder names, and what thresholds would do."""
+
+    verdicts: int
+    asked: int
+    agreements: dict[Student, Agreement]
+    student: Student
+    askings: list[Asking]
+
+    def as_json(self) -> JsonObject:
+        return {
+            "verdicts": self.verdicts,
+            "new_verdicts": self.asked,
+            "student": self.student,
+            "heldout": {name: found.as_json() for name, found in self.agreements.items()},
+            "judge_below": [one.as_json() for one in self.askings],
+        }
+
+
+def distil(
+    source: Source,
+    out: Path,
+    samples: int,
+    reward: str | None = None,
+    also: Sequence[Path] = (),
+    settings: Settings | None = None,
+) -> Outcome:
+    """Ask the judge of ``source`` about ``samples`` new samples, train students, and write them into the new folder
+    ``out``.
+
+    ``reward``: the label of the judge, needed where there are several. ``also``: folders of earlier distillations,
+    whose verdicts are used too. Raises ``UserError`` for a judge that cannot be distilled, for verdicts that teach
+    nothing, and where no student is better than chance.
+    """
+    refuse_taken(out)
+    judge, found = judge_of(source.recipe, source.root, reward)
+    before = Pairs()
+    for folder in also:
+        before.extend(read_pairs(folder / VERDICTS))
+    context = open_policy(source.recipe, source.root, judge, source.run, source.checkpoint)
+    with new_directory(out, "the distilled judge") as aside:
+        try:
+            made = collect(context, samples, aside)
+        finally:
+            context.rewards.close()
+            context.pipeline.close()
+            context.compute.devices.close()
+        if made.failed:
+            print(f"warning: {made.failed} samples have no verdict: {made.reason}", file=sys.stderr)
+        pairs = Pairs(*sides_of(made.samples), made.values, made.groups)
+        asked = len(pairs)
+        pairs.extend(before)
+        check(pairs)
+        options = resolve_options(source.root, judge.options, found.declaration.paths)
+        options = {key: value for key, value in options.items() if key != "budget"}
+        device = str(context.compute.device)
+        students, record, outcome = fitted(pairs, settings or Settings(), device)
+        outcome = replace(outcome, asked=asked)
+        named = {"name": resolve_drop_in(source.root, judge.name), "options": options}
+        record = replace(record, judge=named, figures=outcome.as_json())
+        write(aside, record, students)
+        write_pairs(aside / VERDICTS, pairs)
+    return outcome
+
+
+def judge_of(recipe: Recipe, root: Path, label: str | None) -> tuple[Reward, Found]:
+    """The reward to distil; of a ``distilled`` one the judge that it was distilled from. Raises ``UserError``."""
+    labels = {label_of(one.name, one.label): one for one in recipe.rewards}
+    usual = [name for name, one in labels.items() if one.name.partition(":")[0] in ("judge", "distilled")]
+    wanted = usual if label is None else [name for name in labels if name == label]
+    if len(wanted) != 1:
+        kind = "judges" if label is None else f"rewards called {label!r}"
+        raise UserError(f"the recipe has {len(wanted)} {kind}; name one with --reward ({', '.join(labels)})")
+    chosen = labels[wanted[0]]
+    found = find(chosen.name, root)
+    if chosen.name.partition(":")[0] == "distilled":
+        options = resolve_options(root, chosen.options, found.declaration.paths)
+        said = as_object(read(Path(as_text(options["path"]))).judge)
+        chosen = chosen.model_copy(update={"name": as_text(said["name"]), "options": dict(as_object(said["options"]))})
+        found = find(chosen.name, root)
+    if found.declaration.differentiable or found.reads(
+        resolve_options(root, chosen.options, found.declaration.paths)
+    ) not in (("image",), ("text",)):
+        raise UserError(f"the reward {wanted[0]} does not read pictures or texts alone, so it cannot be distilled")
+    if chosen.options.get("mode") == "steps":
+        raise UserError("options.mode: steps gives verdicts of single steps, and a distilled judge one of a sample")
+    return chosen, found
+
+
+def check(pairs: Pairs) -> None:
+    """Raise ``UserError`` for verdicts that teach nothing."""
+    low, high = min(pairs.verdicts), max(pairs.verdicts)
+    if low < -_EQUAL or high > 1 + _EQUAL:
+        raise UserError(
+            f"the scores go from {low:.3g} to {high:.3g}, and verdicts are from 0 to 1; distil a judge, or a reward in "
+            "that range"
+        )
+    if high - low < _EQUAL:
+        raise UserError(
+            f"all {len(pairs)} verdicts are equal ({low:.3g}), so they teach nothing; look at the judge with mmrl "
+            "judge, or take a policy whose samples are good and bad"
+        )
+    prompts = len({side.text for side in pairs.prompts})
+    if prompts < _LEAST_PROMPTS:
+        raise UserError(
+            f"the verdicts are about {prompts} prompts, and {_LEAST_PROMPTS} are needed, so that some can be held out; "
+            "raise --samples"
+        )
+
+
+def fitted(pairs: Pairs, settings: Settings, device: str) -> tuple[Students, Record, Outcome]:
+    """Students trained on ``pairs``, with what their folder says (but for the judge), and their held-out agreement.
+
+    Raises ``UserError`` where none is better than chance.
+    """
+    pictures = max(max(len(side.pictures) for side in of) for of in (pairs.prompts, pairs.answers))
+    shape = Shape(pictures=max(1, pictures), side=_side(pairs))
+    table = table_of(pairs.prompts, pairs.answers, pairs.verdicts, pairs.groups, shape)
+    parts = [table.part(groups) for groups in split(table, settings.seed)]
+    answers = "text" if any(side.text for side in pairs.answers) or not pairs.answers[0].pictures else "image"
+    settings = replace(settings, others=1.0 if answers == "image" else 0.0)
+    students = train(parts[0], parts[1], shape, settings, device)
+    lines: dict[Student, tuple[float, float]] = {}
+    found: dict[Student, Agreement] = {}
+    logits = [dict(zip(STUDENTS, scores(students, part, device), strict=True)) for part in parts[1:]]
+    places = table.prompts.pictures.shape[1], table.answers.pictures.shape[1]
+    record = Record(shape, answers, places, lines, "interaction", {}, {})
+    for name in STUDENTS:
+        lines[name] = platt(logits[0][name], parts[1].verdicts)
+        found[name] = _agreement(record.verdicts(logits[1][name], name), parts[2])
+    _refuse_chance(found, lines)
+    student = max(STUDENTS, key=lambda name: (lines[name][0] > 0, found[name].order[0], found[name].spearman))
+    chosen = record.verdicts(logits[1][student], student)
+    outcome = Outcome(len(pairs), 0, found, student, askings(chosen, parts[2].verdicts, _numbers(parts[2])))
+    return students, replace(record, student=student), outcome
+
+
+def _agreement(said: torch.Tensor, part: Table) -> Agreement:
+    return agreement(said, part.verdicts, _numbers(part), part.of_prompt.tolist())
+
+
+def _numbers(part: Table) -> list[int]:
+    """The number of each row's group."""
+    found = [0] * len(part.verdicts)
+    for n, rows in enumerate(part.groups):
+        for row in rows:
+            found[row] = n
+    return found
+
+
+def _refuse_chance(found: dict[Student, Agreement], lines: dict[Student, tuple[float, float]]) -> None:
+    if any(found[name].better_than_chance and lines[name][0] > 0 for name in STUDENTS):
+        return
+    orders = ", ".join(
+        f"{name} {one.order[0]:.3f} [{one.order[1]:.3f}, {one.order[2]:.3f}]" for name, one in found.items()
+    )
+    raise UserError(
+        f"no student orders held-out samples of a prompt better than chance (0.5): {orders}. Nothing is written. Raise "
+        "--samples; if that does not help, the verdicts depend on what the students cannot see, and the judge has to "
+        "be asked itself"
+    )
+
+
+def _side(pairs: Pairs) -> int:
+    """The pixels of a picture's side that the students read: 32 for small pictures, else 64."""
+    sizes = [max(one.size) for of in (pairs.prompts, pairs.answers) for side in of for one in side.pictures]
+    return 32 if not sizes or max(sizes) <= 40 else 64

@@ -1,0 +1,191 @@
+"""The students: one small encoder for prompts and answers, with two ways to compare them.
+
+It reads a *side*: words (of any language, hashed to the rows of a table, so that no tokenizer is needed) and pictures
+(a small convolutional network, a token for each place). The mean of its output tokens makes the vector of the dual
+encoder; the tokens, at length 1, are those of the late interaction. One token is always there, also of an empty text.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from mmrl.distill.formulas import maxsim
+from mmrl.errors import UserError
+
+_WORDS = re.compile(r"\d|[^\W\d_]+|[^\w\s]|_", re.UNICODE)
+_ALONE = re.compile(r"[぀-ヿ㐀-鿿豈-﫿가-힯฀-๿]")
+"""Scripts without spaces between words: each of their characters is a word."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the students. ``buckets``: rows of the table of words; ``words``: the most that are read of a text;
+    ``side``: pixels of a picture's sides, a multiple of 8; ``pictures``: the most that are read of a
+    side."""
+
+    width: int = 64
+    token_width: int = 32
+    layers: int = 2
+    heads: int = 4
+    buckets: int = 4096
+    words: int = 64
+    side: int = 32
+    pictures: int = 1
+
+    def as_json(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, given: Mapping[str, object]) -> Shape:
+        """From JSON. Raises ``UserError`` for what no students have."""
+        names = set(cls.__dataclass_fields__)
+        wrong = [
+            n for n, v in given.items() if n not in names or not isinstance(v, int) or isinstance(v, bool) or v < 1
+        ]
+        if wrong or set(given) != names:
+            raise UserError(f"the shape of the students has {sorted(given)}, and {sorted(names)} are needed, 1 or more")
+        return cls(**{name: int(str(given[name])) for name in names})
+
+
+@dataclass(frozen=True)
+class Side:
+    """A prompt, or an answer: what the encoder reads of it."""
+
+    text: str = ""
+    pictures: tuple[Image.Image, ...] = ()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Sides as tensors: ``ids`` ``[B, W]`` (0: none), ``pictures`` ``[B, P, 3, S, S]`` in [0, 1], ``there`` ``[B,
+    P]``."""
+
+    ids: Tensor
+    pictures: Tensor
+    there: Tensor
+
+    def rows(self, index: Tensor) -> Inputs:
+        return Inputs(self.ids[index], self.pictures[index], self.there[index])
+
+    def to(self, device: torch.device | str) -> Inputs:
+        return Inputs(self.ids.to(device), self.pictures.to(device), self.there.to(device))
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """``vectors`` ``[B, D]``, and ``tokens`` ``[B, T, K]`` of length 1 with their ``mask`` ``[B, T]``."""
+
+    vectors: Tensor
+    tokens: Tensor
+    mask: Tensor
+
+    def rows(self, index: Tensor) -> Encoded:
+        return Encoded(self.vectors[index], self.tokens[index], self.mask[index])
+
+    def across(self, dimension: int) -> Encoded:
+        """With one more dimension, so that each of two sides is compared with each."""
+        return Encoded(*(of.unsqueeze(dimension) for of in (self.vectors, self.tokens, self.mask)))
+
+
+def words_of(text: str, shape: Shape) -> list[int]:
+    """The rows of the words of ``text``, from 1; of a long text the first and the last ones."""
+    found = _WORDS.findall(_ALONE.sub(lambda one: f" {one[0]} ", text.lower()))
+    if len(found) > shape.words:
+        half = shape.words // 2
+        found = [*found[:half], *found[len(found) - (shape.words - half) :]]
+    return [1 + zlib.crc32(word.encode()) % (shape.buckets - 1) for word in found]
+
+
+def inputs_of(sides: Sequence[Side], shape: Shape, pictures: int) -> Inputs:
+    """Sides as tensors; each gets ``pictures`` places for pictures, and what is more is not read."""
+    ids = torch.zeros(len(sides), shape.words, dtype=torch.int64)
+    pixels = torch.zeros(len(sides), pictures, 3, shape.side, shape.side)
+    there = torch.zeros(len(sides), pictures)
+    for n, side in enumerate(sides):
+        of = words_of(side.text, shape)
+        ids[n, : len(of)] = torch.tensor(of, dtype=torch.int64)
+        for k, picture in enumerate(side.pictures[:pictures]):
+            small = picture.convert("RGB")
+            if small.size != (shape.side, shape.side):
+                small = small.resize((shape.side, shape.side), Image.Resampling.BICUBIC)
+            pixels[n, k] = torch.from_numpy(np.asarray(small, dtype=np.float32) / 255).permute(2, 0, 1)
+            there[n, k] = 1
+    width = max(1, int((ids > 0).sum(1).max())) if len(sides) else 1
+    return Inputs(ids[:, :width], pixels, there)
+
+
+class Students(nn.Module):
+    """Both students, over one encoder. ``prompt`` and ``answer`` sides are told apart by an embedding."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        width = shape.width
+        self.words = nn.Embedding(shape.buckets, width, padding_idx=0)
+        self.word_places = nn.Parameter(0.02 * torch.randn(shape.words, width))
+        self.sides = nn.Parameter(0.02 * torch.randn(2, width))
+        self.first = nn.Parameter(0.02 * torch.randn(width))
+        half = width // 2
+        self.see = nn.Sequential(
+            nn.Conv2d(3, half, 3, stride=2, padding=1),
+            nn.GELU(),
+            nn.Conv2d(half, width, 3, stride=2, padding=1),
+            nn.GELU(),
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.GELU(),
+            nn.Conv2d(width, width, 3, stride=2, padding=1),
+        )
+        for layer in self.see:
+            if isinstance(layer, nn.Conv2d):  # torch's own start is so small that the picture fades with each layer
+                nn.init.kaiming_normal_(layer.weight)
+        self.seen = nn.LayerNorm(width)  # of each place: a norm over places would take the picture's mean colour away
+        places = (shape.side // 8) ** 2
+        self.patch_places = nn.Parameter(0.02 * torch.randn(places, width))
+        self.picture_places = nn.Parameter(0.02 * torch.randn(shape.pictures, width))
+        layer = nn.TransformerEncoderLayer(
+            width, shape.heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.mix = nn.TransformerEncoder(layer, shape.layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.vector = nn.Linear(width, width, bias=False)
+        self.token = nn.Linear(width, shape.token_width, bias=False)
+        self.scales = nn.Parameter(torch.tensor([0.0, 2.0]))
+        """Logarithms of what multiplies the dual encoder's product, and the late interaction's."""
+        self.shifts = nn.Parameter(torch.zeros(2))
+        nn.init.normal_(self.words.weight, std=0.3)
+
+    def encode(self, inputs: Inputs, side: int) -> Encoded:
+        """``side``: 0 for prompts, 1 for answers."""
+        n = len(inputs.ids)
+        parts = [self.first.expand(n, 1, -1)]
+        masks = [torch.ones(n, 1, device=inputs.ids.device)]
+        parts.append(self.words(inputs.ids) + self.word_places[: inputs.ids.shape[1]])
+        masks.append((inputs.ids > 0).float())
+        count = inputs.pictures.shape[1]
+        if count:
+            seen = self.seen(self.see(inputs.pictures.flatten(0, 1) * 2 - 1).flatten(2).transpose(1, 2))
+            patches = seen.unflatten(0, (n, count)) + self.patch_places + self.picture_places[:count, None]
+            parts.append(patches.flatten(1, 2))
+            masks.append(inputs.there.repeat_interleave(patches.shape[2], 1))
+        mask = torch.cat(masks, 1)
+        mixed = self.mix(torch.cat(parts, 1) + self.sides[side], src_key_padding_mask=mask == 0)
+        mean = (mixed * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
+        return Encoded(self.vector(mean), normalize(self.token(mixed), dim=-1), mask)
+
+    def dual(self, prompts: Encoded, answers: Encoded) -> Tensor:
+        """Logits ``[B]`` of pairs (or of any shape that both broadcast to), by the product of two vectors."""
+        products = (prompts.vectors * answers.vectors).sum(-1) / self.shape.width**0.5
+        return products * self.scales[0].exp() + self.shifts[0]
+
+    def interaction(self, prompts: Encoded, answers: Encoded) -> Tensor:
+        """Logits ``[B]`` of pairs, by late interaction."""
+        found = maxsim(prompts.tokens, prompts.mask, answers.tokens, answers.mask)
+        return found * self.scales[1].exp() + self.shifts[1]
