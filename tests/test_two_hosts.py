@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mmrl.config.loader import find_recipe
 from tests.hosts import network
 from tests.ray_runs import UNHURRIED, learned, rows
 
@@ -71,9 +72,9 @@ def two(tmp_path_factory):
             shutil.rmtree(short, ignore_errors=True)
 
 
-def train(two, out, *overrides, **environment):
+def train(two, out, *overrides, words=("sums",), **environment):
     """The exit status and what ``mmrl train`` said, started on the first host."""
-    process = started(two, out, *overrides, **environment)
+    process = started(two, out, *overrides, words=words, **environment)
     try:
         said, _ = process.communicate(timeout=300)
     finally:
@@ -81,10 +82,10 @@ def train(two, out, *overrides, **environment):
     return process.returncode, said
 
 
-def started(two, out, *overrides, **environment):
+def started(two, out, *overrides, words=("sums",), **environment):
     """``mmrl train`` on the first host."""
     hosts, address, _ = two
-    words = ["-m", "mmrl.cli", "train", "sums", *SMALL, "controllers=2", f"ray={address}", "--out", str(out)]
+    words = ["-m", "mmrl.cli", "train", *words, *SMALL, "controllers=2", f"ray={address}", "--out", str(out)]
     return hosts[0].start(
         [sys.executable, *words, *overrides],
         stdout=subprocess.PIPE,
@@ -153,6 +154,56 @@ def test_a_cluster_that_asks_for_a_token_says_so(two, tmp_path):
     code, said = train(two, tmp_path / "run", RAY_AUTH_TOKEN="x" * 40)
     assert code == 2
     assert "RAY_AUTH_TOKEN" in said, said
+
+
+NAMED = """
+import os
+import mmrl
+
+@mmrl.reward(inputs=("text",))
+def score(samples, *, context):
+    assert os.environ["MY_TOKEN"].startswith("drawn"), os.environ["MY_SETTING"]
+    return [float(len(sample.text or "") % 2) for sample in samples]
+"""
+
+
+def test_a_node_gets_the_recipes_files_and_variables_and_no_file_has_the_secret(two, tmp_path):
+    own, token = two[2] / "own" / "recipe", "drawn0123456789abcdef"
+    own.mkdir()
+    shutil.copy(find_recipe("sums"), own / "mine.yaml")
+    (own / "named.py").write_text(NAMED)
+    words = [str(own / "mine.yaml"), "rewards=[{name: named.py:score}]", "env=[MY_TOKEN, MY_SETTING]"]
+    short = ["train.steps=1", "eval.every=null"]
+    code, said = train(two, tmp_path / "run", *short, words=words, MY_TOKEN=token, MY_SETTING="as it is")
+    assert code == 0, said
+    written = [p for f in (tmp_path, *Path(tempfile.gettempdir()).glob("ray*")) for p in f.rglob("*") if p.is_file()]
+    assert len(written) > 20
+    assert [str(path) for path in written if token.encode() in path.read_bytes()] == []
+    code, said = train(two, tmp_path / "unset", words=words, MY_TOKEN=token)
+    assert code == 2
+    assert "env: MY_SETTING is not set here" in said
+    (two[2] / "own" / "outside.py").write_text(NAMED)
+    words[1] = f"rewards=[{{name: {two[2] / 'own' / 'outside.py'}:score}}]"
+    code, said = train(two, tmp_path / "outside", words=words, MY_TOKEN=token, MY_SETTING="as it is")
+    assert code == 2
+    assert "rewards[0].name: node" in said
+    assert "is outside of the recipe's folder" in said
+
+
+def test_a_cluster_whose_devices_are_not_free_is_waited_for_and_named(two, tmp_path):
+    hosts, address, _ = two
+    hold = (
+        f"import ray, time; ray.init('{address}'); r = ray.remote(num_cpus=1)(time.sleep).remote(100); time.sleep(60)"
+    )
+    other = hosts[0].start([sys.executable, "-c", hold], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    try:
+        time.sleep(15)
+        code, said = train(two, tmp_path / "run", "runtime.patience=3s")
+    finally:
+        other.kill()
+        other.wait()
+    assert code == 2
+    assert "need 2 CPUs, and 1 of Ray's 2 are free after 3.0 s (runtime.patience)" in said, said
 
 
 def test_a_run_outlives_a_host(two, tmp_path):

@@ -36,7 +36,7 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     ``UserError`` with the keys that differ.
     """
     free = {"train.steps", "train.max_cpu_seconds", "eval", "checkpoint", "features", "log", "threads", "architecture"}
-    free |= {"controllers", "devices_per_controller", "placement", "ray", "runtime", "scoring", "profile"}
+    free |= {"controllers", "devices_per_controller", "placement", "ray", "env", "runtime", "scoring", "profile"}
     free |= {"performance"}
     free |= {f"train.{key}" for key in _LAYOUT} | set(_MEMORY)
     free |= set(CHANGEABLE) if diverged(directory) else set()

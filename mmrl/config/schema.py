@@ -298,6 +298,9 @@ class Recipe(Section):
     """``colocate``, ``partial``, ``adaptive``, or a section."""
     ray: str = "local"
     """Where several controllers run: ``local`` starts Ray on this machine, ``auto`` or an address uses a cluster."""
+    env: list[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(default_factory=list)
+    """Environment variables that the run needs (``[HF_TOKEN]``), by name. Controllers on a cluster get the values from
+    where the run starts. Values are written into no file."""
     runtime: Runtime = Runtime()
     device: str = "auto"
     """``auto`` takes an accelerator if there is one; ``cpu`` and ``cuda:1`` name a device."""

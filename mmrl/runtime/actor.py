@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import socket
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -19,11 +21,14 @@ from mmrl.report import notices
 from mmrl.report.rundir import RunDir
 from mmrl.run import build
 from mmrl.runtime.program import Meeting, join, log_to, train_part, versions, watchdog
+from mmrl.runtime.shipped import Bundle, moved, removed
 from mmrl.runtime.stall_watchdog import StallWatchdog, Stuck
 from mmrl.runtime.worker import RemoteWorker, WorkerListener, call, serve
+from mmrl.secrets import remember
 from mmrl.session import Outcome, Session
 from mmrl.stopping import Stop
 
+NO_VARIABLES: Mapping[str, str] = {}
 _SEEN = 5.0
 """Seconds for a file written on one node to become visible on the others."""
 
@@ -44,7 +49,9 @@ class Actor:
     ``train`` or ``serve`` runs in one thread, while other threads answer.
     """
 
-    def __init__(self, rank: int, device: int, folder: str) -> None:
+    def __init__(self, rank: int, device: int, folder: str, variables: Mapping[str, str] = NO_VARIABLES) -> None:
+        os.environ.update(variables)
+        remember(variables)
         with suppress(OSError):  # ``describe`` reports a node that lacks it
             os.chdir(folder)
         self._rank, self._device = rank, device
@@ -54,6 +61,7 @@ class Actor:
         self._pulse: StallWatchdog | None = None
         self._session: Session | None = None
         self._lines: deque[str] = deque()
+        self._given: Bundle | None = None
 
     def listen(self) -> tuple[str, int]:
         """The address for the other controllers: on the loopback if Ray runs there."""
@@ -74,6 +82,21 @@ class Actor:
         while not (seen := Path(mark).exists()) and time.monotonic() < until:
             time.sleep(0.2)
         return {"name": platform.node(), "versions": versions(), "sees": "yes" if seen else ""}
+
+    def lacks(self, paths: Sequence[str]) -> tuple[str, list[str]]:
+        """This node's name, and those of ``paths`` that it does not see."""
+        return platform.node(), [path for path in paths if not Path(path).exists()]
+
+    def take(self, given: Bundle) -> None:
+        """Take the recipe's files, which this node does not see."""
+        self._given = given
+
+    def _with_files(self, loaded: LoadedRecipe) -> LoadedRecipe:
+        if self._given is None:
+            return loaded
+        loaded = moved(loaded, self._given)
+        atexit.register(removed, loaded)
+        return loaded
 
     def beat(self) -> Beat:
         import ray  # pyright: ignore[reportMissingImports]  # an extra
@@ -105,7 +128,7 @@ class Actor:
 
     def train(self, loaded: LoadedRecipe, path: str, host: str, port: int, *, resume: bool) -> Outcome:
         """Train this controller's part; what it prints goes into ``controllers/RANK.log`` of the run."""
-        whole = RunDir(path)
+        whole, loaded = RunDir(path), self._with_files(loaded)
         log_to(whole.path / "controllers" / f"{self._rank}.log", keep=resume)
         self._pulse = watchdog(loaded.recipe)
         notices.listen(self)
@@ -124,7 +147,7 @@ class Actor:
 
         Returns the error that the user must fix, if this device cannot start.
         """
-        whole = RunDir(path)
+        whole, loaded = RunDir(path), self._with_files(loaded)
         log_to(whole.path / "controllers" / f"{self._rank}.{self._device}.log", keep=resume)
         controller = join(loaded.recipe, self._rank, self._device, Meeting(host, port))
         connection = call(self._device, address, key)

@@ -18,6 +18,7 @@ import psutil
 
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError, plain
+from mmrl.report.durations import duration
 from mmrl.runtime.process_probe import STOPPED
 
 START_S = 180.0
@@ -190,16 +191,33 @@ def cluster(recipe: Recipe) -> Generator[Cluster]:
     ray = _imported(recipe)
     there = _connected(ray, recipe)
     try:
-        kind, has = ("GPU" if on_gpu(recipe.device) else "CPU"), ray.cluster_resources()
-        devices = recipe.controllers * recipe.devices_per_controller
-        if has.get(kind, 0) < devices:
-            raise UserError(
-                f"controllers: {recipe.controllers} of {recipe.devices_per_controller} devices need {devices} {kind}s, "
-                f"and Ray has {has.get(kind, 0):g}; lower controllers or devices_per_controller, or add nodes"
-            )
+        _check_room(there, recipe)
         yield there
     finally:
         there.close()
+
+
+def _check_room(there: Cluster, recipe: Recipe) -> None:
+    """Wait until the cluster has as many free devices as the run needs, at most ``runtime.patience``. Raises
+    ``UserError``."""
+    kind, devices = "GPU" if on_gpu(recipe.device) else "CPU", recipe.controllers * recipe.devices_per_controller
+    need = f"controllers: {recipe.controllers} of {recipe.devices_per_controller} devices need {devices} {kind}s"
+    edit = "lower controllers or devices_per_controller, or add nodes"
+    until, told = time.monotonic() + recipe.runtime.patience, False
+    while True:
+        free, has = (resources.get(kind, 0) for resources in there.resources())
+        if has < devices:
+            raise UserError(f"{need}, and Ray has {has:g}; {edit}")
+        if there.local or free >= devices:
+            return
+        waiting = f"{need}, and {free:g} of Ray's {has:g} are free"
+        if time.monotonic() > until:
+            patience = duration(recipe.runtime.patience)
+            raise UserError(f"{waiting} after {patience} (runtime.patience); wait for the other jobs there, {edit}")
+        if not told:
+            print(f"{waiting}: waiting for them", file=sys.stderr)
+        told = True
+        time.sleep(1)
 
 
 def _imported(recipe: Recipe) -> Any:
@@ -301,11 +319,11 @@ def on_gpu(device: str) -> bool:
     return torch.cuda.is_available() if device == "auto" else device.startswith("cuda")
 
 
-def reserve_host(there: Cluster, devices: int, gpus: int) -> Any:
+def reserve_host(there: Cluster, recipe: Recipe, gpus: int) -> Any:
     """Reserve a controller's devices on one host. Raises ``UserError`` if no host has so many free."""
-    ray = there.ray
+    ray, devices = there.ray, recipe.devices_per_controller
     group = ray.util.placement_group([{"CPU": 1, **({"GPU": 1} if gpus else {})}] * devices, strategy="STRICT_PACK")
-    until = time.monotonic() + START_S
+    until = time.monotonic() + max(START_S, recipe.runtime.patience)
     while not group.wait(1):
         there.check()
         if time.monotonic() > until:

@@ -30,9 +30,10 @@ from mmrl.report.rundir import RunDir, has_begun
 from mmrl.runtime.board import Board, GoneError, meet
 from mmrl.runtime.launchers import Launched
 from mmrl.runtime.program import PATIENCE, Meeting, join, log_to, train_part, versions, watchdog
+from mmrl.runtime.shipped import variables
 from mmrl.runtime.start import OpenRun, command, opened, resumed
 from mmrl.runtime.vigil import Vigil, whereabouts
-from mmrl.secrets import hidden, masked
+from mmrl.secrets import hidden, masked, remember
 from mmrl.session import Outcome, Session
 from mmrl.stopping import Stop, stop_on_signal
 from mmrl.training.divergence import Divergence
@@ -68,6 +69,7 @@ def train(loaded: LoadedRecipe, found: Launched, out: Path, *, resume: bool, ove
             f"devices_per_controller: {found.launcher} starts a process for each device; set it to 1, and start as "
             f"many processes as devices ({found.processes})"
         )
+    remember(variables(loaded.recipe))
     board = meet(found, loaded.recipe.runtime.patience)
     try:
         if found.leads:

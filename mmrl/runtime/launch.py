@@ -32,6 +32,7 @@ from mmrl.runtime.cluster import (
 )
 from mmrl.runtime.process_probe import ProcessProbe, Silence
 from mmrl.runtime.program import PATIENCE, versions
+from mmrl.runtime.shipped import settings_and_secrets, ship, variables
 from mmrl.runtime.stall_watchdog import Stuck
 from mmrl.session import Outcome
 from mmrl.stopping import Stop
@@ -144,14 +145,20 @@ class Watch:
         self._kind = "GPU" if gpus else "CPU"
         self.actors: dict[Place, Any] = {}
         devices = recipe.devices_per_controller
-        self._rooms = [reserve_host(there, devices, gpus) for _ in range(self.size)] if devices > 1 else []
+        self._rooms = [reserve_host(there, recipe, gpus) for _ in range(self.size)] if devices > 1 else []
+        shown, hidden = settings_and_secrets({} if there.local else variables(recipe))
         for rank in range(self.size):
             place = scheduling_in(self._rooms[rank] if self._rooms else None)
             made = ray.remote(Actor).options(
-                num_cpus=1, num_gpus=gpus, max_concurrency=4, max_restarts=0, scheduling_strategy=place
+                num_cpus=1,
+                num_gpus=gpus,
+                max_concurrency=4,
+                max_restarts=0,
+                scheduling_strategy=place,
+                runtime_env={"env_vars": shown} if shown else None,
             )
             for device in range(devices):
-                self.actors[rank, device] = made.remote(rank, device, str(Path.cwd()))
+                self.actors[rank, device] = made.remote(rank, device, str(Path.cwd()), hidden)
         self._arguments, self._resume = (loaded, str(directory.path.absolute())), resume
         self._patience = max(PATIENCE, recipe.runtime.patience)
         log = self._log
@@ -201,13 +208,14 @@ class Watch:
 
     def _get(self, ref: Any) -> Any:
         """The answer of an actor that was just started. Raises ``LostError`` if it takes too long."""
-        until = time.monotonic() + START_S
+        patience = max(START_S, self._patience)
+        until = time.monotonic() + patience
         while not self.ray.wait([ref], timeout=_EVERY)[0]:
             self.cluster.check()
             if time.monotonic() > until:
                 free, has = (resources.get(self._kind, 0) for resources in self.cluster.resources())
                 raise LostError(
-                    f"a controller has not started within {START_S:.0f} s; {free:g} of the cluster's {has:g} "
+                    f"a controller has not started within {patience:.0f} s; {free:g} of the cluster's {has:g} "
                     f"{self._kind}s are free"
                 )
         return self.ray.get(ref)
@@ -238,6 +246,8 @@ class Watch:
                     f"--out: {where} does not see {mark.parent}, where all controllers write and the leader saves; "
                     "name a directory that all nodes share"
                 )
+        if not self.cluster.local:
+            ship(self._arguments[0], self.actors, self._get)
 
     def _watch(self, running: dict[Any, Place], stop: Stop) -> Outcome:
         outcomes: dict[int, Outcome] = {}

@@ -23,6 +23,8 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import check_trackers
 from mmrl.report.verdict import judge_run
 from mmrl.runtime.launch import launch
+from mmrl.runtime.shipped import variables
+from mmrl.secrets import remember
 from mmrl.session import ANEW, Outcome, Session
 from mmrl.stopping import Stop, stop_on_signal
 from mmrl.training.divergence import settle
@@ -118,6 +120,7 @@ def opened(loaded: LoadedRecipe, out: Path, *, resume: bool, overwrite: bool) ->
     """Create or take over the directory ``out``, and keep it locked inside the block. Raises ``UserError``."""
     loaded = resolved(loaded.for_resume(out) if resume else loaded)
     check_trackers(loaded.recipe.log)
+    remember(variables(loaded.recipe))
     with RunDir.create(out, overwrite=overwrite, resume=resume) as directory, stop_on_signal() as stop:
         if resume and directory.resolved.exists():  # a run killed in its first second has no recipe yet
             same_run(directory, loaded)

@@ -1,0 +1,144 @@
+"""What the controllers on a cluster get of the launcher's: files of the recipe, and environment variables it names."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mmrl
+from mmrl.config.drop_ins import split_file
+from mmrl.config.loader import LoadedRecipe
+from mmrl.config.schema import Recipe
+from mmrl.errors import UserError
+from mmrl.json_types import Json
+from mmrl.report.sizes import size
+from mmrl.secrets import is_secret
+
+MOST = 64 << 20
+"""Bytes of files that are shipped; larger ones belong where all nodes see them."""
+_NOT_READ = ("features", "architecture")
+"""Keys whose paths no controller reads from the recipe's folder."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Files by their path in the recipe's folder ``root``."""
+
+    root: Path
+    files: Mapping[str, bytes]
+
+    def unpack(self, folder: Path) -> None:
+        for name, content in self.files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+
+def variables(recipe: Recipe) -> dict[str, str]:
+    """The variables of ``env`` with their values here. Raises ``UserError`` for one that is not set."""
+    if lacking := [name for name in recipe.env if name not in os.environ]:
+        raise UserError(
+            f"env: {', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not set here, where the run starts; "
+            f"set {'it' if len(lacking) == 1 else 'them'} (export {lacking[0]}=...), or remove the name from env"
+        )
+    return {name: os.environ[name] for name in recipe.env}
+
+
+def ship(loaded: LoadedRecipe, actors: Mapping[tuple[int, int], Any], get: Callable[[Any], Any]) -> None:
+    """Give controllers, by rank and device, the files that their nodes do not see. ``get``: waits for an answer.
+
+    Raises ``UserError`` for a file that cannot be shipped.
+    """
+    named = named_files(loaded)
+    paths = [str(path) for path in named.values()]
+    asked = {rank: actor.lacks.remote(paths) for (rank, device), actor in actors.items() if device == 0}
+    for rank, ref in asked.items():
+        node, lacks = get(ref)
+        if lacks:
+            given = bundle(loaded, {key: path for key, path in named.items() if str(path) in lacks}, node)
+            for its in [actor.take.remote(given) for (of, _), actor in actors.items() if of == rank]:
+                get(its)
+
+
+def settings_and_secrets(given: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """``given`` in two parts: what Ray may write into its logs, and what it must not."""
+    secrets = {name: value for name, value in given.items() if is_secret(name.lower(), value)}
+    return {name: value for name, value in given.items() if name not in secrets}, secrets
+
+
+def named_files(loaded: LoadedRecipe) -> dict[str, Path]:
+    """The files and folders of the user's that the recipe names, by the key that names them."""
+    ours = _ours()
+    settings = {key: value for key, value in loaded.resolved().items() if key not in _NOT_READ}
+    found = {}
+    for key, text in _leaves(settings):
+        file, _ = split_file(text)
+        path = Path(file or text)
+        if path.is_absolute() and path.exists() and not any(path.is_relative_to(folder) for folder in ours):
+            found[key] = path
+    return found
+
+
+def bundle(loaded: LoadedRecipe, lacking: Mapping[str, Path], node: str) -> Bundle:
+    """The files that ``node`` does not see. Raises ``UserError`` for one that cannot be shipped."""
+    root = loaded.root.resolve()
+    files: dict[str, bytes] = {}
+    total = 0
+    for key, path in lacking.items():
+        where = f"{key}: node {node!r} does not see {path}, and it cannot be shipped there: it"
+        if not path.resolve().is_relative_to(root):
+            raise UserError(
+                f"{where} is outside of the recipe's folder {root}; move it there, or to where all nodes see it"
+            )
+        parts = [path] if path.is_file() else [one for one in sorted(path.rglob("*")) if one.is_file()]
+        total += sum(part.stat().st_size for part in parts)
+        if total > MOST:
+            raise UserError(
+                f"{where} makes {size(total)} of files, and at most {size(MOST)} are shipped; put it where all nodes "
+                "see it"
+            )
+        files |= {str(part.resolve().relative_to(root)): part.read_bytes() for part in parts}
+    return Bundle(root, files)
+
+
+def moved(loaded: LoadedRecipe, given: Bundle) -> LoadedRecipe:
+    """The recipe with the bundle's files, in a folder of this node that ends with the process."""
+    folder = Path(tempfile.mkdtemp(prefix="mmrl-recipe-"))
+    given.unpack(folder)
+    settings = _with_root(loaded.recipe.model_dump(mode="json"), str(given.root), str(folder))
+    return replace(loaded, recipe=Recipe.model_validate(settings), root=folder)
+
+
+def removed(loaded: LoadedRecipe) -> None:
+    """Delete the folder that ``moved`` made."""
+    shutil.rmtree(loaded.root, ignore_errors=True)
+
+
+def _with_root(value: Json, before: str, after: str) -> Json:
+    if isinstance(value, Mapping):
+        return {key: _with_root(inner, before, after) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_root(inner, before, after) for inner in value]
+    return f"{after}{value[len(before) :]}" if isinstance(value, str) and value.startswith(f"{before}/") else value
+
+
+def _leaves(value: Json, key: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for n, inner in enumerate(value):
+            yield from _leaves(inner, f"{key}[{n}]")
+    elif isinstance(value, str) and "\n" not in value and len(value) < 1000:
+        yield key, value
+
+
+def _ours() -> list[Path]:
+    """Where mmrl itself lies: the same on every node that has the same version, perhaps under another path."""
+    package = Path(mmrl.__file__).resolve().parent
+    return [package, *(package.parent / name for name in ("pipelines", "rewards", "datasets"))]
