@@ -14,7 +14,22 @@ import sys
 
 import typer
 
-from mmrl.cli import check, compare, data, distill, fetch, init, judge, recipes, rewards, runs, sample, simulate, soup
+from mmrl.cli import (
+    check,
+    compare,
+    data,
+    distill,
+    fetch,
+    init,
+    judge,
+    launch,
+    recipes,
+    rewards,
+    runs,
+    sample,
+    simulate,
+    soup,
+)
 from mmrl.errors import UserError
 from mmrl.quiet import be_quiet, warn_plainly
 from mmrl.secrets import hidden
@@ -31,6 +46,7 @@ app = typer.Typer(
 for _command in (
     runs.train,
     runs.plan,
+    launch.launch,
     simulate.simulate,
     rewards.score,
     runs.evaluate,
