@@ -16,7 +16,7 @@ from mmrl.files import write_atomic
 from mmrl.json_types import Json
 from mmrl.report.charts import Series, line_chart
 from mmrl.report.compare import Comparison, Difference, Group
-from mmrl.report.heldout import number, signed
+from mmrl.report.heldout import label_in, number, signed
 from mmrl.report.html import template
 from mmrl.report.pictures import side_by_side
 from mmrl.report.verdict import name_of
@@ -57,6 +57,7 @@ def rows(found: Comparison) -> list[dict[str, str]]:
 def sentences(found: Comparison) -> Iterator[str]:
     """What can be said of each group against the first, and what its interval is over."""
     first = found.groups[0]
+    yield from _other_rewards(found)
     for group in found.groups[1:]:
         differs = found.difference(group)
         assert differs is not None
@@ -73,6 +74,19 @@ def sentences(found: Comparison) -> Iterator[str]:
             yield f"{group.label} {_WORDS[differs.verdict]} {first.label}: {_against(differs)} over {_over(differs)}."
     if any(len(group.runs) == 1 for group in found.groups):
         yield "An interval over prompts says nothing of other seeds; train each setting with three seeds or more."
+
+
+def _other_rewards(found: Comparison) -> Iterator[str]:
+    """That groups have other rewards of the measure's name, such as a judge with another rubric."""
+    label = label_in(found.measure)
+    if label is None:
+        return
+    first, *others = [(group.label, group.runs[0].reward(label)) for group in found.groups]
+    if differ := [name for name, reward in others if first[1] and reward and reward != first[1]]:
+        yield (
+            f"Not the same measure: {label} has other options in {' and '.join(differ)} than in {first[0]}, so a "
+            "difference may be one of the rewards, not of the models. Choose a measure that is the same in all."
+        )
 
 
 def shown(value: Json) -> str:
