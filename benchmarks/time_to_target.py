@@ -43,6 +43,7 @@ COMMON = [
 ARMS: dict[str, list[str]] = {
     "flow_grpo's settings": [],
     "5 steps": ["sampling.steps=5"],
+    "5 steps, second order": ["sampling.steps=5", "sampling.solver=dpmsolver++"],
     "6 of 12 kept": ["midway={step: 3, group_size: 12}", "train.group_size=6"],
     "TempFlow weights": ["algorithm.step_weight=tempflow"],
     "2 updates": ["train.updates_per_step=2"],

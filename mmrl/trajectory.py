@@ -120,8 +120,8 @@ class Trajectory:
 
     Of denoising: ``states`` before and after each recorded action, ``[B, T + 1, ...]`` float32, and ``actions``
     ``[T]``, their indices in the schedule; None where no action was recorded (forward-process objectives). Of samples
-    that are begun and not finished (``midway``): ``paused`` ``[B, 2, ...]``, the latents and the velocity there, and
-    ``clean`` is the predicted result. Of text:
+    that are begun and not finished (``midway``): ``paused`` ``[B, 2 or 3, ...]``, the latents, the velocity there and,
+    of a solver of second order, the prediction before; ``clean`` is the predicted result. Of text:
     ``mask`` ``[B, T]`` float32, 1 on response tokens (the end-of-text token among them), 0 on padding; ``truncated``
     ``[B]`` bool, cut at the length limit. Of text drawn in parts: ``under_way`` ``[B]`` bool, to be gone on with, and
     ``drawn_at`` ``[B, T]`` int64, the training step under whose weights each token was drawn.

@@ -5,6 +5,7 @@ Imports no torch: ``mmrl serve`` and ``mmrl score`` run rewards in environments 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import os
@@ -46,7 +47,7 @@ def place_of(error: BaseException, file: str | None) -> str:
 def raised(error: BaseException, file: str | None, meta: Mapping[str, object]) -> tuple[str, str]:
     """What a reward's function raised and where, and the edit that mends it; ``meta`` is that of a prompt it got."""
     place = place_of(error, file)
-    return f"raised {describe(error)} at {place}", f"mend {place}{column_hint(error, meta)}"
+    return f"raised {describe(error)} at {place}", f"mend {place}{column_hint(error, meta)}{_attribute_hint(error)}"
 
 
 def column_hint(error: BaseException, meta: Mapping[str, object]) -> str:
@@ -56,6 +57,14 @@ def column_hint(error: BaseException, meta: Mapping[str, object]) -> str:
         return ""
     has = f"has {', '.join(sorted(meta))}" if meta else "is empty"
     return f" (sample.prompt.meta {has}; for a column {key!r} of your data set meta: [{key}] in data.train and heldout)"
+
+
+def _attribute_hint(error: BaseException) -> str:
+    """What a sample, prompt or other record of mmrl has, where a reward asked it for something else; else empty."""
+    of = error.obj if isinstance(error, AttributeError) else None
+    if not dataclasses.is_dataclass(of) or not type(of).__module__.startswith("mmrl."):
+        return ""
+    return f" (a {type(of).__name__} has {', '.join(field.name for field in dataclasses.fields(of))})"
 
 
 def _of_library(frame: FrameType) -> bool:

@@ -131,6 +131,8 @@ def test_of_a_function_of_python_the_line_is_the_users_too(call):
 
 
 BROKEN = """
+def of_one(image):
+    return 1.0
 import random
 import mmrl
 from mmrl.trajectory import Prompt
@@ -197,6 +199,7 @@ def test_the_kind_is_found_from_what_it_is(file):
         ("shapes", "the name of a reward and of a data set; say which with --kind"),
         ("nothing", "no telling what nothing is"),
         ("no.py:Mine", "there is no file no.py"),
+        (f"{file}:of_one", r"of_one takes \(image\); a reward takes \(samples, \*, context\), a data set \(split\)"),
         (f"{file}:none", "has no 'none'"),
     ]:
         with pytest.raises(UserError, match=said):

@@ -15,7 +15,7 @@ from mmrl.cli import app
 from mmrl.errors import UserError
 from mmrl.report.charts import WIDTH
 from mmrl.report.compare import compare_runs
-from mmrl.report.compare_page import write_comparison
+from mmrl.report.compare_page import sentences, write_comparison
 from mmrl.report.grids import write_samples
 from mmrl.report.metrics import MetricsLog
 from mmrl.report.rundir import RunDir
@@ -142,7 +142,7 @@ def test_what_cannot_be_compared_is_named_with_the_edit(runs, tmp_path):
     a = runs / "a0"
     for paths, measure, said in (
         ([], None, "needs two runs or more, and got 0"),
-        ([a], None, f"mmrl report {a} shows one run"),
+        ([a], None, f"the report of {a} shows one run"),
         ([a, a], None, "is given twice"),
         ([a, tmp_path], None, f"there is no run in {tmp_path}"),
         ([a, pictures], None, "different modalities"),
@@ -155,6 +155,29 @@ def test_what_cannot_be_compared_is_named_with_the_edit(runs, tmp_path):
         with pytest.raises(UserError, match=said):
             compare_runs(paths, measure)
     assert compare_runs([a, shared], "reward/number").measure == "reward/number"
+
+
+def test_a_measure_by_rewards_with_other_options_is_said_not_to_be_the_same(runs, tmp_path, capsys):
+    def judged(name, rubric, lr, where="rewards"):
+        reward = {"name": "answer:number", "label": None, "weight": 1.0, "options": {"rubric": rubric}}
+        changes = {"optim__lr": lr, where: [reward], **({} if where == "rewards" else {"rewards": []})}
+        return run_of(tmp_path, name, 0.25, 0.75, **changes)
+
+    first, same = judged("first", "Is it right?", 1e-4), judged("same", "Is it right?", 1e-3)
+    other, measured = judged("other", "Is it kind?", 1e-4), judged("measured", "Is it kind?", 1e-4, "eval__rewards")
+    assert not [line for line in sentences(compare_runs([first, same])) if "measure" in line]
+    for paths, names in (([first, same, other], "C"), ([first, other, measured], "B and C")):
+        line = next(sentences(compare_runs(paths)))
+        assert line.startswith(f"Not the same measure: number has other options in {names} than in A, ")
+
+
+def test_from_python_the_messages_name_arguments(runs, tmp_path):
+    _, shared, *_ = bad(tmp_path)
+    with pytest.raises(UserError, match=r"all have: measure='reward/number/correct' \(or reward/number\)"):
+        mmrl.compare(runs / "a0", shared)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="give another file with out="):
+        mmrl.compare(runs / "a0", shared, measure="reward/number", out=tmp_path / "file" / "page.html")
 
 
 def test_runs_without_figures_of_samples_are_compared_without_an_interval(tmp_path):

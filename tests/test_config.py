@@ -62,6 +62,7 @@ def lines_of(error: RecipeError) -> list[str]:
 
 
 OPTIM = "lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, schedule, min_lr_ratio, ema_decay, ema_every"
+QUOTES = "YAML reads {{ as a mapping; put quotes into those of the shell, as in '\"{{ ... }}\"', or name a file"
 REWARD_KEYS = "name, label, weight, normalize, batch_size, timeout, retries, on_failure, options"
 TYPES = ", ".join(algorithm_names())
 TOP = (
@@ -145,7 +146,8 @@ IN_FILE = [
         "list as mapping",
         "rewards:\n  - name: mine.py:score\n    weight: 2",
         "rewards: {name: a}",
-        f"recipe.yaml:8  rewards: expected a list (1 or more, each a section with keys {REWARD_KEYS}), got a mapping",
+        f"recipe.yaml:8  rewards: expected a list (1 or more, each a section with keys {REWARD_KEYS}), "
+        "got a mapping; put [ ] around it",
     ),
     ("missing in a section", "  path: org/tiny\n", "", "recipe.yaml:3  model.path: missing; add it (text)"),
     ("missing section", "pipeline: diffusion/sd3\n", "", "recipe.yaml  pipeline: missing; add it (text)"),
@@ -320,6 +322,20 @@ ON_COMMAND_LINE = [
         "rewards[0].name=gone.py:score",
         "command line  rewards[0].name: there is no file 'gone.py' (looked in the current folder); correct the path",
     ),
+    (
+        "rewards=mine.py:score",
+        f"command line  rewards: expected a list (1 or more, each a section with keys {REWARD_KEYS}), "
+        "got 'mine.py:score'; write a list: [{name: mine.py:score}]",
+    ),
+    (
+        "rewards={name: mine.py:score}",
+        f"command line  rewards: expected a list (1 or more, each a section with keys {REWARD_KEYS}), "
+        "got a mapping; put [ ] around it",
+    ),
+    *(
+        (f"rewards[0].options.rubric={text}", f"command line  rewards[0].options.rubric: {QUOTES}")
+        for text in ("{{ media }}{{ response }}", "{{ response }}")
+    ),
     ("eval.rewards=[{name: zzz}]", "command line  eval.rewards[0].name: there is no reward 'zzz'  (there are "),
 ]
 
@@ -394,6 +410,27 @@ def test_layers_merge_and_lists_replace(folder: Path) -> None:
         "optim.warmup_steps": "command line",
         "rewards[0].weight": "default",
     }
+
+
+def test_a_layer_that_names_another_data_set_starts_its_options_anew(folder: Path) -> None:
+    table = "{path: t.jsonl}"
+    (folder / "base.yaml").write_text("data: {name: sums, train: {count: 8}, heldout: {count: 8}, overlong: cut}\n")
+    (folder / "over.yaml").write_text(f"data:\n  name: jsonl\n  train: {table}\n")
+    (folder / "same.yaml").write_text("data: {name: jsonl, heldout: {path: h.jsonl}}\n")
+    (folder / "mixed.yaml").write_text("data: {mixture: [{name: sums}, {name: shapes}]}\n")
+    loaded = load(overlays=("base.yaml", "over.yaml"))
+    assert (loaded.recipe.data.name, loaded.recipe.data.train, loaded.recipe.data.heldout) == (
+        "jsonl",
+        {"path": "t.jsonl"},
+        {},
+    )
+    assert loaded.recipe.data.overlong == "cut"  # of the run, not of the data set
+    assert (loaded.source("data.train.path"), loaded.source("data.train.count")) == ("over.yaml:3", "default")
+    again = load(overlays=("base.yaml", "over.yaml", "same.yaml")).recipe.data
+    assert (again.train, again.heldout) == ({"path": "t.jsonl"}, {"path": "h.jsonl"})
+    mixed = load(overlays=("base.yaml", "mixed.yaml")).recipe.data
+    assert (mixed.names, mixed.name, mixed.train) == (["sums", "shapes"], "", {})
+    assert load(overlays=("mixed.yaml", "over.yaml")).recipe.data.names == ["jsonl"]
 
 
 def test_overrides(folder: Path) -> None:

@@ -228,4 +228,4 @@ def test_a_wide_bar_shows_everything(clock, monkeypatch):
         clock[0] += 45
         progress.advance(1, status_line(1, 125, ROW, brief=True))
         line = frame(out)
-    assert "1/125 steps in 45 s 1 h 33 min left reward 0.601 ±0.21  ratio dev 1.2e-07  kl 0.010  45.1 s/step" in line
+    assert "1/125 steps in 45 s 1 h 33 min left reward 0.601 ±0.21  kl 0.010  45.1 s/step" in line

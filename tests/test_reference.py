@@ -1,6 +1,7 @@
 """The pages of the documentation that code makes are what it makes today, and say what the recipe's models say."""
 
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import get_args
@@ -8,6 +9,7 @@ from typing import get_args
 import pytest
 import typer.cli
 import typer.main
+from PIL import Image
 from pydantic import BaseModel
 
 import mmrl
@@ -87,7 +89,7 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", (PAGES.parent / "index.md").read_text(), re.DOTALL)
 
 
-def test_the_snippets_of_the_first_page_are_recipes_and_a_reward(tmp_path):
+def test_the_snippets_of_the_first_page_are_recipes_and_a_reward(tmp_path, monkeypatch):
     (tmp_path / "prompts.txt").write_text("a red circle\n" * 20)
     pictures, judge = blocks("yaml")
     (tmp_path / "recipe.yaml").write_text(pictures)
@@ -102,9 +104,15 @@ def test_the_snippets_of_the_first_page_are_recipes_and_a_reward(tmp_path):
     assert parse_kind("pointwise", options["answer"]) == Number(0, 1)
     lines = blocks("python")[0]
     names: dict[str, object] = {}
-    exec(lines.partition("run = ")[0], names)
-    texts = [Sample(Prompt("x", "?"), SampleId(0, 0, 0, i), text="a" * n) for i, n in enumerate((80, 40))]
-    assert names["score"](texts, context=None) == [0.0, -0.5]
+    exec(lines, names)
+    drawn = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue", "black")]
+    samples = [Sample(Prompt("x", "?"), SampleId(0, 0, 0, i), image) for i, image in enumerate(drawn)]
+    assert names["score"](samples, context=None) == [1.0, -0.5, 0.0]
+    train = blocks("bash")[-1].splitlines()[1]
+    overrides = [word for word in shlex.split(train)[3:] if "=" in word]
+    (tmp_path / "red.py").write_text(lines)
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(["shapes-lora"], overrides).recipe.eval.rewards[0].name == "shapes"
 
 
 def test_the_settings_that_answers_name_exist(recipe_page):

@@ -23,7 +23,7 @@ from mmrl.rewards import calling
 from mmrl.rewards.bench import score_folder
 from mmrl.rewards.scoring import RewardError, RewardSet, check, normalise
 from mmrl.trajectory import Prompt, Sample, SampleId
-from mmrl.user_code import column_hint
+from mmrl.user_code import column_hint, raised
 from tests import tiny
 
 REPO = Path(__file__).resolve().parent.parent
@@ -81,6 +81,18 @@ BAD = {
     "None in a part": ("    return {'a': [1, 2, 3], 'b': [1, None, 3]}", "part 'b' returned None"),
 }
 ONE_SAMPLE = {"NaN", "infinite", "None for one", "Failed for one", "None in a part"}
+
+
+def test_a_reward_that_asks_a_sample_for_what_it_lacks_is_told_what_it_has():
+    sample = Sample(Prompt("p", "a cat"), SampleId(0, 0, 0, 0))
+    with pytest.raises(AttributeError) as caught:
+        print(sample.picture)  # type: ignore[attr-defined]
+    why, edit = raised(caught.value, __file__, {})
+    assert "no attribute 'picture' at" in why
+    assert re.search(r"mend \S+test_rewards\.py:\d+ \(a Sample has prompt, .*image", edit)
+    with pytest.raises(AttributeError) as other:
+        print("text".picture)  # type: ignore[attr-defined]
+    assert "has" not in raised(other.value, __file__, {})[1]
 
 
 def test_a_reward_that_asks_for_a_column_that_is_not_read_says_how_to_get_it():

@@ -8,7 +8,8 @@ No SDE, no log-probs: clean samples of the old policy are noised afresh, and the
 
 with ``x0+- = x_s - s v+-`` and ``w+- = mean |x0+- - x0|`` (no gradient, at least 1e-5), as in the authors' code.
 
-Departs: samples come from Euler's ODE steps; the authors use a second-order solver.
+Departs: samples come from Euler's ODE steps; the authors use a second-order solver, which is ``sampling.solver:
+dpmsolver++`` here.
 
 ``v_old`` must be the velocity of the policy that drew the samples: the paper's theorem splits this velocity into those
 of a positive and a negative policy over the samples. So when samples are drawn ahead (``placement: disaggregated``),

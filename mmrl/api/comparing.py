@@ -64,5 +64,5 @@ def compare(*runs: Run | str | Path, measure: str | None = None, out: str | Path
     row is what others are compared with. ``measure``: a figure of heldout.jsonl; None takes the runs' own, if it is the
     same. ``out``: write the page to this file. Raises ``mmrl.UserError`` for runs that cannot be compared.
     """
-    found = compare_runs([run.path if isinstance(run, Run) else Path(run) for run in runs], measure)
-    return Compared(found, None if out is None else write_comparison(found, Path(out)))
+    found = compare_runs([run.path if isinstance(run, Run) else Path(run) for run in runs], measure, flag="measure=")
+    return Compared(found, None if out is None else write_comparison(found, Path(out), flag="out="))

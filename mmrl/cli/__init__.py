@@ -14,9 +14,24 @@ import sys
 
 import typer
 
-from mmrl.cli import check, compare, data, distill, fetch, init, judge, recipes, rewards, runs, sample, simulate, soup
+from mmrl.cli import (
+    check,
+    compare,
+    data,
+    distill,
+    fetch,
+    init,
+    judge,
+    launch,
+    recipes,
+    rewards,
+    runs,
+    sample,
+    simulate,
+    soup,
+)
 from mmrl.errors import UserError
-from mmrl.quiet import be_quiet
+from mmrl.quiet import be_quiet, warn_plainly
 from mmrl.secrets import hidden
 
 app = typer.Typer(
@@ -31,6 +46,7 @@ app = typer.Typer(
 for _command in (
     runs.train,
     runs.plan,
+    launch.launch,
     simulate.simulate,
     rewards.score,
     runs.evaluate,
@@ -96,6 +112,7 @@ def show_log(level: str) -> None:
 def main() -> None:
     """Entry point of ``mmrl`` and ``python -m mmrl.cli``."""
     be_quiet()
+    warn_plainly()
     try:
         show_log(os.environ.get("MMRL_LOG", "warning"))
         app(prog_name="mmrl")

@@ -97,6 +97,8 @@ def _expected(path: KeyPath, values: JsonObject, found: Json) -> str:
         message += f" ({most:,} at most)"
     if isinstance(found, str):
         message += did_you_mean(found, _choices(annotation))
+    if isinstance(found, str | dict) and any("name" in of.model_fields for of in _sections(_item(annotation, 0))):
+        message += f"; write a list: [{{name: {found}}}]" if isinstance(found, str) else "; put [ ] around it"
     if found == 0 and (off := _OFF.get(path)):
         message += f" ({off})"
     if found is None and _has_default(path, values):

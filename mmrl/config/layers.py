@@ -2,7 +2,7 @@
 
 Scalars follow YAML 1.2's core schema, so that ``1e-5`` is a number, and ``no``, ``012`` and ``2024-01-01`` are not
 converted. Mappings of later files merge into earlier ones, all other values replace; an override always replaces, even
-a mapping. Tags construct no objects.
+a mapping. A file that names another data set starts its options anew. Tags construct no objects.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ _SCALARS: dict[str, tuple[str, list[str], Callable[[str], JsonScalar]]] = {
 }
 for _name, (_pattern, _first, _) in _SCALARS.items():
     _Loader.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), _first)
+
+_QUOTES = """YAML reads {{ as a mapping; put quotes into those of the shell, as in '"{{ ... }}"', or name a file"""
 
 
 @dataclass
@@ -257,10 +259,25 @@ def _merge(tree: Tree, layer: Tree) -> None:
     def new(path: KeyPath) -> bool:
         return any(path[:n] in replaced for n in range(1, len(path) + 1))
 
+    for path in _of_another_data_set(tree.values.get("data"), layer.values.get("data")):
+        section = tree.values["data"]
+        assert isinstance(section, dict)
+        del section[path[1]]
+        _forget(tree, path)
     put(tree.values, layer.values, ())
     kept = {key: source for key, source in tree.sources.items() if not new(key)}
     tree.sources = kept | {key: source for key, source in layer.sources.items() if new(key)}
     tree.findings += layer.findings
+
+
+def _of_another_data_set(below: MutableJson, over: MutableJson) -> list[tuple[str, str]]:
+    """What ``below`` says of its data sets, if ``over`` names others: options of one data set are not those of the
+    next, and a file could not remove them."""
+    if not isinstance(below, dict) or not isinstance(over, dict):
+        return []
+    if not over.get("mixture") and over.get("name", below.get("name")) == below.get("name"):
+        return []
+    return [("data", key) for key in ("name", "train", "heldout", "mixture") if key in below]
 
 
 def _forget(tree: Tree, path: KeyPath) -> None:
@@ -276,8 +293,9 @@ def _override(tree: Tree, text: str, origin: Source, room: Room) -> None:
         return
     builder = _Builder(origin, room)
     value = builder.parse(value_text.strip(), path)
-    tree.findings += builder.findings
     if builder.findings:
+        template = value_text.strip().startswith("{{")
+        tree.findings += [Finding(origin, path, _QUOTES)] if template else builder.findings
         return
     parent, mistake = _descend(tree.values, path)
     if mistake:

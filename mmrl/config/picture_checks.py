@@ -175,5 +175,7 @@ def _pathwise(recipe: Recipe) -> Iterator[str]:
             f"sampling.same_initial_noise: {name} adds no noise between steps, so a group would be one picture many "
             "times; set it to false, or train.group_size to 1"
         )
+    if recipe.denoising.solver != "euler":
+        yield f"sampling.solver: {name} back-propagates through Euler's steps; set it to euler"
     if recipe.train.updates_per_step != 1:
         yield f"train.updates_per_step: {name} samples inside its one update; set it to 1"

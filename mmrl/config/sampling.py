@@ -82,7 +82,10 @@ class Sampling(Section):
     grow with the picture's size."""
     schedule: Literal["euler", "checkpoint"] = "euler"
     """If a checkpoint names a solver of higher order (Wan, Sana): ``euler`` takes the noise levels of the flow-matching
-    Euler scheduler, ``checkpoint`` those of that solver. The steps are Euler's in both cases."""
+    Euler scheduler, ``checkpoint`` those of that solver. ``solver`` takes the steps in both cases."""
+    solver: Literal["euler", "dpmsolver++"] = "euler"
+    """What takes the steps without noise, in training and in evaluation. ``dpmsolver++`` is of second order (2M) and
+    calls the model once a step, as Euler does, so that fewer steps suffice (DiffusionNFT)."""
     sde: Sde = Sde()
     """How noise is added in a step that trains."""
     window: Window | None = None

@@ -35,11 +35,24 @@ def kind_of(name: str) -> Kind:
         return found[0]
     if found:
         raise UserError(f"{name} is the name of {' and of '.join(map(_article, found))}; say which with --kind")
+    if file is not None:
+        raise UserError(
+            f"{name} {_unlike(name, attribute)}; mend it, or say with --kind what it is ({', '.join(KINDS)})"
+        )
     raise UserError(
         f"there is no telling what {name} is; write one of ours (mmrl ls; docs/algorithms.md), a recipe, or "
         "path/to/file.py:NAME, and say "
         f"with --kind which it is ({', '.join(KINDS)})"
     )
+
+
+def _unlike(name: str, attribute: str) -> str:
+    """Why an object or a file of a user's is none of the kinds."""
+    if not attribute:
+        return "defines no plug-in; name one in it, as in file.py:score"
+    found = load_from_file(name)
+    takes = f"takes {inspect.signature(found)}" if inspect.isfunction(found) else "is no plug-in"
+    return f"{takes}; a reward takes (samples, *, context), a data set (split), a pipeline (recipe)"
 
 
 def _of_ours(name: str) -> list[Kind]:

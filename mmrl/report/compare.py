@@ -114,15 +114,16 @@ class Comparison:
         return None if group is self.groups[0] else difference(self.groups[0], group, self.measure)
 
 
-def compare_runs(paths: Sequence[Path], measure: str | None = None) -> Comparison:
+def compare_runs(paths: Sequence[Path], measure: str | None = None, *, flag: str = "--measure ") -> Comparison:
     """Read the runs in ``paths`` and group them. ``measure``: a figure of heldout.jsonl; None takes the runs' own.
+    ``flag``: how the caller gives it, for messages.
 
     Raises ``UserError`` for fewer than two runs, a folder that is none, a run without an evaluation, and for runs that
     make other things, measure others, or were evaluated on other prompts.
     """
     if len(paths) < 2:
-        alone = f"; mmrl report {paths[0]} shows one run" if paths else ""
-        raise UserError(f"mmrl compare needs two runs or more, and got {len(paths)}{alone}")
+        alone = f"; the report of {paths[0]} shows one run" if paths else ""
+        raise UserError(f"a comparison needs two runs or more, and got {len(paths)}{alone}")
     real = [path.resolve() for path in paths]
     if twice := next((path for path, of in zip(paths, real, strict=True) if real.count(of) > 1), None):
         raise UserError(f"{twice} is given twice; name every run once")
@@ -133,7 +134,7 @@ def compare_runs(paths: Sequence[Path], measure: str | None = None) -> Compariso
         if not run.heldout:
             raise UserError(f"{run.path} has no held-out evaluation to compare; set eval.every, or wait for one")
     makes = _same_kind(runs)
-    key = _same_measure(runs, measure)
+    key = _same_measure(runs, measure, flag)
     groups = _grouped(runs)
     if len(groups) > MOST:
         raise UserError(f"{len(groups)} settings are too many for one chart; compare at most {MOST} at a time")
@@ -181,12 +182,13 @@ def _makes(run: RecordedRun) -> Makes:
     return "pictures" if run.setting("sampling.frames") is None else "clips"
 
 
-def _same_measure(runs: Sequence[RecordedRun], wanted: str | None) -> str:
+def _same_measure(runs: Sequence[RecordedRun], wanted: str | None, flag: str) -> str:
     """The figure that all runs have: the one that is asked for, or the measure of each. Raises ``UserError``."""
     figures = [{key for row in run.heldout for key, value in row.items() if value is not None} for run in runs]
     both = {key for key in set.intersection(*figures) if "/" in key and not key.startswith(("guard/", "failed/"))}
     shared = sorted(both, key=lambda key: (not key.endswith(SUCCESS), key))
-    edit = f"give one that all have: --measure {shared[0]}" if shared else "give eval.rewards the same reward in all"
+    named = repr(shared[0]) if shared and flag.endswith("=") else (shared or [""])[0]
+    edit = f"give one that all have: {flag}{named}" if shared else "give eval.rewards the same reward in all"
     if len(shared) > 1:
         edit += f" (or {', '.join(shared[1:6])})"
     if wanted is not None:

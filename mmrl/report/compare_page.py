@@ -16,7 +16,7 @@ from mmrl.files import write_atomic
 from mmrl.json_types import Json
 from mmrl.report.charts import Series, line_chart
 from mmrl.report.compare import Comparison, Difference, Group
-from mmrl.report.heldout import number, signed
+from mmrl.report.heldout import label_in, number, signed
 from mmrl.report.html import template
 from mmrl.report.pictures import side_by_side
 from mmrl.report.verdict import name_of
@@ -27,8 +27,9 @@ PROMPTS = 12
 _WORDS = {"higher": "is higher than", "lower": "is lower than"}
 
 
-def write_comparison(found: Comparison, out: Path) -> Path:
-    """Write the page to the file ``out`` and return it. Raises ``UserError`` where that cannot be written."""
+def write_comparison(found: Comparison, out: Path, *, flag: str = "--out") -> Path:
+    """Write the page to the file ``out`` and return it; ``flag``: how the caller gives it. Raises ``UserError`` where
+    that cannot be written."""
     html = template("compare.html").render(
         title=f"Held-out {name_of(found.measure)}",
         measure=found.measure,
@@ -44,7 +45,7 @@ def write_comparison(found: Comparison, out: Path) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, hidden(html))
     except OSError as error:
-        raise UserError(f"cannot write {out} ({error.strerror or error}); give another file with --out") from error
+        raise UserError(f"cannot write {out} ({error.strerror or error}); give another file with {flag}") from error
     return out
 
 
@@ -56,6 +57,7 @@ def rows(found: Comparison) -> list[dict[str, str]]:
 def sentences(found: Comparison) -> Iterator[str]:
     """What can be said of each group against the first, and what its interval is over."""
     first = found.groups[0]
+    yield from _other_rewards(found)
     for group in found.groups[1:]:
         differs = found.difference(group)
         assert differs is not None
@@ -72,6 +74,19 @@ def sentences(found: Comparison) -> Iterator[str]:
             yield f"{group.label} {_WORDS[differs.verdict]} {first.label}: {_against(differs)} over {_over(differs)}."
     if any(len(group.runs) == 1 for group in found.groups):
         yield "An interval over prompts says nothing of other seeds; train each setting with three seeds or more."
+
+
+def _other_rewards(found: Comparison) -> Iterator[str]:
+    """That groups have other rewards of the measure's name, such as a judge with another rubric."""
+    label = label_in(found.measure)
+    if label is None:
+        return
+    first, *others = [(group.label, group.runs[0].reward(label)) for group in found.groups]
+    if differ := [name for name, reward in others if first[1] and reward and reward != first[1]]:
+        yield (
+            f"Not the same measure: {label} has other options in {' and '.join(differ)} than in {first[0]}, so a "
+            "difference may be one of the rewards, not of the models. Choose a measure that is the same in all."
+        )
 
 
 def shown(value: Json) -> str:

@@ -194,7 +194,8 @@ def status_line(
     """One training step on one line; what ``row`` (of metrics.jsonl) lacks is left out.
 
     ``heldout`` is the row of an evaluation at this step. ``eta`` is the seconds left where the caller knows better than
-    this step's time times the steps to come. ``brief`` leaves out the step and the time left, which a bar shows.
+    this step's time times the steps to come. ``brief`` leaves out the step and the time left, which a bar shows, and
+    the deviation of the ratio, which metrics.jsonl and the report have.
     """
     parts = [] if brief else [f"step {step:>{len(str(total))}}/{total}"]
     if "reward/mean" in row:
@@ -204,7 +205,7 @@ def status_line(
         own = [key for key in of_pairs(values) if key.endswith(("/accuracy", "/margin"))]
         own += [key for key in values if where and key.startswith("reward/") and key.count("/") == 1]
         parts += [f"{where}{key.removeprefix('reward/')} {_number(values[key])}" for key in own]
-    if "policy/ratio_max_dev" in row:
+    if "policy/ratio_max_dev" in row and not brief:
         parts.append(f"ratio dev {row['policy/ratio_max_dev']:.1e}")
     if "policy/kl" in row:
         parts.append(f"kl {_number(row['policy/kl'])}")

@@ -67,6 +67,12 @@ class RecordedRun:
         repeated = [(key, key, "held-out") for key in of_repeated(seen)]
         return [*((key, key, "") for key in of_pairs(seen)), *rewards, *repeated, *apart]
 
+    def reward(self, label: str) -> tuple[Json, Json] | None:
+        """Name and options of the reward ``label``, trained on or only measured; None where the recipe has none."""
+        lists = [self.resolved.get("rewards"), self.setting("eval.rewards")]
+        both = [r for found in lists if isinstance(found, list) for r in found if isinstance(r, dict)]
+        return next(((r.get("name"), r.get("options") or {}) for r in both if _label(r) == label), None)
+
     def setting(self, key: str) -> Json:
         """The value of a dotted key (``optim.lr``); None where the recipe has none."""
         found: Json = self.resolved

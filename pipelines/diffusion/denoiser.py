@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mmrl import finite
 from mmrl.algorithms import sde
+from mmrl.algorithms.solver import NoiselessSteps
 from mmrl.config.schema import Recipe
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
@@ -79,8 +80,8 @@ class _Rows(NamedTuple):
 class _State:
     """Where denoising stands: the latents, and what was recorded so far."""
 
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
+    def __init__(self, x: Tensor, noiseless: NoiselessSteps) -> None:
+        self.x, self.noiseless = x, noiseless
         self.states: list[Tensor] = []
         self.log_probs: list[Tensor] = []
         self.finite: list[Tensor] = []
@@ -127,15 +128,17 @@ class Denoiser:
         predicted = state.x - rows.schedule.sigmas[until].item() * velocity
         finite.check_steps([*state.finite, predicted.flatten(1).isfinite().all(1)], ids)
         made = self._trajectory(rows, state, predicted)
-        made.paused = torch.stack([state.x, velocity], 1)
+        before = state.noiseless.before
+        made.paused = torch.stack([state.x, velocity, *([] if before is None else [before])], 1)
         return made
 
     def finish(self, begun: Trajectory, actions: Sequence[int], seed: int, at: int) -> Trajectory:
         """As ``DenoisingPipeline.finish``."""
         assert begun.paused is not None
         rows = self._rows(begun.slots, begun.ids, actions, seed)
-        state = _State(begun.paused[:, 0])
-        state.velocity = begun.paused[:, 1]
+        latents, velocity, *before = begun.paused.unbind(1)
+        state = _State(latents, self._noiseless(rows))
+        state.velocity, state.noiseless.before = velocity, before[0] if before else None
         state.finite = [torch.ones(len(begun), dtype=torch.bool, device=state.x.device)] * at  # ``begin`` checked them
         if begun.states is not None and begun.log_probs is not None:
             state.states, state.log_probs = list(begun.states.unbind(1)), list(begun.log_probs.unbind(1))
@@ -161,15 +164,19 @@ class Denoiser:
     def _started(self, rows: _Rows, version: tuple[int, str] | None) -> tuple[_State, int]:
         """The initial noise, or the latents after the steps that the samples of a group share; and the next step."""
         of = self._pipeline
-        state = _State(of.initial(rows.ids, rows.seed, rows.schedule, rows.shape))
+        noiseless = self._noiseless(rows)
+        state = _State(of.initial(rows.ids, rows.seed, rows.schedule, rows.shape), noiseless)
         shared = of.prefix.steps(rows.ids, rows.actions, version)
         if shared:
 
             def step(x: Tensor, i: int, features: Features) -> Tensor:
-                return sde.step_mean(x, self._velocity(rows, x, i, features), rows.c, i)
+                if i == 0:
+                    noiseless.forget()  # another batch of groups begins
+                return noiseless(x, self._velocity(rows, x, i, features), i)
 
             key = (rows.seed, version)
             state.x, state.finite = of.prefix(state.x, rows.slots, rows.ids, shared, key, step, of.batch_features)
+            noiseless.forget()  # the window begins with noise
         return state, shared
 
     def _denoise(self, rows: _Rows, state: _State, first: int, last: int) -> None:
@@ -178,11 +185,13 @@ class Denoiser:
             velocity, state.velocity = state.velocity, None
             if velocity is None:
                 velocity = self._velocity(rows, state.x, i, rows.features)
-            mean = sde.step_mean(state.x, velocity, rows.c, i)
+            noisy = i in rows.actions
+            mean = sde.step_mean(state.x, velocity, rows.c, i) if noisy else state.noiseless(state.x, velocity, i)
             state.finite.append(mean.flatten(1).isfinite().all(1))
-            if i not in rows.actions:
+            if not noisy:
                 state.x = mean
                 continue
+            state.noiseless.forget()
             if not state.states:
                 state.states.append(state.x)
             z = self._pipeline.noise(rows.ids, f"step{i}", rows.seed, rows.shape)
@@ -190,6 +199,9 @@ class Denoiser:
             state.states.append(state.x)
             state.log_probs.append(sde.log_prob(state.x, mean, rows.c, i))
         finite.check_steps(state.finite, rows.ids)
+
+    def _noiseless(self, rows: _Rows) -> NoiselessSteps:
+        return NoiselessSteps(rows.c, self._pipeline.recipe.denoising.solver)
 
     def _velocity(self, rows: _Rows, x: Tensor, i: int, features: Features) -> Tensor:
         with nullcontext() if i < rows.tuned else self._pipeline.policy.disable_adapter():  # type: ignore[operator]

@@ -1,0 +1,48 @@
+"""``launch``: the file or the commands that start a recipe on a cluster."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmrl.cli.arguments import ChangesArgument, RecipeArgument, read_recipe
+
+
+class Launcher(StrEnum):
+    """What can start a run on a cluster."""
+
+    slurm = "slurm"
+    torchrun = "torchrun"
+    ray = "ray"
+
+
+def launch(
+    recipe: RecipeArgument,
+    changes: ChangesArgument = None,
+    launcher: Annotated[
+        Launcher, typer.Option("--print", help="A batch script for sbatch, or commands for torchrun or Ray.")
+    ] = Launcher.slurm,
+    per_node: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Devices of a host.", show_default="8, or fewer if enough")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory of the run.", show_default="runs/NAME")
+    ] = None,
+) -> None:
+    """Print what starts a recipe on a cluster; starts nothing.
+
+    What the recipe cannot know (partition, account, addresses) is marked TO FILL IN. docs/clusters.md.
+    """
+    from mmrl.config.masked_text import masked_override
+    from mmrl.runtime import launch_files
+
+    loaded = read_recipe(recipe, changes or ())
+    shown = [masked_override(text, loaded.tree.values) if "=" in text else text for text in changes or ()]
+    directory = out or Path("runs") / loaded.recipe.name
+    more = ["ray=auto"] if launcher is Launcher.ray else []
+    words = ("mmrl", "train", recipe, *shown, *more, "--out", str(directory))
+    job = launch_files.Job(loaded.recipe, words, directory, Path.cwd(), per_node)
+    print(getattr(launch_files, launcher.value)(job), end="")

@@ -1,0 +1,65 @@
+"""``mmrl launch --print``: what it prints starts the recipe."""
+
+import shlex
+import subprocess
+
+import pytest
+
+from tests.test_cli import mmrl
+
+
+def printed(capsys, *words):
+    code = mmrl("launch", *words)
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def test_a_batch_script_asks_for_what_the_recipe_needs(capsys, tmp_path):
+    code, script = printed(capsys, "sums", "controllers=16", "optim.lr=1e-4", "device=cuda", "--print", "slurm")
+    assert code == 0, script
+    asked = dict(line.split()[1].partition("=")[::2] for line in script.splitlines() if line.startswith("#SBATCH"))
+    assert (asked["--nodes"], asked["--ntasks-per-node"], asked["--gpus-per-node"]) == ("2", "8", "8")
+    unknown = script[script.index("# TO FILL IN") :]
+    assert all(f"##SBATCH --{key}=" in unknown for key in ("partition", "account", "time"))
+    assert "mmrl train sums controllers=16 optim.lr=1e-4 device=cuda --out runs/sums" in script.splitlines()[-1]
+    (tmp_path / "job.sh").write_text(script)
+    subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
+    assert "gpus" not in printed(capsys, "sums", "controllers=2", "device=cpu")[1].replace("no GPUs", "")
+
+
+def test_commands_of_torchrun_and_ray(capsys):
+    code, said = printed(capsys, "sums", "controllers=8", "--print", "torchrun", "--per-node", "4")
+    assert code == 0
+    assert 'torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint "$HEAD"' in said
+    assert "-m mmrl train sums controllers=8" in said
+    shape = ["controllers=4", "devices_per_controller=4", "device=cuda"]
+    code, said = printed(capsys, "shapes-judge", *shape, "placement=adaptive", "--print", "ray")
+    assert code == 0
+    assert "# 2 hosts with 8 GPUS each" in said
+    submitted = shlex.split(said.splitlines()[-1])
+    assert submitted[:3] == ["ray", "job", "submit"]
+    assert "controllers=4 devices_per_controller=4 device=cuda placement=adaptive ray=auto" in submitted[-1]
+
+
+def test_a_secret_is_not_printed(capsys):
+    reward = 'rewards=[{name: judge, options: {model: {url: "http://h/v1", name: j, api_key: sk-12345678}, rubric: a}}]'
+    _, said = printed(capsys, "sums", "controllers=2", reward)
+    assert "sk-12345678" not in said
+    assert "<secret>" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["controllers=12"],
+            "12 do not divide among hosts with 8 each; set controllers=16, or --per-node 6",
+        ),
+        ([], "controllers: the recipe has one"),
+        (["controllers=2", "devices_per_controller=2"], "set controllers=4 devices_per_controller=1, or print ray"),
+    ],
+)
+def test_what_cannot_be_printed_is_refused_with_the_edit(capsys, words, expected):
+    code, said = printed(capsys, "sums", *words)
+    assert code == 2
+    assert expected in " ".join(said.split())
