@@ -76,6 +76,12 @@ def test_types_ranges_and_defaults_are_in_words(recipe_page):
     assert f"default `true`): {above}" in own
 
 
+def test_every_key_says_what_it_means(recipe_page):
+    lines = [line for line in recipe_page.splitlines() if re.match(r"- (<a [^>]*></a>)?\*\*`", line)]
+    assert len(lines) > 200
+    assert [line for line in lines if not re.search(r"\): \S", line)] == []
+
+
 def test_every_link_inside_the_page_has_its_target(recipe_page):
     headings = {reference.slug(line.lstrip("# ")) for line in recipe_page.splitlines() if line.startswith("#")}
     anchors = re.findall(r'<a id="([^"]+)"', recipe_page)

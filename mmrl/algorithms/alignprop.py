@@ -27,6 +27,7 @@ class AlignPropSettings(PathwiseSettings):
     target: float | None = None
     """The loss is the reward's distance to it (10 for the aesthetic score); None follows the reward itself."""
     scale: PositiveFloat = 1.0
+    """Factor of the loss."""
 
 
 class AlignProp(PathwiseObjective):

@@ -33,14 +33,17 @@ class AWMSettings(ForwardSettings, PictureSettings):
     noise_levels: PositiveInt | None = 6
     """Noise levels trained per sample; None takes every rollout step but the last."""
     clip_range: PositiveFloat = 1.0
+    """The ratio to the old policy is clipped to between 1 - clip_range and 1 + clip_range."""
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
     """Weight of the matching error by its noise level t: 1, t, t squared, or t times a root of the error."""
     ghuber_power: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Power of the error in ``weighting: ghuber``."""
     kl_coef: NonNegative = 0.003
     """Weight of the squared distance to the reference's velocity."""
     average_coef: NonNegative = 1.0
     """Weight of the squared distance to the velocity of a moving average of the policy; 0 keeps no average."""
     average_decay_rate: NonNegative = 0.001
+    """Growth of d in ``average_decay_max`` per step."""
     average_decay_max: Fraction = 0.3
     """After step n the average becomes d * average + (1 - d) * policy, d = min(rate * n, max)."""
 

@@ -31,6 +31,7 @@ class DAPOSettings(ClippedSettings):
     """Share of max_new_tokens, at its end, over which the length punishment grows from 0 to overlong_penalty (4096 of
     20480 tokens in the paper); 0 switches it off."""
     overlong_penalty: NonNegative = 1.0
+    """The largest length punishment."""
     dynamic_sampling: bool = True
 
 

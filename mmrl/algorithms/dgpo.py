@@ -55,6 +55,7 @@ class DGPOSettings(ForwardSettings, PictureSettings):
     average_samples_after: Annotated[int, Field(ge=0)] | None = 200
     """After so many steps the moving average draws the samples; None: the policy, always."""
     average_decay_rate: NonNegative = 0.001
+    """Growth of d in ``average_decay_max`` per step."""
     average_decay_max: Fraction = 0.3
     """After step n the average becomes d * average + (1 - d) * policy, d = min(rate * n, max)."""
 

@@ -38,9 +38,11 @@ class DiffusionNFTSettings(ForwardSettings, PictureSettings):
 
     takes_older_samples: ClassVar[bool] = True
     beta: PositiveFloat = 1.0
+    """How far the two trained velocities lie from the old policy's, as a factor of the policy's change."""
     kl_coef: NonNegative = 1e-4
     """Weight of the squared distance to the reference's velocity."""
     old_decay_rate: NonNegative = 0.001
+    """Growth of d in ``old_decay_max`` per step."""
     old_decay_max: Fraction = 0.5
     """After step n the old policy becomes d * old + (1 - d) * policy, d = min(rate * n, max)."""
     last_level: bool = True

@@ -22,6 +22,7 @@ class DRaFTSettings(PathwiseSettings):
     """Reward back-propagation through the last K steps (Clark et al. 2023, arXiv 2309.17400)."""
 
     last_steps: PositiveInt = 1
+    """Denoising steps at the end that the reward's gradient goes through; the earlier ones have none."""
     renoise: Annotated[int, Field(ge=0)] = 0
     """DRaFT-LV: noise the picture to the last step's level this many times (2 in the paper), predict it anew each
     time, and average the gradients; needs last_steps 1."""

@@ -25,6 +25,7 @@ class ReFLSettings(PathwiseSettings):
     threshold: float = 2.0
     """A reward beyond it has no gradient."""
     scale: PositiveFloat = 1e-3
+    """Factor of the loss."""
 
 
 class ReFL(PathwiseObjective):

@@ -36,6 +36,7 @@ class ReinforcePPSettings(ClippedSettings):
     aggregation: AggregationMode = "token_mean"
     kl_coef: NonNegative = 0.01
     gamma: Fraction = 1.0
+    """Discount of a reward for each token that lies before it."""
 
     uses_token_rewards: ClassVar[bool] = True
 

@@ -36,9 +36,11 @@ class SRPOSettings(PathwiseSettings):
     """Words put before the prompt, one per training step in turn, which the reward should favour; [] takes the reward
     itself."""
     unwanted: tuple[str, ...] = ("Concept art", "Painting", "Anime", "Flat", "Oil")
+    """As ``wanted``: words whose reward is subtracted."""
     lowest: Annotated[float, Field(gt=0, lt=1)] = 0.75
+    """Lowest noise level that trains: that of the 25th of the authors' 50 steps with shift 3."""
     highest: Annotated[float, Field(gt=0, lt=1)] = 0.964
-    """Noise levels that train: the 5th to the 25th of the authors' 50 steps with shift 3."""
+    """Highest noise level that trains: that of the 5th of these steps."""
     jump: Annotated[float, Field(gt=0, le=0.5)] = 0.1
     """How far one prediction goes, as a share of these levels."""
     discount: tuple[float, float] = (0.1, 0.25)

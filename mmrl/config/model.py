@@ -49,8 +49,9 @@ class Model(Section):
     chat_template: Annotated[str, AfterValidator(checked)] | None = None
     """Text: a Jinja template, or a file with one, in place of the checkpoint's. Exports keep it."""
     min_pixels: Count | None = None
+    """A picture in a prompt with fewer pixels is made larger (Qwen-VL); None keeps the checkpoint's limit."""
     max_pixels: Count | None = None
-    """Limits of a picture in a prompt, after the processor has resized it (Qwen-VL); None keeps the checkpoint's."""
+    """A picture in a prompt with more pixels is made smaller (Qwen-VL); None keeps the checkpoint's limit."""
     offload: bool = True
     """Move text encoders and VAE off the accelerator while they are idle (no effect on a CPU)."""
 

@@ -56,6 +56,7 @@ class Sampling(Section):
     """Denoising steps of a diffusion model."""
 
     type: Literal["diffusion"] = "diffusion"
+    """The pipeline chooses it."""
     steps: Annotated[int, Field(ge=2, le=10_000)] = 10
     """Denoising steps."""
     guidance_scale: NonNegative = 1.0
@@ -132,6 +133,7 @@ class TextSampling(Section):
     """Tokens of a language or vision-language model. The key ``max_new_tokens`` marks this kind of section."""
 
     type: Literal["text"] = "text"
+    """The pipeline chooses it."""
     max_new_tokens: Count
     """Tokens of a response at most."""
     max_prompt_tokens: Count | None = None

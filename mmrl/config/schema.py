@@ -175,6 +175,7 @@ class Optim(Section):
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay of Adam's averages of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
     """Of Adam."""
     weight_decay: NonNegative = 1e-4
@@ -253,6 +254,7 @@ class Eval(Section):
     early_stopping: EarlyStopping | None = None
     """None trains to the end."""
     guards: Guards = Guards()
+    """Limits on signs of reward hacking, which warn or stop the run."""
 
 
 class Checkpoint(Section):
