@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmrl.cli.arguments import ChangesArgument, CheckpointOption, console, read_recipe, use_threads_of
+from mmrl.cli.arguments import ChangesArgument, CheckpointOption, read_recipe, use_threads_of
 from mmrl.cli.json_output import JsonOption, json_alone
 from mmrl.errors import UserError
 from mmrl.garbage import rarely_collected
@@ -74,17 +74,15 @@ def _opened(source: str, changes: list[str], checkpoint: str) -> Source:
 
 
 def _show(made: Outcome) -> None:
-    from rich.table import Table
-
     print(f"{made.verdicts} verdicts, {made.asked} of them new; students on those held out:")
-    table = Table(box=None, pad_edge=False)
-    for name in ("student", "order of pairs", "95 %", "Spearman", "Kendall", "AUC", "calibration error", "mean error"):
-        table.add_column(name, justify="right")
     for name, one in made.agreements.items():
         value, low, high = one.order
-        figures = (one.spearman, one.kendall, one.area, one.calibration, one.error)
-        table.add_row(name, f"{value:.3f}", f"{low:.3f} to {high:.3f}", *(f"{figure:.3f}" for figure in figures))
-    console().print(table)
+        print(
+            f"  {name}: order of pairs {value:.3f} (95 %: {low:.3f} to {high:.3f}), Spearman {one.spearman:.3f}, ",
+            end="",
+        )
+        print(f"Kendall {one.kendall:.3f}, AUC {one.area:.3f}, calibration error {one.calibration:.3f}, ", end="")
+        print(f"mean error {one.error:.3f}")
     first = next(iter(made.agreements.values()))
     print(
         f"{first.samples} samples of {first.prompts} prompts; the order of {first.pairs} pairs of one group, chance 0.5"

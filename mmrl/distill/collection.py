@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +63,7 @@ def collect(context: StepContext, samples: int, folder: Path, start: int = 0) ->
     """Sample ``samples`` samples as training does, in groups, and ask the judge; ``folder`` keeps its verdicts.
 
     Prompts and noise are not those of a run with the recipe's seed: what a run samples later is new to the students.
-    ``start``: how many groups were drawn before, by an earlier call with the same seed. Raises ``UserError`` where the
+    ``start``: how many groups were drawn before, so that these are others. Raises ``UserError`` where the
     judge gives no verdict at all.
     """
     recipe, size = context.recipe, context.recipe.train.group_size
@@ -113,8 +112,3 @@ def _judged(
     groups = [list(range(n, n + size)) for n in range(0, len(whole), size)]
     scores = context.rewards.score(whole, groups)
     return whole, scores.total.tolist(), [failure.reason for failure in scores.failures]
-
-
-def kinds(samples: Sequence[Sample]) -> tuple[bool, bool]:
-    """Whether the answers are pictures, and whether the prompts have pictures."""
-    return samples[0].image is not None, any(sample.prompt.media for sample in samples)

@@ -81,7 +81,7 @@ def distil(
     context = open_policy(source.recipe, source.root, judge, source.run, source.checkpoint)
     with new_directory(out, "the distilled judge") as aside:
         try:
-            made = collect(context, samples, aside)
+            made = collect(context, samples, aside, start=len({*before.groups}))
         finally:
             context.rewards.close()
             context.pipeline.close()

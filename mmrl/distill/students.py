@@ -22,6 +22,7 @@ from mmrl.distill.formulas import maxsim
 from mmrl.errors import UserError
 
 _WORDS = re.compile(r"\d|[^\W\d_]+|[^\w\s]|_", re.UNICODE)
+DROPOUT = 0.1
 _ALONE = re.compile(r"[぀-ヿ㐀-鿿豈-﫿가-힯฀-๿]")
 """Scripts without spaces between words: each of their characters is a word."""
 
@@ -137,22 +138,24 @@ class Students(nn.Module):
         half = width // 2
         self.see = nn.Sequential(
             nn.Conv2d(3, half, 3, stride=2, padding=1),
+            nn.GroupNorm(4, half),
             nn.GELU(),
             nn.Conv2d(half, width, 3, stride=2, padding=1),
+            nn.GroupNorm(4, width),
             nn.GELU(),
             nn.Conv2d(width, width, 3, padding=1),
+            nn.GroupNorm(4, width),
             nn.GELU(),
             nn.Conv2d(width, width, 3, stride=2, padding=1),
         )
-        for layer in self.see:
-            if isinstance(layer, nn.Conv2d):  # torch's own start is so small that the picture fades with each layer
-                nn.init.kaiming_normal_(layer.weight)
-        self.seen = nn.LayerNorm(width)  # of each place: a norm over places would take the picture's mean colour away
+        self.tint = nn.Conv2d(3, width, 8, stride=8)
+        """Beside the norms, which take the mean colour of a picture away."""
+        self.seen = nn.LayerNorm(width)
         places = (shape.side // 8) ** 2
         self.patch_places = nn.Parameter(0.02 * torch.randn(places, width))
         self.picture_places = nn.Parameter(0.02 * torch.randn(shape.pictures, width))
         layer = nn.TransformerEncoderLayer(
-            width, shape.heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            width, shape.heads, 4 * width, dropout=DROPOUT, activation="gelu", batch_first=True, norm_first=True
         )
         self.mix = nn.TransformerEncoder(layer, shape.layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.vector = nn.Linear(width, width, bias=False)
@@ -171,7 +174,8 @@ class Students(nn.Module):
         masks.append((inputs.ids > 0).float())
         count = inputs.pictures.shape[1]
         if count:
-            seen = self.seen(self.see(inputs.pictures.flatten(0, 1) * 2 - 1).flatten(2).transpose(1, 2))
+            pixels = inputs.pictures.flatten(0, 1) * 2 - 1
+            seen = self.seen((self.see(pixels) + self.tint(pixels)).flatten(2).transpose(1, 2))
             patches = seen.unflatten(0, (n, count)) + self.patch_places + self.picture_places[:count, None]
             parts.append(patches.flatten(1, 2))
             masks.append(inputs.there.repeat_interleave(patches.shape[2], 1))

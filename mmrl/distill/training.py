@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmrl.distill.formulas import losses
 from mmrl.distill.students import Encoded, Inputs, Shape, Side, Students, inputs_of
@@ -113,11 +114,22 @@ def train(table: Table, validation: Table, shape: Shape, settings: Settings, dev
 
     The global generator of torch is left as it was.
     """
-    with torch.random.fork_rng(devices=[]):
+    cards = [torch.device(device)] if torch.device(device).type == "cuda" else []
+    with torch.random.fork_rng(devices=cards):
         torch.manual_seed(settings.seed)
         students = Students(shape).to(device)
+        best = _passes(students, table, validation, settings, device)
+    students.load_state_dict(best)
+    return students.eval().requires_grad_(False)
+
+
+def _passes(
+    students: Students, table: Table, validation: Table, settings: Settings, device: torch.device | str
+) -> dict[str, Tensor]:
+    """Train, and return the weights of the best pass."""
     optimizer = torch.optim.AdamW(students.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     order, draw = list(range(len(table.groups))), random.Random(settings.seed)
+    moves = torch.Generator().manual_seed(settings.seed)
     steps = settings.epochs * math.ceil(len(order) / settings.groups)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     best, least, waited = copy.deepcopy(students.state_dict()), math.inf, 0
@@ -126,7 +138,7 @@ def train(table: Table, validation: Table, shape: Shape, settings: Settings, dev
             students.train()
             draw.shuffle(order)
             for first in range(0, len(order), settings.groups):
-                loss = _loss(students, table, order[first : first + settings.groups], settings, device)
+                loss = _loss(students, table, order[first : first + settings.groups], settings, device, moves)
                 optimizer.zero_grad()
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(students.parameters(), 1.0)
@@ -139,8 +151,7 @@ def train(table: Table, validation: Table, shape: Shape, settings: Settings, dev
             progress.advance(1, f"loss {now:.3f}")
             if waited >= settings.patience:
                 break
-    students.load_state_dict(best)
-    return students.eval().requires_grad_(False)
+    return best
 
 
 def _rate(step: int, steps: int) -> float:
@@ -158,16 +169,40 @@ def validation_loss(students: Students, table: Table, settings: Settings, device
     return total / len(table.groups)
 
 
+def moved(pictures: Tensor, draw: torch.Generator) -> Tensor:
+    """Pictures ``[..., 3, S, S]``, each moved by up to a sixteenth of its side; its edge is drawn on. Most verdicts do
+    not depend on that, and the students cannot learn pixels by heart."""
+    most = pictures.shape[-1] // 16
+    flat = pictures.flatten(0, -4)
+    if not most or not len(flat):
+        return pictures
+    wide = pad(flat, (most,) * 4, mode="replicate")
+    places = torch.randint(0, 2 * most + 1, (len(flat), 2), generator=draw).tolist()
+    size = pictures.shape[-1]
+    return torch.stack([one[:, y : y + size, x : x + size] for one, (y, x) in zip(wide, places, strict=True)]).view_as(
+        pictures
+    )
+
+
 def _loss(
-    students: Students, table: Table, groups: list[int], settings: Settings, device: torch.device | str
+    students: Students,
+    table: Table,
+    groups: list[int],
+    settings: Settings,
+    device: torch.device | str,
+    draw: torch.Generator | None = None,
 ) -> Tensor:
-    """Of the lists of these groups, and of these lists with the answers to the other prompts added to each."""
+    """Of the lists of these groups, and of these lists with the answers to the other prompts added to each. ``draw``:
+    what moves the pictures."""
     of = [table.groups[n] for n in groups]
     rows = torch.tensor([row for group in of for row in group])
     firsts = torch.tensor([group[0] for group in of])
     which = torch.tensor([n for n, group in enumerate(of) for _ in group], device=device)
     asked = students.encode(table.prompts.rows(table.of_prompt[firsts]).to(device), 0).across(1)
-    given = students.encode(table.answers.rows(rows).to(device), 1).across(0)
+    answers = table.answers.rows(rows)
+    if draw is not None:
+        answers = replace(answers, pictures=moved(answers.pictures, draw))
+    given = students.encode(answers.to(device), 1).across(0)
     both = students.dual(asked, given), students.interaction(asked, given)
     own = which == torch.arange(len(of), device=device).unsqueeze(1)
     verdicts = table.verdicts[rows].to(device).expand(own.shape)
