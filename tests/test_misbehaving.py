@@ -44,6 +44,8 @@ class Small:
         if path.parents[1].name == "vlm":
             pytest.importorskip("torchvision")
             pytest.importorskip("decord" if path.stem == "clips" else "torchvision")
+        if path.stem == "words-ocr":
+            pytest.importorskip("rapidocr")
         self.path, self.kind, self.monkeypatch = path, path.parents[1].name, monkeypatch
         recipe = yaml.safe_load(path.read_text())
         self.algorithm, self.trains = recipe["algorithm"]["type"], "rewards" in recipe

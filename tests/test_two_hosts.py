@@ -190,14 +190,25 @@ def test_a_node_gets_the_recipes_files_and_variables_and_no_file_has_the_secret(
     assert "is outside of the recipe's folder" in said
 
 
+HOLD = """
+import sys, time, ray
+ray.init(sys.argv[1])
+@ray.remote(num_cpus=1)
+class Other:
+    def here(self):
+        return True
+other = Other.remote()
+ray.get(other.here.remote())
+print("held", flush=True)
+time.sleep(120)
+"""
+
+
 def test_a_cluster_whose_devices_are_not_free_is_waited_for_and_named(two, tmp_path):
     hosts, address, _ = two
-    hold = (
-        f"import ray, time; ray.init('{address}'); r = ray.remote(num_cpus=1)(time.sleep).remote(100); time.sleep(60)"
-    )
-    other = hosts[0].start([sys.executable, "-c", hold], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    other = hosts[0].start([sys.executable, "-c", HOLD, address], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     try:
-        time.sleep(15)
+        assert "held\n" in iter(other.stdout.readline, "")  # or it ended
         code, said = train(two, tmp_path / "run", "runtime.patience=3s")
     finally:
         other.kill()
