@@ -67,8 +67,8 @@ REWARD_KEYS = "name, label, weight, normalize, batch_size, timeout, retries, on_
 TYPES = ", ".join(algorithm_names())
 TOP = (
     "name, seed, pipeline, model, data, sampling, rollout, rewards, scoring, midway, algorithm, train, optim, "
-    "performance, eval, checkpoint, features, controllers, devices_per_controller, placement, ray, env, runtime, device, "
-    "threads, profile, log, architecture"
+    "performance, eval, checkpoint, features, controllers, devices_per_controller, placement, ray, env, runtime, "
+    "device, threads, profile, log, architecture"
 )
 
 # (what, text of RECIPE, what replaces it, the line shown)
