@@ -211,6 +211,16 @@ def planned_or_refused(recipe, objects, changes=None):
     raise mmrl.UserError("\n".join(mmrl.plan(recipe, changes, **objects).problems))
 
 
+@pytest.mark.parametrize("call", [mmrl.train, mmrl.start])
+def test_a_process_of_a_launcher_is_refused(call, tmp_path, monkeypatch):
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"} | address).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(mmrl.UserError, match=r"torchrun has started 2 processes.* -m mmrl train RECIPE"):
+        call("sums", out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_class_in_place_of_a_callback_is_refused(tmp_path):
     with pytest.raises(mmrl.UserError, match=r"give an object of it: Callback\(\)"):
         mmrl.train("shapes-lora", rewards=[red], callbacks=[mmrl.Callback], out=tmp_path / "run")

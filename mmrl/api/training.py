@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from mmrl.planner.gpus import gpu_of
 from mmrl.planner.plan import plan as make_plan
 from mmrl.planner.plan_data import Plan
 from mmrl.planner.render import render
+from mmrl.runtime.launchers import launched
 from mmrl.runtime.start import train as train_into
 
 
@@ -54,6 +56,7 @@ def train(
 
     Progress goes to stderr. Raises ``mmrl.UserError`` with what to change, and ``SystemExit`` after SIGTERM.
     """
+    _refuse_launcher()
     objects = Objects(rewards, eval_rewards, data, heldout, algorithm)
     with rarely_collected(), read(recipe, changes, objects) as loaded:
         planned = make_plan(loaded)
@@ -89,9 +92,20 @@ def start(
 
     Raises ``mmrl.UserError``.
     """
+    _refuse_launcher()
     objects = Objects(rewards, eval_rewards, data, heldout, algorithm)
     path = None if out is None else Path(out)
     return runs.start(recipe, changes, objects, path, callbacks, resume=resume, overwrite=overwrite)
+
+
+def _refuse_launcher() -> None:
+    """Raise ``UserError`` in a process of torchrun or Slurm, where each process would train the whole recipe alone."""
+    found = launched(os.environ)
+    if found is not None:
+        raise UserError(
+            f"{found.launcher} has started {found.size} processes, and from Python each would train the recipe for "
+            f"itself; start it with the command: {found.command('mmrl train RECIPE')}"
+        )
 
 
 @dataclass(frozen=True)
