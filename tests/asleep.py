@@ -10,6 +10,7 @@ from mmrl import frozen_modules
 TESTED = {
     "aesthetic:Aesthetic",
     "clip:ClipScore",
+    "distilled:Distilled",
     "frames:Frames",
     "geneval:GenEval",
     "hpsv2:HPSv2",

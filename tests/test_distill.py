@@ -26,7 +26,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.contract import Context
 from mmrl.rewards.loading import Loaded, build, find
 from mmrl.trajectory import Prompt, Sample, SampleId
-from tests import tiny
+from tests import asleep, tiny
 from tests.test_cli import mmrl
 
 allow_cpu_only()  # before transformers is asked for a model
@@ -314,6 +314,11 @@ def test_the_reward_is_the_same_each_time(made: Path) -> None:
     dual = opened(made, student="dual").call(answers(TEXTS), context=Context())["score"]
     other = opened(made, student="interaction").call(answers(TEXTS), context=Context())["score"]
     assert dual != other
+
+
+def test_it_sleeps_whole_and_scores_the_same(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = opened(made)
+    asleep.scores_the_same(reward.sleeper, lambda: reward.call(answers(TEXTS), context=Context())["score"], monkeypatch)
 
 
 def test_thresholds_of_zero_and_one_never_and_always_ask(made: Path, root: Path) -> None:
