@@ -364,8 +364,13 @@ def test_verdicts_that_teach_nothing_are_refused(
 def test_students_at_chance_are_not_written(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["distill", str(root / "tiny.yaml"), 'rewards=[{name: "judges.py:odd"}]', "--reward", "odd"]
     assert mmrl(*words, "--out", str(tmp_path / "out"), "--samples", "160", "--passes", "3") == 2
-    assert "no student orders held-out samples" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    said = capsys.readouterr().err
+    assert "no student orders held-out samples" in said
+    assert "verdicts are kept: a call with --also" in said
+    assert [file.name for file in (tmp_path / "out").iterdir()] == [
+        "verdicts.jsonl"
+    ]  # the judge need not be asked again
+    assert len((tmp_path / "out" / "verdicts.jsonl").read_text().splitlines()) == 160
 
 
 def test_what_cannot_be_read_is_named(made: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def distil(
 
     ``reward``: the label of the judge, needed where there are several. ``also``: folders of earlier distillations,
     whose verdicts are used too. Raises ``UserError`` for a judge that cannot be distilled, for verdicts that teach
-    nothing, and where no student is better than chance.
+    nothing, and where no student is better than chance; then ``out`` keeps the verdicts alone.
     """
     refuse_taken(out)
     judge, found = judge_of(source.recipe, source.root, reward)
@@ -95,12 +95,19 @@ def distil(
         options = resolve_options(source.root, judge.options, found.declaration.paths)
         options = {key: value for key, value in options.items() if key != "budget"}
         device = str(context.compute.device)
-        students, record, outcome = fitted(pairs, settings or Settings(), device)
-        outcome = replace(outcome, asked=asked)
-        named = {"name": resolve_drop_in(source.root, judge.name), "options": options}
-        record = replace(record, judge=named, figures=outcome.as_json())
-        write(aside, record, students)
-        write_pairs(aside / VERDICTS, pairs)
+        write_pairs(aside / VERDICTS, pairs)  # they cost the judge's calls: kept if no student is good enough, too
+        try:
+            students, record, measured = fitted(pairs, settings or Settings(), device)
+        except UserError as error:
+            outcome: Outcome | UserError = error
+        else:
+            outcome = replace(measured, asked=asked)
+            named = {"name": resolve_drop_in(source.root, judge.name), "options": options}
+            write(aside, replace(record, judge=named, figures=outcome.as_json()), students)
+    if isinstance(outcome, UserError):
+        raise UserError(
+            f"{outcome}. The {len(pairs)} verdicts are kept: a call with --also {out} and another --out uses them too"
+        ) from outcome
     return outcome
 
 
@@ -196,9 +203,9 @@ def _refuse_chance(found: dict[Student, Agreement], lines: dict[Student, tuple[f
         f"{name} {one.order[0]:.3f} [{one.order[1]:.3f}, {one.order[2]:.3f}]" for name, one in found.items()
     )
     raise UserError(
-        f"no student orders held-out samples of a prompt better than chance (0.5): {orders}. Nothing is written. Raise "
-        "--samples; if that does not help, the verdicts depend on what the students cannot see, and the judge has to "
-        "be asked itself"
+        f"no student orders held-out samples of a prompt better than chance (0.5): {orders}. No student is written. "
+        "Raise --samples; if that does not help, the verdicts depend on what the students cannot see, and the judge "
+        "has to be asked itself"
     )
 
 
