@@ -13,25 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from proof_shapes import every_seed, of_seeds
+from proof_shapes import every_seed, measured, of_seeds
 
 from mmrl.judge.statistics import wilson
 
 KEYS = {"success": "reward/motion/success", "looks": "reward/looks", "colour": "reward/looks/colour"}
-
-
-def measure(out: Path, samples: int) -> dict[str, float]:
-    """Evaluate the base model and the last checkpoint of a run; kept in ``proof.json``."""
-    kept = out / "proof.json"
-    if not kept.exists():
-        command = [sys.executable, __file__, "--measure", str(out), "--samples", str(samples)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return json.loads(kept.read_text())
 
 
 def measure_here(out: Path, samples: int) -> None:
@@ -80,7 +68,7 @@ def main() -> None:
     if arguments.measure:
         measure_here(arguments.measure, arguments.samples)
         return
-    print(table(every_seed(arguments, lambda out: measure(out, arguments.samples))))
+    print(table(every_seed(arguments, lambda out: measured(__file__, out, arguments.samples))))
 
 
 if __name__ == "__main__":

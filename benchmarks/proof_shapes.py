@@ -46,6 +46,15 @@ def measure(out: Path) -> dict[str, float]:
     return json.loads(kept.read_text())
 
 
+def measured(script: str, out: Path, samples: int) -> dict[str, float]:
+    """What ``script --measure`` says of a run's base model and last checkpoint; kept in ``proof.json``."""
+    kept = out / "proof.json"
+    if not kept.exists():
+        command = [sys.executable, script, "--measure", str(out), "--samples", str(samples)]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return json.loads(kept.read_text())
+
+
 def measure_here(path: str) -> None:
     """The work of ``measure``, in this process."""
     import mmrl
