@@ -122,10 +122,10 @@ class SleepingDevices(MultiDevice):
                     self.record.decisions.append((device, *key))
             return found
 
-        def is_done(device: int, role: Any, began: float, turned: float, ended: float, *, priced: bool = True) -> None:
+        def is_done(device: int, role: Any, began: float, turned: float, ended: float, **how: Any) -> None:
             if device in self._latest:
                 self.record.done[self._latest[device]] = began, turned, ended, time.perf_counter()
-            done(device, role, began, turned, ended, priced=priced)
+            done(device, role, began, turned, ended, **how)
 
         def asks(device: int) -> None:
             if (key := self._latest.pop(device, None)) is not None:
@@ -170,7 +170,7 @@ class Replayed(SimulatedDevices):
     def _until(self, moment: float) -> float:
         return max(moment - self._origin - self.time.now, 0.0)
 
-    def replay(self, record: Record, rounds: Rounds, settings: Placement, state: State) -> None:
+    def replay(self, record: Record, rounds: Rounds, state: State) -> None:
         """A step of ``rounds`` that took place as in ``record``."""
         self.record, self._origin = record, record.began[0] - self.time.now
-        self.step(rounds, *opening(settings, state.split, judged=True))
+        self.step(rounds, *opening(state, judged=True))

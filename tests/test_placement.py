@@ -222,11 +222,11 @@ def test_a_turn_has_a_price_where_the_next_will_take_as_long():
     board = TaskQueue(1)
     begun = board.scheduler.start
     board.done(0, "rollout", begun, begun + 60, begun + 61, priced=False)  # an engine was started for good
-    assert board.scheduler.price == 0.0
+    assert board.scheduler.price("judge") == 0.0
     board.done(0, "rollout", begun + 70, begun + 72, begun + 75)
-    assert board.scheduler.price == pytest.approx(2.0)
+    assert board.scheduler.price("judge") == pytest.approx(2.0)
     board.done(0, "train", begun + 80, begun + 85, begun + 86, priced=False)
-    assert board.scheduler.price == pytest.approx(2.0)
+    assert board.scheduler.price("judge") == pytest.approx(2.0)
     assert board.scheduler.seconds("wake") == pytest.approx(67.0)
 
 

@@ -10,13 +10,14 @@ from mmrl.config.section import Count, Few, Section
 class Placement(Section):
     """Which devices of a controller sample, judge and train, and when (docs/placement.md)."""
 
-    type: Literal["colocate", "partial", "disaggregated", "adaptive"] = "colocate"
-    """``colocate``: all devices sample, then all judge; ``partial``: some judge while the others sample; ``adaptive``:
-    the number of judges follows the measured load. Then all devices train. ``disaggregated``: some devices train, some
-    judge and the rest sample, at the same time; the samples come from weights that are a few steps old."""
+    type: Literal["colocate", "partial", "disaggregated", "greedy", "adaptive"] = "colocate"
+    """``colocate``: all devices sample, then all judge; ``partial``: some judge while the others sample; ``greedy``: a
+    device without work takes the other role if that saves time; ``adaptive``: as ``greedy``, and the number of devices
+    that judge from the start follows the measured load. Then all devices train. ``disaggregated``: some devices train,
+    some judge and the rest sample, at the same time; the samples come from weights that are a few steps old."""
     judges: Few | None = None
     """Devices of a controller that judge. None: half of them (disaggregated: half of those that do not train).
-    Adaptive: the number that judge at first; with None all devices first sample and then judge, to measure both."""
+    Greedy: the number that judge when a step begins; adaptive: when the first step begins. None: 0, all sample."""
     trainers: Few | None = None
     """Disaggregated: devices of a controller that train; None: half of them."""
     staleness: Count | None = None
@@ -26,6 +27,11 @@ class Placement(Section):
     sleep: bool = False
     """Judges, and an engine that runs beside the device's trainer, free their memory while the device does other work;
     with one device: while it trains. On a CPU judges are loaded from disk again, and engines restart."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether devices switch their roles within a step to save time."""
+        return self.type == "greedy" or (self.type == "adaptive" and self.inside)
 
     @property
     def apart(self) -> bool:
@@ -38,7 +44,7 @@ class Placement(Section):
 
     def judging(self, devices: int) -> int:
         """How many of a controller's ``devices`` only judge at first, if a reward runs on devices."""
-        if self.type == "colocate" or (self.type == "adaptive" and self.judges is None):
+        if self.type == "colocate" or (self.type in ("greedy", "adaptive") and self.judges is None):
             return 0
         left = devices - self.training(devices) if self.apart else devices
         return self.judges or left // 2

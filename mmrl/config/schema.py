@@ -297,7 +297,7 @@ class Recipe(Section):
     devices_per_controller: Few = 1
     """Devices of one host: GPUs, or on CPUs processes with one thread each."""
     placement: Annotated[Placement, BeforeValidator(placement_settings)] = Placement()
-    """``colocate``, ``partial``, ``adaptive``, or a section."""
+    """``colocate``, ``partial``, ``greedy``, ``adaptive``, or a section."""
     ray: str = "local"
     """Where several controllers run: ``local`` starts Ray on this machine, ``auto`` or an address uses a cluster."""
     env: list[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Choose how many of a controller's devices judge while the others sample, from the load of the last steps.
+"""Choose how a controller's devices sample and judge in the next step, from what the last steps would have taken.
 
 ``decide`` works between steps, ``worth_moving`` within a step. Both are pure functions. ``decide`` gets the same
 numbers on every controller, so all controllers decide the same without coordination. The simulator calls the same
@@ -9,25 +9,20 @@ Seconds below are wall-clock seconds unless they are called device-seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mmrl.config.placement import Placement
 
-SMOOTHING = 0.5
-"""Weight of the latest step in the smoothed busy seconds."""
-WORTH = 0.03
-"""The smallest share of the generate phase that a new split must be expected to save (hysteresis)."""
-MOST_TURNS = 2
-"""Every change that reverses the previous one doubles ``WORTH``, at most this often, so that noise cannot toggle it."""
-SETTLED = 6
-"""Steps after which an unchanged split is settled, so that a change must save twice ``WORTH``."""
-HORIZON = 10
-"""Steps within which the saved time must exceed the price of the move."""
-LEARNING = 0.3
-"""Weight of the latest step, after the first, in the excess over the formula of a kind of split."""
-
+MEMORIES = (0.0, 0.5, 0.75, 0.875, 1.0)
+"""Ways to learn from the past: the weight of the step before, for the latest step alone up to all steps alike."""
+FORGET = 1 - 1 / 32
+"""The weight of the step before in the totals of the choosers."""
+LEAD = 0.05
+"""Another chooser must be ahead by this share of a step, in total, before it is followed."""
+PATIENCE = 2
+"""Steps of a run under its first placement: one step does not show whether a load is steady."""
 
 Moves = Literal["never", "after", "worth"]
 """When a device switches its role within a phase: never (except if no device is left for the work), after all sampling
@@ -36,7 +31,7 @@ has ended (colocate), or when that saves more time than it costs."""
 
 @dataclass(frozen=True)
 class Split:
-    """The roles of one controller's devices when generating; ``judge`` 0 is colocate: all sample, then all judge."""
+    """The roles of one controller's devices when generating; ``judge`` 0: all sample first."""
 
     rollout: int
     judge: int
@@ -48,31 +43,18 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One step's generate phase, all-reduced; busy: device-seconds summed over all devices of all controllers."""
+class Candidate:
+    """A way to place the generate phase of a step."""
 
-    rollout_busy: float
-    judge_busy: float
-    rollout_done: float
-    """From the phase's start to the end of the last sampling, the latest of all controllers."""
-    judge_done: float
-    """The same for the last judging."""
-    devices: int
-    """The devices of all controllers together."""
-    price: float
-    """Seconds that a device needs to switch its role: sleep, wake, weights."""
-    micro_batches: int = 0
-    """Judged micro-batches of all controllers; 0 if not counted, and then the time to fill and drain is learned."""
+    split: Split
+    moves: Moves
 
-
-@dataclass(frozen=True)
-class Work:
-    """The work of one controller's generate phase: device-seconds in each role, and one micro-batch's share of them."""
-
-    rollout: float
-    judge: float
-    grain: float = 0.0
-    """One over the number of micro-batches; 0 if it is not known."""
+    @property
+    def name(self) -> str:
+        if not self.split.judge:
+            return "greedy" if self.moves == "worth" else "all in turn"
+        moves = " with moves" if self.moves == "worth" else ""
+        return f"{self.split.rollout} sampling + {self.split.judge} judging{moves}"
 
 
 @dataclass(frozen=True)
@@ -81,183 +63,144 @@ class State:
 
     devices: int
     """The devices of one controller."""
-    replica: int
-    """Devices of one judge replica."""
     split: Split
-    kept: int = 0
-    """Steps measured under this split."""
-    rollout_busy: float = 0.0
-    """Device-seconds of one controller, smoothed."""
-    judge_busy: float = 0.0
-    grain: float = 0.0
-    """As in ``Work``, smoothed too."""
-    moves: bool = True
-    """Whether devices also move inside a step."""
-    way: int = 0
-    """The direction of the last change: 1 to more judges, -1 to fewer."""
-    turns: int = 0
-    """The number of changes that reversed the previous one, except those that ended a trial."""
-    trial: bool = False
-    """Whether the current split is the first of its kind."""
-    over: dict[str, float] = field(default_factory=dict)
-    """By kind of ``formula``: the phases' excess over ``formula``, as a share of the even time, smoothed."""
+    moves: Moves
+    inside: bool = True
+    """Whether candidates with moves within a step may be chosen."""
+    steps: int = 0
+    """Steps that were measured."""
+    losses: list[list[float]] = field(default_factory=list)
+    """For each of ``MEMORIES``: the seconds of every candidate, summed with that memory."""
+    totals: list[float] = field(default_factory=list)
+    """Of every chooser: the seconds that its choices would have taken. The choosers are the memories, each of which
+    chooses the candidate with the smallest sum, and then the candidates themselves."""
+    chooser: int = -1
+    """The chooser that is followed; -1: none yet."""
 
     @classmethod
     def read(cls, values: Mapping[str, Any], settings: Placement) -> State:
-        """Read a state that was stored as JSON. ``settings`` decide whether devices move within a step: a resumed run
-        may have different settings than the run that wrote the state."""
-        known = dict(values)
-        known |= {"split": Split(**values["split"]), "moves": settings.inside}
-        return cls(**known)
+        """Read a state that was stored as JSON. A state of other candidates (an earlier version, or another
+        ``placement.inside``) begins anew."""
+        fresh = starting(settings, int(values["devices"]))
+        if values.get("inside") != settings.inside or "chooser" not in values:
+            return fresh
+        return cls(**dict(values) | {"split": Split(**values["split"])})
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The split of the next step, a sentence with the reason, and the numbers behind it."""
+    """The placement of the next step, a sentence with the reason, and the numbers behind it."""
 
     split: Split
     why: str
     numbers: dict[str, float]
 
 
-def splits(devices: int, replica: int = 1) -> list[Split]:
-    """Every split of a controller's devices in whole judge replicas, colocate first."""
-    return [Split(devices, 0), *(Split(devices - n, n) for n in range(replica, devices, replica))]
+def splits(devices: int) -> list[Split]:
+    """Every split of a controller's devices, all sampling first."""
+    return [Split(devices - judge, judge) for judge in range(devices)]
 
 
-def begin(devices: int, replica: int = 1, *, moves: bool = True) -> State:
-    """The state of a run before its first measurement.
-
-    It starts with colocate, which is never much slower than the best split, and whose first step measures the work of
-    both roles and the price of a move. ``moves``: devices also move within a step, by ``worth_moving``.
-
-    Raises ``ValueError`` if there is no device or a replica has none.
-    """
-    if devices < 1 or replica < 1:
-        raise ValueError(f"{devices} devices of a controller and {replica} of a judge replica: both must be at least 1")
-    return State(devices, replica, Split(devices, 0), moves=moves)
+def candidates(devices: int, *, inside: bool = True) -> list[Candidate]:
+    """What the policy chooses from, greedy first: every split, with and without moves within a step (``inside``)."""
+    found = []
+    for split in splits(devices):
+        if inside:
+            found.append(Candidate(split, "worth"))
+        found.append(Candidate(split, "never" if split.judge else "after"))
+    return found
 
 
 def starting(settings: Placement, devices: int, *, judged: bool = True) -> State:
-    """The split at the start of a run; ``judged``: some reward runs on a device."""
-    state = begin(devices, moves=settings.inside)
+    """The state at the start of a run; ``judged``: some reward runs on a device.
+
+    Raises ``ValueError`` if there is no device.
+    """
+    if devices < 1:
+        raise ValueError(f"{devices} devices of a controller: there must be at least 1")
     judges = settings.judging(devices) if judged else 0
     left = devices - settings.training(devices) if settings.apart else devices
-    return replace(state, split=Split(left - judges, judges))
+    moves: Moves = "worth" if settings.moves else "never" if judges else "after"
+    return State(devices, Split(left - judges, judges), moves, settings.inside)
 
 
-def opening(settings: Placement, split: Split, *, judged: bool) -> tuple[Split, Moves]:
-    """How a generate phase begins under ``split``, the split of the step: the roles of the devices, and when a device
-    switches its role. ``judged``: rewards run on devices in this phase, which an evaluation does without."""
-    apart = bool(split.judge) and judged
-    moves: Moves = "never" if apart else "after"
-    if settings.type == "adaptive" and settings.inside and judged:
-        moves = "worth"
-    return (split if apart else Split(split.rollout + split.judge, 0)), moves
+def opening(state: State, *, judged: bool) -> tuple[Split, Moves]:
+    """How a generate phase begins: the roles of the devices, and when a device switches its role. ``judged``: rewards
+    run on devices beside sampling in this phase; an evaluation samples first."""
+    if not judged:
+        return Split(state.devices, 0), "after"
+    return state.split, state.moves
 
 
-def measured(numbers: Mapping[str, float], devices: int) -> Measured:
-    """From the ``scheduler.summed`` numbers of a step; ``devices``: of all controllers."""
-    return Measured(
-        numbers["rollout_busy"],
-        numbers["judge_busy"],
-        numbers["rollout_done"],
-        numbers["judge_done"],
-        devices,
-        numbers["price"],
-        int(numbers["micro_batches"]),
-    )
+def decide(state: State, tried: Sequence[float]) -> tuple[State, Decision]:
+    """The placement of the next step. ``tried``: the seconds that the generate phase of the last step would have taken
+    with each of ``candidates``, on the slowest controller (``hindsight.tried``); empty if nothing was judged.
 
-
-def decide(state: State, measured: Measured) -> tuple[State, Decision]:
-    """The split for the next step.
-
-    The target is the split with the shortest expected phase (``expected``). The first decision takes it at once; later
-    ones move half the way to it, in whole replicas, and only if the target saves ``WORTH`` of the phase (more after the
-    split is settled, or after reversals) and the savings exceed the price of the move within ``HORIZON`` steps. A
-    change to or from colocate is one move.
+    Which memory of the past serves best depends on the load: after a shift the latest step, on a judge that is slow
+    every other step all steps. So every chooser's choices are added up as if they had been made, and the best so far
+    is followed. That bounds the regret against every candidate, and a load that alternates cannot make it alternate.
     """
-    latest, phase = _work(state, measured), max(measured.rollout_done, measured.judge_done)
-    if latest.rollout + latest.judge <= 0 or phase <= 0:
-        return state, Decision(state.split, "nothing was sampled or judged, so the split stays", {})
-    first = state.rollout_busy + state.judge_busy == 0
-    weight = 1.0 if first else SMOOTHING
-    state = replace(
-        state,
-        kept=state.kept + 1,
-        rollout_busy=state.rollout_busy + weight * (latest.rollout - state.rollout_busy),
-        judge_busy=state.judge_busy + weight * (latest.judge - state.judge_busy),
-        grain=state.grain + weight * (latest.grain - state.grain),
-        over=_learn(state, latest, phase, measured.price),
-    )
-    rollout, judge = state.rollout_busy, state.judge_busy
-    even = (rollout + judge) / state.devices
-    times = expected(state, measured.price)
-    now, target = times[state.split], min(times, key=lambda split: (times[split], split != state.split))
-    saved = now - times[target]
+    if not tried:
+        return state, Decision(state.split, "nothing was judged, so the placement stays", {})
+    known = candidates(state.devices, inside=state.inside)
+    losses = state.losses or [[0.0] * len(known) for _ in MEMORIES]
+    current = known.index(Candidate(state.split, state.moves))
+    made = [_least(sums) for sums in losses] if state.losses else [current] * len(MEMORIES)
+    totals = state.totals or [0.0] * (len(MEMORIES) + len(known))
+    seconds = [*(tried[choice] for choice in made), *tried]
+    totals = [FORGET * total + new for total, new in zip(totals, seconds, strict=True)]
+    losses = [
+        [memory * old + new for old, new in zip(sums, tried, strict=True)]
+        for memory, sums in zip(MEMORIES, losses, strict=True)
+    ]
+    chooser = state.chooser if state.chooser >= 0 else len(MEMORIES) + current
+    best = _least(totals)
+    if state.steps + 1 >= PATIENCE and totals[chooser] - totals[best] > LEAD * sum(tried) / len(tried):
+        chooser = best
+    choices = [*(_least(sums) for sums in losses), *range(len(known))]
+    chosen = choices[chooser]
     numbers = {
-        "rollout_busy": rollout,
-        "judge_busy": judge,
-        "judge_share": judge / (rollout + judge),
-        "phase": phase,
-        "even": even,
-        "expected_now": now,
-        "expected_target": times[target],
-        "price": measured.price,
-        "target_judge": float(target.judge),
+        "phase": tried[current],
+        "chosen": tried[chosen],
+        "greedy": tried[0],
+        "best": min(tried),
+        "regret": totals[chooser] - totals[best],
+        "memory": float(MEMORIES[chooser]) if chooser < len(MEMORIES) else -1.0,
     }
-    if target == state.split:
-        return state, Decision(state.split, f"no split is expected to be faster than {_name(state.split)}", numbers)
-    way = 1 if target.judge > state.split.judge else -1
-    turns = min(state.turns + (way == -state.way and not state.trial), MOST_TURNS)
-    worth = WORTH * 2 ** (turns + (state.kept > SETTLED))
-    if not first and (saved < worth * now or saved * HORIZON < measured.price):
-        why = f"{_name(target)} would save {saved:.2f} s of {now:.2f} s a step, too little for a move"
-        return state, Decision(state.split, why, numbers)
-    split = target if first else _half_way(state, target)
-    seconds = f"sampling took {rollout:.2f} device-seconds and judging {judge:.2f}"
-    why = f"{seconds}: {_name(state.split)} to {_name(split)}, expected to save {saved:.2f} s of {now:.2f} s a step"
-    work = Work(rollout, judge, state.grain)
-    trial = formula(state, split, work, measured.price)[1] not in state.over
-    state = replace(state, split=split, kept=0, way=0 if first else way, turns=turns, trial=trial)
+    why = _why(known[current], known[chosen], chooser, tried[current], tried[chosen])
+    split, moves = known[chosen].split, known[chosen].moves
+    state = replace(
+        state, split=split, moves=moves, steps=state.steps + 1, losses=losses, totals=totals, chooser=chooser
+    )
     return state, Decision(split, why, numbers)
 
 
-def expected(state: State, price: float) -> dict[Split, float]:
-    """The expected seconds of the generate phase with every split: ``formula`` plus the learned excess of its kind; at
-    least the even time, in which all devices share all work."""
-    work = Work(state.rollout_busy, state.judge_busy, state.grain)
-    even = (work.rollout + work.judge) / state.devices
-    found = {split: formula(state, split, work, price) for split in splits(state.devices, state.replica)}
-    return {split: max(even, seconds + state.over.get(kind, 0.0) * even) for split, (seconds, kind) in found.items()}
+def _why(current: Candidate, chosen: Candidate, chooser: int, now: float, then: float) -> str:
+    source = "by the step before"
+    if chooser >= len(MEMORIES):
+        source = "the best single choice so far"
+    elif MEMORIES[chooser]:
+        source = f"by {'all steps' if MEMORIES[chooser] == 1 else f'the last {1 / (1 - MEMORIES[chooser]):.0f} steps'}"
+    if chosen == current:
+        return f"{current.name} stays, {source}"
+    return f"{current.name} to {chosen.name}, {source}; the last step would have taken {then:.2f} s, not {now:.2f} s"
 
 
-def formula(state: State, split: Split, work: Work, price: float) -> tuple[float, str]:
-    """Seconds of a phase without tails, and its kind: colocate, apart or joined.
-
-    For a split: the time of the role with more work per device, plus the sampling of the first micro-batch (if that is
-    judging) or the judging of the last one (if that is sampling). If devices move within a step and judging takes
-    longer, the samplers join it when they are done, if that is faster. For colocate: the time of both roles, and the
-    price of switching between them.
-    """
-    fill, drain = work.rollout * work.grain, work.judge * work.grain / state.replica
-    if not split.judge:
-        return (work.rollout + work.judge) / state.devices + (price if work.judge else 0.0), "colocate"
-    sampled, judged = work.rollout / split.rollout, fill + work.judge / split.judge
-    apart = max(sampled + drain, judged)
-    if not state.moves or judged <= sampled:
-        return apart, "apart"
-    left = work.judge - max(sampled - fill, 0.0) * split.judge
-    joined = sampled + (left + split.rollout * price) / state.devices + drain / 2
-    return min((apart, "apart"), (max(joined, sampled + price), "joined"))
-
-
-def worth_moving(own_left: float, other_left: float, other_devices: int, price: float, own_devices: int = 0) -> bool:
+def worth_moving(
+    own_left: float,
+    other_left: float,
+    other_devices: int,
+    price: float,
+    own_devices: int = 0,
+    *,
+    back: float | None = None,
+) -> bool:
     """Whether a device without work in its role should switch to the other role within a step.
 
     ``own_left``: device-seconds of future work in its own role (a judge waits for samples); ``other_left``: those of
     waiting tasks in the other role; ``other_devices``: devices that work in that role or are switching to it;
-    ``price``: seconds of one switch; ``own_devices``: other devices that stay in its own role.
+    ``price``: seconds of the switch, ``back``: of the way back (None: as long); ``own_devices``: other devices that
+    stay in its own role.
 
     It switches if the other role then ends earlier, the price included; if its own role will have work again, only if
     the later end of both roles becomes earlier. The device is idle, so any gain is enough.
@@ -269,33 +212,10 @@ def worth_moving(own_left: float, other_left: float, other_devices: int, price: 
     now, then = other_left / other_devices, (other_left + price) / (other_devices + 1)
     if own_left > 0:
         now = max(now, own_left / (own_devices + 1))
-        then = max(then, own_left / own_devices) if own_devices else then + price + own_left
+        there_and_back = then + (price if back is None else back) + own_left
+        then = max(then, own_left / own_devices) if own_devices else there_and_back
     return then < now
 
 
-def _work(state: State, measured: Measured) -> Work:
-    controllers = measured.devices / state.devices
-    grain = controllers / measured.micro_batches if measured.micro_batches else 0.0
-    return Work(measured.rollout_busy / controllers, measured.judge_busy / controllers, grain)
-
-
-def _learn(state: State, work: Work, phase: float, price: float) -> dict[str, float]:
-    """``State.over`` after a step of ``work`` that took ``phase`` seconds."""
-    seconds, kind = formula(state, state.split, work, price)
-    over = max(phase - seconds, 0.0) * state.devices / (work.rollout + work.judge)
-    before = state.over.get(kind, over)
-    return {**state.over, kind: before + LEARNING * (over - before)}
-
-
-def _half_way(state: State, target: Split) -> Split:
-    here = state.split.judge
-    if not (here and target.judge):
-        return target
-    replicas = (target.judge - here) // state.replica
-    half = (abs(replicas) + 1) // 2 * (1 if replicas > 0 else -1)
-    judge = here + half * state.replica
-    return Split(state.devices - judge, judge)
-
-
-def _name(split: Split) -> str:
-    return f"{split.rollout} sampling + {split.judge} judging" if split.judge else f"all {split.rollout} in turn"
+def _least(values: Sequence[float]) -> int:
+    return min(range(len(values)), key=values.__getitem__)

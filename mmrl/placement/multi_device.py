@@ -21,7 +21,7 @@ from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.placement import Placement
 from mmrl.engines.policy import Version
 from mmrl.json_types import JsonObject
-from mmrl.placement import adaptive, device_tasks
+from mmrl.placement import adaptive, device_tasks, hindsight
 from mmrl.placement.device_shares import all_of, features_of, needs, split_among
 from mmrl.placement.scheduler import as_rows, summed
 from mmrl.placement.task_queue import Task, TaskQueue
@@ -126,7 +126,7 @@ class MultiDevice:
     def _begin(self, context: StepContext, evaluate: bool, to_come: int) -> None:
         """Divide the devices for a generate phase."""
         judged = bool(context.rewards.on_device) and not evaluate
-        split, moves = adaptive.opening(self.settings, self.state.split, judged=judged)
+        split, moves = adaptive.opening(self.state, judged=judged)
         self._board.begin(split, moves, to_come)
         if split.judge:  # judges wake while the others sample
             self._put(range(split.rollout, self._count), device_tasks.ready, ("judge",))
@@ -227,12 +227,14 @@ class MultiDevice:
             "gpu": sum(gpus),
             "gpus": len(gpus),
         }
-        found = context.controller.gather((mine, as_rows(board.events, step + 1, context.controller.rank)))
-        numbers = summed([mine for mine, _ in found])
-        self._lines = [line for _, lines in found for line in lines]
+        decides = self.settings.type == "adaptive" and bool(context.rewards.on_device)
+        tried = hindsight.tried(board.scheduler, self.state) if decides else []
+        found = context.controller.gather((mine, as_rows(board.events, step + 1, context.controller.rank), tried))
+        numbers = summed([mine for mine, _, _ in found])
+        self._lines = [line for _, lines, _ in found for line in lines]
         split = self.state.split
-        if self.settings.type == "adaptive" and context.rewards.on_device:
-            self._decide(step + 1, numbers, self._count * len(found))
+        if decides:
+            self._decide(step + 1, hindsight.slowest([tried for _, _, tried in found]))
         wall = numbers["wall"]
         busy = numbers["rollout_busy"] + numbers["judge_busy"] + numbers["train_busy"]
         return {
@@ -278,8 +280,8 @@ class MultiDevice:
         for thread in self._threads:
             thread.join(1.0)  # idle ones end; one that frees tensors while the interpreter shuts down aborts it
 
-    def _decide(self, step: int, numbers: Mapping[str, float], devices: int) -> None:
-        self.state, decision = adaptive.decide(self.state, adaptive.measured(numbers, devices))
+    def _decide(self, step: int, tried: Sequence[float]) -> None:
+        self.state, decision = adaptive.decide(self.state, tried)
         self._lines.append(
             {
                 "step": step,
@@ -330,10 +332,10 @@ class MultiDevice:
                     version, turned = task.version, time.perf_counter()
                 answer = self._perform(context, device, task)
             except BaseException as error:
-                self._board.done(device, shown, began, turned, time.perf_counter(), priced=priced)
+                self._board.done(device, shown, began, turned, time.perf_counter(), priced=priced, to=role)
                 task.answer.set_exception(error)
             else:
-                self._board.done(device, shown, began, turned, time.perf_counter(), priced=priced)
+                self._board.done(device, shown, began, turned, time.perf_counter(), priced=priced, to=role)
                 task.answer.set_result(answer)
             del task
 

@@ -71,8 +71,8 @@ class Scheduler(Generic[T]):
         self.roles: list[Role] = ["rollout"] * devices
         self.events: list[Event] = []
         self.moves = 0
-        self.price = 0.0
-        """Seconds that recent role switches took."""
+        self.prices: dict[Role, float] = {}
+        """Seconds that recent switches to a role took."""
         self.start = clock()
         self.since = [0.0] * devices
         """When each device got its task, or the end of the last step if that was later."""
@@ -130,13 +130,23 @@ class Scheduler(Generic[T]):
         self.waiting.add(device)
 
     def done(
-        self, device: int, role: Role | None, began: float, turned: float, ended: float, *, priced: bool = True
+        self,
+        device: int,
+        role: Role | None,
+        began: float,
+        turned: float,
+        ended: float,
+        *,
+        priced: bool = True,
+        to: Role | None = None,
     ) -> None:
         """A task is finished: the device switched to ``role`` between ``began`` and ``turned``, and then worked in it;
-        None for bookkeeping. ``priced``: a switch within a phase would take as long."""
+        None for bookkeeping, for which it switched ``to`` a role. ``priced``: a switch within a phase would take as
+        long."""
         self._running[device] = None
         if turned > began:
-            self.price = _recent(self.price, turned - began) if priced else self.price
+            if priced and (turned_to := role or to) is not None:
+                self.prices[turned_to] = _recent(self.prices.get(turned_to, 0.0), turned - began)
             self.events.append(Event(device, "wake", self._after(began), self._after(turned), priced=priced))
         if role is not None:
             since, (of, number) = max(turned, self.since[device]), self._for(device)  # the cut part is counted
@@ -231,7 +241,16 @@ class Scheduler(Generic[T]):
         own = 0.0
         if role == "judge" and sampling:
             own = (self._to_come + len(self._tasks["rollout"])) * self._seconds.get("judge", 0.0)
-        return worth_moving(own, left, there, self.price, sum(r == role for r in self.roles) - 1)
+        here = sum(r == role for r in self.roles) - 1
+        return worth_moving(own, left, there, self.price(other), here, back=self.price(role))
+
+    def expect(self, other: Scheduler[Any]) -> None:
+        """Expect what ``other`` has measured: the mean seconds of a task, and the prices."""
+        self._seconds, self.prices = dict(other._seconds), dict(other.prices)
+
+    def price(self, role: Role) -> float:
+        """Seconds of a switch to a role: as measured, else as the other way, else 0."""
+        return self.prices.get(role, max(self.prices.values(), default=0.0))
 
     # -- measurements --------------------------------------------------------------------------------------------------
 
@@ -252,7 +271,8 @@ class Scheduler(Generic[T]):
             "train_busy": self.seconds("train"),
             "rollout_done": self.done_after("rollout"),
             "judge_done": self.done_after("judge"),
-            "price": self.price,
+            "price": self.price("judge"),
+            "price_back": self.price("rollout"),
             "moves": self.moves,
             "micro_batches": sum(event.role == "rollout" for event in self.events),
             "wake": self.seconds("wake"),
@@ -268,7 +288,7 @@ class Scheduler(Generic[T]):
         return max(0.0, moment - self.start)
 
 
-LATEST = ("rollout_done", "judge_done", "price", "wall")
+LATEST = ("rollout_done", "judge_done", "price", "price_back", "wall")
 """Numbers of which the largest of all controllers counts; the others are added."""
 
 

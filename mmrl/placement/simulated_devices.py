@@ -66,18 +66,20 @@ class Times:
 
 
 class SimulatedDevices:
-    """``price``: seconds in which a device switches its role. A subclass may know more about the times (``times``,
-    ``waits``, ``pause``); here nothing but switches and work takes time.
+    """``price``: seconds in which a device switches to judging, ``back``: to sampling; None: as long. A subclass may
+    know more about the times (``times``, ``waits``, ``pause``); here nothing but switches and work takes time.
 
     When a step begins, every device is ready to sample: what the end of training takes is part of training.
     """
 
-    def __init__(self, devices: int, price: float, time: SimulatedTime | None = None) -> None:
+    def __init__(
+        self, devices: int, price: float, time: SimulatedTime | None = None, back: float | None = None
+    ) -> None:
         self.time = time or SimulatedTime()
         self.scheduler: Scheduler[SimulatedTask] = Scheduler(devices, lambda: self.time.now)
         self.decisions: list[tuple[int, Role, tuple[int, int]]] = []
         """Of the step so far: the device, and the role and ``at`` of the task that it got."""
-        self._price = price
+        self._price: dict[Role, float] = {"judge": price, "rollout": price if back is None else back}
         self._awake: list[Role] = ["rollout"] * devices
         for device in range(devices):
             self.scheduler.idle(device)
@@ -153,7 +155,7 @@ class SimulatedDevices:
     def _decide(self) -> None:
         for device, task in self.scheduler.handed():
             wanted: Role = "judge" if task.role == "train" else task.role
-            turn = 0.0 if self._awake[device] == wanted else self._price
+            turn = 0.0 if self._awake[device] == wanted else self._price[wanted]
             self._awake[device] = wanted
             self.decisions.append((device, task.role, task.at))
             times = self.times(device, task, turn)
@@ -164,7 +166,7 @@ class SimulatedDevices:
         began = handed + times.begins
         turned = began + times.turns
         role = None if task.role == "train" else task.role
-        self.scheduler.done(device, role, began, turned, turned + times.works)
+        self.scheduler.done(device, role, began, turned, turned + times.works, to="judge")
         self._decide()
         self._then(times.asks, partial(self._asks, device))
         task.then()

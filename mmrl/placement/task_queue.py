@@ -106,11 +106,19 @@ class TaskQueue:
             return None
 
     def done(
-        self, device: int, role: Role | None, began: float, turned: float, ended: float, *, priced: bool = True
+        self,
+        device: int,
+        role: Role | None,
+        began: float,
+        turned: float,
+        ended: float,
+        *,
+        priced: bool = True,
+        to: Role | None = None,
     ) -> None:
         """Record a finished task, as ``Scheduler.done``."""
         with self._changed:
-            self.scheduler.done(device, role, began, turned, ended, priced=priced)
+            self.scheduler.done(device, role, began, turned, ended, priced=priced, to=to)
             self._decide()
 
     def fail(self, device: int, error: BaseException) -> None:

@@ -144,7 +144,7 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
     engine = "" if recipe.rollout.engine == "transformers" else "engine"
     resting = ", ".join(one.label for one in plan.asked if one.sleeps)
     asleep = _asleep(recipe, resting)
-    at_first = ", at first" * (recipe.placement.type == "adaptive")
+    at_first = ", at first" * (recipe.placement.type in ("greedy", "adaptive"))
     done = []
     for device in range(recipe.devices_per_controller):
         if recipe.placement.apart:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from mmrl.config.placement import Placement
-from mmrl.placement.adaptive import Decision, Split, decide, measured, opening, splits, starting
+from mmrl.placement import hindsight
+from mmrl.placement.adaptive import Decision, Split, decide, opening, splits, starting
 from mmrl.placement.scheduler import summed
 from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTime
 from mmrl.simulator.trace import Trace, Work
@@ -92,7 +93,7 @@ def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str) -> Ou
     state = starting(settings, cluster.devices)
     controllers = [SimulatedDevices(cluster.devices, trace.price) for _ in range(cluster.controllers)]
     for work in trace.steps:
-        split, moves = opening(settings, state.split, judged=True)
+        split, moves = opening(state, judged=True)
         for devices, rounds in zip(controllers, work.shares, strict=True):
             devices.step(rounds, split, moves)
         found = [devices.scheduler.numbers() for devices in controllers]
@@ -105,7 +106,8 @@ def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str) -> Ou
         out.moves.append(int(numbers["moves"]) if moves == "worth" else 0)
         out.splits.append(state.split)
         if settings.type == "adaptive":
-            state, decision = decide(state, measured(numbers, cluster.total))
+            tried = [hindsight.tried(devices.scheduler, state) for devices in controllers]
+            state, decision = decide(state, hindsight.slowest(tried))
             out.decisions.append(decision)
     return out
 
@@ -121,6 +123,12 @@ def static(trace: Trace, cluster: Cluster, split: Split) -> Outcome:
 def best_static(trace: Trace, cluster: Cluster) -> Outcome:
     """The fastest static split, including colocate: the best choice if the whole run was known beforehand."""
     return min((static(trace, cluster, split) for split in splits(cluster.devices)), key=lambda o: o.seconds)
+
+
+def moving(trace: Trace, cluster: Cluster, split: Split) -> Outcome:
+    """Every step begins with the same split, and devices move within it; ``greedy`` where all sample first."""
+    name = f"{split.rollout}+{split.judge} with moves" if split.judge else "greedy"
+    return placed(trace, cluster, Placement(type="greedy", judges=split.judge or None), name)
 
 
 def adaptive(trace: Trace, cluster: Cluster, *, moves: bool = True) -> Outcome:
@@ -158,7 +166,7 @@ def best_disaggregated(trace: Trace, cluster: Cluster, staleness: int = 1) -> Ou
 
 @dataclass
 class Comparison:
-    """Every placement on one trace; ``bound``: the lower bound on the seconds of all steps."""
+    """Every placement on one trace; ``bound``: the lower bound on the seconds of all steps, on-policy."""
 
     bound: float
     outcomes: list[Outcome]
@@ -167,17 +175,21 @@ class Comparison:
 
 
 def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
-    """Compare colocate, the best partial split, the best disaggregated placement (with three devices or more), and
-    adaptive without and with switches within a step. Raises ``ValueError`` if a controller has one device."""
+    """Compare colocate, the best partial split, the best disaggregated placement (with three devices or more), greedy,
+    the best split with moves within a step, and adaptive without and with such moves. Raises ``ValueError`` if a
+    controller has one device."""
     if cluster.devices < 2:
         raise ValueError("a controller of one device leaves none beside a judge")
     colocate, *partial = [static(trace, cluster, split) for split in splits(cluster.devices)]
     fastest = min(partial, key=lambda outcome: outcome.seconds)
     apart = best_disaggregated(trace, cluster, staleness)
+    greedy, *others = [moving(trace, cluster, split) for split in splits(cluster.devices)]
     outcomes = [
         colocate,
         fastest,
         *([apart] if apart else []),
+        greedy,
+        min(others, key=lambda outcome: outcome.seconds),
         adaptive(trace, cluster, moves=False),
         adaptive(trace, cluster),
     ]

@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 
 from mmrl.errors import UserError
-from mmrl.placement.simulated_devices import MicroBatch, Rounds
+from mmrl.placement.hindsight import rounds
+from mmrl.placement.scheduler import Event
+from mmrl.placement.simulated_devices import Rounds
 from mmrl.report.metrics import read
 from mmrl.simulator.trace import Trace, Work
 
@@ -128,23 +130,7 @@ def _by_their_step(events: Sequence[Row], metrics: Mapping[int, Row]) -> list[Ro
 
 
 def _rounds(rows: Sequence[Row]) -> Rounds:
-    return [
-        _pairs([row for row in rows if row.get("round", 0) == number])
-        for number in sorted({row.get("round", 0) for row in rows if row["role"] in (ROLLOUT, JUDGE)})
-    ]
-
-
-def _pairs(rows: Sequence[Row]) -> list[MicroBatch]:
-    """Pair each sampling with its judging, in the order of their ends. If their numbers differ, each sampling gets an
-    equal part of all judging."""
-    sampled = sorted((row for row in rows if row["role"] == ROLLOUT), key=lambda row: row["ended"])
-    judged = sorted((row for row in rows if row["role"] == JUDGE), key=lambda row: row["began"])
-    seconds = [row["ended"] - row["began"] for row in judged]
-    if len(judged) != len(sampled):
-        seconds = [sum(seconds) / max(len(sampled), 1)] * len(sampled)
-    found = zip(sampled, seconds, strict=True)
-    pairs = sorted(((row["began"], row["ended"] - row["began"], judging) for row, judging in found))
-    return [(sampling, judging) for _, sampling, judging in pairs]
+    return rounds(Event(row["device"], row["role"], row["began"], row["ended"], row.get("round", 0)) for row in rows)
 
 
 def _after(rows: Sequence[Row], metrics: Row | None) -> float:
