@@ -12,23 +12,53 @@ def of_midway(recipe: Recipe) -> Iterator[str]:
     """Contradictions between ``midway`` and other sections."""
     if recipe.midway is None:
         return
-    if recipe.sampling.type == "text":
-        yield "midway: it prunes groups between denoising steps, and this recipe samples text; remove it"
-        return
     if recipe.algorithm.kind not in ("policy_gradient", "forward_process"):
+        other = "grpo" if recipe.makes == "text" else "flow_grpo or diffusion_nft"
         yield (
             f"midway: {recipe.algorithm.type} samples no groups before its update, so that there is nothing to prune; "
-            "remove it, or use flow_grpo or diffusion_nft"
+            f"remove it, or use {other}"
         )
         return
-    yield from _steps(recipe)
+    yield from _tokens(recipe) if recipe.makes == "text" else _steps(recipe)
     yield from _size(recipe)
     yield from _rewards(recipe)
+
+
+def _tokens(recipe: Recipe) -> Iterator[str]:
+    midway, most = recipe.midway, recipe.decoding.max_new_tokens
+    assert midway is not None
+    if midway.tokens is None or midway.step is not None:
+        yield (
+            "midway: responses are scored after a number of tokens, and have no denoising steps; set midway.tokens, "
+            "and take midway.step out"
+        )
+        return
+    if midway.tokens >= most:
+        yield (
+            f"midway.tokens: no response has more than {most} tokens (sampling.max_new_tokens), so after "
+            f"{midway.tokens} of them nothing is left to save; set it to {most - 1} or less"
+        )
+    if recipe.rollout.partial is not None:
+        yield (
+            "midway: rollout.partial leaves responses unfinished at the end of a step, and a group is pruned before "
+            "its samples are finished in the same step; remove one of the two"
+        )
+    if recipe.rollout.engine == "sglang" and recipe.decoding.repetition_penalty != 1:
+        yield (
+            "sampling.repetition_penalty: sglang counts no tokens that a response had before it was cut; remove it or "
+            "midway, or set rollout.engine to vllm_server"
+        )
 
 
 def _steps(recipe: Recipe) -> Iterator[str]:
     midway, sampling = recipe.midway, recipe.denoising
     assert midway is not None
+    if midway.step is None or midway.tokens is not None:
+        yield (
+            "midway: pictures and clips are scored after a number of denoising steps, and have no tokens; set "
+            "midway.step, and take midway.tokens out"
+        )
+        return
     if midway.step >= sampling.steps:
         yield (
             f"midway.step: the schedule has {sampling.steps} denoising steps, and after {midway.step} of them nothing "

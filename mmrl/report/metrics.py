@@ -71,6 +71,8 @@ METRICS: dict[str, str] = {
     "midway/kept_std": "midway: the same of the samples that were kept.",
     "midway/mean_shift": "midway: mean predicted reward of the kept samples minus that of all, mean over groups.",
     "midway/dropped": "midway: samples of the step that were begun and not finished.",
+    "midway/tokens_dropped": "midway, text: share of the sampled tokens that are of dropped responses.",
+    "midway/ended": "midway, text: share of the begun responses that had ended when they were scored.",
     "sampling/in_flight": "Partial rollout: groups with unfinished responses after the step.",
     "sampling/waiting": "Partial rollout: complete groups that wait for a later step.",
     "sampling/stale_tokens": "Partial rollout: fraction of the batch's tokens sampled with weights of earlier steps.",

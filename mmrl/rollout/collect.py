@@ -161,7 +161,7 @@ class Sampling:
         measured = None
         if self._pruned is not None:
             scores.failures.extend(self._pruned.failures)
-            measured = measures(self._pruned, scores.total.view(-1, size))
+            measured = measures(self._pruned, scores.total.view(-1, size), micro_batches)
         order = [row for rows in self._rows for row in rows]
         return Round(self._slots, self._keys, micro_batches, scores, order, measured)
 
