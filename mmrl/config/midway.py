@@ -21,6 +21,9 @@ class Midway(Section):
     is."""
     group_size: Many
     """Samples of each prompt that are begun; train.group_size of them are finished and trained on."""
+    branches: Many = 1
+    """Continuations of each kept sample, with other noise or tokens: train.group_size / branches samples are kept, and
+    branches of one share their beginning. 1 only finishes them. Policy gradients only."""
     keep: Literal["spread", "extremes", "best"] = "spread"
     """``spread`` keeps those whose rewards have the largest variance (PODS, arXiv 2504.13818); ``extremes`` the best
     half and the worst half of a group; ``best`` those with the highest rewards."""

@@ -145,9 +145,12 @@ def _pruned(plan: Plan) -> str:
         what, done = f"up to {recipe.decoding.max_new_tokens} tokens", "tokens at most"
     else:
         what, done = f"{recipe.denoising.steps} denoising steps", "steps of samples"
+    goes_on = f"finishes {c.samples:,}"
+    if midway.branches > 1:
+        goes_on = f"continues {c.samples // midway.branches:,} of them {midway.branches} times each"
     return (
-        f"midway begins {c.begun:,} samples, scores them after {midway.at} of {what} and finishes "
-        f"{c.samples:,}: {c.sample_steps:,} {done}"
+        f"midway begins {c.begun:,} samples, scores them after {midway.at} of {what} and {goes_on}: "
+        f"{c.sample_steps:,} {done}"
     )
 
 

@@ -71,6 +71,7 @@ METRICS: dict[str, str] = {
     "midway/kept_std": "midway: the same of the samples that were kept.",
     "midway/mean_shift": "midway: mean predicted reward of the kept samples minus that of all, mean over groups.",
     "midway/dropped": "midway: samples of the step that were begun and not finished.",
+    "midway/branch_std": "midway: standard deviation of the final rewards of the branches of one beginning, mean.",
     "midway/tokens_dropped": "midway, text: share of the sampled tokens that are of dropped responses.",
     "midway/ended": "midway, text: share of the begun responses that had ended when they were scored.",
     "sampling/in_flight": "Partial rollout: groups with unfinished responses after the step.",

@@ -3,7 +3,8 @@
 All samples of a group are denoised for ``midway.step`` steps, and their clean results are predicted there and scored;
 of text the first ``midway.tokens`` tokens are drawn and scored. ``train.group_size`` of them are kept: those with the
 largest variance of rewards (the max-variance down-sampling of PODS, arXiv 2504.13818, which selects finished
-responses), the best and the worst half, or the best. The others are dropped.
+responses), the best and the worst half, or the best. The others are dropped. With ``midway.branches`` fewer are kept,
+and each is continued several times (``mmrl.rollout.branches``).
 Sampling, scoring and selection happen on the controller that owns the group, and depend on nothing but the recipe and
 the weights.
 
@@ -25,6 +26,7 @@ from mmrl.engines.policy import Version
 from mmrl.judge.statistics import spearman
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, RewardError, Scores
+from mmrl.rollout.branches import branch_ids, inner_std
 from mmrl.training.batch import chunks_of_a_size, gather, samples_of
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.training.step_metrics import StepMetrics, Sums
@@ -35,8 +37,8 @@ from mmrl.trajectory import SampleId, Slot, Trajectory
 class Pruned:
     """What a round kept. ``chunks``: micro-batches of the kept samples, to be finished; ``rows``: the place of each of
     their samples among the round's. ``values``: the rewards of all predicted results, ``[N, begun]`` float64, NaN
-    without one; ``kept``: the columns that were kept, ``[N, K]``. Of text ``tokens`` ``[N, begun]`` are the lengths of
-    what was drawn, and ``ended`` ``[N, begun]`` the responses that had ended."""
+    without one; ``kept``: the columns that were kept, ``[N, K / branches]``. Of text ``tokens`` ``[N, begun]`` are
+    the lengths of what was drawn, and ``ended`` ``[N, begun]`` the responses that had ended."""
 
     chunks: list[Chunk]
     rows: list[list[int]]
@@ -79,7 +81,7 @@ class Beginning:
                 of = f"results predicted after {midway.step} denoising steps"
             raise RewardError(f"midway, of {of}: {error}") from error
         values = self._values(scores).view(-1, size)
-        keep = self._context.recipe.train.group_size
+        keep = self._context.recipe.train.group_size // midway.branches
         kept = torch.stack([torch.tensor(chosen(row, keep, midway.keep)) for row in values])
         parts = [micro_batches[n] for n in sorted(micro_batches)]
         chunks, rows = self._chunks(parts, kept)
@@ -106,9 +108,11 @@ class Beginning:
         """The micro-batches of the kept samples, and the places of their rows in the round."""
         size = self._midway.group_size
         place = {row: (m, i) for m, of in enumerate(self._rows) for i, row in enumerate(of)}
-        begun = [place[n * size + int(k)] for n, row in enumerate(kept) for k in row]
-        _, rows = chunked(self._context, [(parts[m].slots[i], parts[m].ids[i]) for m, i in begun])
-        whole = [gather(parts, [begun[n] for n in chunk]) for chunk in rows]
+        branches = range(self._midway.branches)
+        begun = [place[n * size + int(k)] for n, row in enumerate(kept) for k in row for _ in branches]
+        ids = [branch_ids([parts[m].ids[i]], n % len(branches), size)[0] for n, (m, i) in enumerate(begun)]
+        _, rows = chunked(self._context, [(parts[m].slots[i], name) for (m, i), name in zip(begun, ids, strict=True)])
+        whole = [replace(gather(parts, [begun[n] for n in of]), ids=[ids[n] for n in of]) for of in rows]
         return [Chunk(one.slots, one.ids, one) for one in whole], rows
 
 
@@ -150,7 +154,9 @@ def measures(pruned: Pruned, final: Tensor, finished: Sequence[Trajectory]) -> S
     """The metrics ``midway/*``. ``final``: the rewards ``[N, K]`` of the ``finished`` samples, NaN without one."""
     metrics = StepMetrics()
     before, after = pruned.values, pruned.values.gather(1, pruned.kept)
-    rank = [rank_correlation(a, b) for a, b in zip(after, final, strict=True)]
+    branches = final.shape[1] // after.shape[1]
+    found = final.view(len(final), -1, branches).nanmean(2)
+    rank = [rank_correlation(a, b) for a, b in zip(after, found, strict=True)]
     found = [r for r in rank if r is not None]
     metrics.gather({"midway/rank_correlation": torch.tensor(sum(found))}, {}, len(found))
     groups = len(before)
@@ -164,6 +170,9 @@ def measures(pruned: Pruned, final: Tensor, finished: Sequence[Trajectory]) -> S
         groups,
     )
     metrics.count({"midway/dropped": before.numel() - after.numel()})
+    if branches > 1:
+        inner = inner_std(final, branches)
+        metrics.gather({"midway/branch_std": inner.nansum()}, {}, int((~inner.isnan()).sum()))
     if pruned.tokens is not None and pruned.ended is not None:
         at = int(pruned.tokens[~pruned.ended].max()) if not pruned.ended.all() else 0
         later = sum(max(0, n - at) for part in finished for n in part.responses) if at else 0
