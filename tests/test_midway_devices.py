@@ -44,7 +44,7 @@ def test_a_resumed_run_keeps_the_same_samples(alone, tmp_path):
 
 TEXT = [
     *("train.prompts_per_step=2", "train.group_size=4", "train.micro_batch_size=4", "train.steps=2"),
-    *("sampling.batch_size=6", "midway={tokens: 10, group_size: 6, keep: best}"),
+    *("sampling.batch_size=6", "midway={tokens: 10, group_size: 6, keep: best, branches: 2}"),
     *("algorithm={type: grpo, dynamic_sampling: true, max_attempts: 3, kl_coef: 0}",),
     *("eval.samples=4", "eval.every=null", "checkpoint.every=1"),
 ]
@@ -58,11 +58,17 @@ def text(tmp_path_factory):
 
 
 @pytest.mark.parametrize("where", [["devices_per_controller=2"], ["controllers=2", "devices_per_controller=2"]])
-def test_text_is_pruned_alike_on_several_devices_and_controllers(text, tmp_path, where):
+def test_text_is_pruned_and_branches_alike_on_several_devices_and_controllers(text, tmp_path, where):
     out = tmp_path / "two"
     run("sums", out, *TEXT, *where)
     alike(text, out)
-    for name in ("midway/begun_std", "midway/mean_shift", "midway/dropped", "midway/tokens_dropped", "sampling/groups"):
+    for name in (
+        "midway/begun_std",
+        "midway/mean_shift",
+        "midway/dropped",
+        "midway/tokens_dropped",
+        "midway/branch_std",
+    ):
         assert rows(out)[-1][name] == pytest.approx(rows(text)[-1][name], rel=1e-4)
 
 
