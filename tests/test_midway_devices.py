@@ -57,6 +57,7 @@ def text(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [["devices_per_controller=2"], ["controllers=2", "devices_per_controller=2"]])
 def test_text_is_pruned_and_branches_alike_on_several_devices_and_controllers(text, tmp_path, where):
     out = tmp_path / "two"
@@ -72,6 +73,7 @@ def test_text_is_pruned_and_branches_alike_on_several_devices_and_controllers(te
         assert rows(out)[-1][name] == pytest.approx(rows(text)[-1][name], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_of_text_is_the_same(text, tmp_path):
     out = tmp_path / "resumed"
     shutil.copytree(text, out)
