@@ -18,8 +18,11 @@ import torch
 from llm_arms import LR, Size, prompts
 
 from mmrl.report.clock import Clock
+from mmrl.rewards.calling import Caller
+from mmrl.rewards.contract import Context
+from mmrl.rewards.loading import build, find
 from mmrl.training.step_context import StepContext
-from mmrl.trajectory import Trajectory
+from mmrl.trajectory import Sample, SampleId, Trajectory
 
 TIMED = {"_tokenize_prompts": "encode", "_generate_single_turn": "sample", "_calculate_rewards": "reward"}
 """Its methods and the phases they are; all else of its step counts as ``train``, advantages and metrics among it."""
@@ -153,6 +156,81 @@ class Peer:
             return function(model, inputs, *args, **kwargs)
 
         return call
+
+
+def train(context: StepContext, evaluated: Callable[[Any, int], bool], out: Path) -> None:
+    """Train with ``GRPOTrainer`` on the run's model, prompts and first reward, until ``evaluated`` says that it ends.
+
+    ``evaluated(model, step)`` is called before the first step and after each. The recipe gives the sizes, the learning
+    rate, the range of the clip and Adam's numbers; the loss and all else are TRL's defaults.
+    """
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+    recipe = context.recipe
+    train, optim, algorithm = recipe.train, recipe.optim, recipe.algorithm
+    config = GRPOConfig(
+        output_dir=str(out),
+        per_device_train_batch_size=train.micro_batch_size,
+        gradient_accumulation_steps=train.prompts_per_step * train.group_size // train.micro_batch_size,
+        num_generations=train.group_size,
+        max_completion_length=recipe.decoding.max_new_tokens,
+        temperature=recipe.decoding.temperature,
+        epsilon=algorithm.clip_low,
+        epsilon_high=algorithm.clip_high,
+        max_steps=train.steps,
+        seed=recipe.seed,
+        learning_rate=optim.lr,
+        lr_scheduler_type="constant",
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        weight_decay=optim.weight_decay,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        report_to="none",
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            evaluated(kwargs["model"], 0)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = evaluated(kwargs["model"], state.global_step)
+
+    path = context.recipe.model.path
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        reward_funcs=scored(context),
+        args=config,
+        train_dataset=Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": p.text}], "number": n} for n, p in enumerate(context.prompts)]
+        ),
+        processing_class=AutoTokenizer.from_pretrained(path),
+        callbacks=[Watch()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+
+
+def scored(context: StepContext) -> Callable[..., list[float]]:
+    """The run's first reward as a function of TRL's: ``number`` is the prompt's place in the data."""
+    reward = context.recipe.rewards[0]
+    caller = Caller(build(find(reward.name), reward.options), 600)
+
+    def call(completions: list[list[dict[str, str]]], number: list[int], **_: Any) -> list[float]:
+        samples = [
+            Sample(context.prompts[n], SampleId(0, i, 0, 0), text=message[-1]["content"])
+            for i, (n, message) in enumerate(zip(number, completions, strict=True))
+        ]
+        return [float(value) for value in caller.one(samples, Context()).total]
+
+    return call
 
 
 def parity(peer: Peer, context: StepContext) -> dict[str, float]:

@@ -75,6 +75,11 @@ def _order(rng: random.Random) -> tuple[str, Constraint]:
     return f'Use the words "{words[0]}", "{words[1]}" and "{words[2]}" in this order.', {"words": [*words]}
 
 
+def _both(rng: random.Random, subject: str, subjects: Sequence[str]) -> tuple[str, Constraint]:
+    other = rng.choice([name for name in subjects if name != subject])
+    return f"It must also be about {other}.", {"subject": subject, "other": other}
+
+
 def _letter(rng: random.Random) -> tuple[str, Constraint]:
     letter = rng.choice(LETTERS)
     return f'Do not use the letter "{letter}".', {"letter": letter}
@@ -112,7 +117,7 @@ def _quoted(rng: random.Random) -> tuple[str, Constraint]:
     return "Put your whole answer in double quotes.", {}
 
 
-KINDS: Mapping[str, Callable[[random.Random], tuple[str, Constraint]]] = {
+_OWN: Mapping[str, Callable[[random.Random], tuple[str, Constraint]]] = {
     "words": _words,
     "characters": _characters,
     "sentences": _sentences,
@@ -127,6 +132,8 @@ KINDS: Mapping[str, Callable[[random.Random], tuple[str, Constraint]]] = {
     "question": _question,
     "quoted": _quoted,
 }
+"""The kinds that do not depend on the subject."""
+KINDS = (*_OWN, "both")
 
 
 def prompts(
@@ -151,7 +158,7 @@ def prompts(
         if len(found) == count:
             return list(found.values())
         kind, subject = kinds[len(found) % len(kinds)], rng.choice(subjects)
-        asked, constraint = KINDS[kind](rng)
+        asked, constraint = _both(rng, subject, subjects) if kind == "both" else _OWN[kind](rng)
         text = f"Write {'about' if kind in (*DATA, 'sentences') else 'a sentence about'} {subject}. {asked}"
         least = {} if kind in DATA else {"least": LEAST}
         meta = {"subject": subject, "constraint": {"kind": kind, **constraint, **least}}

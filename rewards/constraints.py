@@ -97,6 +97,13 @@ def _order(text: str, asked: Asked) -> float:
     return kept / len(asked["words"])
 
 
+def _both(text: str, asked: Asked) -> float:
+    """Half for each of the two subjects that is named, in the singular or the plural."""
+    said = " ".join(words_of(text))
+    named = [re.search(rf"\b{asked[key].removesuffix('s')}(s|es)?\b", said) for key in ("subject", "other")]
+    return sum(found is not None for found in named) / 2
+
+
 def _letter(text: str, asked: Asked) -> float:
     return 1 / (1 + text.lower().count(asked["letter"]))
 
@@ -141,6 +148,7 @@ CHECKS: Mapping[str, Callable[[str, Asked], float]] = {
     "sentences": _sentences,
     "keywords": _keywords,
     "order": _order,
+    "both": _both,
     "letter": _letter,
     "begin": lambda text, asked: float(words_of(text)[:1] == [asked["word"].lower()]),
     "end": lambda text, asked: float(words_of(text)[-1:] == [asked["word"].lower()]),

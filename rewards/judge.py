@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mmrl.judge.protocol import LocalJudge, RemoteJudge
     from mmrl.judge.server import ServedJudge
 
-_LOCAL = ("path", "batch", "dtype", "template")
+_LOCAL = ("path", "batch", "dtype", "template", "chat_template")
 _URL = ("url", "name", "token", "extra", "insecure")
 _VLLM = ("vllm", "args", "python", "extra", "start_s")
 
@@ -68,14 +68,14 @@ def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:
 class Judge:
     """Scores by a model's verdict.
 
-    ``model``: a path or hub name (transformers, in process), ``{path, batch, dtype, template}``, ``{url, name, token,
-    extra, insecure}``, or ``{vllm: path, args, python, extra}`` (a server of our own). ``rubric``: a template or its
-    file. ``answer``: ``{type: yes_no}``, ``{type: number, min, max}`` or ``{type: json, schema, score}``. ``mode``:
-    pointwise, pairwise, ranking or steps. ``votes`` critiques become one by ``vote``. ``order``: of the candidates
-    where they are compared: average, fixed or random (``mmrl.judge.modes``). ``meta``: the fields of a
-    prompt's meta that the judge may know. ``timeout``, ``retries``, ``concurrency``: of requests to an endpoint.
-    ``cache``: whether verdicts are kept in the run's folder, or a folder that several runs share.
-    ``budget``: ``{calls, tokens}`` of an endpoint, after which training stops (``mmrl.judge.usage``).
+    ``model``: a path or hub name (transformers, in process), ``{path, batch, dtype, template,
+    chat_template}``, ``{url, name, token, extra, insecure}``, or ``{vllm: path, args, python, extra}`` (a server of
+    our own). ``rubric``: a template or its file. ``answer``: ``{type: yes_no}``, ``{type: number, min, max}`` or
+    ``{type: json, schema, score}``. ``mode``: pointwise, pairwise, ranking or steps. ``votes`` critiques become one by
+    ``vote``. ``order``: of the candidates where they are compared: average, fixed or random (``mmrl.judge.modes``).
+    ``meta``: the fields of a prompt's meta that the judge may know. ``timeout``, ``retries``, ``concurrency``: of
+    requests to an endpoint. ``cache``: whether verdicts are kept in the run's folder, or a folder that several runs
+    share. ``budget``: ``{calls, tokens}`` of an endpoint, after which training stops (``mmrl.judge.usage``).
     Raises ``UserError`` for what cannot work, an endpoint that is down included.
     """
 

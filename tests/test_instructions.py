@@ -63,6 +63,8 @@ def test_kinds_take_turns_and_what_there_is_not_is_refused():
         ("sentences", {"count": 1}, 'He said "cats sit."', "Cats sit"),
         ("keywords", {"words": ["old", "warm"]}, "Old cats like it WARM.", "Older cats like it warm."),
         ("order", {"words": ["old", "warm", "sun"]}, "Old cats seek warm sun.", "Old cats: sun is warm."),
+        ("both", {"subject": "cats", "other": "walls"}, "A cat sleeps on the wall.", "A cat sleeps on the wallpaper."),
+        ("both", {"subject": "glass", "other": "roads"}, "Roads are of glass.", "Roads are of glue."),
         ("letter", {"letter": "s"}, "A cat.", "A cat Sat."),
         ("begin", {"word": "Warm"}, "Warm cats.", "The warm cats."),
         ("end", {"word": "warm"}, "Cats are warm!", "Cats are warm now."),
@@ -91,6 +93,15 @@ def test_what_keeps_a_constraint_and_what_does_not(kind, asked, kept, broken):
 @pytest.mark.parametrize("text", ["[" * 100_000, "NaN", "null", '{"age": 1' + "0" * 5000 + "}", "{}", "\ud800"])
 def test_hostile_json_is_judged(text):
     assert 0 <= judged("json", text, keys=["age"])["score"] <= 1
+
+
+def test_both_subjects_of_a_held_out_task_are_held_out():
+    for split, mine in (("train", False), ("heldout", True)):
+        for prompt in data.prompts(split, kinds=["both"], count=40):
+            named = [prompt.meta["subject"], prompt.meta["constraint"]["other"]]
+            assert prompt.text == f"Write a sentence about {named[0]}. It must also be about {named[1]}."
+            assert [name in data.HELD_OUT for name in named] == [mine, mine]
+            assert named[0] != named[1]
 
 
 def test_nearer_is_better():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoTokenizer
 
 import mmrl
 from mmrl.config.schema import Reward
@@ -571,6 +572,21 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="has no chat template"):
         judge(str(tmp_path))
+    with pytest.raises(UserError, match=r"options\.model\.chat_template: line 1 of the template"):
+        judge({"path": str(tmp_path), "chat_template": "{{ messages[-1]"})
+
+
+def test_a_model_without_a_chat_template_judges_with_a_given_one(tmp_path, sharp):
+    """The judge reads the rubric as it stands: with a template that adds nothing, the rubric spells the chat itself."""
+    plain = {"path": sharp, "chat_template": "{{ messages[-1].content }}"}
+    tokenizer = AutoTokenizer.from_pretrained(sharp)
+    rubric = "{{ response }}? Answer yes or no."
+    chat = [{"role": "user", "content": rubric}]
+    spelled = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) + "\n"  # Jinja drops one
+    given = [sample("a"), sample("bb", 1)]
+    own = judge(sharp, rubric=rubric).score(given, context=Context())["score"]
+    assert judge(plain, rubric=spelled).score(given, context=Context())["score"] == own
+    assert judge(plain, rubric=rubric).score(given, context=Context())["score"] != own
 
 
 def test_a_question_longer_than_the_context_fails_alone(sharp):

@@ -77,6 +77,7 @@ def test_the_extremes_are_the_worst_and_the_best():
     values = torch.tensor([0.1, 0.9, 0.4, 0.5, 0.0, 0.6], dtype=torch.float64)
     assert chosen(values, 4, "extremes") == [0, 1, 4, 5]
     assert chosen(values, 3, "extremes") == [1, 4, 5]
+    assert chosen(values, 3, "best") == [1, 3, 5]
 
 
 def test_samples_without_a_value_come_last():
@@ -263,7 +264,8 @@ def test_a_reward_of_weight_0_may_decide_alone(tmp_path):
             "all of them have weight 0",
         ),
         (["algorithm={type: draft}", "train.group_size=1"], "midway: draft samples no groups before its update"),
-        (["midway.keep=best"], "midway.keep"),
+        (["midway.keep=widest"], "midway.keep"),
+        (["midway={tokens: 3, group_size: 6}"], "scored after a number of denoising steps, .* set midway.step"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_edit(changes, said):
@@ -272,11 +274,6 @@ def test_what_cannot_work_is_refused_with_the_edit(changes, said):
         changes = [c for c in changes if not c.startswith(("algorithm.", "sampling.window"))] + ["sampling.window=null"]
     with pytest.raises(RecipeError, match=said):
         load_recipe(["shapes-lora"], changes)
-
-
-def test_text_is_refused():
-    with pytest.raises(RecipeError, match="midway: it prunes groups between denoising steps, and this recipe samples"):
-        load_recipe(["sums"], ["midway={step: 2, group_size: 64}"])
 
 
 def test_the_simulator_refuses_it():

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mmrl.config.loader import load_recipe
+
 ROOT = Path(__file__).resolve().parents[1]
 ARM = "5 steps"
 
@@ -51,27 +53,50 @@ def kept(benchmark, path, given, curves):
 
 def test_the_search_leaves_the_best_rate_and_censored_runs_are_shown(benchmark, tmp_path):
     given = argparse.Namespace(
-        search_seed=0, search_seconds=60, seconds=600.0, target=0.55, seeds=[11, 12], every=5, samples=256
+        search_seed=0,
+        search_seconds=60,
+        seconds=600.0,
+        target=0.55,
+        seeds=[11, 12],
+        every=5,
+        samples=256,
+        job="pictures",
     )
     low, high = [(0.0, 0.4), (300.0, 0.5), (600.0, 0.52)], [(0.0, 0.4), (100.0, 0.56), (200.0, 0.58)]
-    curves = {rate: high if rate == benchmark.RATES[2] else low for rate in benchmark.RATES}
+    curves = {rate: high if rate == 3e-4 else low for rate in benchmark.JOBS["pictures"].rates}
     runs = kept(benchmark, tmp_path / "runs.json", given, curves)
-    assert benchmark.search(ARM, runs, given) == benchmark.RATES[2]
+    assert benchmark.search(ARM, runs, given) == 3e-4
     assert benchmark.line(ARM, 3e-4, [high, low], given) == "| 5 steps | 0.0003 | 100, > 600 | not reached | 0.540 |"
     assert "| 100, 100 | 100 |" in benchmark.line(ARM, 3e-4, [high, high], given)
 
 
-def test_a_peer_that_cannot_train_here_is_named(benchmark, tmp_path, monkeypatch):
-    words = ["x", "--peer", "flow_factory=/nowhere", "--json", str(tmp_path / "runs.json")]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit, match="--peer flow_factory: only flow_grpo can train here"):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--peer", "flow_factory=/nowhere"], "--peer flow_factory: only flow_grpo can train on pictures here"),
+        (["--job", "text", "--peer", "flow_grpo=/nowhere"], "--peer flow_grpo: only trl can train on text here"),
+        (["--peer", "flow_grpo"], "--peer flow_grpo: name its checkout"),
+        (["--job", "text", "--arms", "dgpo"], "--arms 'dgpo': the job text has 'grpo', "),
+    ],
+)
+def test_what_cannot_be_trained_here_is_named(benchmark, tmp_path, monkeypatch, words, said):
+    monkeypatch.setattr(sys, "argv", ["x", *words, "--json", str(tmp_path / "runs.json")])
+    with pytest.raises(SystemExit, match=said):
         benchmark.main()
 
 
+def test_every_arm_is_a_recipe(benchmark):
+    for name, job in benchmark.JOBS.items():
+        for arm in job.arms:
+            given = benchmark.Spec(arm, 1e-4, 1, 1.0, 2.0, 1, 8, name)
+            assert load_recipe([job.recipe], given.overrides).recipe.optim.lr == 1e-4
+
+
 @pytest.mark.slow
-def test_a_run_is_trained_until_its_budget_is_spent(benchmark, tmp_path):
-    spec = benchmark.Spec(ARM, 1.5e-4, seed=1, seconds=1.0, target=2.0, every=1, samples=8)
-    (began, _), (spent, success) = benchmark.trained(spec, tmp_path)
+@pytest.mark.parametrize(("arm", "job"), [(ARM, "pictures"), ("half the samples", "text")])
+def test_a_run_is_trained_until_its_budget_is_spent(benchmark, arm, job):
+    spec = benchmark.Spec(arm, 1.5e-4, seed=1, seconds=1.0, target=2.0, every=1, samples=8, job=job)
+    (began, _), (spent, success) = benchmark.run(spec, {})
     assert began == 0
     assert spent > 1
     assert 0 <= success <= 1

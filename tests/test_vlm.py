@@ -231,6 +231,21 @@ def in_rows(pipeline, trajectory, trained=None):
     return found.detach(), torch.autograd.grad((found * trajectory.mask).sum(), trained)[0]
 
 
+def test_a_response_in_two_parts_is_that_drawn_at_once(pipeline):
+    prompts = [
+        Prompt("halved", "What is <image>?", media=(picture(40, 40, 21),)),
+        Prompt("wide", "<image>What colour is it, and why would anybody ask?", media=(picture(90, 40, 22),)),
+        Prompt("text", "No placeholder, but a picture.", media=(picture(40, 70, 23),)),
+    ]
+    whole = drawn(pipeline, prompts, size=3)
+    begun = pipeline.begin(whole.slots, whole.ids, [], 3, 4)
+    assert begun.under_way.any()
+    finished = pipeline.finish(begun, [], 3, 4)
+    assert torch.equal(finished.clean, whole.clean)
+    assert torch.equal(finished.mask, whole.mask)
+    torch.testing.assert_close(finished.log_probs, whole.log_probs, rtol=1e-3, atol=2e-5)
+
+
 def test_a_picture_is_encoded_once_for_its_group_and_the_rows_are_those_of_each_alone(pipeline, monkeypatch):
     one = Prompt("one of three", "What is <image>?", media=(picture(40, 40, 11),))
     two = Prompt("two of three", "<image> or <image>?", media=(picture(40, 40, 12), picture(60, 40, 13)))

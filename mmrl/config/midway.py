@@ -6,25 +6,40 @@ from typing import Literal
 
 from pydantic import Field
 
-from mmrl.config.sampling import Sampling
+from mmrl.config.sampling import Sampling, TextSampling
 from mmrl.config.section import Count, Many, Section
 
 
 class Midway(Section):
-    """Begin more samples of a prompt than are trained on, score their predicted results after some denoising steps, and
-    finish those that are kept (docs/midway.md)."""
+    """Begin more samples of a prompt than are trained on, score them in the middle of sampling, and finish those that
+    are kept (docs/midway.md)."""
 
-    step: Count
-    """Denoising steps before the results are predicted and scored."""
+    step: Count | None = None
+    """Pictures and clips, required there: denoising steps before the results are predicted and scored."""
+    tokens: Count | None = None
+    """Text, required there: tokens of each response before it is scored; a response that ended before is scored as it
+    is."""
     group_size: Many
     """Samples of each prompt that are begun; train.group_size of them are finished and trained on."""
-    keep: Literal["spread", "extremes"] = "spread"
+    branches: Many = 1
+    """Continuations of each kept sample, with other noise or tokens: train.group_size / branches samples are kept, and
+    branches of one share their beginning. 1 only finishes them. Policy gradients only."""
+    keep: Literal["spread", "extremes", "best"] = "spread"
     """``spread`` keeps those whose rewards have the largest variance (PODS, arXiv 2504.13818); ``extremes`` the best
-    half and the worst half of a group."""
+    half and the worst half of a group; ``best`` those with the highest rewards."""
     rewards: list[str] = Field(default_factory=list)
-    """Labels of the recipe's rewards that score the predicted results; empty takes all whose weight is not 0."""
+    """Labels of the recipe's rewards that score the begun samples; empty takes all whose weight is not 0."""
 
-    def records_before(self, sampling: Sampling) -> bool:
+    @property
+    def at(self) -> int:
+        """Denoising steps, or tokens, before the samples are scored."""
+        found = self.step or self.tokens
+        assert found is not None  # the recipe's checks refuse others
+        return found
+
+    def records_before(self, sampling: Sampling | TextSampling) -> bool:
         """Whether a policy gradient may record a denoising step before the group is pruned, or the next one, whose
-        velocity is known then."""
-        return (sampling.window.first if sampling.window else 0) <= self.step
+        velocity is known then. Of text every log-prob is recomputed in the update anyway."""
+        if sampling.type == "text":
+            return False
+        return (sampling.window.first if sampling.window else 0) <= self.at

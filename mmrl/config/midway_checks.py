@@ -12,23 +12,54 @@ def of_midway(recipe: Recipe) -> Iterator[str]:
     """Contradictions between ``midway`` and other sections."""
     if recipe.midway is None:
         return
-    if recipe.sampling.type == "text":
-        yield "midway: it prunes groups between denoising steps, and this recipe samples text; remove it"
-        return
     if recipe.algorithm.kind not in ("policy_gradient", "forward_process"):
+        other = "grpo" if recipe.makes == "text" else "flow_grpo or diffusion_nft"
         yield (
             f"midway: {recipe.algorithm.type} samples no groups before its update, so that there is nothing to prune; "
-            "remove it, or use flow_grpo or diffusion_nft"
+            f"remove it, or use {other}"
         )
         return
-    yield from _steps(recipe)
+    yield from _tokens(recipe) if recipe.makes == "text" else _steps(recipe)
     yield from _size(recipe)
+    yield from _branches(recipe)
     yield from _rewards(recipe)
+
+
+def _tokens(recipe: Recipe) -> Iterator[str]:
+    midway, most = recipe.midway, recipe.decoding.max_new_tokens
+    assert midway is not None
+    if midway.tokens is None or midway.step is not None:
+        yield (
+            "midway: responses are scored after a number of tokens, and have no denoising steps; set midway.tokens, "
+            "and take midway.step out"
+        )
+        return
+    if midway.tokens >= most:
+        yield (
+            f"midway.tokens: no response has more than {most} tokens (sampling.max_new_tokens), so after "
+            f"{midway.tokens} of them nothing is left to save; set it to {most - 1} or less"
+        )
+    if recipe.rollout.partial is not None:
+        yield (
+            "midway: rollout.partial leaves responses unfinished at the end of a step, and a group is pruned before "
+            "its samples are finished in the same step; remove one of the two"
+        )
+    if recipe.rollout.engine == "sglang" and recipe.decoding.repetition_penalty != 1:
+        yield (
+            "sampling.repetition_penalty: sglang counts no tokens that a response had before it was cut; remove it or "
+            "midway, or set rollout.engine to vllm_server"
+        )
 
 
 def _steps(recipe: Recipe) -> Iterator[str]:
     midway, sampling = recipe.midway, recipe.denoising
     assert midway is not None
+    if midway.step is None or midway.tokens is not None:
+        yield (
+            "midway: pictures and clips are scored after a number of denoising steps, and have no tokens; set "
+            "midway.step, and take midway.tokens out"
+        )
+        return
     if midway.step >= sampling.steps:
         yield (
             f"midway.step: the schedule has {sampling.steps} denoising steps, and after {midway.step} of them nothing "
@@ -53,12 +84,62 @@ def _steps(recipe: Recipe) -> Iterator[str]:
 
 
 def _size(recipe: Recipe) -> Iterator[str]:
-    midway, kept = recipe.midway, recipe.train.group_size
+    midway, size = recipe.midway, recipe.train.group_size
     assert midway is not None
-    if midway.group_size <= kept:
+    if midway.branches > 1:
+        if size % midway.branches or size < 2 * midway.branches:
+            least = max(2, size // midway.branches) * midway.branches
+            yield (
+                f"midway.branches: a group of {size} (train.group_size) is not two or more beginnings with "
+                f"{midway.branches} branches each; set train.group_size to {least}"
+            )
+        elif midway.group_size < size // midway.branches:
+            yield (
+                f"midway.group_size: {size // midway.branches} samples of a group are continued (train.group_size / "
+                f"midway.branches), and {midway.group_size} are begun; set it to {size // midway.branches} or more"
+            )
+    elif midway.group_size <= size:
         yield (
-            f"midway.group_size: a group of {midway.group_size} cannot be pruned to train.group_size, {kept}; set it "
-            f"to {kept + 1} or more ({2 * kept}, say)"
+            f"midway.group_size: a group of {midway.group_size} cannot be pruned to train.group_size, {size}; set it "
+            f"to {size + 1} or more ({2 * size}, say)"
+        )
+
+
+def _branches(recipe: Recipe) -> Iterator[str]:
+    midway, algorithm = recipe.midway, recipe.algorithm
+    assert midway is not None
+    if midway.branches == 1:
+        return
+    if algorithm.kind != "policy_gradient" or not algorithm.compares_group or algorithm.uses_token_rewards:
+        yield (
+            f"midway.branches: branches share the log-probs of their beginning, whose credit is the mean of their "
+            f"advantages relative to the group, and {algorithm.type} has no such advantages; set it to 1, or use "
+            f"{'grpo' if recipe.makes == 'text' else 'flow_grpo'}"
+        )
+    elif recipe.makes == "text":
+        if recipe.decoding.top_k == 1:
+            yield (
+                "midway.branches: sampling.top_k is 1, so that all branches of a beginning are equal; set top_k to 2 "
+                "or more, or branches to 1"
+            )
+    else:
+        yield from _noise_after(recipe)
+
+
+def _noise_after(recipe: Recipe) -> Iterator[str]:
+    """Branches of pictures differ by the noise of the steps behind ``midway.step`` alone."""
+    midway, window, steps = recipe.midway, recipe.denoising.window, recipe.denoising.steps
+    assert midway is not None
+    if midway.step is None:
+        return
+    last = steps - 2 if window is None else window.first + window.size - 1
+    if last < midway.step:
+        where = "the last step has none" if window is None else f"sampling.window may end with step {last}"
+        window_edit = "" if window is None else f", or sampling.window.first to {midway.step - window.size + 1} or more"
+        edit = f"set midway.step to {last} or less{window_edit}" if last > 0 else window_edit[5:]
+        yield (
+            f"midway.branches: no step after the first {midway.step} carries noise in every training step ({where}), "
+            f"so that all branches of a beginning would be equal; {edit}"
         )
 
 

@@ -283,7 +283,7 @@ class Recipe(Section):
     """At least one; none for algorithms that train on pairs (dpo, reward_model)."""
     scoring: Scoring = Scoring()
     midway: Midway | None = None
-    """Diffusion: rewards of predicted results decide during sampling which samples are finished."""
+    """Rewards of predicted results, or of partial responses, decide during sampling which samples are finished."""
     algorithm: Annotated[SerializeAsAny[AlgorithmSettings], BeforeValidator(as_settings)]
     """``type`` names the algorithm, a file of mmrl/algorithms or path/to/file.py:Class; other keys are its settings."""
     train: Train

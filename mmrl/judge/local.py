@@ -1,4 +1,4 @@
-"""A judge in this process: a transformers model with a chat template, text or vision-language.
+"""A judge in this process: a transformers model, text or vision-language, with its own chat template or a given one.
 
 Weights are frozen. Sampling takes its randomness from each question's own seed, so that an answer does not depend on
 what stands in the same batch (up to float rounding) or was asked before.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmrl._torchvision import allow_cpu_only
+from mmrl.config.chat_template import checked
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.judge.answers import Kind, UnreadableError, Words, read
@@ -37,18 +38,29 @@ class LocalModel(Sleeping):
     """A judge model at ``path``, a directory or a hub name. Loaded when built, on the CPU; raises ``UserError``.
 
     ``batch``: questions answered at once. ``dtype``: ``auto`` takes the checkpoint's. ``template``: arguments for the
-    chat template, such as ``{enable_thinking: false}``.
+    chat template, such as ``{enable_thinking: false}``. ``chat_template``: a Jinja template in place of the model's;
+    ``{{ messages[-1].content }}`` lets a base model continue a rubric with worked examples.
     """
 
-    def __init__(self, path: str, batch: int = 16, dtype: str = "auto", template: JsonObject | None = None):
+    def __init__(
+        self,
+        path: str,
+        batch: int = 16,
+        dtype: str = "auto",
+        template: JsonObject | None = None,
+        chat_template: str | None = None,
+    ):
         self.path, self.batch, self.dtype, self.template = path, batch, dtype, dict(template or {})
+        if chat_template is not None:
+            self.template["chat_template"] = _checked(chat_template)
         model, self.processor, self.tokenizer = _load(path, dtype)
         self.model = self.frozen(model, lambda: _load_model(path, dtype)[0])
         self.sees = self.processor is not None
         self.tokenizer.padding_side = "left"
-        if getattr(self.processor or self.tokenizer, "chat_template", None) is None:
+        if chat_template is None and getattr(self.processor or self.tokenizer, "chat_template", None) is None:
             raise UserError(
-                f"options.model: {path} has no chat template, which a judge needs; add one to its tokenizer"
+                f"options.model: {path} has no chat template, which a judge needs; write one as "
+                "options.model.chat_template ('{{ messages[-1].content }}' for a base model)"
             )
         self.identity = f"transformers {fingerprint(path)} {dtype} {sorted(self.template.items())}"
         self._words: dict[Words, tuple[list[int], list[int]]] = {}
@@ -166,6 +178,13 @@ class LocalModel(Sleeping):
     def _stop(self) -> list[int]:
         given = self.model.generation_config.eos_token_id
         return sorted({*(given if isinstance(given, list) else [given]), self.tokenizer.eos_token_id} - {None})
+
+
+def _checked(chat_template: str) -> str:
+    try:
+        return checked(chat_template)
+    except ValueError as error:
+        raise UserError(f"options.model.chat_template: {error}") from None
 
 
 def fingerprint(path: str) -> str:

@@ -93,6 +93,24 @@ class _Pipeline(Protocol):
         """
         ...
 
+    def begin(
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        actions: Sequence[int],
+        seed: int,
+        until: int,
+        version: tuple[int, str] | None = None,
+    ) -> Trajectory:
+        """The first ``until`` denoising steps, or tokens, of a micro-batch, as ``sample`` draws them. Of pictures
+        ``clean`` is predicted and ``paused`` set; of text ``under_way`` marks the responses that have not ended."""
+        ...
+
+    def finish(self, begun: Trajectory, actions: Sequence[int], seed: int, at: int) -> Trajectory:
+        """The rest of samples that ``begin`` left after ``at`` steps or tokens: what ``sample`` makes of them, within
+        the rounding of another batch shape. An engine of text draws the rest with another seed."""
+        ...
+
     def samples(self, trajectory: Trajectory, inputs: frozenset[str]) -> list[Sample]:
         """Decode clean results to what rewards see, with the ``inputs`` they declared, no others."""
         ...
@@ -181,24 +199,6 @@ class DenoisingPipeline(_Pipeline, Protocol):
 
     def noisy_steps(self, step: int) -> list[int]:
         """Indices of the denoising steps (actions) recorded in training step ``step``."""
-        ...
-
-    def begin(
-        self,
-        slots: Sequence[Slot],
-        ids: Sequence[SampleId],
-        actions: Sequence[int],
-        seed: int,
-        until: int,
-        version: tuple[int, str] | None = None,
-    ) -> Trajectory:
-        """The first ``until`` denoising steps of a micro-batch, as ``sample`` does them. ``clean`` of the result is
-        predicted, and ``paused`` is set."""
-        ...
-
-    def finish(self, begun: Trajectory, actions: Sequence[int], seed: int, at: int) -> Trajectory:
-        """The steps from ``at`` to the end of samples that ``begin`` left after ``at`` steps: what ``sample`` makes of
-        them, within the rounding of another batch shape."""
         ...
 
     def entries(self, kind: Kind) -> int:

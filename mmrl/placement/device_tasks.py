@@ -17,7 +17,7 @@ from mmrl.algorithms.objective import copies_of
 from mmrl.engines.policy import Version
 from mmrl.errors import NotFiniteError
 from mmrl.out_of_memory import in_parts, in_phase
-from mmrl.pipelines.protocol import of_pictures, of_text, pairs_of
+from mmrl.pipelines.protocol import of_text, pairs_of
 from mmrl.placement.utilisation import of_gpu
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
@@ -48,10 +48,10 @@ def _drawn(context: StepContext, chunk: Chunk, rows: range, how: SamplingSpec) -
     if chunk.begun is not None:
         begun = chunk.begun if len(rows) == len(chunk.begun) else chunk.begun.rows(list(rows))
         assert context.recipe.midway is not None
-        return of_pictures(context.pipeline).finish(begun, how.actions, how.seed, context.recipe.midway.step)
+        return context.pipeline.finish(begun, how.actions, how.seed, context.recipe.midway.at)
     of, tag = (chunk.slots[rows.start : rows.stop], chunk.ids[rows.start : rows.stop]), context.policy.tag
     if how.until is not None:
-        return of_pictures(context.pipeline).begin(*of, how.actions, how.seed, how.until, tag)
+        return context.pipeline.begin(*of, how.actions, how.seed, how.until, tag)
     return context.pipeline.sample(*of, how.actions, how.seed, evaluate=how.evaluate, version=tag)
 
 
@@ -63,9 +63,11 @@ def sample_at_once(
     There is no retry with fewer rows: an engine's memory does not depend on the number of rows in a call.
     """
     slots, ids = [slot for chunk in chunks for slot in chunk.slots], [i for chunk in chunks for i in chunk.ids]
+    begun = [chunk.begun for chunk in chunks if chunk.begun is not None]
+    asked = Chunk(slots, ids, Trajectory.join(begun) if begun else None)
     with context.policy.using(how.weights), torch.no_grad(), clock("sample"), in_phase("sample"):
         _sync(context)
-        whole = context.pipeline.sample(slots, ids, how.actions, how.seed, evaluate=how.evaluate)
+        whole = _drawn(context, asked, range(len(ids)), how)
     for part in _divided(whole, [len(chunk.ids) for chunk in chunks]):
         yield part, _shown(context, part, how, clock)
 

@@ -69,7 +69,7 @@ class SingleDevice:
         self, context: StepContext, chunks: Iterable[Chunk], how: SamplingSpec, clock: Clock
     ) -> Iterator[Drawn]:
         done = 0
-        for some in _rounds(chunks, context.recipe.train.prompts_per_step * context.recipe.train.group_size):
+        for some in _rounds(chunks, context.recipe.train.prompts_per_step * context.recipe.begun_per_prompt):
             for n, drawn in enumerate(device_tasks.sample_at_once(context, some, how, clock), done):
                 yield n, *drawn
             done += len(some)

@@ -40,7 +40,7 @@ class Counts:
     begun: int = 0
     """Samples that are begun if ``midway`` prunes groups; ``samples`` of them are finished."""
     sample_steps: int = 0
-    """Denoising steps of single samples that are computed, if one device samples."""
+    """Denoising steps of single samples that are computed, if one device samples. Of text: tokens at most."""
 
     @property
     def passes(self) -> int:
@@ -91,8 +91,14 @@ def _sample_steps(recipe: Recipe, samples: int, begun: int) -> int:
     """Denoising steps of all samples, if none were shared."""
     if recipe.midway is None:
         return samples * forwards_of_a_sample(recipe)
-    early = recipe.midway.step + 1  # the prediction is the next step's
-    return begun * early + samples * (recipe.denoising.steps - early)
+    early = _early(recipe)
+    return begun * early + samples * (forwards_of_a_sample(recipe) - early)
+
+
+def _early(recipe: Recipe) -> int:
+    """Denoising steps, or tokens, of a sample before its group is pruned."""
+    assert recipe.midway is not None
+    return recipe.midway.at + (recipe.makes != "text")  # the prediction of a picture is the next step's
 
 
 def _forwards(recipe: Recipe, samples: int, begun: int, batch: int, shared_steps: float) -> int:
@@ -100,7 +106,7 @@ def _forwards(recipe: Recipe, samples: int, begun: int, batch: int, shared_steps
     size, steps = recipe.train.group_size, forwards_of_a_sample(recipe)
     early, late = steps, 0
     if recipe.midway is not None:
-        size, early = recipe.midway.group_size, recipe.midway.step + 1
+        size, early = recipe.midway.group_size, _early(recipe)
         late = -(-samples // batch) * (steps - early)
     first = [range(start, min(start + batch, begun or samples)) for start in range(0, begun or samples, batch)]
     shared = sum(_begun(chunk, size) for chunk in first) * shared_steps

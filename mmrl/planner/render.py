@@ -113,7 +113,9 @@ def _arithmetic(plan: Plan) -> list[str]:
         else:
             lines.append(f"{batches} x {each} = {c.sampling_forwards:,} forwards{_engine(plan)}{_shared(plan)}")
         if recipe.midway is not None:
-            lines[-1] = f"{batches}; {_pruned(plan)} = {c.sampling_forwards:,} forwards{_shared(plan)}"
+            forwards = f"{c.sampling_forwards:,} forwards{_engine(plan)}{_shared(plan)}"
+            chosen = f", drawn by {recipe.rollout.engine_name}: it chooses its own forwards"
+            lines[-1] = f"{batches}; {_pruned(plan)}{chosen if own else f' = {forwards}'}"
     without = f" and {m.forwards} without" if m.forwards else ""
     plural = "s" * (m.graph_forwards > 1)
     checkpointed = ", recomputed in it (gradient checkpointing)" if recipe.model.gradient_checkpointing else ""
@@ -136,12 +138,19 @@ def _arithmetic(plan: Plan) -> list[str]:
 
 
 def _pruned(plan: Plan) -> str:
-    c, midway, steps = plan.counts, plan.recipe.midway, plan.recipe.denoising.steps
+    c, midway, recipe = plan.counts, plan.recipe.midway, plan.recipe
     assert c is not None
     assert midway is not None
+    if recipe.makes == "text":
+        what, done = f"up to {recipe.decoding.max_new_tokens} tokens", "tokens at most"
+    else:
+        what, done = f"{recipe.denoising.steps} denoising steps", "steps of samples"
+    goes_on = f"finishes {c.samples:,}"
+    if midway.branches > 1:
+        goes_on = f"continues {c.samples // midway.branches:,} of them {midway.branches} times each"
     return (
-        f"midway begins {c.begun:,} samples, scores them after {midway.step} of {steps} denoising steps and finishes "
-        f"{c.samples:,}: {c.sample_steps:,} steps of samples"
+        f"midway begins {c.begun:,} samples, scores them after {midway.at} of {what} and {goes_on}: "
+        f"{c.sample_steps:,} {done}"
     )
 
 

@@ -26,6 +26,7 @@ from mmrl.pipelines.protocol import entries_of, of_text, recorded_steps
 from mmrl.placement import device_tasks
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, Scores
+from mmrl.rollout.branches import with_credit
 from mmrl.rollout.importance import SCALE, mean_weight, normalizes
 from mmrl.rollout.midway import Beginning, Pruned, chunked, measures
 from mmrl.rollout.mismatched import mismatched, of_batch, prompt_of_step
@@ -51,7 +52,7 @@ def collect_batch(context: StepContext, slots: list[Slot], step: int, clock: Clo
         with clock("prepare"):
             scored = prepare(context, batch, scored)
     how: AdvantageAggregation = getattr(context.recipe.algorithm, "advantage_aggregation", "sum")
-    advantages = aggregated(advantages_of(context.objective), scored, how)
+    advantages = with_credit(context.recipe, aggregated(advantages_of(context.objective), scored, how))
     batch.advantages, batch.weights = advantages.values, row_weights(context, batch, scored.groups, advantages)
     if normalizes(context) and scored.mask is not None:
         mean = mean_weight(context, batch, scored.mask)
@@ -161,9 +162,8 @@ class Sampling:
         measured = None
         if self._pruned is not None:
             scores.failures.extend(self._pruned.failures)
-            measured = measures(self._pruned, scores.total.view(-1, size))
-        order = [row for rows in self._rows for row in rows]
-        return Round(self._slots, self._keys, micro_batches, scores, order, measured)
+            measured = measures(self._pruned, scores.total.view(-1, size), micro_batches)
+        return Round(self._slots, self._keys, micro_batches, scores, [n for of in self._rows for n in of], measured)
 
 
 def encode(

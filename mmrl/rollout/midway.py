@@ -1,8 +1,10 @@
 """Rewards during sampling: begin more samples of a prompt than are trained on, and finish those that teach most.
 
-All samples of a group are denoised for ``midway.step`` steps. Their clean results are predicted there and scored, and
-``train.group_size`` of them are kept: those with the largest variance of rewards (the max-variance down-sampling of
-PODS, arXiv 2504.13818, which selects finished responses), or the best and the worst half. The others are dropped.
+All samples of a group are denoised for ``midway.step`` steps, and their clean results are predicted there and scored;
+of text the first ``midway.tokens`` tokens are drawn and scored. ``train.group_size`` of them are kept: those with the
+largest variance of rewards (the max-variance down-sampling of PODS, arXiv 2504.13818, which selects finished
+responses), the best and the worst half, or the best. The others are dropped. With ``midway.branches`` fewer are kept,
+and each is continued several times (``mmrl.rollout.branches``).
 Sampling, scoring and selection happen on the controller that owns the group, and depend on nothing but the recipe and
 the weights.
 
@@ -24,6 +26,7 @@ from mmrl.engines.policy import Version
 from mmrl.judge.statistics import spearman
 from mmrl.report.clock import Clock
 from mmrl.rewards.scoring import Failure, RewardError, Scores
+from mmrl.rollout.branches import branch_ids, inner_std
 from mmrl.training.batch import chunks_of_a_size, gather, samples_of
 from mmrl.training.step_context import Chunk, SamplingSpec, StepContext
 from mmrl.training.step_metrics import StepMetrics, Sums
@@ -34,13 +37,16 @@ from mmrl.trajectory import SampleId, Slot, Trajectory
 class Pruned:
     """What a round kept. ``chunks``: micro-batches of the kept samples, to be finished; ``rows``: the place of each of
     their samples among the round's. ``values``: the rewards of all predicted results, ``[N, begun]`` float64, NaN
-    without one; ``kept``: the columns that were kept, ``[N, K]``."""
+    without one; ``kept``: the columns that were kept, ``[N, K / branches]``. Of text ``tokens`` ``[N, begun]`` are
+    the lengths of what was drawn, and ``ended`` ``[N, begun]`` the responses that had ended."""
 
     chunks: list[Chunk]
     rows: list[list[int]]
     values: Tensor
     kept: Tensor
     failures: list[Failure]
+    tokens: Tensor | None = None
+    ended: Tensor | None = None
 
 
 class Beginning:
@@ -57,7 +63,7 @@ class Beginning:
         self._scoring = context.rewards.start(
             how.step, midway.group_size, scale=False, round=how.round, patient=False, labels=self._labels
         )
-        self._drawn = context.compute.devices.sample(context, asked, replace(how, until=midway.step), clock, version)
+        self._drawn = context.compute.devices.sample(context, asked, replace(how, until=midway.at), clock, version)
 
     def prune(self) -> Pruned:
         """Wait for the samples and their rewards, and choose which are finished. Raises ``RewardError``."""
@@ -70,12 +76,26 @@ class Beginning:
                 self._scoring.add(samples, self._rows[n])
             scores = self._scoring.finish(groups)
         except RewardError as error:
-            raise RewardError(f"midway, of results predicted after {midway.step} denoising steps: {error}") from error
+            of = f"responses cut after {midway.tokens} tokens"
+            if midway.tokens is None:
+                of = f"results predicted after {midway.step} denoising steps"
+            raise RewardError(f"midway, of {of}: {error}") from error
         values = self._values(scores).view(-1, size)
-        keep = self._context.recipe.train.group_size
+        keep = self._context.recipe.train.group_size // midway.branches
         kept = torch.stack([torch.tensor(chosen(row, keep, midway.keep)) for row in values])
-        chunks, rows = self._chunks([micro_batches[n] for n in sorted(micro_batches)], kept)
-        return Pruned(chunks, rows, values, kept, scores.failures)
+        parts = [micro_batches[n] for n in sorted(micro_batches)]
+        chunks, rows = self._chunks(parts, kept)
+        if midway.tokens is None:
+            return Pruned(chunks, rows, values, kept, scores.failures)
+        tokens = self._in_order([torch.tensor(part.responses) for part in parts]).view(-1, size)
+        ended = self._in_order([~part.under_way.cpu() for part in parts if part.under_way is not None]).view(-1, size)
+        return Pruned(chunks, rows, values, kept, scores.failures, tokens, ended)
+
+    def _in_order(self, columns: list[Tensor]) -> Tensor:
+        """Values of the rows of each micro-batch as one column in the order of the round."""
+        out = torch.cat(columns)
+        out[[n for of in self._rows for n in of]] = out.clone()
+        return out
 
     def _values(self, scores: Scores) -> Tensor:
         """``[B]`` float64: the weighted sum of the rewards. A single one counts even if its weight is 0."""
@@ -88,9 +108,11 @@ class Beginning:
         """The micro-batches of the kept samples, and the places of their rows in the round."""
         size = self._midway.group_size
         place = {row: (m, i) for m, of in enumerate(self._rows) for i, row in enumerate(of)}
-        begun = [place[n * size + int(k)] for n, row in enumerate(kept) for k in row]
-        _, rows = chunked(self._context, [(parts[m].slots[i], parts[m].ids[i]) for m, i in begun])
-        whole = [gather(parts, [begun[n] for n in chunk]) for chunk in rows]
+        branches = range(self._midway.branches)
+        begun = [place[n * size + int(k)] for n, row in enumerate(kept) for k in row for _ in branches]
+        ids = [branch_ids([parts[m].ids[i]], n % len(branches), size)[0] for n, (m, i) in enumerate(begun)]
+        _, rows = chunked(self._context, [(parts[m].slots[i], name) for (m, i), name in zip(begun, ids, strict=True)])
+        whole = [replace(gather(parts, [begun[n] for n in of]), ids=[ids[n] for n in of]) for of in rows]
         return [Chunk(one.slots, one.ids, one) for one in whole], rows
 
 
@@ -102,7 +124,7 @@ def chunked(context: StepContext, rows: Sequence[tuple[Slot, SampleId]]) -> tupl
     return [Chunk([rows[n][0] for n in chunk], [rows[n][1] for n in chunk]) for chunk in places], places
 
 
-def chosen(values: Tensor, keep: int, how: Literal["spread", "extremes"]) -> list[int]:
+def chosen(values: Tensor, keep: int, how: Literal["spread", "extremes", "best"]) -> list[int]:
     """The indices, in order, of the ``keep`` samples of a group that are finished; ``values`` ``[begun]`` float64.
 
     A sample without a value (NaN) is kept only if there are too few others. Of equal values the first samples are kept.
@@ -112,7 +134,8 @@ def chosen(values: Tensor, keep: int, how: Literal["spread", "extremes"]) -> lis
         missing = [i for i in range(len(values)) if i not in known]
         return sorted([*known, *missing[: keep - len(known)]])
     order = sorted(known, key=lambda i: (values[i].item(), i))
-    low = keep // 2 if how == "extremes" else _low(values[order].double(), keep)
+    low = {"extremes": keep // 2, "best": 0}.get(how)
+    low = _low(values[order].double(), keep) if low is None else low
     return sorted([*order[:low], *order[len(order) - (keep - low) :]])
 
 
@@ -127,11 +150,13 @@ def _low(values: Tensor, keep: int) -> int:
     return min(ties, key=lambda low: abs(2 * low - keep))  # of equal ones the most balanced
 
 
-def measures(pruned: Pruned, final: Tensor) -> Sums:
-    """The metrics ``midway/*``. ``final``: the rewards ``[N, K]`` of the finished samples, NaN without one."""
+def measures(pruned: Pruned, final: Tensor, finished: Sequence[Trajectory]) -> Sums:
+    """The metrics ``midway/*``. ``final``: the rewards ``[N, K]`` of the ``finished`` samples, NaN without one."""
     metrics = StepMetrics()
     before, after = pruned.values, pruned.values.gather(1, pruned.kept)
-    rank = [rank_correlation(a, b) for a, b in zip(after, final, strict=True)]
+    branches = final.shape[1] // after.shape[1]
+    found = final.view(len(final), -1, branches).nanmean(2)
+    rank = [rank_correlation(a, b) for a, b in zip(after, found, strict=True)]
     found = [r for r in rank if r is not None]
     metrics.gather({"midway/rank_correlation": torch.tensor(sum(found))}, {}, len(found))
     groups = len(before)
@@ -145,6 +170,15 @@ def measures(pruned: Pruned, final: Tensor) -> Sums:
         groups,
     )
     metrics.count({"midway/dropped": before.numel() - after.numel()})
+    if branches > 1:
+        inner = inner_std(final, branches)
+        metrics.gather({"midway/branch_std": inner.nansum()}, {}, int((~inner.isnan()).sum()))
+    if pruned.tokens is not None and pruned.ended is not None:
+        at = int(pruned.tokens[~pruned.ended].max()) if not pruned.ended.all() else 0
+        later = sum(max(0, n - at) for part in finished for n in part.responses) if at else 0
+        dropped = pruned.tokens.sum() - pruned.tokens.gather(1, pruned.kept).sum()
+        metrics.gather({"midway/tokens_dropped": dropped}, {}, int(pruned.tokens.sum()) + later)
+        metrics.gather({"midway/ended": pruned.ended.sum()}, {}, pruned.ended.numel())
     return metrics.sums()
 
 

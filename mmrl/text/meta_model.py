@@ -23,9 +23,10 @@ from mmrl.pipelines.description import Beside, Component, Description, Longest, 
 from mmrl.text.base_model import base_model
 from mmrl.text.critic import Critic
 from mmrl.text.features import PER_TOKEN
+from mmrl.text.generation import GENERATE
 from mmrl.text.loading import AutoModel, why, without_sampling_defaults
 from mmrl.text.overlong import OverlongError
-from mmrl.text.pipeline import GENERATE, LanguagePipeline
+from mmrl.text.pipeline import LanguagePipeline
 from mmrl.text.recorded_config import Files
 from mmrl.text.scoring import open_scorer, score_class
 from mmrl.text.token_sampling import Draw

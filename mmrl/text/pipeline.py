@@ -7,7 +7,7 @@ own weights. Both pad prompts on the left, as training does, so that responses a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -25,7 +25,7 @@ from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.errors import UserError
 from mmrl.pipelines.protocol import Weights
 from mmrl.report.card import Usage, What
-from mmrl.text import engine_sampling, export, scoring
+from mmrl.text import engine_sampling, export, generation, scoring
 from mmrl.text.base_model import base_model
 from mmrl.text.conditioner import Conditioner
 from mmrl.text.critic import Critic
@@ -36,13 +36,10 @@ from mmrl.text.overlong import Fitter, Limit, limit_of
 from mmrl.text.pairs import Pairs
 from mmrl.text.responses import Responses
 from mmrl.text.shared_pictures import Shared
-from mmrl.text.stop_strings import Ends, stops_of
-from mmrl.text.token_sampling import draw_of, uniforms, without
+from mmrl.text.stop_strings import stops_of
+from mmrl.text.token_sampling import without
 from mmrl.trajectory import Prompt, Sample, SampleId, Slot, Trajectory
 from mmrl.transfer import to_device
-
-GENERATE = "generate"
-"""The method of transformers' models that samples; ``mmrl plan`` replaces it."""
 
 
 class LanguagePipeline:
@@ -193,26 +190,64 @@ class LanguagePipeline:
         evaluate: bool = False,
         version: tuple[int, str] | None = None,
     ) -> Trajectory:
-        keys = [key_of(slot.prompt) for slot in slots]
         temperature = self.recipe.eval.temperature if evaluate else None
-        temperature = self.settings.temperature if temperature is None else temperature
+        return self._drawn(slots, ids, seed, self.settings.temperature if temperature is None else temperature)
+
+    @torch.no_grad()
+    def begin(
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        actions: Sequence[int],
+        seed: int,
+        until: int,
+        version: tuple[int, str] | None = None,
+    ) -> Trajectory:
+        drawn = self._drawn(slots, ids, seed, self.settings.temperature, until)
+        return generation.begun(drawn, until, self.settings.max_new_tokens)
+
+    @torch.no_grad()
+    def finish(self, begun: Trajectory, actions: Sequence[int], seed: int, at: int) -> Trajectory:
+        def go_on(rows: Trajectory) -> Trajectory:
+            if self.engine is not None:
+                return self.continue_generation(rows, self.settings.max_new_tokens - at, seed)
+            inputs = self._inputs(rows.features, rows.clean, rows.mask)
+            limits = [slot.prompt.max_new_tokens for slot in rows.slots]
+            with self._autocast():
+                made = generation.generate(
+                    self, inputs, rows.ids, limits, seed, self.settings.temperature, before=rows.log_probs
+                )
+            return self._checked(rows.slots, rows.ids, rows.features, made)
+
+        return generation.finished(begun, go_on)
+
+    def _drawn(
+        self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int, temperature: float, until: int | None = None
+    ) -> Trajectory:
+        """Responses from their first token on; ``until``: only so many tokens of each."""
+        keys = [key_of(slot.prompt) for slot in slots]
         if self.engine is None:
-            limits = [slot.prompt.max_new_tokens for slot in slots]
-            tokens, log_probs, mask, truncated = self._generate(keys, ids, limits, seed, temperature)
+            inputs, limits = self._inputs(keys), [slot.prompt.max_new_tokens for slot in slots]
+            with self._autocast():
+                drawn = generation.generate(self, inputs, ids, limits, seed, temperature, until)
         else:
             settings = engine_sampling.settings_of(self.recipe, temperature, self.conditioner.stop_tokens)
-            made = self._ask(self._requests(slots, ids, seed), settings)
-            tokens, log_probs, mask, truncated = engine_sampling.stack(made, self.conditioner.forbidden, self.device)
+            made = self._ask(self._requests(slots, ids, seed), replace(settings, cut_after=until))
+            drawn = engine_sampling.stack(made, self.conditioner.forbidden, self.device)
+        return self._checked(slots, ids, keys, drawn)
+
+    def _checked(
+        self,
+        slots: Sequence[Slot],
+        ids: Sequence[SampleId],
+        keys: Sequence[str],
+        drawn: tuple[Tensor, Tensor, Tensor, Tensor],
+    ) -> Trajectory:
+        tokens, log_probs, mask, truncated = drawn
         finite.check_tokens(log_probs, mask, ids)
-        return Trajectory(
-            slots=list(slots),
-            ids=list(ids),
-            clean=tokens * mask.long(),
-            features=keys,
-            log_probs=torch.where(mask > 0, log_probs, 0.0),
-            mask=mask,
-            truncated=truncated,
-        )
+        log_probs = torch.where(mask > 0, log_probs, 0.0)
+        clean = tokens * mask.long()
+        return Trajectory(list(slots), list(ids), clean, list(keys), None, None, log_probs, None, mask, truncated)
 
     @torch.no_grad()
     def continue_generation(self, trajectory: Trajectory, most: int, seed: int) -> Trajectory:
@@ -236,41 +271,6 @@ class LanguagePipeline:
             truncated=truncated,
             under_way=torch.tensor(cut, device=self.device),
         )
-
-    def _generate(
-        self, keys: Sequence[str], ids: Sequence[SampleId], limits: Sequence[int | None], seed: int, temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Sample with the training weights: tokens, log-probs and mask ``[B, T]``, truncated ``[B]``.
-
-        ``limits``: the tokens that each row may have, if its prompt has a limit.
-        """
-        from transformers import LogitsProcessorList, StoppingCriteriaList
-
-        settings, most = self.settings, self.settings.max_new_tokens
-        u = to_device(uniforms(seed, ids, most), self.device)
-        inputs = self._inputs(keys)
-        inputs.pop("position_ids", None)  # generate counts them itself, from the mask
-        draw = draw_of(settings, u, temperature, self.conditioner, inputs["attention_mask"])
-        prompt = inputs["input_ids"].shape[1]
-        ends = Ends(self.stops, [min(limit or most, most) for limit in limits], prompt)
-        further = {"stopping_criteria": StoppingCriteriaList([ends])} if self.stops.strings or any(limits) else {}  # type: ignore[list-item]
-        with self._autocast():
-            generate: Callable[..., Tensor] = getattr(self.policy, GENERATE)
-            out = generate(
-                **inputs,
-                logits_processor=LogitsProcessorList([draw]),  # type: ignore[list-item]
-                do_sample=False,
-                max_new_tokens=most,
-                eos_token_id=draw.stops,
-                pad_token_id=self.conditioner.pad_token,
-                synced_gpus=False,  # with sharded weights generate would wait for other ranks
-                **further,
-            )
-        tokens = out[:, prompt:]
-        inside, stopped = ends.inside(tokens)
-        stops = torch.isin(tokens, to_device(torch.tensor(draw.stops), tokens.device)) & inside
-        mask = ((stops.long().cumsum(1) - stops.long() == 0) & inside).float()
-        return tokens, torch.stack(draw.log_probs, 1), mask, ~(stops.any(1) | stopped)
 
     def _requests(self, slots: Sequence[Slot], ids: Sequence[SampleId], seed: int) -> list[Request]:
         """The engine's requests; the media of a prompt are opened once for all its samples."""

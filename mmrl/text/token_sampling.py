@@ -99,8 +99,11 @@ class Draw:
         return torch.log_softmax(scaled, -1, dtype=torch.float32)
 
 
-def draw_of(settings: TextSampling, u: Tensor, temperature: float, conditioner: Conditioner, prompts: Tensor) -> Draw:
-    """What chooses tokens as a recipe says, for the model of ``conditioner``; ``prompts``: the mask of ``Penalty``."""
+def draw_of(
+    settings: TextSampling, u: Tensor, temperature: float, conditioner: Conditioner, prompts: Tensor, first: int = 0
+) -> Draw:
+    """What chooses tokens as a recipe says, for the model of ``conditioner``; ``prompts``: the mask of ``Penalty``;
+    ``first``: tokens that the responses have already."""
     penalty = settings.repetition_penalty
     return Draw(
         u,
@@ -110,7 +113,7 @@ def draw_of(settings: TextSampling, u: Tensor, temperature: float, conditioner: 
         conditioner.forbidden,
         min_p=settings.min_p,
         penalty=None if penalty == 1 else Penalty(penalty, prompts),
-        least=settings.min_new_tokens,
+        least=max(0, settings.min_new_tokens - first),
         stops=conditioner.stop_tokens,
     )
 

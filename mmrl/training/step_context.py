@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
     slots: Sequence[Slot]
     ids: Sequence[SampleId]
     begun: Trajectory | None = None
-    """Its rows after the first denoising steps, to be finished (``midway``); None samples from the start."""
+    """Its rows after the first denoising steps or tokens, to be finished (``midway``); None: from the start."""
 
 
 Drawn = tuple[int, Trajectory, list[Sample]]
@@ -45,7 +45,8 @@ class SamplingSpec:
 
     ``actions``: the denoising steps to record, as in ``Pipeline.sample``. ``weights``: the copy of the policy that
     samples. ``inputs``: what rewards read of a sample. ``step`` and ``round``: the training step and its round of
-    sampling; ``step`` is -1 outside training. ``until``: denoise only these first steps and predict the results.
+    sampling; ``step`` is -1 outside training. ``until``: denoise only these first steps and predict the results;
+    of text: draw only these first tokens.
     """
 
     actions: Sequence[int]
@@ -271,7 +272,7 @@ class StepContext:
         updates: because older weights sampled, or code that rounds differently, or batches of a different shape
         (replaced groups, or steps before a group was pruned)."""
         strategy, recipe = self.rollout.strategy, self.recipe
-        cut = recipe.midway is not None and recipe.midway.records_before(recipe.denoising)
+        cut = recipe.midway is not None and recipe.midway.records_before(recipe.sampling)
         return strategy.staleness > 0 or recipe.replays_first or strategy.replaces_groups or cut
 
     @property
