@@ -12,6 +12,9 @@ micro-batches of sampling a device and step. Three tables for each number of dev
 - loads       ``adaptive`` on steady, judge-heavy, drifting, shifting and long-tailed loads: step time ahead of the best
               static placement (one split for the whole run, chosen with hindsight), over the bound, and its split alone
 
+``--regret`` prints another table instead: every policy over the bound, and how much longer ``adaptive`` took than the
+best of all static splits, colocate and ``greedy`` in hindsight (its regret), over the loads of ``placement_loads``.
+
 ``price`` is a device's move between the roles as a share of the generate phase with all work shared evenly.
 """
 
@@ -20,19 +23,22 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mmrl.placement.adaptive import splits
-from mmrl.simulator.simulate import Cluster, Outcome, adaptive, bound, static
-from mmrl.simulator.trace import LOADS, Load, Trace, synthetic
+import placement_loads
+from placement_loads import made
 
-DEVICES, MICRO_BATCHES = 8, 8
-"""Of a controller; of a device in a step."""
+from mmrl.placement.adaptive import splits
+from mmrl.simulator.simulate import Cluster, Outcome, adaptive, best_disaggregated, bound, moving, static
+from mmrl.simulator.trace import LOADS, Load, Trace
+
+DEVICES = 8
+"""Of a controller."""
 JUDGE = (0.25, 0.5, 1.0, 2.0, 3.0)
 PRICE = (0.02, 0.1, 0.2, 0.4)
 TAILS: dict[str, dict[str, Any]] = {"light": {"tail": 0.4}, "heavy": {"pareto": 1.5}}
@@ -43,13 +49,6 @@ GOALS = {"steady": -0.02, "judge-heavy": -0.02, "drifting": 0.10, "shifting": 0.
 """How far ahead of the best static placement the step time should be."""
 OVER_BOUND, SETTLED = 0.15, 10
 Row = dict[str, Any]
-
-
-def made(load: Load, price: float, cluster: Cluster, steps: int, seed: int) -> Trace:
-    """The trace of a load whose ``price`` is a share of the first step's even generate phase."""
-    count = cluster.total * MICRO_BATCHES
-    trace = synthetic(load, steps, cluster.controllers, cluster.total, count, seed)
-    return replace(trace, price=price * load.sample * MICRO_BATCHES * (1 + load.judge(0.0)))
 
 
 def shorter(a: Sequence[float], b: Sequence[float]) -> float:
@@ -107,6 +106,63 @@ def loads(cluster: Cluster, steps: int, seed: int) -> Iterator[Row]:
         for price in LOAD_PRICES:
             trace = made(LOADS[name], price, cluster, steps, seed)
             yield {"load": name, "price": price, "goal": GOALS[name], **compared(trace, cluster)}
+
+
+def regrets(cluster: Cluster, prices: Sequence[float], steps: int, seed: int) -> Iterator[Row]:
+    """Every policy on every load and price."""
+    for name in placement_loads.NAMES:
+        for price in prices:
+            trace = placement_loads.trace_of(name, price, cluster, steps, seed)
+            colocate, *partial = [static(trace, cluster, split) for split in splits(cluster.devices)]
+            greedy, *others = [moving(trace, cluster, split) for split in splits(cluster.devices)]
+            apart = best_disaggregated(trace, cluster) if cluster.controllers == 1 else None
+            mine, least = adaptive(trace, cluster), sum(bound(trace, cluster))
+            rivals = [colocate, *partial, greedy]
+            best = min(rivals, key=lambda outcome: outcome.seconds)
+            policies = {
+                "colocate": colocate,
+                "partial": min(partial, key=lambda outcome: outcome.seconds),
+                "disaggregated": apart,
+                "greedy": greedy,
+                "static with moves": min(others, key=lambda outcome: outcome.seconds),
+                "adaptive": mine,
+            }
+            yield {
+                "load": name,
+                "price": price,
+                "best": best.name,
+                "regret": mine.seconds / best.seconds - 1,
+                "over bound": {key: one.seconds / least - 1 for key, one in policies.items() if one is not None},
+                "names": {key: one.name for key, one in policies.items() if one is not None},
+                "waiting": mine.apart / mine.seconds / mine.devices,
+                "changes": mine.changes,
+                "steps": {"adaptive": mine.steps, best.name: best.steps},
+            }
+
+
+POLICIES = ("colocate", "partial", "disaggregated", "greedy", "static with moves", "adaptive")
+
+
+def regret_table(rows: Sequence[Row]) -> str:
+    head = ["load", "price", *POLICIES, "waiting", "changes", "best rival", "regret"]
+    lines = [
+        [
+            row["load"],
+            f"{row['price']:.0%}",
+            *(f"{row['over bound'][name]:+.1%}" if name in row["over bound"] else "" for name in POLICIES),
+            f"{row['waiting']:.1%}",
+            str(row["changes"]),
+            row["best"],
+            f"{row['regret']:+.1%}",
+        ]
+        for row in rows
+    ]
+    found = [row["regret"] for row in rows]
+    worst = max(rows, key=lambda row: row["regret"])
+    return (
+        f"{table(head, lines)}\n\nregret of adaptive: median {statistics.median(found):+.1%}, worst {max(found):+.1%} "
+        f"({worst['load']} at {worst['price']:.0%}), best {min(found):+.1%}"
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -181,6 +237,11 @@ def benchmark(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict
     result: dict[str, Any] = {}
     for devices in arguments.devices:
         cluster = Cluster(devices // DEVICES, DEVICES)
+        if arguments.regret:
+            rows = list(regrets(cluster, arguments.prices, arguments.steps, arguments.seed))
+            say(f"\n## {devices} devices: every policy over the bound, and the regret\n\n{regret_table(rows)}")
+            result[str(devices)] = {"regret": rows}
+            continue
         cells = list(grid(cluster, arguments.grid_steps, arguments.seed))
         say(f"\n## {devices} devices: partial over colocate (adaptive over the better one)\n\n{grid_table(cells)}")
         say(f"\n{points(cells)}")
@@ -193,6 +254,8 @@ def benchmark(arguments: argparse.Namespace, say: Callable[[str], None]) -> dict
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[64, 512], help="of all controllers, 8 each")
+    parser.add_argument("--regret", action="store_true", help="print the table of regret instead")
+    parser.add_argument("--prices", type=float, nargs="+", default=LOAD_PRICES, help="of the table of regret")
     parser.add_argument("--steps", type=int, default=40, help="of the loads")
     parser.add_argument("--grid-steps", type=int, default=20, help="of a cell of the grid")
     parser.add_argument("--seed", type=int, default=0)

@@ -40,6 +40,21 @@ class Record:
     """When the device began, had switched its role, had worked, and when the scheduler heard of that."""
     asked: dict[Key, float] = field(default_factory=dict)
 
+    def measured(self, rounds: Rounds) -> Rounds:
+        """The work with the seconds that it took."""
+
+        def seconds(role: str, at: tuple[int, int]) -> float:
+            _, turned, worked, _ = self.done[(role, at)]
+            return worked - turned
+
+        return [
+            [
+                (seconds("rollout", (k, n)), seconds("judge", (k, n)) if judging else 0.0)
+                for n, (_, judging) in enumerate(one)
+            ]
+            for k, one in enumerate(rounds)
+        ]
+
 
 class SleepingDevices(MultiDevice):
     """``devices`` of one controller; a switch of roles takes ``price`` seconds."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from mmrl.placement.adaptive import Moves, Split, worth_moving
 
@@ -46,8 +45,7 @@ class Schedulable(Protocol):
 T = TypeVar("T", bound=Schedulable)
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A role of device ``device`` between two moments, in seconds after the start of the step."""
 
     device: int
@@ -81,6 +79,7 @@ class Scheduler(Generic[T]):
         self._clock = clock
         self._tasks: dict[Role, deque[T]] = {"rollout": deque(), "judge": deque()}
         self._own: list[deque[T]] = [deque() for _ in range(devices)]
+        self._owned = 0
         self._running: list[Role | None] = [None] * devices
         self._awake: list[Role] = ["rollout"] * devices
         self.waiting: set[int] = set()
@@ -116,6 +115,7 @@ class Scheduler(Generic[T]):
             if task.device is None:
                 raise ValueError("a task of training has a device of its own")
             self._own[task.device].append(task)
+            self._owned += 1
             return
         tasks = self._tasks[task.role]
         if tasks and _later(tasks[-1], task):
@@ -167,6 +167,7 @@ class Scheduler(Generic[T]):
         """Discard the waiting tasks of a role."""
         for tasks in self._own if role == "train" else [self._tasks[role]]:
             tasks.clear()
+        self._owned = sum(map(len, self._own))
 
     def withdraw(self) -> list[T]:
         """Discard all waiting tasks, and return them."""
@@ -174,6 +175,7 @@ class Scheduler(Generic[T]):
         left = [task for tasks in queues for task in tasks]
         for tasks in queues:
             tasks.clear()
+        self._owned = 0
         return left
 
     # -- decisions -----------------------------------------------------------------------------------------------------
@@ -182,14 +184,17 @@ class Scheduler(Generic[T]):
         """Give tasks to idle devices: first those of their role, then those for which they change it."""
         found: list[tuple[int, T]] = []
         rollout, judge = self._tasks["rollout"], self._tasks["judge"]
-        if not self.waiting or not (rollout or judge or any(self._own)):
+        if not self.waiting or not (rollout or judge or self._owned):
             return found
-        for device in sorted(self.waiting, key=self._first):
+        for device in sorted(self.waiting, key=self._first) if len(self.waiting) > 1 else tuple(self.waiting):
             if self._own[device]:
+                self._owned -= 1
                 self._hand(found, device, self._own[device].popleft())
             elif (role := self.roles[device]) != "train" and self._tasks[role]:
                 self._hand(found, device, self._tasks[role].popleft())
         if (rollout or judge) and (self._moves != "never" or self._alone()):
+            if self._moves == "after" and self._sampling():
+                return found
             for device in sorted(self.waiting, reverse=True):
                 task = self.next_task(device)
                 if task is not None:
@@ -221,13 +226,16 @@ class Scheduler(Generic[T]):
             self._awake[device] = task.role
         found.append((device, task))
 
+    def _sampling(self) -> bool:
+        return bool(self._to_come or self._tasks["rollout"] or "rollout" in self._running)
+
     def _alone(self) -> bool:
         """Whether tasks wait for a role that no device has."""
         return any(tasks and role not in self.roles for role, tasks in self._tasks.items())
 
     def _may_turn(self, role: Role, other: Role) -> bool:
         """Whether a device without work in its role switches to the other role, which has work."""
-        sampling = self._to_come or self._tasks["rollout"] or "rollout" in self._running
+        sampling = self._sampling()
         if self._moves == "after":
             return not sampling
         there = sum(r == other for r in self.roles)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from mmrl.placement.adaptive import Moves, Split
 from mmrl.placement.scheduler import Role, Scheduler
@@ -39,7 +40,7 @@ class SimulatedTime:
             call()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class SimulatedTask:
     """A task that takes ``seconds``; ``then`` is called after it."""
 
@@ -53,8 +54,7 @@ class SimulatedTask:
     """The round of the step, and the micro-batch in it (of a judge that wakes its device)."""
 
 
-@dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """The seconds of a task on a device: after it was handed out it begins, the device switches its role, works, and
     the end is heard; then the device asks for its next task."""
 
