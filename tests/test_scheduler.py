@@ -2,12 +2,14 @@
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mmrl.config.placement import Placement
-from mmrl.placement.adaptive import Split, decide, starting
+from mmrl.placement import adaptive
+from mmrl.placement.adaptive import Decision, Split, decide, starting
 from mmrl.placement.hindsight import tried
 from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTask
@@ -97,3 +99,21 @@ def test_the_simulator_takes_no_longer_than_a_run_with_the_same_sleeps():
     simulated.step(rounds, Split(2, 2), "never")
     assert simulated.scheduler.done_after("judge") == pytest.approx(0.1)
     assert real >= 0.1
+
+
+@pytest.mark.parametrize("split", [Split(0, 4), Split(3, 2), Split(4, 0)])
+def test_an_impossible_decision_is_refused_and_the_run_goes_on_under_colocate(monkeypatch, split):
+    heard = []
+    monkeypatch.setattr("mmrl.placement.multi_device.notices.tell", heard.append)
+    wrong = Decision(split, "because", {})
+    monkeypatch.setattr(adaptive, "decide", lambda state, tried: (replace(state, split=split, moves="never"), wrong))
+    devices, rounds = SleepingDevices(DEVICES, Placement(type="adaptive"), 0.0), [[(0.002, 0.002)] * 8]
+    try:
+        devices.run_step(0, rounds)
+        assert [line["rollout"] for line in devices.lines() if "decision" in line] == [DEVICES]
+        assert devices.run_step(1, rounds) > 0
+    finally:
+        devices.close()
+    assert devices.settings.type == "colocate"
+    assert len(heard) == 1
+    assert "goes on under colocate" in heard[0]

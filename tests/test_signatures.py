@@ -34,7 +34,6 @@ BY_PLACE = {
 LARGE = {
     "Judge": "its parameters are the options that a recipe writes",
     "Trajectory": "columns of a table, most of which one kind of pipeline has",
-    "State": "numbers that are saved together",
     "Counts": "numbers of a step that a plan shows",
     "Measured": "numbers of a step that was run without data",
     "Plan": "what a plan shows",

