@@ -14,8 +14,9 @@ from mmrl.config.loader import load_recipe
 from mmrl.engines.policy import Version
 from mmrl.placement import device_tasks
 from mmrl.placement.adaptive import Split
+from mmrl.placement.scheduler import as_rows
 from mmrl.placement.single_device import SingleDevice
-from mmrl.placement.task_queue import Task, TaskQueue, as_rows
+from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.report.clock import Clock
 from mmrl.report.rundir import RunDir
 from mmrl.rollout.async_rollout import AsyncRollout
@@ -312,12 +313,12 @@ def test_nothing_is_drawn_beyond_the_last_step():
 def test_apart_each_device_keeps_its_role():
     board = TaskQueue(3)
     board.apart(Split(1, 1))
-    assert board.roles == ["train", "rollout", "judge"]
+    assert board.scheduler.roles == ["train", "rollout", "judge"]
     for role in ("rollout", "judge"):
         board.put(Task(role, device_tasks.sample, ()))
-    assert board._next(0) is None
+    assert board.scheduler.next_task(0) is None
     assert board.take(2).role == "judge"
-    assert board._next(2) is None
+    assert board.scheduler.next_task(2) is None
     assert board.take(1).role == "rollout"
 
 
@@ -333,12 +334,12 @@ def test_work_that_goes_on_into_the_next_step_counts_in_both():
     board = TaskQueue(1)
     board.put(Task("rollout", device_tasks.sample, (), of=(4, 1)))
     board.take(0)
-    began = board._since[0]
+    began = board.scheduler.since[0]
     board.cut()
     (row,) = as_rows(board.events, 4, 0)
     assert (row["of"], row["round"], row["cut"]) == (5, 1, True)
     board.new_step()
-    board.done(0, "rollout", began, began, board._start + 2.0)
+    board.done(0, "rollout", began, began, board.scheduler.start + 2.0)
     assert [(e.began, e.ended) for e in board.events] == [(0.0, pytest.approx(2.0))]
     (row,) = as_rows(board.events, 5, 0)
     assert "of" not in row  # it is of this step now
@@ -350,12 +351,12 @@ def test_work_that_ends_as_the_step_does_counts_once():
     board = TaskQueue(1)
     board.put(Task("rollout", device_tasks.sample, ()))
     board.take(0)
-    began = board._since[0]
+    began = board.scheduler.since[0]
     board.cut()
     board.done(0, "rollout", began, began, began + 5.0)
     first, rest = board.events
     assert first.ended == rest.began
-    assert board.seconds("rollout") == pytest.approx(5.0)
+    assert board.scheduler.seconds("rollout") == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize(

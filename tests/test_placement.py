@@ -41,17 +41,17 @@ def test_devices_keep_their_role_and_take_up_the_other_as_the_placement_allows()
     board.put(task("judge"))
     board.done(1, "judge", 0.0, 0.0, 1.0)
     assert taken(board, 1) == "judge"
-    assert board.moves == 0
+    assert board.scheduler.moves == 0
 
     board = TaskQueue(2)
     board.begin(Split(2, 0), "after", 1)
     board.put(task("rollout"))
     board.put(task("judge"))
     assert taken(board, 0) == "rollout"
-    assert board._next(1) is None  # sampling is not over yet
+    assert board.scheduler.next_task(1) is None  # sampling is not over yet
     board.done(0, "rollout", 0.0, 0.0, 1.0)
     assert taken(board, 1) == "judge"
-    assert board.moves == 1
+    assert board.scheduler.moves == 1
 
     board = TaskQueue(2)
     board.begin(Split(1, 1), "worth", 2)
@@ -66,7 +66,7 @@ def test_devices_keep_their_role_and_take_up_the_other_as_the_placement_allows()
     board.done(1, "judge", 0.0, 0.0, 1.0)
     board.done(0, "rollout", 0.0, 0.0, 1.0)
     assert taken(board, 0) == "judge"  # nothing is left to sample, and three batches wait to be judged
-    assert board.roles == ["judge", "judge"]
+    assert board.scheduler.roles == ["judge", "judge"]
 
 
 @pytest.mark.parametrize(
@@ -220,14 +220,14 @@ def test_what_happens_on_a_device_is_heard_before_its_answer(device):
 
 def test_a_turn_has_a_price_where_the_next_will_take_as_long():
     board = TaskQueue(1)
-    begun = board._start
+    begun = board.scheduler.start
     board.done(0, "rollout", begun, begun + 60, begun + 61, priced=False)  # an engine was started for good
-    assert board.price == 0.0
+    assert board.scheduler.price == 0.0
     board.done(0, "rollout", begun + 70, begun + 72, begun + 75)
-    assert board.price == pytest.approx(2.0)
+    assert board.scheduler.price == pytest.approx(2.0)
     board.done(0, "train", begun + 80, begun + 85, begun + 86, priced=False)
-    assert board.price == pytest.approx(2.0)
-    assert board.seconds("wake") == pytest.approx(67.0)
+    assert board.scheduler.price == pytest.approx(2.0)
+    assert board.scheduler.seconds("wake") == pytest.approx(67.0)
 
 
 def test_how_busy_a_device_is_is_read_between_two_questions():

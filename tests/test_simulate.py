@@ -13,11 +13,13 @@ from mmrl.cli.simulate import MadeUp, micro_batches, shape
 from mmrl.config.loader import load_recipe
 from mmrl.errors import UserError
 from mmrl.placement.adaptive import Split, splits
-from mmrl.simulator.generate_phase import Expectations, Generate
+from mmrl.placement.scheduler import as_rows
+from mmrl.placement.simulated_devices import SimulatedDevices
 from mmrl.simulator.simulate import (
     Cluster,
     adaptive,
     best_disaggregated,
+    best_static,
     bound,
     compare,
     device_seconds,
@@ -66,34 +68,26 @@ def test_no_staleness_leaves_nothing_to_overlap_with_training():
     assert out.steps == pytest.approx([8 * 2.0 / 2 + 2 * 1.0 + 4.0] * 5)  # two samples end together, for one judge
 
 
-def test_a_judge_replica_takes_all_its_devices():
-    generate = Generate(Split(2, 4), 0.0, replica=4, record=True)
-    phase = generate.run([[(1.0, 3.0)] * 4])
-    assert phase.seconds == pytest.approx(1 + 4 * 3)
-    assert phase.judge_busy == pytest.approx(4 * 3 * 4)
-    assert {span.device for span in phase.spans if span.role == "judge"} == {2, 3, 4, 5}
-
-
-CASES = list(itertools.product(LOADS, (0.0, 1.0, 5.0), (False, True)))
+CASES = list(itertools.product(LOADS, (0.0, 1.0, 5.0), ("never", "worth")))
 
 
 @pytest.mark.parametrize(("name", "price", "moves"), CASES)
 def test_all_work_is_done_once_and_no_device_does_two_things(name, price, moves):
     load = replace(LOADS[name], again=(0.3, 0.3), ahead=False)
     trace = synthetic(load, 2, 2, 12, 60, seed=4)
-    for work, split in itertools.product(trace.steps, splits(6, 2)):
-        for rounds in work.shares:
-            generate = Generate(split, price, 2, moves, Expectations(20.0, 30.0, 0.4), record=True)
-            phase = generate.run(rounds)
+    for split, share in itertools.product(splits(6), (0, 1)):
+        devices = SimulatedDevices(6, price)
+        for work in trace.steps:
+            rounds = work.shares[share]
+            devices.step(rounds, split, moves if split.judge else "after")
             batches = [batch for one in rounds for batch in one]
-            assert (phase.sampled, phase.judged) == (len(batches), len(batches))
-            assert phase.rollout_busy == pytest.approx(sum(r for r, _ in batches))
-            assert phase.judge_busy == pytest.approx(2 * sum(j for _, j in batches))
-            by_role = {role: [s for s in phase.spans if s.role == role] for role in ("rollout", "judge")}
-            assert sum(s.ended - s.began for s in by_role["rollout"]) == pytest.approx(phase.rollout_busy)
-            assert sum(s.ended - s.began for s in by_role["judge"]) == pytest.approx(phase.judge_busy)
+            events = devices.scheduler.events
+            by_role = {role: [e for e in events if e.role == role] for role in ("rollout", "judge")}
+            assert {role: len(found) for role, found in by_role.items()} == dict.fromkeys(by_role, len(batches))
+            assert devices.scheduler.seconds("rollout") == pytest.approx(sum(r for r, _ in batches))
+            assert devices.scheduler.seconds("judge") == pytest.approx(sum(j for _, j in batches))
             for device in range(6):
-                spans = sorted((s.began, s.ended) for s in phase.spans if s.device == device)
+                spans = sorted((e.began, e.ended) for e in events if e.device == device)
                 assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(spans))
 
 
@@ -122,7 +116,7 @@ def test_the_bound_is_the_longest_chain_where_that_is_longer():
 def test_adaptive_is_at_most_2_percent_behind_the_best_static_split_on_steady_loads(name, price):
     cluster = Cluster(2, 8)
     trace = synthetic(replace(LOADS[name], price=price), 30, 2, 16, 96, seed=2)
-    assert adaptive(trace, cluster).seconds <= 1.02 * compare(trace, cluster).best.seconds
+    assert adaptive(trace, cluster).seconds <= 1.02 * best_static(trace, cluster).seconds
 
 
 @pytest.mark.parametrize("price", [1.0, 3.0])
@@ -136,7 +130,7 @@ def test_adaptive_settles_within_10_steps_of_a_shift(price):
 def test_moves_inside_a_step_mend_a_tail_that_no_split_can():
     cluster = Cluster(4, 8)
     trace = synthetic(LOADS["tailed"], 20, 4, 32, 256, seed=2)
-    moving, best = adaptive(trace, cluster), compare(trace, cluster).best
+    moving, best = adaptive(trace, cluster), best_static(trace, cluster)
     assert sum(moving.moves) > 0
     assert moving.seconds < 0.93 * best.seconds
 
@@ -162,7 +156,7 @@ def test_dynamic_sampling_tries_ahead_what_the_step_before_lacked():
 
 
 def test_one_device_has_nothing_beside_it():
-    with pytest.raises(ValueError, match="leave none"):
+    with pytest.raises(ValueError, match="leaves none"):
         compare(equal(1, 4, 1.0, 1.0), Cluster(1, 1))
     assert best_disaggregated(equal(1, 4, 1.0, 1.0), Cluster(1, 2)) is None
 
@@ -171,18 +165,20 @@ def test_one_device_has_nothing_beside_it():
 
 
 def record(path, trace, split, price=0.5):
-    """What a run with this work would have written, by the simulator's own account of its devices."""
+    """What a run with this work would have written, by the scheduler's own account of its devices."""
     path.mkdir(exist_ok=True)
     lines, metrics = [], []
+    controllers = [SimulatedDevices(split.rollout + split.judge, price) for _ in trace.steps[0].shares]
     for step, work in enumerate(trace.steps):
-        phases = [Generate(split, price, record=True).run(rounds) for rounds in work.shares]
         lead = 0.25  # encoding, before the phase
-        for rank, phase in enumerate(phases):
-            for span in phase.spans:
-                times = {"began": span.began + lead, "ended": span.ended + lead}
-                lines.append({"step": step, "controller": rank, "device": span.device, "role": span.role, **times})
+        seconds = []
+        for rank, (devices, rounds) in enumerate(zip(controllers, work.shares, strict=True)):
+            devices.step(rounds, split, "never" if split.judge else "after")
+            seconds.append(devices.scheduler.done_after("judge"))
+            rows = as_rows(devices.scheduler.events, step, rank)
+            lines += [row | {"began": row["began"] + lead, "ended": row["ended"] + lead} for row in rows]
         lines.append({"step": step, "decision": "so", "rollout": split.rollout, "judge": split.judge, "numbers": {}})
-        metrics.append({"step": step, "time/step": max(phase.seconds for phase in phases) + work.train})
+        metrics.append({"step": step, "time/step": max(seconds) + work.train})
     for name, rows in (("placement.jsonl", lines), ("metrics.jsonl", metrics)):
         (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -196,7 +192,7 @@ def test_a_recorded_run_is_predicted_as_it_was(tmp_path, split):
     again = static(found.trace, Cluster(2, 4), split)
     assert again.steps == pytest.approx(static(replace(trace, price=6.0), Cluster(2, 4), split).steps, rel=0.03)
     assert fitted(found, 2, 8, 48) is found.trace
-    assert found.trace.price == (0.0 if split.judge else pytest.approx(6.0))  # without a move there is none to measure
+    assert found.trace.price == pytest.approx(6.0)
 
 
 def test_a_recorded_run_on_more_devices_has_the_same_work_for_each(tmp_path):
@@ -330,7 +326,7 @@ def test_command_prints_json_of_a_recorded_run(folder, capsys):  # noqa: F811
 def test_shapes_that_cannot_be_are_refused_with_the_edit(folder, changes, devices, message):  # noqa: F811
     recipe = load_recipe(["recipe.yaml"], [*GROWN, *changes]).recipe
     with pytest.raises(UserError) as error:
-        shape(recipe, devices, 1)
+        shape(recipe, devices)
     assert message in str(error.value)
 
 

@@ -52,7 +52,6 @@ def simulate(
             min=0, help="Seconds that a device needs to change its role.", show_default="as in the trace or load"
         ),
     ] = None,
-    judge_devices: Annotated[int, typer.Option(min=1, help="Devices of one judge replica.")] = 1,
     staleness: Annotated[
         int, typer.Option(min=0, help="Disaggregated devices: versions that sampling may be ahead.")
     ] = 1,
@@ -68,10 +67,10 @@ def simulate(
 
         own = read_run(trace)
     recipe_of = loaded.recipe
-    if own is not None and devices is None and own.devices > judge_devices:  # the shape of the run itself
+    if own is not None and devices is None and own.devices > 1:  # the shape of the run itself
         shaped = {"controllers": own.controllers, "devices_per_controller": own.devices}
         recipe_of = recipe_of.model_copy(update=shaped)
-    cluster = shape(recipe_of, devices, judge_devices)
+    cluster = shape(recipe_of, devices)
     work = _trace(recipe_of, cluster, own, load.value, steps, seed)
     work = work if price is None else replace(work, price=price)
     found = compare(work, cluster, staleness)
@@ -82,7 +81,7 @@ def simulate(
         _show(loaded.recipe, work, cluster, found)
 
 
-def shape(recipe: Recipe, devices: int | None, judge_devices: int) -> Cluster:
+def shape(recipe: Recipe, devices: int | None) -> Cluster:
     """How many controllers ``devices`` make: of the recipe's devices_per_controller each where it has that, else the
     recipe's controllers share them. Raises ``UserError`` where they cannot."""
     from mmrl.simulator.simulate import Cluster
@@ -101,17 +100,17 @@ def shape(recipe: Recipe, devices: int | None, judge_devices: int) -> Cluster:
             f"write --devices {-(-total // controllers) * controllers}, or another number of controllers"
         )
     own = total // controllers
-    if own <= judge_devices:
+    if own < 2:
         raise UserError(
             f"{controllers} controllers on {total} devices have {own} each, and a judge beside sampling needs "
-            f"{judge_devices + 1}; write --devices {controllers * max(8, judge_devices + 1)}, or fewer controllers"
+            f"2; write --devices {controllers * 8}, or fewer controllers"
         )
     if recipe.train.prompts_per_step < controllers:
         raise UserError(
             f"train.prompts_per_step={recipe.train.prompts_per_step} leaves some of {controllers} controllers without "
             f"a prompt; write train.prompts_per_step={controllers * own} or fewer controllers"
         )
-    return Cluster(controllers, own, judge_devices)
+    return Cluster(controllers, own)
 
 
 def micro_batches(recipe: Recipe, controllers: int) -> int:
@@ -130,9 +129,7 @@ def _trace(recipe: Recipe, cluster: Cluster, run: Recorded | None, load: str, st
 
     count = micro_batches(recipe, cluster.controllers)
     if run is None:
-        return synthetic(
-            LOADS[load], steps or 40, cluster.controllers, cluster.total, count, seed, replica=cluster.replica
-        )
+        return synthetic(LOADS[load], steps or 40, cluster.controllers, cluster.total, count, seed)
     found = fitted(run, cluster.controllers, cluster.total, count, seed)
     return replace(found, steps=found.steps[:steps])
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from mmrl.config.placement import Placement
 
@@ -27,6 +27,11 @@ HORIZON = 10
 """Steps within which the saved time must exceed the price of the move."""
 LEARNING = 0.3
 """Weight of the latest step, after the first, in the excess over the formula of a kind of split."""
+
+
+Moves = Literal["never", "after", "worth"]
+"""When a device switches its role within a phase: never (except if no device is left for the work), after all sampling
+has ended (colocate), or when that saves more time than it costs."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,29 @@ def starting(settings: Placement, devices: int, *, judged: bool = True) -> State
     judges = settings.judging(devices) if judged else 0
     left = devices - settings.training(devices) if settings.apart else devices
     return replace(state, split=Split(left - judges, judges))
+
+
+def opening(settings: Placement, split: Split, *, judged: bool) -> tuple[Split, Moves]:
+    """How a generate phase begins under ``split``, the split of the step: the roles of the devices, and when a device
+    switches its role. ``judged``: rewards run on devices in this phase, which an evaluation does without."""
+    apart = bool(split.judge) and judged
+    moves: Moves = "never" if apart else "after"
+    if settings.type == "adaptive" and settings.inside and judged:
+        moves = "worth"
+    return (split if apart else Split(split.rollout + split.judge, 0)), moves
+
+
+def measured(numbers: Mapping[str, float], devices: int) -> Measured:
+    """From the ``scheduler.summed`` numbers of a step; ``devices``: of all controllers."""
+    return Measured(
+        numbers["rollout_busy"],
+        numbers["judge_busy"],
+        numbers["rollout_done"],
+        numbers["judge_done"],
+        devices,
+        numbers["price"],
+        int(numbers["micro_batches"]),
+    )
 
 
 def decide(state: State, measured: Measured) -> tuple[State, Decision]:

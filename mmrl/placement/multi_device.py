@@ -23,7 +23,8 @@ from mmrl.engines.policy import Version
 from mmrl.json_types import JsonObject
 from mmrl.placement import adaptive, device_tasks
 from mmrl.placement.device_shares import all_of, features_of, needs, split_among
-from mmrl.placement.task_queue import Moves, Task, TaskQueue, as_rows
+from mmrl.placement.scheduler import as_rows, summed
+from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.report.clock import Clock
 from mmrl.rewards.calling import Answer
 from mmrl.rewards.contract import Context
@@ -124,13 +125,10 @@ class MultiDevice:
 
     def _begin(self, context: StepContext, evaluate: bool, to_come: int) -> None:
         """Divide the devices for a generate phase."""
-        apart = self.state.split.judge and context.rewards.on_device and not evaluate
-        split = self.state.split if apart else adaptive.Split(self._count, 0)
-        moves: Moves = "never" if apart else "after"
-        if self.settings.type == "adaptive" and self.settings.inside and not evaluate:
-            moves = "worth"
+        judged = bool(context.rewards.on_device) and not evaluate
+        split, moves = adaptive.opening(self.settings, self.state.split, judged=judged)
         self._board.begin(split, moves, to_come)
-        if apart:  # judges wake while the others sample
+        if split.judge:  # judges wake while the others sample
             self._put(range(split.rollout, self._count), device_tasks.ready, ("judge",))
 
     def _drawn(self, numbers: Mapping[Future[Any], int], clock: Clock) -> Iterator[Drawn]:
@@ -223,23 +221,14 @@ class MultiDevice:
         board.cut()
         gpus = [share for share in all_of(self._put(self._trainers, device_tasks.gpu, ())) if share is not None]
         mine = {
-            "rollout_busy": board.seconds("rollout"),
-            "judge_busy": board.seconds("judge"),
-            "train_busy": board.seconds("train"),
-            "rollout_done": board.done_after("rollout"),
-            "judge_done": board.done_after("judge"),
-            "price": board.price,
-            "moves": board.moves,
-            "micro_batches": sum(event.role == "rollout" for event in board.events),
+            **board.scheduler.numbers(),
             "wall": board.elapsed,
             "cpu": self.cpu_seconds(context) - self._step_began,
-            "wake": board.seconds("wake"),
             "gpu": sum(gpus),
             "gpus": len(gpus),
         }
         found = context.controller.gather((mine, as_rows(board.events, step + 1, context.controller.rank)))
-        latest = ("rollout_done", "judge_done", "price", "wall")
-        numbers = {k: (max if k in latest else sum)(n[k] for n, _ in found) for k in mine}
+        numbers = summed([mine for mine, _ in found])
         self._lines = [line for _, lines in found for line in lines]
         split = self.state.split
         if self.settings.type == "adaptive" and context.rewards.on_device:
@@ -290,16 +279,7 @@ class MultiDevice:
             thread.join(1.0)  # idle ones end; one that frees tensors while the interpreter shuts down aborts it
 
     def _decide(self, step: int, numbers: Mapping[str, float], devices: int) -> None:
-        measured = adaptive.Measured(
-            numbers["rollout_busy"],
-            numbers["judge_busy"],
-            numbers["rollout_done"],
-            numbers["judge_done"],
-            devices,
-            numbers["price"],
-            int(numbers["micro_batches"]),
-        )
-        self.state, decision = adaptive.decide(self.state, measured)
+        self.state, decision = adaptive.decide(self.state, adaptive.measured(numbers, devices))
         self._lines.append(
             {
                 "step": step,

@@ -1,27 +1,28 @@
 """Simulate a run's steps with every placement (``mmrl simulate``).
 
-Controllers synchronise once per step, to train; before that each samples and judges its own share. ``adaptive`` calls
-``mmrl.placement.adaptive``, the functions of a real run. docs/placement.md lists the assumptions.
+Controllers synchronise once per step, to train; before that each samples and judges its own share. The scheduler and
+the policies are those of a real run (``mmrl.placement``); only time and work are simulated. docs/placement.md lists the
+assumptions.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from mmrl.placement.adaptive import Decision, Measured, Split, begin, decide, splits
-from mmrl.simulator.generate_phase import Expectations, Generate, Phase, Rounds
+from mmrl.config.placement import Placement
+from mmrl.placement.adaptive import Decision, Split, decide, measured, opening, splits, starting
+from mmrl.placement.scheduler import summed
+from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTime
 from mmrl.simulator.trace import Trace, Work
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """``controllers`` with ``devices`` each; ``replica``: devices of one judge replica."""
+    """``controllers`` with ``devices`` each."""
 
     controllers: int
     devices: int
-    replica: int = 1
 
     @property
     def total(self) -> int:
@@ -65,7 +66,7 @@ class Outcome:
 def device_seconds(work: Work, cluster: Cluster) -> float:
     """Device-seconds of a step: sampling, judging and training."""
     batches = [batch for rounds in work.shares for batches in rounds for batch in batches]
-    return sum(r + j * cluster.replica for r, j in batches) + work.train * cluster.total
+    return sum(r + j for r, j in batches) + work.train * cluster.total
 
 
 def bound(trace: Trace, cluster: Cluster) -> list[float]:
@@ -82,80 +83,65 @@ def bound(trace: Trace, cluster: Cluster) -> list[float]:
     return found
 
 
+def placed(trace: Trace, cluster: Cluster, settings: Placement, name: str) -> Outcome:
+    """The steps of a run whose recipe has this section ``placement``, with the scheduler and the policy of the run.
+
+    Each controller has its own devices; they wait for the slowest controller before they train.
+    """
+    out = Outcome(name, cluster.total)
+    state = starting(settings, cluster.devices)
+    controllers = [SimulatedDevices(cluster.devices, trace.price) for _ in range(cluster.controllers)]
+    for work in trace.steps:
+        split, moves = opening(settings, state.split, judged=True)
+        for devices, rounds in zip(controllers, work.shares, strict=True):
+            devices.step(rounds, split, moves)
+        found = [devices.scheduler.numbers() for devices in controllers]
+        phases = [max(numbers["rollout_done"], numbers["judge_done"]) for numbers in found]
+        longest, numbers = max(phases), summed(found)
+        out.generate.append(longest)
+        out.steps.append(longest + work.train)
+        out.work += device_seconds(work, cluster)
+        out.apart += sum(longest - phase for phase in phases) * cluster.devices
+        out.moves.append(int(numbers["moves"]) if moves == "worth" else 0)
+        out.splits.append(state.split)
+        if settings.type == "adaptive":
+            state, decision = decide(state, measured(numbers, cluster.total))
+            out.decisions.append(decision)
+    return out
+
+
 def static(trace: Trace, cluster: Cluster, split: Split) -> Outcome:
     """``colocate`` (judge 0), or ``partial`` with one split for the whole run."""
-    name = f"partial {split.rollout}+{split.judge}" if split.judge else "colocate"
-    out = Outcome(name, cluster.total)
-    for work in trace.steps:
-        _generate(out, work, cluster, Generate(split, trace.price, cluster.replica))
-    return out
+    if not split.judge:
+        return placed(trace, cluster, Placement(), "colocate")
+    settings = Placement(type="partial", judges=split.judge)
+    return placed(trace, cluster, settings, f"partial {split.rollout}+{split.judge}")
 
 
 def best_static(trace: Trace, cluster: Cluster) -> Outcome:
     """The fastest static split, including colocate: the best choice if the whole run was known beforehand."""
-    tried = [static(trace, cluster, split) for split in splits(cluster.devices, cluster.replica)]
-    return min(tried, key=lambda outcome: outcome.seconds)
+    return min((static(trace, cluster, split) for split in splits(cluster.devices)), key=lambda o: o.seconds)
 
 
 def adaptive(trace: Trace, cluster: Cluster, *, moves: bool = True) -> Outcome:
     """The split follows the load between steps; with ``moves``, devices also switch roles within a step."""
-    out = Outcome("adaptive" if moves else "adaptive, split alone", cluster.total)
-    state, expectations = begin(cluster.devices, cluster.replica, moves=moves), None
-    for work in trace.steps:
-        phase = Generate(state.split, trace.price, cluster.replica, moves, expectations)
-        phases = _generate(out, work, cluster, phase)
-        expectations = Expectations.of(phases) or expectations
-        state, decision = decide(state, measured(phases, cluster, trace.price))
-        out.decisions.append(decision)
-    return out
-
-
-def measured(phases: Sequence[Phase], cluster: Cluster, price: float) -> Measured:
-    """The measurements that a real run would take from these phases, one for each controller."""
-    return Measured(
-        rollout_busy=sum(phase.rollout_busy for phase in phases),
-        judge_busy=sum(phase.judge_busy for phase in phases),
-        rollout_done=max(phase.rollout_done for phase in phases),
-        judge_done=max(phase.judge_done for phase in phases),
-        devices=cluster.total,
-        price=price,
-        micro_batches=sum(phase.judged for phase in phases),
-    )
-
-
-def _generate(out: Outcome, work: Work, cluster: Cluster, generate: Generate) -> list[Phase]:
-    phases = [generate.run(share) for share in work.shares]
-    longest = max(phase.seconds for phase in phases)
-    out.generate.append(longest)
-    out.steps.append(longest + work.train)
-    out.work += device_seconds(work, cluster)
-    out.apart += sum(longest - phase.seconds for phase in phases) * cluster.devices
-    out.moves.append(sum(phase.moves for phase in phases))
-    out.splits.append(generate.split)
-    return phases
+    name = "adaptive" if moves else "adaptive, split alone"
+    return placed(trace, cluster, Placement(type="adaptive", inside=moves), name)
 
 
 def disaggregated(trace: Trace, cluster: Cluster, train: int, judge: int, staleness: int) -> Outcome:
     """Fixed roles: in every controller ``train`` devices train, ``judge`` judge and the rest sample. Sampling of a step
     starts when the weights are at most ``staleness`` versions behind.
 
-    Training time is inversely proportional to its devices. Roles never change, and new weights arrive without delay.
+    Training time is inversely proportional to its devices, and new weights arrive without delay.
     """
-    rollout = cluster.devices - train - judge
-    out = Outcome(f"disaggregated {rollout}+{judge}+{train}", cluster.total)
-    lanes = [
-        (_Lanes(rollout), _Lanes(judge // cluster.replica)) for _ in range(cluster.controllers)
-    ]  # when each device is free again
-    trained: list[float] = []
-    for step, work in enumerate(trace.steps):
-        begins = trained[step - staleness - 1] if step > staleness else 0.0
-        judged = max(_pass(share, *lane, begins) for share, lane in zip(work.shares, lanes, strict=True))
-        ends = max(judged, trained[-1] if trained else 0.0) + work.train * cluster.devices / train
-        out.steps.append(ends - (trained[-1] if trained else 0.0))
-        trained.append(ends)
-        out.work += device_seconds(work, cluster)
-        out.moves.append(0)
-        out.splits.append(Split(rollout, judge))
+    split = Split(cluster.devices - train - judge, judge)
+    out = Outcome(f"disaggregated {split.rollout}+{judge}+{train}", cluster.total)
+    run = _Ahead(trace, cluster, split, cluster.devices / train, staleness)
+    ends = [0.0, *run.trained()]
+    out.steps = [after - before for before, after in pairwise(ends)]
+    out.work = sum(device_seconds(work, cluster) for work in trace.steps)
+    out.moves, out.splits = [0] * len(out.steps), [split] * len(out.steps)
     return out
 
 
@@ -164,7 +150,7 @@ def best_disaggregated(trace: Trace, cluster: Cluster, staleness: int = 1) -> Ou
     judged = any(j for work in trace.steps for rounds in work.shares for batches in rounds for _, j in batches)
     tried = [
         disaggregated(trace, cluster, train, judge, staleness)
-        for judge in (range(cluster.replica, cluster.devices - 1, cluster.replica) if judged else (0,))
+        for judge in (range(1, cluster.devices - 1) if judged else (0,))
         for train in range(1, cluster.devices - judge)
     ]
     return min(tried, key=lambda outcome: outcome.seconds, default=None)
@@ -183,9 +169,9 @@ class Comparison:
 def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
     """Compare colocate, the best partial split, the best disaggregated placement (with three devices or more), and
     adaptive without and with switches within a step. Raises ``ValueError`` if a controller has one device."""
-    if cluster.devices <= cluster.replica:
-        raise ValueError(f"a controller's {cluster.devices} devices leave none beside a judge's {cluster.replica}")
-    colocate, *partial = [static(trace, cluster, split) for split in splits(cluster.devices, cluster.replica)]
+    if cluster.devices < 2:
+        raise ValueError("a controller of one device leaves none beside a judge")
+    colocate, *partial = [static(trace, cluster, split) for split in splits(cluster.devices)]
     fastest = min(partial, key=lambda outcome: outcome.seconds)
     apart = best_disaggregated(trace, cluster, staleness)
     outcomes = [
@@ -199,22 +185,45 @@ def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
     return Comparison(sum(bound(trace, cluster)), outcomes, best)
 
 
-class _Lanes:
-    """Final class: equal workers that take tasks in order, each when it is free."""
+class _Ahead:
+    """Final class: controllers whose devices have fixed roles and sample ahead of training, on one clock."""
 
-    def __init__(self, count: int) -> None:
-        self._free = [0.0] * count
+    def __init__(self, trace: Trace, cluster: Cluster, split: Split, slower: float, staleness: int) -> None:
+        self._steps, self._staleness = trace.steps, staleness
+        self._seconds = [work.train * slower for work in trace.steps]
+        self._time = SimulatedTime()
+        self._controllers = [SimulatedDevices(cluster.devices, 0.0, self._time) for _ in range(cluster.controllers)]
+        for devices in self._controllers:
+            devices.scheduler.apart(split)
+        self._judged = [cluster.controllers] * len(trace.steps)
+        self._trained: list[float] = []
+        self._training = False
 
-    def take(self, ready: float, seconds: float) -> float:
-        """The end of a task of ``seconds`` that is ready at ``ready``."""
-        ends = max(heapq.heappop(self._free), ready) + seconds
-        heapq.heappush(self._free, ends)
-        return ends
+    def trained(self) -> list[float]:
+        """When each step has been trained."""
+        for step in range(min(self._staleness + 1, len(self._steps))):
+            self._sample(step)
+        self._time.run()
+        return self._trained
 
+    def _sample(self, step: int) -> None:
+        for devices, rounds in zip(self._controllers, self._steps[step].shares, strict=True):
+            devices.rounds_ahead(step, rounds, lambda: self._finished(step))
 
-def _pass(rounds: Rounds, rollout: _Lanes, judge: _Lanes, begins: float) -> float:
-    """Send micro-batches through sampling and judging; returns the time when the last is judged."""
-    for batches in rounds:
-        sampled = sorted((rollout.take(begins, r), j) for r, j in batches)
-        begins = max([begins, *(judge.take(ready, j) if j else ready for ready, j in sampled)])
-    return begins
+    def _finished(self, step: int) -> None:
+        self._judged[step] -= 1
+        self._train()
+
+    def _train(self) -> None:
+        step = len(self._trained)
+        if not self._training and step < len(self._judged) and not self._judged[step]:
+            self._training = True
+            self._time.after(self._seconds[step], self._updated)
+
+    def _updated(self) -> None:
+        self._trained.append(self._time.now)
+        self._training = False
+        later = len(self._trained) + self._staleness
+        if later < len(self._steps):
+            self._sample(later)
+        self._train()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmrl.simulator.generate_phase import MicroBatch, Rounds
+from mmrl.placement.simulated_devices import MicroBatch, Rounds
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,7 @@ MOST_ROUNDS = 4
 """Largest number of sampling rounds in a step; groups that are still missing then are trained on as they are."""
 
 
-def synthetic(
-    load: Load, steps: int, controllers: int, devices: int, micro_batches: int, seed: int = 0, replica: int = 1
-) -> Trace:
+def synthetic(load: Load, steps: int, controllers: int, devices: int, micro_batches: int, seed: int = 0) -> Trace:
     """``steps`` steps of ``micro_batches`` each, divided among controllers in turn; ``devices``: of all controllers."""
     rng = np.random.default_rng(seed)
     train = load.sample * micro_batches * (1 + load.judge(0.0)) / devices * load.train / (1 - load.train)
@@ -84,7 +82,7 @@ def synthetic(
         shares = []
         for rank in range(controllers):
             wanted = len(range(rank, micro_batches, controllers))
-            shares.append(_rounds(load, wanted, tried, again, load.judge(at) / replica, rng))
+            shares.append(_rounds(load, wanted, tried, again, load.judge(at), rng))
         tried = 1 / (1 - again) if load.ahead else 1.0
         made.append(Work(shares, train))
     return Trace(made, load.price * load.sample, load.about)

@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 
 from mmrl.errors import UserError
+from mmrl.placement.simulated_devices import MicroBatch, Rounds
 from mmrl.report.metrics import read
-from mmrl.simulator.generate_phase import JUDGE, ROLLOUT, WAKE, MicroBatch, Rounds
 from mmrl.simulator.trace import Trace, Work
 
+ROLLOUT, JUDGE, WAKE = "rollout", "judge", "wake"
 Row = Mapping[str, Any]
 
 

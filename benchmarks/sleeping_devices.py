@@ -1,0 +1,176 @@
+"""Devices that sleep for given seconds where others compute: a real run of placement with almost no work.
+
+``SleepingDevices`` is ``MultiDevice`` with its threads, queue, futures, role switches and decisions. Only what a device
+computes is replaced by a sleep. ``Replayed`` goes through the same tasks in simulated time, with the times that were
+recorded of the real ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mmrl.config.placement import Placement
+from mmrl.placement import device_tasks
+from mmrl.placement.adaptive import State, opening
+from mmrl.placement.multi_device import MultiDevice
+from mmrl.placement.simulated_devices import Rounds, SimulatedDevices, SimulatedTask, Times
+from mmrl.placement.task_queue import Task
+from mmrl.report.clock import Clock
+
+Key = tuple[str, tuple[int, int]]
+"""The role of a task, and its round and micro-batch."""
+
+
+@dataclass
+class Record:
+    """What happened in a step of real devices, in seconds of one clock."""
+
+    decisions: list[tuple[int, str, tuple[int, int]]] = field(default_factory=list)
+    began: list[float] = field(default_factory=list)
+    """The start of the step, and the begin of each round."""
+    ready: dict[Key, float] = field(default_factory=dict)
+    handed: dict[Key, float] = field(default_factory=dict)
+    done: dict[Key, tuple[float, float, float, float]] = field(default_factory=dict)
+    """When the device began, had switched its role, had worked, and when the scheduler heard of that."""
+    asked: dict[Key, float] = field(default_factory=dict)
+
+
+class SleepingDevices(MultiDevice):
+    """``devices`` of one controller; a switch of roles takes ``price`` seconds."""
+
+    def __init__(self, devices: int, settings: Placement, price: float) -> None:
+        super().__init__([SimpleNamespace(close=lambda: None)] * (devices - 1), settings)  # type: ignore[list-item]
+        self._price, self._client = price, None
+        self.record = Record()
+        self._number = 0
+        self._latest: dict[int, Key] = {}
+        self.context: Any = SimpleNamespace(
+            rewards=SimpleNamespace(on_device=["judge"], call_by=self._called_by),
+            recipe=SimpleNamespace(threads=None, rollout=SimpleNamespace(engine="transformers")),
+            pipeline=SimpleNamespace(encode=lambda slots: [], features=SimpleNamespace(release=lambda keys: None)),
+            controller=SimpleNamespace(gather=lambda mine: [mine], rank=0),
+        )
+        self._listen()
+        self.open(self.context)
+
+    def run_step(self, step: int, rounds: Rounds) -> float:
+        """A step with this work; returns the seconds of its generate phase."""
+        self.record = Record()
+        self.begin_step()
+        while len(self._board.scheduler.waiting) < self._count:
+            time.sleep(0.0005)
+        self.record.began.append(self._board.scheduler.start)
+        for number, batches in enumerate(rounds):
+            self._number = number
+            chunks = [SimpleNamespace(slots=[], seconds=both, at=(number, n)) for n, both in enumerate(batches)]
+            judged = []
+            how: Any = SimpleNamespace(evaluate=False, step=step, round=number)
+            for _, chunk, _ in self.sample(self.context, chunks, how, Clock(torch.device("cpu"))):  # type: ignore[arg-type]
+                if chunk.seconds[1]:  # type: ignore[attr-defined]
+                    context: Any = SimpleNamespace(step=step, sent=Counter(), round=number)
+                    judged.append(self._client.submit([chunk], context))  # type: ignore[attr-defined]
+            for answer in judged:
+                answer.result()
+        self.run_on_trainers(self.context, device_tasks.apply, 0.0)
+        seconds = max(self._board.scheduler.done_after(role) for role in ("rollout", "judge"))
+        self.end_step(self.context, step)
+        return seconds
+
+    def _called_by(self, made: Any) -> None:
+        self._client = made("judge")
+
+    def _perform(self, context: Any, device: int, task: Task) -> Any:
+        if task.call is device_tasks.sample:
+            time.sleep(task.arguments[0].seconds[0])
+            return task.arguments[0], []
+        if task.call is device_tasks.score:
+            time.sleep(task.arguments[1][0].seconds[1])
+            return SimpleNamespace(sent=Counter())
+        if task.call is device_tasks.switch_role:
+            time.sleep(self._price if task.arguments[0] != "train" else 0.0)
+            return False
+        return 0.0 if task.call is device_tasks.cpu_seconds else None
+
+    def _listen(self) -> None:
+        """Record what the scheduler hears and decides; all under the lock of the queue."""
+        scheduler = self._board.scheduler
+        begin, ready, handed, done, idle = (
+            getattr(scheduler, name) for name in ("begin", "ready", "handed", "done", "idle")
+        )
+
+        def begins(*given: Any) -> None:
+            self.record.began.append(time.perf_counter())
+            begin(*given)
+
+        def is_ready(task: Task) -> None:
+            if (key := self._key(task, task.device)) is not None:
+                self.record.ready[key] = time.perf_counter()
+            ready(task)
+
+        def hands() -> list[tuple[int, Task]]:
+            found = handed()
+            for device, task in found:
+                if (key := self._key(task, device)) is not None:
+                    self._latest[device] = key
+                    self.record.handed[key] = scheduler.since[device]
+                    self.record.decisions.append((device, *key))
+            return found
+
+        def is_done(device: int, role: Any, began: float, turned: float, ended: float, *, priced: bool = True) -> None:
+            if device in self._latest:
+                self.record.done[self._latest[device]] = began, turned, ended, time.perf_counter()
+            done(device, role, began, turned, ended, priced=priced)
+
+        def asks(device: int) -> None:
+            if (key := self._latest.pop(device, None)) is not None:
+                self.record.asked[key] = time.perf_counter()
+            idle(device)
+
+        for name, call in (
+            ("begin", begins),
+            ("ready", is_ready),
+            ("handed", hands),
+            ("done", is_done),
+            ("idle", asks),
+        ):
+            setattr(scheduler, name, call)
+
+    def _key(self, task: Task, device: int | None) -> Key | None:
+        if task.call is device_tasks.sample:
+            return "rollout", task.arguments[0].at
+        if task.call is device_tasks.score:
+            return "judge", task.arguments[1][0].at
+        return ("train", (self._number, device or 0)) if task.call is device_tasks.ready else None
+
+
+class Replayed(SimulatedDevices):
+    """Simulated devices that take the times of ``record`` for every task."""
+
+    record = Record()
+    _origin = 0.0
+
+    def times(self, device: int, task: SimulatedTask, turn: float) -> Times:
+        key = (task.role, task.at)
+        began, turned, worked, heard = self.record.done[key]
+        asks = self.record.asked[key] - heard
+        return Times(self._until(began), turned - began, worked - turned, heard - worked, asks)
+
+    def waits(self, task: SimulatedTask) -> float:
+        return self._until(self.record.ready[(task.role, task.at)])
+
+    def pause(self, number: int) -> float:
+        return self._until(self.record.began[1 + number]) if number + 1 < len(self.record.began) else 0.0
+
+    def _until(self, moment: float) -> float:
+        return max(moment - self._origin - self.time.now, 0.0)
+
+    def replay(self, record: Record, rounds: Rounds, settings: Placement, state: State) -> None:
+        """A step of ``rounds`` that took place as in ``record``."""
+        self.record, self._origin = record, record.began[0] - self.time.now
+        self.step(rounds, *opening(settings, state.split, judged=True))

@@ -1,0 +1,306 @@
+"""The scheduler of a controller's devices: which device does which task, and which idle device changes its role.
+
+A state machine without threads and without a clock of its own. It hears of events (a phase begins, a task is ready, a
+device is idle, a task is finished) and hands tasks to idle devices. In a run ``TaskQueue`` drives it from the devices'
+threads; in the simulator ``SimulatedDevices`` drives it with simulated time. Its decisions depend only on the order and
+the times of the events. Imports no torch.
+
+A device works in one role at a time. It keeps its role while there is work in it; without work it may switch to the
+other role, if the placement allows it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from mmrl.placement.adaptive import Moves, Split, worth_moving
+
+Role = Literal["rollout", "judge", "train"]
+
+
+class Schedulable(Protocol):
+    """A task of the scheduler."""
+
+    @property
+    def role(self) -> Role: ...
+
+    @property
+    def device(self) -> int | None:
+        """The device that must do it; None for any device of its role."""
+        ...
+
+    @property
+    def updates(self) -> int | None:
+        """The number of updates of the weights that it samples with, if the devices sample for later steps."""
+        ...
+
+    @property
+    def of(self) -> tuple[int, int] | None:
+        """The step and round it belongs to, if devices also work for later steps; None means the current ones."""
+        ...
+
+
+T = TypeVar("T", bound=Schedulable)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A role of device ``device`` between two moments, in seconds after the start of the step."""
+
+    device: int
+    role: str
+    began: float
+    ended: float
+    round: int = 0
+    """The round of dynamic sampling, or of partial rollout."""
+    of: int | None = None
+    """The step it belongs to, if that may be a later one."""
+    cut: bool = False
+    """Whether it continues in the next step."""
+    priced: bool = True
+    """For a role switch: whether a switch within a phase would take as long."""
+
+
+class Scheduler(Generic[T]):
+    """Final class. ``clock``: the current time in seconds, real or simulated."""
+
+    def __init__(self, devices: int, clock: Callable[[], float]) -> None:
+        self.roles: list[Role] = ["rollout"] * devices
+        self.events: list[Event] = []
+        self.moves = 0
+        self.price = 0.0
+        """Seconds that recent role switches took."""
+        self.start = clock()
+        self.since = [0.0] * devices
+        """When each device got its task, or the end of the last step if that was later."""
+        self.taken: list[T | None] = [None] * devices
+        """The latest task of each device."""
+        self._clock = clock
+        self._tasks: dict[Role, deque[T]] = {"rollout": deque(), "judge": deque()}
+        self._own: list[deque[T]] = [deque() for _ in range(devices)]
+        self._running: list[Role | None] = [None] * devices
+        self._awake: list[Role] = ["rollout"] * devices
+        self.waiting: set[int] = set()
+        """The idle devices."""
+        self._seconds: dict[Role, float] = {}
+        self._to_come = 0
+        self._moves: Moves = "after"
+        self._round = -1
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def new_step(self) -> None:
+        """Discard the events of the last step; times are measured from now on."""
+        self.events, self.moves, self.start = [], 0, self._clock()
+        self._round = -1
+
+    def apart(self, split: Split) -> None:
+        """From now on the first devices train, the next ones sample and the last ones judge, whatever the load."""
+        n, judging = len(self.roles), len(self.roles) - split.judge
+        sampling = judging - split.rollout
+        self.roles = ["judge" if d >= judging else "rollout" if d >= sampling else "train" for d in range(n)]
+        self._moves = "never"
+
+    def begin(self, split: Split, moves: Moves, to_come: int) -> None:
+        """Start a generate phase of ``to_come`` micro-batches: the first devices sample, the last ones judge."""
+        self.roles = ["judge" if d >= split.rollout else "rollout" for d in range(len(self.roles))]
+        self._moves, self._to_come = moves, to_come
+        self._round += 1
+
+    def ready(self, task: T) -> None:
+        """A task can be done now."""
+        if task.role == "train":
+            if task.device is None:
+                raise ValueError("a task of training has a device of its own")
+            self._own[task.device].append(task)
+            return
+        tasks = self._tasks[task.role]
+        if tasks and _later(tasks[-1], task):
+            tasks.insert(next(n for n, other in enumerate(tasks) if _later(other, task)), task)
+        else:
+            tasks.append(task)
+        if task.role == "rollout":
+            self._to_come -= 1
+
+    def idle(self, device: int) -> None:
+        """The device asks for its next task."""
+        self.waiting.add(device)
+
+    def done(
+        self, device: int, role: Role | None, began: float, turned: float, ended: float, *, priced: bool = True
+    ) -> None:
+        """A task is finished: the device switched to ``role`` between ``began`` and ``turned``, and then worked in it;
+        None for bookkeeping. ``priced``: a switch within a phase would take as long."""
+        self._running[device] = None
+        if turned > began:
+            self.price = _recent(self.price, turned - began) if priced else self.price
+            self.events.append(Event(device, "wake", self._after(began), self._after(turned), priced=priced))
+        if role is not None:
+            since, (of, number) = max(turned, self.since[device]), self._for(device)  # the cut part is counted
+            until = max(ended, since)
+            self.events.append(Event(device, role, self._after(since), self._after(until), number, of))
+            self._seconds[role] = _recent(self._seconds.get(role, 0.0), ended - turned)
+
+    def cut(self) -> None:
+        """Count the unfinished work of samplers and judges so far for this step, which ends while they work."""
+        now = self._clock()
+        for device, role in enumerate(self._running):
+            if role in ("rollout", "judge"):
+                began, (of, number) = self._after(self.since[device]), self._for(device)
+                self.events.append(Event(device, role, began, self._after(now), number, of, cut=True))
+                self.since[device] = now
+
+    def drop(self, role: Role) -> None:
+        """Discard the waiting tasks of a role."""
+        for tasks in self._own if role == "train" else [self._tasks[role]]:
+            tasks.clear()
+
+    def withdraw(self) -> list[T]:
+        """Discard all waiting tasks, and return them."""
+        queues = [*self._tasks.values(), *self._own]
+        left = [task for tasks in queues for task in tasks]
+        for tasks in queues:
+            tasks.clear()
+        return left
+
+    # -- decisions -----------------------------------------------------------------------------------------------------
+
+    def handed(self) -> list[tuple[int, T]]:
+        """Give tasks to idle devices: first those of their role, then those for which they change it."""
+        found: list[tuple[int, T]] = []
+        rollout, judge = self._tasks["rollout"], self._tasks["judge"]
+        if not self.waiting or not (rollout or judge or any(self._own)):
+            return found
+        for device in sorted(self.waiting, key=self._first):
+            if self._own[device]:
+                self._hand(found, device, self._own[device].popleft())
+            elif (role := self.roles[device]) != "train" and self._tasks[role]:
+                self._hand(found, device, self._tasks[role].popleft())
+        if (rollout or judge) and (self._moves != "never" or self._alone()):
+            for device in sorted(self.waiting, reverse=True):
+                task = self.next_task(device)
+                if task is not None:
+                    self._hand(found, device, task)
+        return found
+
+    def next_task(self, device: int) -> T | None:
+        """The device's next task of a role, for which it may change its own."""
+        role = self.roles[device]
+        if role == "train":
+            return None
+        if self._tasks[role]:
+            return self._tasks[role].popleft()
+        other: Role = "judge" if role == "rollout" else "rollout"
+        if not self._tasks[other] or not self._may_turn(role, other):
+            return None
+        self.roles[device] = other
+        self.moves += 1
+        return self._tasks[other].popleft()
+
+    def _first(self, device: int) -> tuple[bool, int]:
+        """The order of idle devices: those first that need not wake for their role."""
+        return self._awake[device] != self.roles[device], device
+
+    def _hand(self, found: list[tuple[int, T]], device: int, task: T) -> None:
+        self.waiting.discard(device)
+        self._running[device], self.since[device], self.taken[device] = task.role, self._clock(), task
+        if task.role != "train":
+            self._awake[device] = task.role
+        found.append((device, task))
+
+    def _alone(self) -> bool:
+        """Whether tasks wait for a role that no device has."""
+        return any(tasks and role not in self.roles for role, tasks in self._tasks.items())
+
+    def _may_turn(self, role: Role, other: Role) -> bool:
+        """Whether a device without work in its role switches to the other role, which has work."""
+        sampling = self._to_come or self._tasks["rollout"] or "rollout" in self._running
+        if self._moves == "after":
+            return not sampling
+        there = sum(r == other for r in self.roles)
+        if not there and not (role == "rollout" and self._to_come):
+            return True
+        if self._moves == "never":
+            return False
+        left = len(self._tasks[other]) * self._seconds.get(other, 0.0)
+        if other == "rollout":
+            left += self._to_come * self._seconds.get(other, 0.0)
+        own = 0.0
+        if role == "judge" and sampling:
+            own = (self._to_come + len(self._tasks["rollout"])) * self._seconds.get("judge", 0.0)
+        return worth_moving(own, left, there, self.price, sum(r == role for r in self.roles) - 1)
+
+    # -- measurements --------------------------------------------------------------------------------------------------
+
+    def seconds(self, role: str) -> float:
+        """Device-seconds spent in a role since the step began."""
+        return sum(e.ended - e.began for e in self.events if e.role == role)
+
+    def done_after(self, role: str) -> float:
+        """Seconds from the first sampling of the step to the end of the last work in a role; 0 if there was none."""
+        first = min((e.began for e in self.events if e.role == "rollout"), default=0.0)
+        return max((e.ended - first for e in self.events if e.role == role), default=0.0)
+
+    def numbers(self) -> dict[str, float]:
+        """What this controller's devices did in the step, in the form that ``summed`` takes."""
+        return {
+            "rollout_busy": self.seconds("rollout"),
+            "judge_busy": self.seconds("judge"),
+            "train_busy": self.seconds("train"),
+            "rollout_done": self.done_after("rollout"),
+            "judge_done": self.done_after("judge"),
+            "price": self.price,
+            "moves": self.moves,
+            "micro_batches": sum(event.role == "rollout" for event in self.events),
+            "wake": self.seconds("wake"),
+        }
+
+    def _for(self, device: int) -> tuple[int | None, int]:
+        """The step (None for the current one) and the round of a device's current task."""
+        task = self.taken[device]
+        return (None if task is None else task.of) or (None, self._round)
+
+    def _after(self, moment: float) -> float:
+        """Seconds after the start of the step; 0 for an earlier moment."""
+        return max(0.0, moment - self.start)
+
+
+LATEST = ("rollout_done", "judge_done", "price", "wall")
+"""Numbers of which the largest of all controllers counts; the others are added."""
+
+
+def summed(numbers: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The numbers of all controllers together."""
+    return {k: (max if k in LATEST else sum)(n[k] for n in numbers) for k in numbers[0]}
+
+
+def _later(task: Schedulable, other: Schedulable) -> bool:
+    """Whether ``task`` needs newer weights than ``other``, for a step that is trained later."""
+    mine, theirs = task.updates, other.updates
+    return mine is not None and theirs is not None and mine > theirs
+
+
+def _recent(before: float, now: float) -> float:
+    return now if not before else 0.7 * before + 0.3 * now
+
+
+def as_rows(events: Sequence[Event], step: int, controller: int) -> list[dict[str, Any]]:
+    """The lines of placement.jsonl; ``step`` counts from 1."""
+    return [
+        {
+            "step": step,
+            "controller": controller,
+            "device": e.device,
+            "role": e.role,
+            "began": round(e.began, 4),
+            "ended": round(e.ended, 4),
+            **({"of": e.of + 1} if e.of is not None and e.of + 1 != step else {}),
+            **({"round": e.round} if e.round > 0 else {}),
+            **({"cut": True} if e.cut else {}),
+            **({} if e.priced else {"priced": False}),
+        }
+        for e in events
+    ]

@@ -1,0 +1,185 @@
+"""A controller's devices in simulated time: an event loop that drives the ``Scheduler`` of a run.
+
+The work comes in rounds of micro-batches, each (seconds of sampling, seconds of judging) on a device. A micro-batch is
+judged after it is sampled; the next round (replacements of dynamic sampling) begins after all micro-batches of a round
+are judged, as in ``mmrl.rollout.collect``. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from mmrl.placement.adaptive import Moves, Split
+from mmrl.placement.scheduler import Role, Scheduler
+
+MicroBatch = tuple[float, float]
+Rounds = list[list[MicroBatch]]
+
+
+class SimulatedTime:
+    """Final class: calls functions in the order of their moments."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (self.now + seconds, self._count, call))
+
+    def run(self) -> None:
+        """Until nothing is left to call."""
+        while self._events:
+            self.now, _, call = heapq.heappop(self._events)
+            call()
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedTask:
+    """A task that takes ``seconds``; ``then`` is called after it."""
+
+    role: Role
+    seconds: float
+    then: Callable[[], None]
+    device: int | None = None
+    updates: int | None = None
+    of: tuple[int, int] | None = None
+    at: tuple[int, int] = (0, 0)
+    """The round of the step, and the micro-batch in it (of a judge that wakes its device)."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """The seconds of a task on a device: after it was handed out it begins, the device switches its role, works, and
+    the end is heard; then the device asks for its next task."""
+
+    begins: float
+    turns: float
+    works: float
+    ends: float
+    asks: float
+
+
+class SimulatedDevices:
+    """``price``: seconds in which a device switches its role. A subclass may know more about the times (``times``,
+    ``waits``, ``pause``); here nothing but switches and work takes time.
+
+    When a step begins, every device is ready to sample: what the end of training takes is part of training.
+    """
+
+    def __init__(self, devices: int, price: float, time: SimulatedTime | None = None) -> None:
+        self.time = time or SimulatedTime()
+        self.scheduler: Scheduler[SimulatedTask] = Scheduler(devices, lambda: self.time.now)
+        self.decisions: list[tuple[int, Role, tuple[int, int]]] = []
+        """Of the step so far: the device, and the role and ``at`` of the task that it got."""
+        self._price = price
+        self._awake: list[Role] = ["rollout"] * devices
+        for device in range(devices):
+            self.scheduler.idle(device)
+
+    def times(self, device: int, task: SimulatedTask, turn: float) -> Times:
+        """Of a task, for which the device switches its role in ``turn`` seconds (0: it has the role)."""
+        return Times(0.0, turn, task.seconds, 0.0, 0.0)
+
+    def waits(self, task: SimulatedTask) -> float:
+        """Seconds until a task is in the queue: after the round began, or for judging after its sampling ended."""
+        return 0.0
+
+    def pause(self, number: int) -> float:
+        """Seconds before round ``number`` begins, after the start of the step or the end of the round before it."""
+        return 0.0
+
+    def step(self, rounds: Rounds, split: Split, moves: Moves) -> None:
+        """Simulate the generate phase of a step; ``scheduler`` has what happened."""
+        self._awake = ["rollout"] * len(self._awake)
+        self.decisions = []
+        self.scheduler.new_step()
+        left = deque(rounds)
+
+        def begin() -> None:
+            if left:
+                number, batches = len(rounds) - len(left), left.popleft()
+                self.scheduler.begin(split, moves, len(batches))
+                self._decide()
+                for device in range(split.rollout, split.rollout + split.judge):  # judges wake while others sample
+                    self._put(SimulatedTask("train", 0.0, _nothing, device, at=(number, device)))
+                self._round(batches, lambda: self._then(self.pause(number + 1), begin), number)
+
+        self._then(self.pause(0), begin)
+        self.time.run()
+
+    def rounds_ahead(self, step: int, rounds: Rounds, then: Callable[[], None]) -> None:
+        """Add the work of ``step`` for devices that have fixed roles; ``then`` is called when all is judged."""
+        left = deque(rounds)
+
+        def begin() -> None:
+            if left:
+                self._round(left.popleft(), begin, len(rounds) - len(left) - 1, ahead=step)
+            else:
+                then()
+
+        begin()
+
+    def _round(
+        self, batches: list[MicroBatch], then: Callable[[], None], number: int, *, ahead: int | None = None
+    ) -> None:
+        """Add a round's micro-batches, ``ahead``: of this step; ``then`` is called when all are judged."""
+        left = len(batches)
+
+        def judged() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then()
+
+        of = None if ahead is None else (ahead, number)
+        for n, (sampling, judging) in enumerate(batches):
+            judge = SimulatedTask("judge", judging, judged, of=of, at=(number, n))
+            sampled = partial(self._put, judge) if judging else judged
+            self._put(SimulatedTask("rollout", sampling, sampled, updates=ahead, of=of, at=(number, n)))
+
+    def _put(self, task: SimulatedTask) -> None:
+        self._then(self.waits(task), partial(self._ready, task))
+
+    def _ready(self, task: SimulatedTask) -> None:
+        self.scheduler.ready(task)
+        self._decide()
+
+    def _decide(self) -> None:
+        for device, task in self.scheduler.handed():
+            wanted: Role = "judge" if task.role == "train" else task.role
+            turn = 0.0 if self._awake[device] == wanted else self._price
+            self._awake[device] = wanted
+            self.decisions.append((device, task.role, task.at))
+            times = self.times(device, task, turn)
+            whole = times.begins + times.turns + times.works + times.ends
+            self.time.after(whole, partial(self._done, device, task, times, self.time.now))
+
+    def _done(self, device: int, task: SimulatedTask, times: Times, handed: float) -> None:
+        began = handed + times.begins
+        turned = began + times.turns
+        role = None if task.role == "train" else task.role
+        self.scheduler.done(device, role, began, turned, turned + times.works)
+        self._decide()
+        self._then(times.asks, partial(self._asks, device))
+        task.then()
+
+    def _then(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call now, or after some seconds."""
+        if seconds:
+            self.time.after(seconds, call)
+        else:
+            call()
+
+    def _asks(self, device: int) -> None:
+        self.scheduler.idle(device)
+        self._decide()
+
+
+def _nothing() -> None:
+    pass

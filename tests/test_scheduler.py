@@ -1,0 +1,97 @@
+"""One scheduler: what it decides in a run of real threads it decides in the simulator, and it may be asked anything."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmrl.config.placement import Placement
+from mmrl.placement.adaptive import Split, decide, measured, starting
+from mmrl.placement.scheduler import Scheduler, summed
+from mmrl.placement.simulated_devices import SimulatedDevices, SimulatedTask
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+try:
+    from sleeping_devices import Replayed, SleepingDevices
+finally:
+    sys.path.pop(0)
+
+DEVICES, PRICE = 4, 0.004
+PLACEMENTS = [
+    {"type": "colocate"},
+    {"type": "partial", "judges": 1},
+    {"type": "adaptive"},
+    {"type": "adaptive", "judges": 2},
+    {"type": "adaptive", "inside": False},
+]
+
+
+def work(seed):
+    """Two rounds; judging is short in some steps and long in others."""
+    rng = random.Random(seed)
+    judging = rng.choice((0.004, 0.012))
+    return [[(rng.uniform(0.004, 0.016), judging * rng.uniform(0.5, 1.5)) for _ in range(n)] for n in (10, 3)]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_replayed_durations_of_a_real_run_give_the_same_decisions(placement):
+    settings = Placement(sleep=True, **placement)
+    devices, replayed = SleepingDevices(DEVICES, settings, PRICE), Replayed(DEVICES, PRICE)
+    state = starting(settings, DEVICES)
+    try:
+        for step in range(4):
+            rounds = work(step)
+            assert devices.state.split == state.split
+            devices.run_step(step, rounds)
+            replayed.replay(devices.record, rounds, settings, state)
+            assert replayed.decisions == devices.record.decisions
+            assert len(replayed.decisions) >= 2 * 13
+            numbers = summed([replayed.scheduler.numbers()])
+            if settings.type == "adaptive":
+                state, decision = decide(state, measured(numbers, DEVICES))
+                assert decision.split == devices.state.split
+    finally:
+        devices.close()
+
+
+def nothing():
+    pass
+
+
+def test_an_idle_device_takes_its_own_task_then_one_of_its_role_then_one_that_is_worth_a_move():
+    scheduler = Scheduler(3, lambda: 0.0)
+    for device in (2, 0, 1):
+        scheduler.idle(device)
+    scheduler.begin(Split(2, 1), "worth", 1)
+    own = SimulatedTask("train", 1.0, nothing, device=1)
+    sampled, judged = (SimulatedTask(role, 1.0, nothing) for role in ("rollout", "judge"))
+    for task in (judged, sampled, own):
+        scheduler.ready(task)
+    assert scheduler.handed() == [(0, sampled), (1, own), (2, judged)]
+    assert scheduler.handed() == []
+    another = SimulatedTask("judge", 1.0, nothing)
+    scheduler.ready(another)
+    scheduler.done(2, "judge", 0.0, 0.0, 1.0)
+    scheduler.done(0, "rollout", 0.0, 0.0, 1.0)
+    scheduler.idle(0)  # the judge does not ask: the device that has nothing to sample takes its work
+    assert scheduler.handed() == [(0, another)]
+    assert (scheduler.roles[0], scheduler.moves) == ("judge", 1)
+
+
+def test_a_task_of_training_without_a_device_is_refused():
+    with pytest.raises(ValueError, match="device of its own"):
+        Scheduler(1, lambda: 0.0).ready(SimulatedTask("train", 1.0, nothing))
+
+
+def test_the_simulator_takes_no_longer_than_a_run_with_the_same_sleeps():
+    settings = Placement(type="partial", judges=2)
+    devices, rounds = SleepingDevices(DEVICES, settings, 0.0), [[(0.02, 0.02)] * 8]
+    try:
+        real = devices.run_step(0, rounds)
+    finally:
+        devices.close()
+    simulated = SimulatedDevices(DEVICES, 0.0)
+    simulated.step(rounds, Split(2, 2), "never")
+    assert simulated.scheduler.done_after("judge") == pytest.approx(0.1)
+    assert real >= 0.1
