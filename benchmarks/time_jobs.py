@@ -30,7 +30,7 @@ class Job:
 
 
 SECOND_ORDER = ("sampling.steps=5", "sampling.solver=dpmsolver++")
-DGPO = ("algorithm={type: dgpo}", "sampling.window=null", "sampling.same_initial_noise=false")
+DGPO = ("algorithm={type: dgpo, noise_levels: 2}", "sampling.window=null", "sampling.same_initial_noise=false")
 TEMPFLOW = "algorithm.step_weight=tempflow"
 _ENDLESS = ("optim.schedule=constant", "checkpoint.every=400", "train.steps=400", "train.max_cpu_seconds=null")
 JOBS = {

@@ -15,14 +15,19 @@ LONGEST, AT, BEGUN, SIZE = 14, 4, 6, 3
 
 REWARD = '''
 import mmrl
-
-seen = []
+from mmrl.rewards.contract import Spans
 
 @mmrl.reward(inputs=("text",))
 def score(samples, *, context):
     """The share of letters that are vowels, and a little of the length."""
-    seen.extend((s.id, s.text, s.truncated) for s in samples)
     return [sum(c in "aeiou" for c in s.text) / max(1, len(s.text)) + 0.01 * len(s.text) for s in samples]
+
+@mmrl.reward(inputs=("text",), spans=True)
+def pieces(samples, *, context):
+    """Nothing for the whole, and for two pieces what ``score`` gives it."""
+    values = score(samples, context=context)
+    parts = [Spans([(0, 1 if s.text else 0, 5.0), (0, len(s.text), v - 5.0)]) for s, v in zip(samples, values)]
+    return {"score": [0.0] * len(samples), "spans": parts}
 '''
 
 
@@ -35,7 +40,7 @@ def write(made):
     (made / "model" / "generation_config.json").write_text(json.dumps(settings))
     (made / "reward.py").write_text(REWARD)
     prompts = [{"id": str(i), "prompt": f"Say {i} {'long ' * (i % 3)}letters."} for i in range(40)]
-    prompts[1]["max_new_tokens"] = 6
+    prompts[1]["max_new_tokens"], prompts[2]["max_new_tokens"] = 6, 3
     (made / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     (made / "recipe.yaml").write_text(
         f"""

@@ -238,3 +238,16 @@ def test_the_recipe_trains_on_other_kinds_and_subjects_than_it_is_measured_on():
     for source in mixture:
         assert [source.label] == source.heldout["kinds"]
         assert len(data.prompts("heldout", **source.heldout)) == source.heldout["count"]
+
+
+def test_the_judge_of_both_subjects_asks_the_same_of_each():
+    recipe = load_recipe(["smollm2-judge"]).recipe
+    first, other = (reward.options for reward in recipe.rewards)
+    assert first["model"] == other["model"]
+    assert (
+        first["rubric"].replace("meta.constraint.subject", "meta.constraint.other")
+        == other["rubric"]
+        != first["rubric"]
+    )
+    assert not first["rubric"].endswith("\n"), "the verdict follows the question on the same line"
+    assert [reward.name for reward in recipe.eval.rewards] == ["constraints"], "the truth is measured, not trained on"

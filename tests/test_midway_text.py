@@ -127,6 +127,15 @@ def test_the_dropped_tokens_are_counted(run):
     assert row["midway/ended"] == pytest.approx(1 - begun.under_way.float().mean().item())
 
 
+def test_rewards_of_pieces_count_midway(folder, run):
+    """A reward that scores pieces keeps the responses that a reward of the same sums keeps."""
+    both = "rewards=[{name: reward.py, label: vowels}, {name: 'reward.py:pieces', label: pieces, weight: 0}]"
+    made = make(folder, both, "midway.rewards=[pieces]", "algorithm.type=capo")
+    slots = [Slot(0, n, 0, made.prompts[n]) for n in range(2)]
+    found = [[i.sample for t in rounds(of, slots).micro_batches for i in t.ids] for of in (made, run)]
+    assert found[0] == found[1] != [*range(SIZE)] * 2
+
+
 def test_an_engine_finishes_the_same_beginnings(folder, monkeypatch):
     monkeypatch.setattr("mmrl.text.engine_sampling._engine", lambda name: Sampler)
     made = make(folder, "rollout.engine=vllm")

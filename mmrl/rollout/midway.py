@@ -98,11 +98,19 @@ class Beginning:
         return out
 
     def _values(self, scores: Scores) -> Tensor:
-        """``[B]`` float64: the weighted sum of the rewards. A single one counts even if its weight is 0."""
-        if len(self._labels) > 1:
-            return scores.total
-        (label,) = self._labels
-        return scores.parts[label] * (-1 if self._context.rewards.weights[label] < 0 else 1)
+        """``[B]`` float64: the weighted sum of the rewards, with what they give to pieces of a response. A single one
+        counts even if its weight is 0."""
+        weights = {label: self._context.rewards.weights[label] for label in self._labels}
+        if len(weights) > 1:
+            found = scores.total
+        else:
+            ((label, weight),) = weights.items()
+            weights = {label: -1.0 if weight < 0 else 1.0}
+            found = scores.parts[label] * weights[label]
+        for label, spans in scores.spans.items():
+            pieces = [sum(span.value for span in of or ()) for of in spans]
+            found = found + weights[label] * torch.tensor(pieces, dtype=found.dtype)
+        return found
 
     def _chunks(self, parts: list[Trajectory], kept: Tensor) -> tuple[list[Chunk], list[list[int]]]:
         """The micro-batches of the kept samples, and the places of their rows in the round."""
@@ -155,10 +163,11 @@ def measures(pruned: Pruned, final: Tensor, finished: Sequence[Trajectory]) -> S
     metrics = StepMetrics()
     before, after = pruned.values, pruned.values.gather(1, pruned.kept)
     branches = final.shape[1] // after.shape[1]
-    found = final.view(len(final), -1, branches).nanmean(2)
-    rank = [rank_correlation(a, b) for a, b in zip(after, found, strict=True)]
+    ends = final.view(len(final), -1, branches).nanmean(2)
+    rank = [rank_correlation(a, b) for a, b in zip(after, ends, strict=True)]
     found = [r for r in rank if r is not None]
-    metrics.gather({"midway/rank_correlation": torch.tensor(sum(found))}, {}, len(found))
+    if found:
+        metrics.gather({"midway/rank_correlation": torch.tensor(sum(found))}, {}, len(found))
     groups = len(before)
     metrics.gather(
         {
