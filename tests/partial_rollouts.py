@@ -52,7 +52,7 @@ class Sampler:
 
     sleeps = False
 
-    def __init__(self, model, *, max_model_len, dtype, lora_rank, options, bucket_bytes=None, environment=None):
+    def __init__(self, model, *, max_model_len, dtype, lora_rank, options, sending=None, environment=None):
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(model).eval()

@@ -22,15 +22,14 @@ from mmrl.engines.engine_weights import (
     Counted,
     allowances,
     completion,
-    in_buckets,
     values_of,
     write_adapter,
-    write_weights,
 )
 from mmrl.engines.lazy_engine import RESTARTS, LazyEngine, unfailing
 from mmrl.engines.rollout import Request, Settings
 from mmrl.engines.server_process import Client, Process, flags, free_port
 from mmrl.engines.vllm import engine_arguments, sampling_parameters
+from mmrl.engines.weight_files import write_weights
 from mmrl.errors import LostServerError, UserError
 from mmrl.report.notices import listen
 
@@ -104,20 +103,6 @@ def test_an_update_must_bring_every_weight(tmp_path):
     counted.check(4000, "it")
     with pytest.raises(UserError, match=r"brought 4,000 values in 2 tensors for it, and its model has 4,050"):
         counted.check(4050, "it")
-
-
-def test_weights_travel_in_buckets_whoever_shares_their_memory(tmp_path):
-    base = torch.randn(16, 16)
-    weights = {"a": base, "b": base, "c": base.T, "d": base[:2].to(torch.bfloat16).requires_grad_()}
-    write_weights(tmp_path / "w", weights.items(), 1100)
-    files = sorted((tmp_path / "w").iterdir())
-    assert [list(load_file(f)) for f in files] == [["a"], ["b"], ["c", "d"]]
-    several = [(str(i), torch.zeros(n)) for i, n in enumerate((1, 1, 9, 2, 1, 1))]  # floats; a bucket has room for four
-    assert [list(bucket) for bucket in in_buckets(several, 16)] == [["0", "1"], ["2"], ["3", "4", "5"]]
-    read = {k: v for file in files for k, v in load_file(file).items()}
-    assert {k: v.dtype for k, v in read.items()} == {k: v.dtype for k, v in weights.items()}
-    assert all(torch.equal(read[k], weights[k]) for k in weights)
-    assert (tmp_path / "w").stat().st_mode & 0o777 == 0o700
 
 
 def test_an_adapter_is_what_peft_reads(tmp_path):

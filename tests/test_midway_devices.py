@@ -1,4 +1,4 @@
-"""Pruned groups are the same wherever they are sampled: two devices, two controllers, sampling ahead, a resumed run."""
+"""Pruned groups and branches are the same wherever they are sampled: two devices, two controllers, a resumed run."""
 
 import shutil
 
@@ -13,7 +13,7 @@ pytest.importorskip("ray")
 PRUNED = [
     *("sampling.steps=4", "sampling.same_initial_noise=false", "model.dtype=float32"),
     *("train.prompts_per_step=2", "train.group_size=4", "train.micro_batch_size=4", "train.steps=2"),
-    *("sampling.window={size: 1, first: 2}", "midway={step: 1, group_size: 6}"),
+    *("sampling.window={size: 1, first: 2}", "midway={step: 1, group_size: 6, branches: 2}"),
     *("eval.samples=4", "eval.every=null", "checkpoint.every=1"),
 ]
 
@@ -29,7 +29,7 @@ def test_two_controllers_of_two_devices_keep_the_same_samples(alone, tmp_path):
     out = tmp_path / "two"
     run("shapes-lora", out, *PRUNED, "controllers=2", "devices_per_controller=2")
     alike(alone, out)
-    for name in ("midway/kept_std", "midway/mean_shift", "midway/dropped"):
+    for name in ("midway/kept_std", "midway/mean_shift", "midway/dropped", "midway/branch_std"):
         assert rows(out)[-1][name] == pytest.approx(rows(alone)[-1][name], rel=1e-4)
 
 

@@ -13,7 +13,8 @@ from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
-from mmrl.engines.engine_weights import write_adapter, write_weights
+from mmrl.engines.engine_weights import write_adapter
+from mmrl.engines.weight_files import write_weights
 from mmrl.errors import UserError
 from mmrl.run import build
 from tests.ranks import launched

@@ -76,7 +76,10 @@ class Rollout(Section):
     rejection: list[Rejection] = Field(default_factory=list)
     """Tests that a token must all pass, besides the limits of its weight."""
     update_bucket_mib: Count = 512
-    """MiB of weights to gather before they are sent to an engine with its own copy; a larger tensor is sent alone."""
+    """MiB of weights in a file for an engine in other processes; a larger tensor has its own file."""
+    weight_transport: Literal["auto", "shm", "files"] = "auto"
+    """How weights reach a server: ``shm`` as files in the host's memory (/dev/shm), ``files`` on the disk that TMPDIR
+    names; ``auto`` takes memory where it has room for all weights in float32."""
     partial: Partial | None = None
     """None waits for the longest response of every step."""
 

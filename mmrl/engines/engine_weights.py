@@ -1,4 +1,4 @@
-"""Shared code of engines with their own weights: limits of a request, and files that transfer weights.
+"""Shared code of engines with their own weights: limits of a request, counts of an update, and adapters.
 
 ``VllmEngine``, ``VllmServer`` and ``SglangServer`` differ in how a request is sent. Its limits, and the checks of the
 answer, are the same for all and are here.
@@ -21,8 +21,6 @@ from mmrl.errors import UserError
 from mmrl.hub_files import folder_of
 from mmrl.json_types import JsonObject
 
-BUCKET_BYTES = 512 * 2**20
-"""The most bytes of weights in a file, and so in memory while they are sent."""
 _EXTRA = 1e-3
 """The share of a checkpoint's values that an update may lack (buffers that are saved and not trained)."""
 
@@ -191,33 +189,6 @@ def model_folder(path: str, engine: str) -> Path:
     if not (folder / "config.json").is_file():
         raise UserError(f"{engine}: {path} has no config.json; set model.path to a whole Hugging Face directory")
     return folder
-
-
-def in_buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
-    """Copies of named weights in the host's memory, in buckets of at most ``most`` bytes; a larger tensor has its own.
-
-    Each tensor is copied at once, so that its original can be freed before the next one is gathered.
-    """
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > most:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = _copied(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
-def write_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], most: int = BUCKET_BYTES) -> None:
-    """Write named weights to the new ``folder`` as safetensors, a file for each bucket of ``most`` bytes.
-
-    Raises ``UserError`` on a full disk.
-    """
-    folder.mkdir(mode=0o700)
-    for n, bucket in enumerate(in_buckets(weights, most)):
-        _save(bucket, folder / f"model-{n:05}.safetensors")
 
 
 def _copied(tensor: Tensor) -> Tensor:

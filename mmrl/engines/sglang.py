@@ -26,13 +26,13 @@ import shutil
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from torch import Tensor
 
 from mmrl.engines.engine_weights import (
-    BUCKET_BYTES,
     Allowance,
     Counted,
     allowances,
@@ -44,10 +44,10 @@ from mmrl.engines.engine_weights import (
     nothing_left,
     values_of,
     write_adapter,
-    write_weights,
 )
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.engines.server_process import Client, Process, Timeouts, flags, free_port, new_key, png_url, private_folder
+from mmrl.engines.weight_files import Sending, checkpoint_dtypes, place_for, write_weights
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 
@@ -63,8 +63,8 @@ class SglangServer:
     ``model``: a Hugging Face directory. ``lora_rank``: the largest rank of ``update_lora``, None without adapters.
     ``options``: further server arguments by SGLang's names (``tp_size: 2``). ``environment``: further environment
     variables of its processes. ``key``: of the server at ``url``, which must be loopback or https. That server must see
-    the same disk (``TMPDIR``), because weights are sent as files. ``bucket_bytes``: the most bytes of weights in memory
-    while they are written. Raises ``UserError``.
+    the same disk (``TMPDIR``), because weights are sent as files. ``sending``: how; its ``auto`` is ``files`` with a
+    ``url``. Raises ``UserError``.
     """
 
     def __init__(
@@ -79,12 +79,15 @@ class SglangServer:
         url: str | None = None,
         key: str | None = None,
         timeouts: Timeouts | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        sending: Sending | None = None,
     ) -> None:
         self._folder = model_folder(model, "SGLang")
         timeouts = timeouts or Timeouts()
         self.max_model_len = max_model_len
-        self._bucket_bytes = bucket_bytes
+        self._sending = sending or Sending()
+        if url and self._sending.transport == "auto":  # it may lie in a container, with a memory of its own
+            self._sending = replace(self._sending, transport="files")
+        self._dtypes = checkpoint_dtypes(self._folder, dtype)
         self._lora_rank, self._versions, self._adapter = lora_rank, 0, ""
         self._values = values_of(self._folder)
         wanted = dict(options or {})
@@ -138,19 +141,21 @@ class SglangServer:
     def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace the weights by the named Hugging Face tensors (all of them), and forget cached prefixes.
 
-        They are written to disk first. ``UserError`` if fewer values come than the model has; nothing is replaced then.
+        They are written to ``transport`` first, memory or a disk, in the checkpoint's dtype if the engine has it.
+        ``UserError`` if fewer values come than the model has; nothing is replaced then.
         """
-        folder = self._next("weights")
+        place = place_for(self._sending.transport, 4 * self._values)
+        folder = place / "weights"
         try:
             counted = Counted(weights)
-            write_weights(folder, counted, self._bucket_bytes)
+            write_weights(folder, counted, self._sending.bucket_bytes, self._dtypes)
             counted.check(self._values, "SGLang")
             for file in self._folder.glob("*.json"):  # a whole model directory, without the old weights' index
                 if not file.name.endswith(".index.json"):
                     shutil.copy(file, folder)
             self._succeed("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(place, ignore_errors=True)
         self._client.post("/flush_cache")
 
     def update_lora(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, targets: Sequence[str]) -> None:

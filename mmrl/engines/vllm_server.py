@@ -5,9 +5,9 @@ and the cache and sleep routes, which vLLM opens in its development mode. Its ke
 ``/inference``: that is why it listens on a Unix socket in a private folder, where nobody else can replace the weights,
 and on no port.
 
-Weights travel as safetensors files in that folder (``TMPDIR`` chooses the disk). Run with 0.32.0 on a CPU; on a GPU, or
-with ``tensor_parallel_size`` above 1, it has not been run by us. What ``mmrl.engines.vllm`` says of log-probs holds
-here.
+Weights travel as safetensors files in memory or on a disk (``mmrl.engines.weight_files``). Run with 0.32.0 on a CPU;
+on a GPU, or with ``tensor_parallel_size`` above 1, it has not been run by us. What ``mmrl.engines.vllm`` says of
+log-probs holds here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 from torch import Tensor
 
 from mmrl.engines.engine_weights import (
-    BUCKET_BYTES,
     Counted,
     allowances,
     check_prompt,
@@ -34,7 +33,6 @@ from mmrl.engines.engine_weights import (
     nothing_left,
     values_of,
     write_adapter,
-    write_weights,
 )
 from mmrl.engines.rollout import Completion, Request, Settings
 from mmrl.engines.server_process import Client, Process, Timeouts, flags, new_key, png_url, private_folder
@@ -47,6 +45,7 @@ from mmrl.engines.vllm import (
     unexpanded,
 )
 from mmrl.engines.vllm_api import Encoder, environment, mend, require_vllm
+from mmrl.engines.weight_files import Sending, checkpoint_dtypes, place_for, write_weights
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 
@@ -59,8 +58,8 @@ class VllmServer:
 
     ``environment``: further environment variables of its processes (``CUDA_VISIBLE_DEVICES: "1"``). ``log``: the file
     of its output, None for one that is removed at the end. A start takes 20 to 60 s; after ``timeouts`` it is an error.
-    ``bucket_bytes``: the most bytes of weights in memory while they are written to files. Clips are not possible: a
-    request cannot tell their frame rate or the indices of their frames.
+    ``sending``: how weights travel. Clips are not possible: a request cannot tell their frame rate or the indices of
+    their frames.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class VllmServer:
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
         timeouts: Timeouts | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        sending: Sending | None = None,
     ) -> None:
         folder = model_folder(model, "the vLLM server")
         timeouts = timeouts or Timeouts()
@@ -83,7 +82,7 @@ class VllmServer:
         self.max_model_len = max_model_len
         self._model = model
         self._tokenizer: Encoder | None = None
-        self._bucket_bytes = bucket_bytes
+        self._sending = sending or Sending()
         self._lora_rank, self._versions, self._adapter = lora_rank, 0, False
         self._values = values_of(folder)
         variables = {**_variables(new_key()), **(environment or {})}
@@ -99,6 +98,7 @@ class VllmServer:
             lora_rank=lora_rank,
             options=wanted,
         )
+        self._dtypes = checkpoint_dtypes(folder, str(arguments["dtype"]))
         self._private = private_folder("mmrl-vllm-")
         self._remove = weakref.finalize(self, shutil.rmtree, self._private, True)
         path = self._private / "socket"
@@ -135,18 +135,20 @@ class VllmServer:
     def update(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace the weights by the named Hugging Face tensors (all of them), and forget cached prefixes.
 
-        They are written to disk first. ``UserError`` if fewer values come than the model has; nothing is replaced then.
+        They are written to ``transport`` first, memory or a disk, in the checkpoint's dtype if the engine has it.
+        ``UserError`` if fewer values come than the model has; nothing is replaced then.
         """
-        folder = self._next("weights")
+        place = place_for(self._sending.transport, 4 * self._values)
+        folder = place / "weights"
         try:
             counted = Counted(weights)
-            write_weights(folder, counted, self._bucket_bytes)
+            write_weights(folder, counted, self._sending.bucket_bytes, self._dtypes)
             counted.check(self._values, "the vLLM server")
             rpc = {"method": REPLACE, "kwargs": {"weights_path": str(folder)}}
             with self._mode.filled():
                 self._client.post("/collective_rpc", rpc)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(place, ignore_errors=True)
         if self._adapter:
             self._load_adapter()  # replacing weights drops it
         self._forget()

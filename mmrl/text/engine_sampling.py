@@ -18,6 +18,7 @@ from mmrl.engines.lazy_engine import LazyEngine
 from mmrl.engines.policy import Policy
 from mmrl.engines.rollout import Completion, Request, RolloutEngine, Settings
 from mmrl.engines.server_process import Timeouts
+from mmrl.engines.weight_files import Sending
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject
 from mmrl.media import Clip
@@ -27,7 +28,7 @@ from mmrl.trajectory import Prompt, SampleId, Trajectory
 if TYPE_CHECKING:  # slow to import
     from transformers import PreTrainedModel
 
-Arguments: TypeAlias = "dict[str, Json | Timeouts | torch.device]"
+Arguments: TypeAlias = "dict[str, Json | Timeouts | Sending | torch.device]"
 """Arguments of an engine's constructor."""
 _TIMEOUTS = {"start_timeout_s": "start_s", "request_timeout_s": "request_s"}
 """What the options of a server call the fields of ``Timeouts``."""
@@ -65,7 +66,7 @@ def open_engine(
     if timeouts:
         given["timeouts"] = Timeouts(**timeouts)
     if rollout.engine != "vllm":  # which takes tensor after tensor
-        given["bucket_bytes"] = rollout.update_bucket_mib * 2**20
+        given["sending"] = Sending(rollout.update_bucket_mib * 2**20, rollout.weight_transport)
     if sees and rollout.engine != "sglang":
         given.setdefault("images", 4)
         pixels: dict[str, Json] = {name: getattr(recipe.model, name) for name in ("min_pixels", "max_pixels")}

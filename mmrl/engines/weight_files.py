@@ -1,0 +1,168 @@
+"""Weights on their way to an engine in other processes: safetensors files in the host's memory, or on a disk.
+
+A tensor is written as it comes, from its own memory, in the dtype that the engine's checkpoint has: the host holds one
+copy, and the engine maps it. Nothing but one tensor at a time is held besides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from mmrl.errors import UserError
+from mmrl.report.sizes import size
+
+BUCKET_BYTES = 512 * 2**20
+"""The most bytes of weights in a file; a larger tensor has its own."""
+MEMORY = Path("/dev/shm")
+"""The file system of Linux that is memory."""
+_ROOM = 2**18 - 8
+"""Bytes of a file's header. The tensors are not known when a file is begun, so its header has room; the format allows
+blanks at its end."""
+_PREFIX = "mmrl-weights-"
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How weights are sent: ``bucket_bytes`` in a file at most, ``transport`` as ``rollout.weight_transport``."""
+
+    bucket_bytes: int = BUCKET_BYTES
+    transport: str = "auto"
+
+
+def checkpoint_dtypes(model: Path, dtype: str) -> dict[str, torch.dtype]:
+    """Of the weights in the folder ``model`` those that an engine with ``dtype`` keeps as they are stored, by name.
+
+    ``dtype``: ``auto`` or torch's name of one. Sending these in the stored dtype changes no bit of the engine's
+    weights: it would round them itself.
+    """
+    from safetensors import safe_open
+
+    found: dict[str, torch.dtype] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                stored = _DTYPES.get(tensors.get_slice(name).get_dtype())
+                if stored is not None and stored.is_floating_point and dtype in ("auto", str(stored)[len("torch.") :]):
+                    found[name] = stored
+    return found
+
+
+def place_for(transport: str, need: int) -> Path:
+    """A new private folder for ``need`` bytes of weights: ``shm`` in memory, ``files`` on the disk that ``TMPDIR``
+    names, ``auto`` in memory where it has room. Raises ``UserError`` where ``shm`` has none."""
+    free = shutil.disk_usage(MEMORY).free if os.access(MEMORY, os.W_OK) else 0
+    if transport == "files" or (transport == "auto" and free < need):
+        return Path(tempfile.mkdtemp(prefix=_PREFIX))
+    if free < need:
+        raise UserError(
+            f"rollout.weight_transport is shm: the weights take {size(need)} of {MEMORY}, which has {size(free)} free. "
+            "Enlarge it (docker run --shm-size), or set rollout.weight_transport=files"
+        )
+    _sweep()
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=MEMORY))
+
+
+def _sweep() -> None:
+    """Remove what a process that was killed has left in memory."""
+    for folder in MEMORY.glob(f"{_PREFIX}*-*"):
+        pid = folder.name.removeprefix(_PREFIX).split("-")[0]
+        with suppress(OSError):
+            if pid.isdigit() and folder.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_weights(
+    folder: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    most: int = BUCKET_BYTES,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Write named weights to the new ``folder`` as safetensors, at most ``most`` bytes a file. ``dtypes``: by name, for
+    those that are sent in another than their own.
+
+    Raises ``UserError`` on a full disk.
+    """
+    folder.mkdir(mode=0o700)
+    file: _File | None = None
+    try:
+        for name, tensor in weights:
+            sent = tensor.detach().to("cpu", dtypes.get(name, tensor.dtype) if dtypes else tensor.dtype).contiguous()
+            del tensor  # it may be freed before the next one is gathered
+            if file is None or not file.has_room(name, sent, most):
+                if file is not None:
+                    file.close()
+                file = _File(folder, len(list(folder.iterdir())))
+            file.add(name, sent)
+        if file is not None:
+            file.close()
+    except OSError as error:
+        raise UserError(
+            f"weights for the rollout engine could not be written to {folder}: {error}. Free some of that disk, or set "
+            "TMPDIR to another"
+        ) from error
+
+
+class _File:
+    """Final class. A safetensors file that is written tensor by tensor: its header at the end."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self._file: BinaryIO = (folder / f"model-{number:05}.safetensors").open("xb", buffering=0)
+        self._file.seek(8 + _ROOM)
+        self._header: dict[str, dict[str, str | Sequence[int]]] = {}
+        self._at, self._left = 0, _ROOM - 2
+
+    def has_room(self, name: str, tensor: Tensor, most: int) -> bool:
+        """Whether ``tensor`` goes into this file: by its size, by the header, and at a place its dtype can be read
+        from."""
+        fits = not self._header or self._at + tensor.nbytes <= most
+        return fits and self._at % tensor.element_size() == 0 and len(_line(name, self._entry(tensor))) < self._left
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Raises ``OSError``."""
+        self._header[name] = self._entry(tensor)
+        self._left -= len(_line(name, self._header[name]))
+        rest = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._at += tensor.nbytes
+
+    def _entry(self, tensor: Tensor) -> dict[str, str | Sequence[int]]:
+        end = self._at + tensor.nbytes
+        return {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [self._at, end]}
+
+    def close(self) -> None:
+        """Raises ``OSError``."""
+        header = json.dumps(self._header).encode().ljust(_ROOM)
+        self._file.seek(0)
+        self._file.write(_ROOM.to_bytes(8, "little") + header)
+        self._file.close()
+
+
+def _line(name: str, entry: Mapping[str, object]) -> bytes:
+    return f"{json.dumps(name)}: {json.dumps(entry)}, ".encode()
