@@ -433,6 +433,26 @@ def test_a_layer_that_names_another_data_set_starts_its_options_anew(folder: Pat
     assert load(overlays=("mixed.yaml", "over.yaml")).recipe.data.names == ["jsonl"]
 
 
+def test_an_override_that_names_another_data_set_starts_its_options_anew(folder: Path) -> None:
+    """Options of the files go; those of the command line stay, wherever they stand beside the name."""
+    (folder / "base.yaml").write_text("data: {name: sums, train: {count: 8}, heldout: {count: 8}, overlong: cut}\n")
+    for overrides in (
+        ["data.train.path=t.jsonl", "data.name=jsonl"],
+        ["data.name=jsonl", "data.train={path: t.jsonl}"],
+    ):
+        loaded = load(*overrides, overlays=("base.yaml",))
+        data = loaded.recipe.data
+        assert (data.name, data.train, data.heldout, data.overlong) == ("jsonl", {"path": "t.jsonl"}, {}, "cut")
+        assert (loaded.source("data.train.path"), loaded.source("data.heldout.count")) == ("command line", "default")
+    same = load("data.name=sums", "data.train.count=9", overlays=("base.yaml",)).recipe.data
+    assert (same.train, same.heldout) == ({"count": 9}, {"count": 8})
+    several = "data.mixture=[{name: sums}, {name: shapes}]"
+    mixed = load(several, overlays=("base.yaml",)).recipe.data
+    assert (mixed.names, mixed.name, mixed.train) == (["sums", "shapes"], "", {})
+    with pytest.raises(RecipeError, match="remove data.name"):
+        load(several, "data.name=sums")
+
+
 def test_overrides(folder: Path) -> None:
     recipe = load(
         "model.lora=null",

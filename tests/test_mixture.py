@@ -178,7 +178,6 @@ def test_a_source_that_is_missing_or_empty_is_refused_by_name(folder, change, sa
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("data.name=sums", "data.name.*remove data.name"),
         ("data.mixture[0].label=small", "two sources are called 'small'"),
         ("data.mixture[0].label=a/b", "cannot be part of a metric's name"),
         ("data.mixture[0].weight=10000", "less than a prompt in 1000"),

@@ -2,7 +2,7 @@
 
 Scalars follow YAML 1.2's core schema, so that ``1e-5`` is a number, and ``no``, ``012`` and ``2024-01-01`` are not
 converted. Mappings of later files merge into earlier ones, all other values replace; an override always replaces, even
-a mapping. A file that names another data set starts its options anew. Tags construct no objects.
+a mapping. A file or an override that names another data set starts its options anew. Tags construct no objects.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,6 +91,7 @@ def read_layers(files: list[Path], overrides: list[str]) -> Tree:
     tree, room = Tree(sources={(): Source(0, 0, shown(files[0]))}), Room()
     for layer, file in enumerate(files):
         _merge(tree, _read_file(file, layer, room))
+    _start_data_anew(tree, _named_data(overrides))
     for i, text in enumerate(overrides):
         _override(tree, text, Source(len(files) + i, 0, COMMAND_LINE), room)
     return tree
@@ -259,25 +261,36 @@ def _merge(tree: Tree, layer: Tree) -> None:
     def new(path: KeyPath) -> bool:
         return any(path[:n] in replaced for n in range(1, len(path) + 1))
 
-    for path in _of_another_data_set(tree.values.get("data"), layer.values.get("data")):
-        section = tree.values["data"]
-        assert isinstance(section, dict)
-        del section[path[1]]
-        _forget(tree, path)
+    _start_data_anew(tree, layer.values.get("data"))
     put(tree.values, layer.values, ())
     kept = {key: source for key, source in tree.sources.items() if not new(key)}
     tree.sources = kept | {key: source for key, source in layer.sources.items() if new(key)}
     tree.findings += layer.findings
 
 
-def _of_another_data_set(below: MutableJson, over: MutableJson) -> list[tuple[str, str]]:
-    """What ``below`` says of its data sets, if ``over`` names others: options of one data set are not those of the
-    next, and a file could not remove them."""
+def _start_data_anew(tree: Tree, over: MutableJson) -> None:
+    """Remove what the files say of their data sets, if ``over``, the section of the next layer, names others: options
+    of one data set are not those of the next, and a layer could not remove them."""
+    below = tree.values.get("data")
     if not isinstance(below, dict) or not isinstance(over, dict):
-        return []
+        return
     if not over.get("mixture") and over.get("name", below.get("name")) == below.get("name"):
-        return []
-    return [("data", key) for key in ("name", "train", "heldout", "mixture") if key in below]
+        return
+    for key in ("name", "train", "heldout", "mixture"):
+        if key in below:
+            del below[key]
+            _forget(tree, ("data", key))
+
+
+def _named_data(overrides: list[str]) -> dict[str, MutableJson]:
+    """The section ``data`` as far as overrides name its data sets. Mistakes in them are found later."""
+    found: dict[str, MutableJson] = {}
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key.strip() in ("data.name", "data.mixture"):
+            with suppress(ValueError):
+                found[key.strip().partition(".")[2]] = parse_value(value.strip())
+    return found
 
 
 def _forget(tree: Tree, path: KeyPath) -> None:
