@@ -413,8 +413,8 @@ def test_the_price_of_a_move_has_the_waking_of_scorers_in_it_and_judging_has_not
     woken = [(e.ended - e.began, e.priced) for e in board.events if e.role == "wake" and e.ended - e.began > PRICE_S]
     assert len(judged) == 2
     if sleep:
-        assert board.price > PRICE_S
+        assert board.scheduler.price("judge") > PRICE_S
         assert [priced for _, priced in woken] == [True, True]
     else:
-        assert board.price == 0.0
+        assert board.scheduler.price("judge") == 0.0
         assert [priced for _, priced in woken] == [False]  # it came for good

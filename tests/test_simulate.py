@@ -128,8 +128,8 @@ def test_adaptive_settles_within_10_steps_of_a_shift(price):
 
 
 def test_moves_inside_a_step_mend_a_tail_that_no_split_can():
-    cluster = Cluster(2, 8)
-    trace = synthetic(LOADS["tailed"], 10, 2, 16, 128, seed=2)
+    cluster = Cluster(4, 8)
+    trace = synthetic(LOADS["tailed"], 20, 4, 32, 256, seed=2)
     moving, best = adaptive(trace, cluster), best_static(trace, cluster)
     assert sum(moving.moves) > 0
     assert moving.seconds < 0.93 * best.seconds
