@@ -449,7 +449,7 @@ def test_an_override_that_names_another_data_set_starts_its_options_anew(folder:
     several = "data.mixture=[{name: sums}, {name: shapes}]"
     mixed = load(several, overlays=("base.yaml",)).recipe.data
     assert (mixed.names, mixed.name, mixed.train) == (["sums", "shapes"], "", {})
-    with pytest.raises(RecipeError, match="remove data.name"):
+    with pytest.raises(RecipeError, match=r"remove data\.name"):
         load(several, "data.name=sums")
 
 

@@ -84,7 +84,8 @@ class State:
         fresh = starting(settings, int(values["devices"]))
         if values.get("inside") != settings.inside or "chooser" not in values:
             return fresh
-        return cls(**dict(values) | {"split": Split(**values["split"])})
+        given: dict[str, Any] = {**values, "split": Split(**values["split"])}
+        return cls(**given)
 
 
 @dataclass(frozen=True)
