@@ -1,5 +1,6 @@
 """Prompt files: what is read, what is skipped and named, what is refused."""
 
+import gc
 import json
 import re
 import warnings
@@ -16,6 +17,12 @@ from mmrl.errors import UserError
 
 prompts = mmrl.load("datasets", "prompts:prompts")
 module = mmrl.load("datasets", "prompts")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_by_other_tests():
+    """A socket that an earlier test left warns when it is collected: here, before warnings are errors."""
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
