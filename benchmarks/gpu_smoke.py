@@ -111,7 +111,7 @@ def run(index: int, place: Place, together: bool) -> Outcome:
         attempt(index, place, said)
         return Outcome(**json.loads(said.read_text()))
     log = folder / "log.txt"
-    process = _warm().Process(target=alone, args=(index, place, said, log))
+    process = _processes(place).Process(target=alone, args=(index, place, said, log))
     began = time.perf_counter()
     process.start()
     process.join(most)
@@ -138,14 +138,17 @@ def alone(index: int, place: Place, said: Path, log: Path) -> None:
     attempt(index, place, said)
 
 
-def _warm() -> Any:
-    """Processes forked from one that has imported the libraries, and has not touched the device.
+def _processes(place: Place) -> Any:
+    """On a GPU new processes: where a library counts the GPUs as it is imported, a fork of its process cannot use them.
 
-    A torchvision that was built for another torch (vLLM's, beside a torch without CUDA) is mended by mmrl before the
-    others import it, so there each process imports them itself.
+    Elsewhere processes are forked from one that has imported the libraries. A torchvision that was built for another
+    torch (vLLM's, beside a torch without CUDA) is mended by mmrl before the others import it, so there each process
+    imports them itself.
     """
     import torch
 
+    if place.gpu:
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     mended = torch.version.cuda is None and find_spec("torchvision") is not None
     context.set_forkserver_preload(LIBRARIES[:1] if mended else LIBRARIES)
