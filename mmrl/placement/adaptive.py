@@ -230,5 +230,14 @@ def worth_moving(
     return then < now
 
 
+def worth_lending(left: float, devices: int, price: float, back: float) -> bool:
+    """Whether a device that waits to train should take a task of another role.
+
+    ``left``: device-seconds of the waiting tasks that its step needs; ``devices``: those that work on them; ``price``:
+    seconds until it has the role, ``back``: until it can train again. It does if the step is ready to train earlier.
+    """
+    return left > 0 and (left + price) / (devices + 1) + back < left / devices if devices else left > 0
+
+
 def _least(values: Sequence[float]) -> int:
     return min(range(len(values)), key=values.__getitem__)

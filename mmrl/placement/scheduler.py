@@ -6,7 +6,8 @@ threads; in the simulator ``SimulatedDevices`` drives it with simulated time. It
 the times of the events. Imports no torch.
 
 A device works in one role at a time. It keeps its role while there is work in it; without work it may switch to the
-other role, if the placement allows it.
+other role, if the placement allows it. Devices that only train may be lent: while they wait for the samples of a step,
+they do the work of the other roles for it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from mmrl.placement.adaptive import Moves, Split, worth_moving
+from mmrl.placement.adaptive import Moves, Split, worth_lending, worth_moving
 
 Role = Literal["rollout", "judge", "train"]
 
@@ -69,6 +70,8 @@ class Scheduler(Generic[T]):
         self.roles: list[Role] = ["rollout"] * devices
         self.events: list[Event] = []
         self.moves = 0
+        self.lent = 0
+        """Tasks of the other roles that devices which train got in this step."""
         self.prices: dict[Role, float] = {}
         """Seconds that recent switches to a role took."""
         self.start = clock()
@@ -88,12 +91,16 @@ class Scheduler(Generic[T]):
         self._to_come = 0
         self._moves: Moves = "after"
         self._round = -1
+        self._lent_to: int | None = None
+        self._lent_awake: list[set[Role]] = [set() for _ in range(devices)]
+        """The roles that a device which trains can take again without a switch: it keeps a judge, and the weights to
+        sample with until it is back."""
 
     # -- events --------------------------------------------------------------------------------------------------------
 
     def new_step(self) -> None:
         """Discard the events of the last step; times are measured from now on."""
-        self.events, self.moves, self.start = [], 0, self._clock()
+        self.events, self.moves, self.lent, self.start = [], 0, 0, self._clock()
         self._round = -1
 
     def apart(self, split: Split) -> None:
@@ -102,6 +109,16 @@ class Scheduler(Generic[T]):
         sampling = judging - split.rollout
         self.roles = ["judge" if d >= judging else "rollout" if d >= sampling else "train" for d in range(n)]
         self._moves = "never"
+
+    def lend(self, step: int) -> None:
+        """From now on an idle device that trains may do what ``step`` waits for, if that saves time."""
+        self._lent_to = step
+
+    def recall(self) -> None:
+        """Devices that train get no more tasks of other roles. One at work ends its task; then it is back."""
+        self._lent_to = None
+        for awake in self._lent_awake:
+            awake.discard("rollout")
 
     def begin(self, split: Split, moves: Moves, to_come: int) -> None:
         """Start a generate phase of ``to_come`` micro-batches: the first devices sample, the last ones judge."""
@@ -199,6 +216,8 @@ class Scheduler(Generic[T]):
                 task = self.next_task(device)
                 if task is not None:
                     self._hand(found, device, task)
+        if self._lent_to is not None:
+            self._lend(found, self._lent_to)
         return found
 
     def next_task(self, device: int) -> T | None:
@@ -214,6 +233,32 @@ class Scheduler(Generic[T]):
         self.roles[device] = other
         self.moves += 1
         return self._tasks[other].popleft()
+
+    def _lend(self, found: list[tuple[int, T]], step: int) -> None:
+        """Give idle devices that train the tasks of sampling, else of judging, that ``step`` waits for.
+
+        Only the step that trains next counts: a task of a later step could still be running when that one is ready.
+        """
+        idle = [device for device in self.waiting if self.roles[device] == "train"]
+        for role in LENT if idle else ():
+            idle.sort(key=lambda device: (role not in self._lent_awake[device], device))
+            wanted = deque(task for task in self._tasks[role] if task.of is None or task.of[0] <= step)
+            while wanted and idle and self._worth_lending(idle[0], role, len(wanted)):
+                device, task = idle.pop(0), wanted.popleft()
+                self._tasks[role].remove(task)
+                self.lent += 1
+                self.moves += role not in self._lent_awake[device]
+                self._lent_awake[device].add(role)
+                self._hand(found, device, task)
+
+    def _worth_lending(self, device: int, role: Role, tasks: int) -> bool:
+        """Whether a device that trains takes one of so many ``tasks``."""
+        awake = self._lent_awake[device]
+        there = self.roles.count(role)
+        there += sum(a == "train" and b == role for a, b in zip(self.roles, self._running, strict=True))
+        price = 0.0 if role in awake else self.price(role)
+        back = self.price("train") if role == "rollout" and role not in awake else 0.0
+        return worth_lending(tasks * self._seconds.get(role, 0.0), there, price, back)
 
     def _first(self, device: int) -> tuple[bool, int]:
         """The order of idle devices: those first that need not wake for their role."""
@@ -282,6 +327,7 @@ class Scheduler(Generic[T]):
             "price": self.price("judge"),
             "price_back": self.price("rollout"),
             "moves": self.moves,
+            "lent": self.lent,
             "micro_batches": sum(event.role == "rollout" for event in self.events),
             "wake": self.seconds("wake"),
         }
@@ -296,6 +342,8 @@ class Scheduler(Generic[T]):
         return max(0.0, moment - self.start)
 
 
+LENT: tuple[Role, ...] = ("rollout", "judge")
+"""The roles that a device which trains is lent to, in the order in which it looks for work."""
 LATEST = ("rollout_done", "judge_done", "price", "price_back", "wall")
 """Numbers of which the largest of all controllers counts; the others are added."""
 
