@@ -3,12 +3,15 @@
 import os
 import signal
 import socket
+import threading
 import time
 
 import pytest
 
 from mmrl.errors import UserError
-from mmrl.runtime.launchers import first_host, launched, own_devices
+from mmrl.runtime.board import meet
+from mmrl.runtime.joined import _refuse, _told
+from mmrl.runtime.launchers import Launched, first_host, launched, own_devices
 from tests.ranks import Command
 from tests.ray_runs import ROOT, SMALL, UNHURRIED, ended, rows, wait_for
 
@@ -219,6 +222,31 @@ def test_what_differs_between_processes_is_refused_before_a_model_is_loaded(tmp_
         assert "error" not in found[1][1]
         assert "load:" not in said
         assert not out.exists()
+
+
+def test_process_0_that_refuses_the_run_stays_until_the_others_know():
+    port, leads, left = int(free_port()), [], []
+    processes = [Launched("srun", rank, 2, rank, "localhost", port) for rank in (0, 1)]
+    board = meet(processes[0], 30.0)
+
+    def follow():
+        mine = meet(processes[1], 30.0)
+        mine.first("came/1")
+        leads.append(time.monotonic())
+        time.sleep(0.5)  # a busy machine
+        with pytest.raises(SystemExit):
+            _told(mine, processes[1], "begin", 30.0)
+        left.append(time.monotonic())
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    while not leads:
+        time.sleep(0.01)
+    _refuse(board, processes[0], "another recipe")
+    ended = time.monotonic()
+    thread.join(30)
+    assert left
+    assert leads[0] + 0.5 <= ended < leads[0] + 4
 
 
 def test_a_number_of_controllers_that_is_not_that_of_the_processes_is_refused(tmp_path):

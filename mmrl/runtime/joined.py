@@ -41,6 +41,7 @@ from mmrl.training.divergence import Divergence
 _SEEN = 5.0
 """Seconds for a file written on one host to become visible on the others."""
 _SETTLE = 5.0
+"""Seconds at most for what has begun, when the run ends: a save, or the others reading why it does not begin."""
 _MADE_HERE = ("model.dtype", "train.steps_per_forward")
 """Keys whose ``auto`` process 0 chooses for all."""
 
@@ -112,12 +113,19 @@ def _lead(loaded: LoadedRecipe, found: Launched, board: Board, out: Path, *, res
             run.conclude(outcome)
     except BaseException as error:
         if not begun:
-            with suppress(GoneError):
-                board.write("refused", str(error) or type(error).__name__)
+            _refuse(board, found, str(error) or type(error).__name__)
         raise
     if run.stop.exit_code and not outcome.finished:
         raise SystemExit(run.stop.exit_code)
     return outcome.finished
+
+
+def _refuse(board: Board, found: Launched, why: str) -> None:
+    """Tell the others that the run does not begin. Those that have come have read it before this process ends."""
+    with suppress(GoneError):
+        board.write("refused", why)
+        came = [rank for rank in range(1, found.size) if board.has(f"came/{rank}")]
+        board.lacking([f"left/{rank}" for rank in came], _SETTLE)
 
 
 def _gathered(board: Board, found: Launched, patience: float) -> dict[int, JsonObject]:
@@ -201,12 +209,12 @@ def _follow(loaded: LoadedRecipe, found: Launched, board: Board) -> bool:
         board.write("wrong", wrong)
         raise SystemExit(UserError.exit_code)
     board.write(f"about/{found.rank}", _about(loaded, found))
-    begin = as_object(_told(board, "begin", 2 * patience))
+    begin = as_object(_told(board, found, "begin", 2 * patience))
     until = time.monotonic() + _SEEN
     while not (seen := Path(str(begin["mark"])).exists()) and time.monotonic() < until:
         time.sleep(0.2)
     board.write(f"sees/{found.rank}", seen)
-    others = {int(rank): as_object(its) for rank, its in as_object(_told(board, "go", patience)).items()}
+    others = {int(rank): as_object(its) for rank, its in as_object(_told(board, found, "go", patience)).items()}
     recipe = loaded.recipe
     model = recipe.model.model_copy(update={"dtype": begin["dtype"]})
     steps = recipe.train.model_copy(update={"steps_per_forward": begin["steps_per_forward"]})
@@ -223,12 +231,13 @@ def _follow(loaded: LoadedRecipe, found: Launched, board: Board) -> bool:
     return outcome.finished
 
 
-def _told(board: Board, key: str, patience: float) -> Json:
+def _told(board: Board, found: Launched, key: str, patience: float) -> Json:
     """A note of process 0. Ends this process where that one has refused the run: it prints why."""
     missing = board.lacking([key], patience, unless="refused")
     if missing and not board.has("refused"):
         raise UserError(f"process 0 has not begun within {duration(patience)}; see what it printed")
     if missing:
+        board.write(f"left/{found.rank}", True)
         raise SystemExit(UserError.exit_code)
     return board.read(key)
 
