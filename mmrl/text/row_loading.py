@@ -29,8 +29,8 @@ _HOOK = "maybe_distribute_model"
 def load_rows(
     read: Callable[..., Any], recipe: Recipe, path: str, dtype: torch.dtype, ranks: dist.ProcessGroup
 ) -> PreTrainedModel | None:
-    """What ``read``, the ``from_pretrained`` of an auto class, makes of the model at ``path``, with this rank's rows of its
-    weights (``mmrl.local_rows``). None where it must be loaded whole, and a notice says why. Raises what ``read``
+    """What ``read``, the ``from_pretrained`` of an auto class, makes of the model at ``path``, with this rank's rows of
+    its weights (``mmrl.local_rows``). None where it must be loaded whole, and a notice says why. Raises what ``read``
     raises. All ``ranks`` call it together."""
     if reason := next(_obstacles(recipe, path), None):
         _tell(ranks, f"every process loads the whole model before its weights are sharded: {reason}")
