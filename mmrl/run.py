@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import mmrl
+from mmrl import local_rows
 from mmrl.algorithms.objective import Objective, copies_of, prepared_by
 from mmrl.algorithms.settings import CriticSettings
 from mmrl.checkpoint import reader
@@ -77,7 +79,9 @@ def build(
     objective = load_objective(recipe)
     if scored and objective.kind == "pathwise":
         _require_gradients(recipe, rewards)
-    pipeline = mmrl.load("pipelines", resolve_drop_in(root, recipe.pipeline)).build(recipe, path, device)
+    family = mmrl.load("pipelines", resolve_drop_in(root, recipe.pipeline))
+    with local_rows.reading(_sharded_over(recipe, controller)):
+        pipeline = family.build(recipe, path, device)
     pipeline.features.owner = controller.rank
     total = recipe.train.steps * recipe.train.updates_per_step
     critic = critic_of(pipeline, recipe, total, controller)  # a copy of the policy, so before the policy is in shards
@@ -171,17 +175,24 @@ def weights_of(module: nn.Module, recipe: Recipe, controller: Controller) -> Wei
 
 def _weight_layout(module: nn.Module, recipe: Recipe, controller: Controller) -> Weights:
     """The layout of the trained weights on the ranks; a single controller holds all of them."""
+    ranks, backend = controller.peers.ranks, recipe.train.backend
     if controller.size * recipe.devices_per_controller == 1:
         return Replicated(module)
-    if recipe.train.backend == "replicated":
+    if backend == "replicated":
         return Replicated(module, controller.gradients)
-    if controller.peers.ranks is None:  # a run that is looked at, by one process
+    if ranks is None:  # a run that is looked at, by one process
         return Replicated(module)
-    if recipe.train.backend == "megatron":
+    if backend == "megatron":
         from mmrl.engines.megatron.weights import ModelParallel
 
         return ModelParallel(module, recipe.train, recipe.model, controller.peers.sent)
-    return Sharded(module, controller.peers.ranks, controller.peers.sent)
+    return Sharded(module, ranks, controller.peers.sent)
+
+
+def _sharded_over(recipe: Recipe, controller: Controller) -> dist.ProcessGroup | None:
+    """The ranks that will have some rows of the weights each (FSDP); None for another layout."""
+    several = controller.size * recipe.devices_per_controller > 1
+    return controller.peers.ranks if several and recipe.train.backend == "fsdp" else None
 
 
 def choose_device(name: str) -> torch.device:

@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mmrl import local_rows
 from mmrl.engines.weights import exchange, gradients, outermost
 
 
 class Sharded:
     """Final class; see ``mmrl.engines.weights.Weights``. Changes ``module`` in place; frozen weights are sharded too.
 
-    ``group``: the ranks; all must construct it together, from equal weights. ``sent`` counts the bytes given to them.
+    ``group``: the ranks; all must construct it together, from equal weights or from their own rows of them
+    (``mmrl.local_rows``). ``sent`` counts the bytes given to them.
     """
 
     in_shards = lockstep = True
@@ -38,7 +40,8 @@ class Sharded:
         self._group, self._sent = group, sent
         # the loop writes into nothing that a model returned
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-        device = next(module.parameters()).device
+        device = local_rows.device_of(module)
+        local_rows.move(module, device)
         mesh = DeviceMesh.from_group(group, device.type)
         self._unsharded = False
         self._counted: set[int] = set()
@@ -46,6 +49,7 @@ class Sharded:
         for part in (*blocks(module), module):
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
             self._count(part)
+        local_rows.fill(module)
         self._parts: list[Any] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)  # losses have global denominators: their gradients are summed

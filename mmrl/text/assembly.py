@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from mmrl import local_rows
 from mmrl.config.schema import Model, Recipe
 from mmrl.engines import own_class, sampling_options
 from mmrl.errors import UserError
@@ -45,7 +46,7 @@ def build_writer(parts: Parts, recipe: Recipe, path: str, device: torch.device, 
     check_strings(recipe.decoding.stop, chat)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     engine = open_engine(recipe, path, context, device, sees=sees)
-    return LanguagePipeline(chat, open_weights(model, recipe).to(device), recipe, device, engine)
+    return LanguagePipeline(chat, local_rows.move(open_weights(model, recipe), device), recipe, device, engine)
 
 
 def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path | None) -> Description:

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from mmrl import local_rows
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.pipelines.lora import adapted, saved_adapter
 from mmrl.text.conditioner import Tokenizer
+from mmrl.text.row_loading import load_rows
 
 if TYPE_CHECKING:  # slow to import
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
-from mmrl.pipelines.lora import adapted, saved_adapter
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """The linear layers of the common decoder layer; vision towers are left out."""
@@ -42,15 +44,18 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the model at ``path`` with the auto class ``auto``, frozen and without dropout.
 
-    A model type that is not in ``tested`` gets a warning. ``otherwise``: the advice for a model of another kind.
+    Where it is about to be sharded, this rank reads only its rows (``mmrl.local_rows``). A model type that is not in
+    ``tested`` gets a warning. ``otherwise``: the advice for a model of another kind.
     Raises ``UserError`` for what cannot be loaded.
     """
     import transformers.utils.logging
 
     transformers.utils.logging.disable_progress_bar()
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
+    ranks = local_rows.group()
     try:
-        model = auto.from_pretrained(path, dtype=dtype)
+        model = None if ranks is None else load_rows(auto.from_pretrained, recipe, path, dtype, ranks)
+        model = auto.from_pretrained(path, dtype=dtype) if model is None else model
     except (OSError, ValueError, KeyError) as error:
         where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
         reason, mend = why(error, "a directory with config.json and safetensors", otherwise)

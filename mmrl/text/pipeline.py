@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from mmrl import finite
+from mmrl import finite, local_rows
 from mmrl.config.schema import Recipe
 from mmrl.controller.features import FeatureStore
 from mmrl.engines.context import Rows
@@ -364,7 +364,7 @@ class LanguagePipeline:
         return getattr(self.policy, "vocabulary", None)
 
     def open_critic(self) -> nn.Module:
-        self.critic = Critic(self.policy).to(self.device)
+        self.critic = local_rows.move(Critic(self.policy), self.device)
         return self.critic
 
     def _values(self, trajectory: Trajectory) -> Tensor:

@@ -1,0 +1,150 @@
+"""The rows of a model's weights that this rank keeps, from reading the checkpoint until the model is sharded.
+
+FSDP gives every rank some rows of each parameter (``mmrl.engines.sharded``). A rank that reads only these never holds
+the whole model. Until the model is sharded, a parameter that was read so is a placeholder of the whole shape without
+memory of its own, and its module keeps the rows beside it:
+
+    reading(group)   a context in which a loader may read rows only; ``mmrl.run`` enters it
+    divide           parameters on the meta device become DTensors, into which a library reads this rank's rows
+    set_aside        those DTensors become placeholders; the rows lie in their modules
+    move             ``module.to(device)`` of a module with placeholders, which then are on the meta device
+    fill             the rows become the parameters of the sharded module
+
+The placeholder's values are nan: what computes with it by mistake is not silently wrong. Imports torch late.
+"""
+
+# ``nn.Module`` has no public way to replace a parameter and leave it in its place of the order.
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+
+M = TypeVar("M", bound="nn.Module")
+_ROWS = "_mmrl_rows"
+"""The attribute of a module: its rows by the names of its parameters. A deep copy of the module copies them."""
+_group: ContextVar[dist.ProcessGroup | None] = ContextVar("_group", default=None)
+
+
+@contextmanager
+def reading(group: dist.ProcessGroup | None) -> Generator[None]:
+    """The ranks that a model is about to be sharded over; None where it is not. They load it together."""
+    before = _group.set(group)
+    try:
+        yield
+    finally:
+        _group.reset(before)
+
+
+def group() -> dist.ProcessGroup | None:
+    """The ranks that the policy that is loaded now will be sharded over."""
+    return _group.get()
+
+
+def divide(model: nn.Module, ranks: dist.ProcessGroup, whole: Collection[str] = ()) -> None:
+    """Make the parameters of ``model``, which is on the meta device, DTensors of this rank's rows. Those with names in
+    ``whole``, and those without rows, stay as they are. Tied parameters stay tied."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.nn import Parameter
+
+    mesh, rank, made = DeviceMesh.from_group(ranks, "cpu"), ranks.rank(), dict[int, Parameter]()
+    kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in whole}
+    for module, name, p in _parameters(model):
+        if p.ndim == 0 or id(p) in kept:
+            continue
+        if id(p) not in made:
+            pieces = p.detach().chunk(ranks.size())  # as FSDP cuts
+            mine = pieces[rank] if rank < len(pieces) else p.detach().narrow(0, 0, 0)
+            rows = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
+            made[id(p)] = Parameter(rows, requires_grad=p.requires_grad)
+        module._parameters[name] = made[id(p)]
+
+
+def set_aside(model: nn.Module) -> None:
+    """Put placeholders in place of the DTensors of ``model``, and their rows into its modules. A rank that was given a
+    view gets a copy: the rest of what is behind it, or the file, can go."""
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.nn import Parameter
+
+    made: dict[int, tuple[Parameter, Tensor]] = {}
+    for module, name, p in _parameters(model):
+        if not isinstance(p, DTensor):
+            continue
+        if id(p) not in made:
+            rows: Tensor = p.to_local().detach()
+            value = float("nan") if p.is_floating_point() else 0
+            shape = torch.full((), value, dtype=rows.dtype).expand(p.shape)
+            made[id(p)] = Parameter(shape, requires_grad=p.requires_grad), rows.clone()
+        module._parameters[name], rows_of_it = made[id(p)]
+        module.__dict__.setdefault(_ROWS, {})[name] = rows_of_it
+
+
+def move(module: M, device: torch.device) -> M:
+    """``module.to(device)``; its placeholders go to the meta device, and their rows to ``device``."""
+    from torch.nn import Parameter
+
+    placeholders: dict[int, Parameter] = {}
+    moved: dict[int, Tensor] = {}
+    put_back: list[tuple[nn.Module, str, Parameter]] = []
+    for owner, name, rows in _kept(module):
+        p = owner._parameters[name]
+        assert p is not None
+        if id(p) not in placeholders:
+            placeholders[id(p)] = Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+            moved[id(p)] = rows.to(device)
+        put_back.append((owner, name, placeholders[id(p)]))
+        getattr(owner, _ROWS)[name] = moved[id(p)]
+    for owner, name, _ in put_back:
+        owner._parameters[name] = None  # which ``to`` passes over; deleting it would change the order
+    module.to(device)
+    for owner, name, p in put_back:
+        owner._parameters[name] = p
+    return module
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where the weights of ``module`` are, or their rows."""
+    for _, _, rows in _kept(module):
+        return rows.device
+    return next(module.parameters()).device
+
+
+def fill(module: nn.Module) -> None:
+    """Give the sharded ``module``, whose placeholders were on the meta device, its rows."""
+    from torch.distributed.tensor import DTensor
+    from torch.nn import Parameter
+
+    made: dict[int, Parameter] = {}
+    for owner, name, rows in list(_kept(module)):
+        p: Any = owner._parameters[name]
+        if id(p) not in made:
+            of = DTensor.from_local(
+                rows.to(p.dtype), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            )
+            made[id(p)] = Parameter(of, requires_grad=p.requires_grad)
+        owner._parameters[name] = made[id(p)]
+    for owner in module.modules():
+        owner.__dict__.pop(_ROWS, None)
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                yield module, name, p
+
+
+def _kept(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for owner in module.modules():
+        for name, rows in list(owner.__dict__.get(_ROWS, {}).items()):
+            yield owner, name, rows

@@ -1,0 +1,227 @@
+"""Ranks that read only their rows of a checkpoint have, to the bit, what they have when each reads all of it."""
+
+import copy
+import json
+import shutil
+import sys
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl import local_rows
+from mmrl._torchvision import allow_cpu_only
+from mmrl.config.loader import load_recipe
+from mmrl.controller import Controller
+from mmrl.controller.peers import Group
+from mmrl.report.clock import Clock
+from mmrl.run import build
+from mmrl.text import row_loading
+from mmrl.text.row_loading import load_rows
+from mmrl.training.loop import train_step
+from tests.ranks import launched
+
+allow_cpu_only()  # before transformers imports torchvision
+
+SHIPPED = Path(__file__).parents[1] / "pipelines" / "llm" / "models" / "sums-qwen3"
+SMALL = ["train.prompts_per_step=2", "train.group_size=2", "train.micro_batch_size=2", "train.backend=fsdp"]
+SMALL += ["sampling.max_new_tokens=8", "algorithm.kl_coef=0.01", "optim.ema_decay=0.9"]
+LORA = ["model.lora={rank: 4}", "model.dtype=bfloat16"]
+OF_TIME = ("time/", "balance/", "memory/", "waited/", "sent/")
+
+
+@contextmanager
+def whole(_):
+    """As it was before: every rank loads the whole model, and then it is sharded."""
+    yield
+
+
+def made(recipe, words, peers, rank, size):
+    loaded = load_recipe([recipe], [*SMALL, *words])
+    return build(loaded.recipe, loaded.root, Controller(0, rank, size, peers))
+
+
+def state(module):
+    """All that the model has on this rank: parameters by every name, with what shares memory; buffers; settings."""
+    names = dict(module.named_parameters(remove_duplicate=False))
+    first = {id(p): name for name, p in reversed(names.items())}
+    found = {f"p {name}": (p.to_local().detach().clone(), p.shape, p.requires_grad) for name, p in names.items()}
+    found |= {f"same {name}": first[id(p)] for name, p in names.items()}
+    found |= {f"b {name}": b.clone() for name, b in module.named_buffers()}
+    base = getattr(module, "base_model", module)
+    config = getattr(getattr(module, "body", base), "config", None)
+    return found | {"config": config.to_dict()} if config is not None else found
+
+
+def equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other or one != one
+
+
+def arm(recipe, words, peers, rank, size, steps):
+    """What a rank has after loading, and after training for some steps."""
+    run = made(recipe, words, peers, rank, size)
+    held = sum(p.to_local().untyped_storage().nbytes() for p in set(run.policy.module.parameters()))
+    all_of_it = sum(p.numel() * p.element_size() for p in set(run.policy.module.parameters()))
+    found = [copy.deepcopy(state(run.policy.module))]
+    if run.critic is not None:
+        found.append(copy.deepcopy(state(run.critic.module)))
+    for step in range(steps):
+        row, _ = train_step(run, step, Clock(torch.device("cpu")))
+        found.append({key: value for key, value in row.items() if not key.startswith(OF_TIME)})
+    if steps:
+        found += [state(run.policy.module), run.policy.copies]
+    run.pipeline.close()
+    return found, held / all_of_it
+
+
+def serve(rank, size, port, out, cases):
+    torch.set_num_threads(1)
+    peers = Group(rank, size, "127.0.0.1", port)
+    divided, answers = [], {}
+    divide = local_rows.divide
+
+    def noted(model, ranks, **named):
+        divide(model, ranks, **named)
+        divided.append([name for name, p in model.named_parameters() if type(p.detach()) is torch.Tensor])
+
+    local_rows.divide = noted
+    for name, (recipe, words, steps) in json.loads(cases).items():
+        divided.clear()
+        mine, share = arm(recipe, words, peers, rank, size, steps)
+        by_rows = copy.deepcopy(divided)
+        reading, local_rows.reading = local_rows.reading, whole
+        try:
+            theirs, _ = arm(recipe, words, peers, rank, size, steps)
+        finally:
+            local_rows.reading = reading
+        assert len(divided) == len(by_rows), "the other arm must load whole"
+        different = [[k for k in m if not equal(m[k], t.get(k))] for m, t in zip(mine, theirs, strict=True)]
+        answers[name] = {"rows": by_rows, "different": different, "share": share, "equal": equal(mine, theirs)}
+    torch.save(answers, out)
+    peers.close()
+
+
+def compared(folder, size, **cases):
+    """What each rank found for each case: a recipe, its overrides, and how many steps it trains."""
+    outs = [folder / f"{size}-{rank}.pt" for rank in range(size)]
+    return launched(__file__, outs, lambda rank, port, out: [rank, size, port, out, json.dumps(cases)])
+
+
+def check(found, size, expected=()):
+    for rank in found:
+        for name, answer in rank.items():
+            assert answer["equal"], (name, answer["different"])
+            assert answer["rows"] == [list(expected)], (name, answer["rows"])
+            assert answer["share"] <= 1.2 / size, name
+
+
+def untied(folder, **more):
+    from tests.tiny import language_model
+
+    return language_model(folder, "qwen2", tie_word_embeddings=False, **more)
+
+
+def experts(folder, **more):
+    import transformers
+
+    sizes = {"num_hidden_layers": 2, "vocab_size": 335, "max_position_embeddings": 256, "num_key_value_heads": 2}
+    sizes |= {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, "moe_intermediate_size": 16}
+    shutil.copytree(SHIPPED, folder, ignore=shutil.ignore_patterns("model*", "config.json"))
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(**sizes, num_experts_per_tok=2, eos_token_id=331, **more)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_rows_of_tied_and_untied_weights_are_those_of_a_whole_load_and_train_alike(tmp_path):
+    path = untied(tmp_path / "model", vocab_size=271)  # no two ranks have equally many
+    words = [f"model.path={path}"]
+    check(compared(tmp_path, 2, tied=("sums", [], 2), untied=("sums", words, 2), lora=("sums", LORA, 2)), 2)
+
+
+class Alone:
+    """A process group of the only rank that looks."""
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "the checkpoint is quantized"),
+        ({"adapter": {"init_lora_weights": "pissa"}}, "first values are computed from the model's weights"),
+        ({"transformers": "5.0.0"}, "transformers 5.0.0 cannot read by rows; update it"),
+    ],
+)
+def test_what_cannot_be_read_by_rows_is_loaded_whole_and_a_notice_says_why(change, why, tmp_path, monkeypatch, capsys):
+    import peft
+    import transformers
+
+    words = []
+    if "adapter" in change:
+        settings = peft.LoraConfig(r=2, target_modules=["q_proj"], **change["adapter"])
+        model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(SHIPPED), settings)
+        model.save_pretrained(tmp_path / "adapter")
+        words = [f"model.lora={{path: {tmp_path / 'adapter'}}}"]
+    elif "transformers" in change:
+        monkeypatch.setattr(row_loading, "_HOOK", "no_such_hook")
+        monkeypatch.setattr(transformers, "__version__", change["transformers"])
+    path = tmp_path / "model"
+    shutil.copytree(SHIPPED, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {k: v for k, v in change.items() if k.endswith("_config")}))
+    recipe = load_recipe(["sums"], [*SMALL, *words]).recipe
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    assert load_rows(read, recipe, str(path), torch.float32, Alone()) is None
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_critics_experts_vision_and_other_files_are_read_by_rows_too(tmp_path):
+    import transformers
+
+    path, several, pickled = untied(tmp_path / "one"), tmp_path / "several", tmp_path / "pickled"
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model.save_pretrained(several, max_shard_size="20KB")
+    assert len(list(several.glob("*.safetensors"))) > 1
+    (path / "model.safetensors").rename(tmp_path / "gone")
+    torch.save(model.state_dict(), path / "pytorch_model.bin")
+    shutil.copytree(path, several, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.bin", "*.json"))
+    shutil.copytree(path, pickled)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(path / name, several)
+    cases = {
+        "critic": ("sums", ["algorithm={type: ppo}", "train.group_size=1", "train.micro_batch_size=1"], 1),
+        "lora and critic": ("sums", [*LORA, "algorithm={type: ppo}"], 0),
+        "experts": ("sums", [f"model.path={experts(tmp_path / 'experts', num_experts=4)}"], 1),
+        "several files": ("sums", [f"model.path={several}"], 0),
+        "pickled": ("sums", [f"model.path={pickled}"], 0),
+    }
+    if find_spec("torchvision"):
+        cases["vision"] = "scenes", [], 1
+    check(compared(tmp_path, 2, **cases), 2)
+
+
+@pytest.mark.slow
+def test_weights_that_rows_cannot_make_are_loaded_whole(tmp_path):
+    path = experts(tmp_path / "experts", num_experts=4)  # of three ranks, the last would have none
+    whole = [f"model.layers.{n}.mlp.experts.{name}" for n in range(2) for name in ("gate_up_proj", "down_proj")]
+    found = compared(tmp_path, 3, experts=("sums", [f"model.path={path}", "train.prompts_per_step=3"], 1))
+    check(found, 1, whole)
+
+
+if __name__ == "__main__":
+    rank, size, port, out, cases = sys.argv[1:]
+    serve(int(rank), int(size), int(port), out, cases)
