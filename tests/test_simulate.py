@@ -391,6 +391,7 @@ def test_the_table_of_regret_has_every_policy(capsys, monkeypatch):
     placement.main(["--regret", "--devices", "8", "--steps", "3", "--prices", "0.1"])
     out = capsys.readouterr().out
     head, _, row = [line.split(" | ") for line in out.splitlines() if line.startswith("|")]
-    assert head[2:8] == ["colocate", "partial", "disaggregated", "greedy", "static with moves", "adaptive"]
+    named = ["colocate", "partial", "disaggregated", "disaggregated, lent", "greedy", "static with moves", "adaptive"]
+    assert head[2:9] == named
     assert len(row) == len(head)
     assert "regret of adaptive: median" in out

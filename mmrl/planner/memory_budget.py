@@ -142,7 +142,9 @@ def roles_of(
         yield Role(f"reward {asked.label}", asked.what, asked.parameters, asked.bytes, where)
     if made.recipe.placement.lend:
         size = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
-        yield Role("borrowed weights", "of the version that samples, while a device is lent", 0, size, "sample and decode")
+        yield Role(
+            "borrowed weights", "of the version that samples, while a device is lent", 0, size, "sample and decode"
+        )
     yield Role("prompt features", f"{amount(measured.features)} a prompt", 0, features, "always")
     if measured.trajectory:
         total = measured.trajectory * counts.samples
