@@ -52,7 +52,7 @@ class Watched(MultiDevice):
 
     def __init__(self, *given):
         super().__init__(*given)
-        self.drawn, self.rows = {}, []
+        self.drawn, self.rows, self.decided = {}, [], []
 
     def sample(self, *given, **how):
         for n, trajectory, samples in super().sample(*given, **how):
@@ -61,7 +61,9 @@ class Watched(MultiDevice):
 
     def end_step(self, context, step):
         self.rows += [(step, event) for event in self._board.events]
-        return super().end_step(context, step)
+        found = super().end_step(context, step)
+        self.decided += [line for line in self.lines() if "decision" in line]
+        return found
 
 
 def opened(recipe, lend, staleness=1, pause=0.15):
@@ -108,6 +110,12 @@ def test_samples_and_weights_are_equal_to_the_bit_with_and_without_lending(recip
         assert torch.equal(p, alone.policy.trainable[name]), name
     assert shared.policy.tag == alone.policy.tag
     assert shared.compute.local.borrowed is None
+    assert not fixed.decided
+    for line, row in zip(lends.decided, after, strict=True):
+        lent = int(row["placement/lent"])
+        said = f"1 device that trains sampled {lent} micro-batch{'es' * (lent > 1)} while waiting"
+        assert line["decision"] == (said if lent else line["decision"])
+        assert (line["numbers"]["sampling"] > 0) == (lent > 0)
     for mine, theirs in zip(after, before, strict=True):
         for key in ("reward/mean", "optim/grad_norm", "mismatch/weight_mean", "sampling/stale_steps"):
             assert mine.get(key) == theirs.get(key), key

@@ -7,16 +7,21 @@ weights after it, also if the task fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
 from mmrl.engines.policy import Version
+from mmrl.json_types import JsonObject, as_integer, as_number
 from mmrl.placement import device_tasks
 from mmrl.placement.device_shares import all_of
+from mmrl.placement.scheduler import LENT, Scheduler
 from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.training.step_context import StepContext
+
+
+_DID = (("rollout", "sampled", "micro-batch", "micro-batches"), ("judge", "judged", "call", "calls"))
 
 
 def borrow(context: StepContext, version: Version) -> None:
@@ -60,6 +65,38 @@ def give_back(context: StepContext) -> None:
 def for_lent(task: Task) -> Task:
     """``task`` as a device that trains runs it."""
     return Task(task.role, lent, (task.call, task.arguments), task.features)
+
+
+def decision(step: int, lines: Sequence[JsonObject], trainers: int, scheduler: Scheduler[Any]) -> JsonObject:
+    """A line of placement.jsonl: what the devices that train did while they waited for ``step`` (from 1), and the prices
+    of a move in this process, by direction.
+
+    ``lines``: those of all controllers' devices in the step.
+    """
+    mine: dict[str, list[JsonObject]] = {role: [] for role in (*LENT, "wake")}
+    for line in lines:
+        if as_integer(line["device"]) < trainers and line["role"] in mine:
+            mine[str(line["role"])].append(line)
+    devices = {(line["controller"], line["device"]) for role in LENT for line in mine[role]}
+    did = [
+        f"{verb} {len(mine[role])} {one if len(mine[role]) == 1 else several}"
+        for role, verb, one, several in _DID
+        if mine[role]
+    ]
+    why = "no device that trains was lent: none waited, or no move was worth its price"
+    if did:
+        plural = "s that train" if len(devices) > 1 else " that trains"
+        why = f"{len(devices)} device{plural} {' and '.join(did)} while waiting"
+    spent = {role: sum(as_number(line["ended"]) - as_number(line["began"]) for line in of) for role, of in mine.items()}
+    numbers = {
+        "sampling": spent["rollout"],
+        "judging": spent["judge"],
+        "moving": spent["wake"],
+        "price_to_sample": scheduler.price("rollout"),
+        "price_to_judge": scheduler.price("judge"),
+        "price_back": scheduler.price("train"),
+    }
+    return {"step": step, "decision": why, "numbers": {name: round(value, 4) for name, value in numbers.items()}}
 
 
 @contextmanager

@@ -239,6 +239,8 @@ class MultiDevice:
         split = self.state.split
         if decides:
             self._decide(step + 1, hindsight.slowest([tried for _, _, tried in found]))
+        if self.settings.lend:
+            self._lines.append(lending.decision(step + 1, self._lines, len(self._trainers), board.scheduler))
         wall = numbers["wall"]
         busy = numbers["rollout_busy"] + numbers["judge_busy"] + numbers["train_busy"]
         return {
