@@ -20,7 +20,6 @@ from mmrl.placement.scheduler import LENT, Scheduler
 from mmrl.placement.task_queue import Task, TaskQueue
 from mmrl.training.step_context import StepContext
 
-
 _DID = (("rollout", "sampled", "micro-batch", "micro-batches"), ("judge", "judged", "call", "calls"))
 
 
@@ -68,10 +67,9 @@ def for_lent(task: Task) -> Task:
 
 
 def decision(step: int, lines: Sequence[JsonObject], trainers: int, scheduler: Scheduler[Any]) -> JsonObject:
-    """A line of placement.jsonl: what the devices that train did while they waited for ``step`` (from 1), and the prices
-    of a move in this process, by direction.
+    """A line of placement.jsonl: what the devices that train did while they waited for ``step`` (from 1).
 
-    ``lines``: those of all controllers' devices in the step.
+    With it go the prices of a move in this process, by direction. ``lines``: of all controllers' devices in the step.
     """
     mine: dict[str, list[JsonObject]] = {role: [] for role in (*LENT, "wake")}
     for line in lines:
