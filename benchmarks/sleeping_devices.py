@@ -106,6 +106,8 @@ class SleepingDevices(MultiDevice):
         self.record = Record()
         self._number = 0
         self._training = 0.0
+        self.slept: dict[tuple[str, int, tuple[int, int]], float] = {}
+        """Of ``run_ahead``: the seconds of each task, by its role, step, and round and micro-batch."""
         self._lent: set[int] = set()
         self._latest: dict[int, Key] = {}
         self.context: Any = SimpleNamespace(
@@ -127,7 +129,9 @@ class SleepingDevices(MultiDevice):
         self.record.began.append(self._board.scheduler.start)
         for number, batches in enumerate(rounds):
             self._number = number
-            chunks = [SimpleNamespace(slots=[], seconds=both, at=(number, n)) for n, both in enumerate(batches)]
+            chunks = [
+                SimpleNamespace(slots=[], seconds=both, step=step, at=(number, n)) for n, both in enumerate(batches)
+            ]
             judged = []
             how: Any = SimpleNamespace(evaluate=False, step=step, round=number)
             for _, chunk, _ in self.sample(self.context, chunks, how, Clock(torch.device("cpu"))):  # type: ignore[arg-type]
@@ -140,6 +144,16 @@ class SleepingDevices(MultiDevice):
         seconds = max(self._board.scheduler.done_after(role) for role in ("rollout", "judge"))
         self.end_step(self.context, step)
         return seconds
+
+    def measured(self, step: int, rounds: Rounds) -> Rounds:
+        """The work of a step of ``run_ahead`` with the seconds that it took."""
+        return [
+            [
+                (self.slept["rollout", step, (k, n)], self.slept.get(("judge", step, (k, n)), 0.0))
+                for n in range(len(one))
+            ]
+            for k, one in enumerate(rounds)
+        ]
 
     def run_ahead(self, steps: Sequence[Rounds], training: Sequence[float], staleness: int) -> list[float]:
         """Steps that are sampled ahead, as ``AsyncRollout`` does; returns the seconds until each was trained."""
@@ -160,7 +174,9 @@ class SleepingDevices(MultiDevice):
         return ends
 
     def _submitted(self, step: int, number: int, batches: Any, staleness: int) -> Any:
-        chunks: Any = [SimpleNamespace(slots=[], seconds=both, at=(number, n)) for n, both in enumerate(batches)]
+        chunks: Any = [
+            SimpleNamespace(slots=[], seconds=both, step=step, at=(number, n)) for n, both in enumerate(batches)
+        ]
         how: Any = SimpleNamespace(evaluate=False, step=step, round=number)
         version = Version(max(0, step - staleness), "current", {})
         return self.sample(self.context, chunks, how, Clock(torch.device("cpu")), version)
@@ -190,15 +206,20 @@ class SleepingDevices(MultiDevice):
         if task.call is device_tasks.apply:
             time.sleep(self._training)
         if task.call is device_tasks.sample:
-            time.sleep(task.arguments[0].seconds[0])
+            self._sleep("rollout", task.arguments[0], 0)
             return task.arguments[0], []
         if task.call is device_tasks.score:
-            time.sleep(task.arguments[1][0].seconds[1])
+            self._sleep("judge", task.arguments[1][0], 1)
             return SimpleNamespace(sent=Counter())
         if task.call is device_tasks.switch_role:
             time.sleep(self._price if task.arguments[0] != "train" else 0.0)
             return False
         return 0.0 if task.call is device_tasks.cpu_seconds else None
+
+    def _sleep(self, role: str, chunk: Any, which: int) -> None:
+        began = time.perf_counter()
+        time.sleep(chunk.seconds[which])
+        self.slept[role, chunk.step, chunk.at] = time.perf_counter() - began
 
     def _listen(self) -> None:
         """Record what the scheduler hears and decides; all under the lock of the queue."""

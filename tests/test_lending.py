@@ -27,6 +27,8 @@ allow_cpu_only()  # before transformers imports torchvision
 SMALL = ["train.prompts_per_step=4", "train.group_size=4", "train.micro_batch_size=4", "model.dtype=float32"]
 SMALL += ["sampling.batch_size=4", "train.steps=3"]  # nothing is drawn beyond the last step
 TEXT = ["sums", *SMALL, "optim.lr=0.01", "optim.warmup_steps=0"]
+# at a low temperature many groups are flat and replaced; each micro-batch is of one group
+REPLACED = [*TEXT, "optim.lr=0.0003", "algorithm={type: dapo, max_attempts: 4}", "sampling.temperature=0.3"]
 PICTURES = ["shapes-lora", *SMALL, "sampling.steps=4", "sampling.window={size: 2}", "optim.lr=0.01"]
 FORWARD = ["shapes-nft", *SMALL, "sampling.steps=4", "algorithm.noise_levels=2", "algorithm.old_decay_rate=0.2"]
 
@@ -89,8 +91,14 @@ def trained(recipe, lend, staleness, steps=3):
 
 @pytest.mark.parametrize(
     ("recipe", "staleness"),
-    [(TEXT, 1), (PICTURES, 1), pytest.param(TEXT, 2, marks=pytest.mark.slow), (FORWARD, 1)],
-    ids=["text", "pictures", "text, older", "old policy"],
+    [
+        (TEXT, 1),
+        (PICTURES, 1),
+        pytest.param(TEXT, 2, marks=pytest.mark.slow),
+        pytest.param(REPLACED, 1, marks=pytest.mark.slow),
+        pytest.param(FORWARD, 1, marks=pytest.mark.slow),
+    ],
+    ids=["text", "pictures", "text, older", "text, replaced groups", "old policy"],
 )
 def test_samples_and_weights_are_equal_to_the_bit_with_and_without_lending(recipe, staleness):
     alone, fixed, before = trained(recipe, lend=False, staleness=staleness)
@@ -206,7 +214,7 @@ def task(role, step, updates=None):
 
 
 def test_a_device_that_waits_samples_first_and_then_judges_for_the_step_that_trains_next():
-    scheduler = lender(3, Split(1, 1), 4, rollout=1.0, judge=1.0)
+    scheduler = lender(3, Split(1, 1), 4, rollout=1.0, judge=0.2)
     sampled, judged = [task("rollout", 4) for _ in range(2)], [task("judge", 4) for _ in range(3)]
     later = task("rollout", 5)
     for one in (*sampled, later, *judged):
@@ -233,19 +241,25 @@ def test_its_own_training_goes_before_lending():
 
 
 @pytest.mark.parametrize(
-    ("left", "devices", "price", "back", "worth"),
+    ("left", "devices", "task", "price", "back", "other", "worth"),
     [
-        (4.0, 2, 0.0, 0.0, True),
-        (4.0, 2, 1.9, 0.0, True),  # (4 + 1.9) / 3 < 2
-        (4.0, 2, 2.1, 0.0, False),
-        (4.0, 2, 0.0, 0.6, True),  # 4 / 3 + 0.6 < 2
-        (4.0, 2, 0.0, 0.7, False),
-        (0.0, 2, 0.0, 0.0, False),
-        (4.0, 0, 9.0, 9.0, True),
+        (4.0, 2, 2.0, 0.0, 0.0, 0.0, True),
+        (4.0, 2, 2.0, 1.9, 0.0, 0.0, True),  # (4 + 1.9) / 3 < 2
+        (4.0, 2, 2.0, 2.1, 0.0, 0.0, False),
+        (4.0, 2, 2.0, 0.0, 0.6, 0.0, True),  # 4 / 3 + 0.6 < 2
+        (4.0, 2, 2.0, 0.0, 0.7, 0.0, False),
+        (4.0, 2, 2.0, 0.0, 0.0, 1.9, True),  # 1.9 < 2
+        (4.0, 2, 2.0, 0.0, 0.2, 1.9, False),
+        (4.0, 2, 2.0, 0.5, 0.5, 3.0, True),  # it does not make the step ready earlier, and is back by then
+        (4.0, 2, 2.0, 0.5, 0.6, 3.0, False),
+        (0.0, 2, 2.0, 0.0, 0.0, 0.0, False),
+        (4.0, 0, 2.0, 9.0, 9.0, 0.0, True),
     ],
 )
-def test_lending_is_worth_it_where_the_step_is_ready_earlier_with_both_prices(left, devices, price, back, worth):
-    assert worth_lending(left, devices, price, back) == worth
+def test_lending_is_worth_it_where_the_step_is_ready_earlier_or_waits_for_something_else(
+    left, devices, task, price, back, other, worth
+):
+    assert worth_lending(left, devices, task, price, back, other) == worth
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ they do the work of the other roles for it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from mmrl.placement.adaptive import Moves, Split, worth_lending, worth_moving
@@ -240,25 +240,32 @@ class Scheduler(Generic[T]):
         Only the step that trains next counts: a task of a later step could still be running when that one is ready.
         """
         idle = [device for device in self.waiting if self.roles[device] == "train"]
-        for role in LENT if idle else ():
+        if not idle:
+            return
+        wanted: dict[Role, deque[T]] = {role: deque(t for t in self._tasks[role] if _for(t, step)) for role in LENT}
+        for role in LENT:
             idle.sort(key=lambda device: (role not in self._lent_awake[device], device))
-            wanted = deque(task for task in self._tasks[role] if task.of is None or task.of[0] <= step)
-            while wanted and idle and self._worth_lending(idle[0], role, len(wanted)):
-                device, task = idle.pop(0), wanted.popleft()
+            while wanted[role] and idle and self._worth_lending(idle[0], role, step, wanted):
+                device, task = idle.pop(0), wanted[role].popleft()
                 self._tasks[role].remove(task)
                 self.lent += 1
                 self.moves += role not in self._lent_awake[device]
                 self._lent_awake[device].add(role)
                 self._hand(found, device, task)
 
-    def _worth_lending(self, device: int, role: Role, tasks: int) -> bool:
-        """Whether a device that trains takes one of so many ``tasks``."""
-        awake = self._lent_awake[device]
-        there = self.roles.count(role)
-        there += sum(a == "train" and b == role for a, b in zip(self.roles, self._running, strict=True))
-        price = 0.0 if role in awake else self.price(role)
-        back = self.price("train") if role == "rollout" and role not in awake else 0.0
-        return worth_lending(tasks * self._seconds.get(role, 0.0), there, price, back)
+    def _worth_lending(self, device: int, role: Role, step: int, wanted: Mapping[Role, Sized]) -> bool:
+        """Whether a device that trains takes a task of a role. ``wanted``: what ``step`` waits for, by role."""
+        sampling = [t for t, running in zip(self.taken, self._running, strict=True) if t and running == "rollout"]
+        sampled = len(wanted["rollout"]) + sum(_for(task, step) for task in sampling)  # these are judged too
+        left = {"rollout": len(wanted["rollout"]), "judge": len(wanted["judge"]) + sampled}
+        seconds = {name: left[name] * self._seconds.get(name, 0.0) for name in LENT}
+        lent = [running for own, running in zip(self.roles, self._running, strict=True) if own == "train"]
+        there = {name: self.roles.count(name) + lent.count(name) for name in LENT}
+        other: Role = "judge" if role == "rollout" else "rollout"
+        awake = role in self._lent_awake[device]
+        price, back = (0.0, 0.0) if awake else (self.price(role), self.price("train") * (role == "rollout"))
+        until = seconds[other] / max(there[other], 1)
+        return worth_lending(seconds[role], there[role], self._seconds.get(role, 0.0), price, back, until)
 
     def _first(self, device: int) -> tuple[bool, int]:
         """The order of idle devices: those first that need not wake for their role."""
@@ -351,6 +358,11 @@ LATEST = ("rollout_done", "judge_done", "price", "price_back", "wall")
 def summed(numbers: Sequence[dict[str, float]]) -> dict[str, float]:
     """The numbers of all controllers together."""
     return {k: (max if k in LATEST else sum)(n[k] for n in numbers) for k in numbers[0]}
+
+
+def _for(task: Schedulable, step: int) -> bool:
+    """Whether ``step`` waits for the task."""
+    return task.of is None or task.of[0] <= step
 
 
 def _later(task: Schedulable, other: Schedulable) -> bool:
