@@ -173,8 +173,24 @@ def regret_table(rows: Sequence[Row]) -> str:
     worst = max(rows, key=lambda row: row["regret"])
     return (
         f"{table(head, lines)}\n\nregret of adaptive: median {statistics.median(found):+.1%}, worst {max(found):+.1%} "
-        f"({worst['load']} at {worst['price']:.0%}), best {min(found):+.1%}"
+        f"({worst['load']} at {worst['price']:.0%}), best {min(found):+.1%}{lending(rows)}"
     )
+
+
+def lending(rows: Sequence[Row]) -> str:
+    """A line for each price: what lending makes of disaggregated devices, in the median of the loads."""
+    fixed, lent = "disaggregated", "disaggregated, lent"
+    said = []
+    for price in dict.fromkeys(row["price"] for row in rows if lent in row["over bound"]):
+        of = [row["over bound"] for row in rows if row["price"] == price]
+        medians = [statistics.median(one[name] for one in of) for name in (fixed, lent)]
+        behind = max((1 + one[lent]) / (1 + one[fixed]) - 1 for one in of)
+        slower = sum(one[lent] > one[fixed] for one in of)
+        said.append(
+            f"\ndisaggregated at {price:.0%}: median {medians[0]:+.1%} over the bound, lent {medians[1]:+.1%}; "
+            f"{slower} of {len(of)} loads take longer when lent, the worst {behind:+.1%}"
+        )
+    return "".join(said)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

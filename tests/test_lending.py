@@ -1,5 +1,6 @@
 """Devices that train and are lent to sampling and judging while they wait: equal outcomes, and back for the update."""
 
+import re
 import threading
 import time
 
@@ -20,6 +21,7 @@ from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.runtime import worker
 from mmrl.training.loop import train_step
+from tests import ray_runs
 from tests.tiny_diffusion import two_blocks
 
 allow_cpu_only()  # before transformers imports torchvision
@@ -276,3 +278,24 @@ def test_lending_is_worth_it_where_the_step_is_ready_earlier_or_waits_for_someth
 def test_lending_that_cannot_be_is_refused_with_the_edit(changes, message):
     with pytest.raises(UserError, match=f"placement.lend: .*{message}"):
         load_recipe(["sums"], ["devices_per_controller=2", *changes])
+
+
+@pytest.mark.slow
+def test_a_run_of_processes_with_a_judge_has_the_same_outcome_with_lent_devices(tmp_path):
+    pytest.importorskip("ray")
+    words = ["train.steps=3", *SMALL[:4], "eval.every=3", "eval.samples=8", "rewards.0.batch_size=4"]
+    words += ["sampling.batch_size=4", "train.prompts_per_step=6", "devices_per_controller=3"]
+    for lend in ("false", "true"):
+        settings = f"placement={{type: disaggregated, lend: {lend}}}"
+        ray_runs.run("shapes-judge", tmp_path / lend, *words, settings)
+    for mine, theirs in zip(*(ray_runs.rows(tmp_path / lend) for lend in ("false", "true")), strict=True):
+        for key in ("reward/mean", "optim/grad_norm", "mismatch/weight_mean", "policy/ratio_max_dev"):
+            assert mine[key] == theirs[key], (mine["step"], key)
+    for file in ("weights", "optimizer", "ahead"):
+        whole = [tmp_path / lend / "checkpoints" / "step_000003" / f"{file}.safetensors" for lend in ("false", "true")]
+        assert whole[0].read_bytes() == whole[1].read_bytes()
+    lines = ray_runs.placed(tmp_path / "true")
+    assert {"train", "rollout"} <= {line["role"] for line in lines if line.get("device") == 0}
+    said = [line["decision"] for line in lines if "decision" in line]
+    assert len(said) == 3
+    assert any(re.match(r"1 device that trains sampled \d+ micro-batch", one) for one in said)

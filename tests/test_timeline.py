@@ -210,3 +210,19 @@ def test_the_report_shows_it_with_whatever_the_file_says(tmp_path):
     assert "<title>device 0: sampling, 0 s to 4 s</title>" in html
     (drawing,) = [a for tag, a in page.tags if tag == "svg" and a.get("class") == "rows"]
     assert drawing["aria-label"] == "what 2 devices did in step 1"
+
+
+def test_a_device_that_trains_and_was_lent_shows_three_roles_and_the_decision_in_words(tmp_path):
+    said = "1 device that trains sampled 2 micro-batches and judged 1 call while waiting"
+    rows = [
+        span(1, 0, "rollout", 0.0, 2.0),
+        span(1, 0, "judge", 2.0, 4.0),
+        span(1, 0, "train", 5.0, 10.0),
+        span(1, 1, "rollout", 0.0, 10.0),
+        {"step": 1, "decision": said, "numbers": {"sampling": 2.0, "judging": 2.0, "price_back": 0.1}},
+    ]
+    found = timeline(written(tmp_path / "placement.jsonl", rows))
+    assert found.shares[0][1] == pytest.approx({"sampling": 0.2, "judging": 0.2, "training": 0.5, "idle": 0.1})
+    (row,) = found.decisions
+    assert (row["why"], row["split"], row["changed"]) == (said, "-", False)
+    assert row["numbers"]["price_back"] == 0.1
