@@ -115,7 +115,10 @@ def regrets(cluster: Cluster, prices: Sequence[float], steps: int, seed: int) ->
             trace = placement_loads.trace_of(name, price, cluster, steps, seed)
             colocate, *partial = [static(trace, cluster, split) for split in splits(cluster.devices)]
             greedy, *others = [moving(trace, cluster, split) for split in splits(cluster.devices)]
-            apart = best_disaggregated(trace, cluster) if cluster.controllers == 1 else None
+            apart, lent = (
+                best_disaggregated(trace, cluster, lend=lend) if cluster.controllers == 1 else None
+                for lend in (False, True)
+            )
             mine, least = adaptive(trace, cluster), sum(bound(trace, cluster))
             rivals = [colocate, *partial, greedy]
             best = min(rivals, key=lambda outcome: outcome.seconds)
@@ -123,6 +126,7 @@ def regrets(cluster: Cluster, prices: Sequence[float], steps: int, seed: int) ->
                 "colocate": colocate,
                 "partial": min(partial, key=lambda outcome: outcome.seconds),
                 "disaggregated": apart,
+                "disaggregated, lent": lent,
                 "greedy": greedy,
                 "static with moves": min(others, key=lambda outcome: outcome.seconds),
                 "adaptive": mine,
@@ -140,7 +144,15 @@ def regrets(cluster: Cluster, prices: Sequence[float], steps: int, seed: int) ->
             }
 
 
-POLICIES = ("colocate", "partial", "disaggregated", "greedy", "static with moves", "adaptive")
+POLICIES = (
+    "colocate",
+    "partial",
+    "disaggregated",
+    "disaggregated, lent",
+    "greedy",
+    "static with moves",
+    "adaptive",
+)
 
 
 def regret_table(rows: Sequence[Row]) -> str:

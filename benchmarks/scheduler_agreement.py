@@ -7,6 +7,7 @@ computes is a sleep. The times are those of a load of ``placement_loads``, or of
 that a step takes about ``--seconds``. Simulated: ``mmrl.simulator.simulate`` with the seconds that each sleep really
 took, since a busy machine wakes sleeping threads late; the last column has the error with the seconds that were asked
 for. Both begin a run without knowledge, so that under ``adaptive`` a different decision shows in all later steps.
+With ``disaggregated`` a step is the time between two updates.
 
 The goals: a median error of at most 5 %, a 95th percentile of at most 10 %.
 """
@@ -19,6 +20,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ import placement_loads
 from sleeping_devices import SleepingDevices
 
 from mmrl.config.placement import Placement
-from mmrl.simulator.simulate import Cluster, placed
+from mmrl.simulator.simulate import Cluster, disaggregated, placed
 from mmrl.simulator.trace import Trace, Work
 from mmrl.simulator.trace_from_run import fitted, read_run
 
@@ -37,6 +39,8 @@ PLACEMENTS = {
     "greedy": Placement(type="greedy", sleep=True),
     "static with moves": Placement(type="greedy", judges=3, sleep=True),
     "adaptive": Placement(type="adaptive", sleep=True),
+    "disaggregated": Placement(type="disaggregated", trainers=3, judges=2, staleness=1),
+    "disaggregated, lent": Placement(type="disaggregated", trainers=3, judges=2, staleness=1, lend=True),
 }
 GOALS = 0.05, 0.10
 PRICE = 0.1
@@ -48,7 +52,10 @@ def scaled(trace: Trace, seconds: float) -> Trace:
     shares = [work.shares[0] for work in trace.steps]
     even = statistics.mean(sum(r + j for batches in share for r, j in batches) for share in shares) / DEVICES
     by = seconds / even
-    steps = [Work([[[(r * by, j * by) for r, j in batches] for batches in share]], 0.0) for share in shares]
+    steps = [
+        Work([[[(r * by, j * by) for r, j in batches] for batches in share]], work.train * by)
+        for share, work in zip(shares, trace.steps, strict=True)
+    ]
     return Trace(steps, (trace.price or PRICE * even) * by, trace.source)
 
 
@@ -58,21 +65,39 @@ def live(trace: Trace, settings: Placement) -> tuple[list[float], Trace]:
     try:
         for step, work in enumerate(trace.steps):
             seconds.append(devices.run_step(step, work.shares[0]))
-            steps.append(Work([devices.record.measured(work.shares[0])], 0.0))
+            steps.append(Work([devices.record.measured(work.shares[0])], work.train))
             prices += [turned - began for began, turned, _, _ in devices.record.done.values() if turned > began]
     finally:
         devices.close()
     return seconds, Trace(steps, statistics.median(prices) if prices else trace.price, trace.source)
 
 
-def compared(traces: dict[str, Trace]) -> list[dict[str, Any]]:
+def live_ahead(trace: Trace, settings: Placement) -> tuple[list[float], Trace]:
+    """As ``live``, of devices that sample ahead: the seconds between two updates."""
+    devices, rounds = SleepingDevices(DEVICES, settings, trace.price), [work.shares[0] for work in trace.steps]
+    slower = DEVICES / settings.training(DEVICES)
+    try:
+        ends = devices.run_ahead(rounds, [work.train * slower for work in trace.steps], settings.staleness or 1)
+        steps = [Work([devices.measured(n, one)], trace.steps[n].train) for n, one in enumerate(rounds)]
+    finally:
+        devices.close()
+    return [after - before for before, after in pairwise([0.0, *ends])], Trace(steps, trace.price, trace.source)
+
+
+def predicted_by(trace: Trace, settings: Placement, name: str) -> list[float]:
+    """The simulator's seconds of each step, as ``live`` or ``live_ahead`` measures them."""
+    if not settings.apart:
+        return placed(trace, Cluster(1, DEVICES), settings, name).generate
+    train, judge = settings.training(DEVICES), settings.judging(DEVICES)
+    return disaggregated(trace, Cluster(1, DEVICES), train, judge, settings.staleness or 1, lend=settings.lend).steps
+
+
+def compared(traces: dict[str, Trace], placements: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
     for load, trace in traces.items():
-        for name, settings in PLACEMENTS.items():
-            real, measured = live(trace, settings)
-            asked, predicted = (
-                placed(work, Cluster(1, DEVICES), settings, name).generate for work in (trace, measured)
-            )
+        for name, settings in ((name, PLACEMENTS[name]) for name in placements):
+            real, measured = (live_ahead if settings.apart else live)(trace, settings)
+            asked, predicted = (predicted_by(work, settings, name) for work in (trace, measured))
             errors, late = ([p / r - 1 for p, r in zip(found, real, strict=True)] for found in (predicted, asked))
             row = {
                 "load": load,
@@ -97,6 +122,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", nargs="*", choices=placement_loads.NAMES, default=list(placement_loads.NAMES))
     parser.add_argument("--trace", nargs="*", type=Path, default=[], help="directories of recorded runs")
+    parser.add_argument("--placements", nargs="*", choices=list(PLACEMENTS), default=list(PLACEMENTS))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=0.3, help="of an even generate phase")
     parser.add_argument("--json", type=Path, help="write every single figure here")
@@ -111,7 +137,7 @@ def main(given: Sequence[str] | None = None) -> None:
     print(f"{DEVICES} devices, {arguments.steps} steps each, load average {os.getloadavg()[0]:.1f}\n")
     print("| load | placement | live (s) | simulated (s) | error of a step | 95th % | as asked | 95th % |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    rows = compared(traces)
+    rows = compared(traces, arguments.placements)
     errors, late = ([error for row in rows for error in row[key]] for key in ("errors", "late"))
     print(f"| all | {len(errors)} steps | | | {spread(errors)} | {spread(late)} |")
     print(f"\ngoals: median {GOALS[0]:.0%}, 95th percentile {GOALS[1]:.0%}")

@@ -2,13 +2,15 @@
 
 ``SleepingDevices`` is ``MultiDevice`` with its threads, queue, futures, role switches and decisions. Only what a device
 computes is replaced by a sleep. ``Replayed`` goes through the same tasks in simulated time, with the times that were
-recorded of the real ones.
+recorded of the real ones. ``Log`` keeps what the scheduler heard and when; a new scheduler decides the same from it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +18,11 @@ from typing import Any
 import torch
 
 from mmrl.config.placement import Placement
-from mmrl.placement import device_tasks
+from mmrl.engines.policy import Version
+from mmrl.placement import device_tasks, lending
 from mmrl.placement.adaptive import State, opening
 from mmrl.placement.multi_device import MultiDevice
+from mmrl.placement.scheduler import Scheduler
 from mmrl.placement.simulated_devices import Rounds, SimulatedDevices, SimulatedTask, Times
 from mmrl.placement.task_queue import Task
 from mmrl.report.clock import Clock
@@ -56,6 +60,43 @@ class Record:
         ]
 
 
+class Log:
+    """What a scheduler hears, with the time of each call, and what it decides."""
+
+    HEARD = ("new_step", "apart", "lend", "recall", "begin", "ready", "idle", "done", "cut", "drop", "handed")
+
+    def __init__(self, scheduler: Scheduler[Any]) -> None:
+        self._devices, self._start = len(scheduler.roles), scheduler.start
+        self._calls: list[tuple[float, str, tuple[Any, ...], dict[str, Any]]] = []
+        self.decisions: list[list[tuple[int, Any]]] = []
+        for name in self.HEARD:
+            setattr(scheduler, name, self._listening(name, getattr(scheduler, name)))
+        self._clock, scheduler._clock = scheduler._clock, lambda: self._now  # pyright: ignore[reportPrivateUsage]
+        self._now = scheduler.start
+
+    def _listening(self, name: str, call: Any) -> Any:
+        def heard(*given: Any, **how: Any) -> Any:
+            self._now = self._clock()  # it reads one time in a call
+            self._calls.append((self._now, name, given, how))
+            found = call(*given, **how)
+            if name == "handed" and found:
+                self.decisions.append(found)
+            return found
+
+        return heard
+
+    def replayed(self) -> list[list[tuple[int, Any]]]:
+        """The decisions of a new scheduler that hears the same at the same times."""
+        now, found = self._start, []
+        scheduler: Scheduler[Any] = Scheduler(self._devices, lambda: now)
+        for moment, name, given, how in self._calls:
+            now = moment
+            answer = getattr(scheduler, name)(*given, **how)
+            if name == "handed" and answer:
+                found.append(answer)
+        return found
+
+
 class SleepingDevices(MultiDevice):
     """``devices`` of one controller; a switch of roles takes ``price`` seconds."""
 
@@ -64,6 +105,10 @@ class SleepingDevices(MultiDevice):
         self._price, self._client = price, None
         self.record = Record()
         self._number = 0
+        self._training = 0.0
+        self.slept: dict[tuple[str, int, tuple[int, int]], float] = {}
+        """Of ``run_ahead``: the seconds of each task, by its role, step, and round and micro-batch."""
+        self._lent: set[int] = set()
         self._latest: dict[int, Key] = {}
         self.context: Any = SimpleNamespace(
             rewards=SimpleNamespace(on_device=["judge"], call_by=self._called_by),
@@ -71,6 +116,7 @@ class SleepingDevices(MultiDevice):
             pipeline=SimpleNamespace(encode=lambda slots: [], features=SimpleNamespace(release=lambda keys: None)),
             controller=SimpleNamespace(gather=lambda mine: [mine], rank=0),
         )
+        self.log = Log(self._board.scheduler)
         self._listen()
         self.open(self.context)
 
@@ -83,7 +129,9 @@ class SleepingDevices(MultiDevice):
         self.record.began.append(self._board.scheduler.start)
         for number, batches in enumerate(rounds):
             self._number = number
-            chunks = [SimpleNamespace(slots=[], seconds=both, at=(number, n)) for n, both in enumerate(batches)]
+            chunks = [
+                SimpleNamespace(slots=[], seconds=both, step=step, at=(number, n)) for n, both in enumerate(batches)
+            ]
             judged = []
             how: Any = SimpleNamespace(evaluate=False, step=step, round=number)
             for _, chunk, _ in self.sample(self.context, chunks, how, Clock(torch.device("cpu"))):  # type: ignore[arg-type]
@@ -97,20 +145,81 @@ class SleepingDevices(MultiDevice):
         self.end_step(self.context, step)
         return seconds
 
+    def measured(self, step: int, rounds: Rounds) -> Rounds:
+        """The work of a step of ``run_ahead`` with the seconds that it took."""
+        return [
+            [
+                (self.slept["rollout", step, (k, n)], self.slept.get(("judge", step, (k, n)), 0.0))
+                for n in range(len(one))
+            ]
+            for k, one in enumerate(rounds)
+        ]
+
+    def run_ahead(self, steps: Sequence[Rounds], training: Sequence[float], staleness: int) -> list[float]:
+        """Steps that are sampled ahead, as ``AsyncRollout`` does; returns the seconds until each was trained."""
+        begun: dict[int, Any] = {}
+        ends, start = [], time.perf_counter()
+        with ThreadPoolExecutor(staleness + 1) as threads:
+            for step, self._training in enumerate(training):
+                self.begin_step()
+                for n in range(step, min(step + staleness, len(steps) - 1) + 1):
+                    if n not in begun:
+                        first = self._submitted(n, 0, steps[n][0], staleness)
+                        begun[n] = threads.submit(self._collected, n, first, steps[n], staleness)
+                with self.lending(self.context, step):
+                    begun.pop(step).result()
+                self.run_on_trainers(self.context, device_tasks.apply, 0.0)
+                ends.append(time.perf_counter() - start)
+                self.end_step(self.context, step)
+        return ends
+
+    def _submitted(self, step: int, number: int, batches: Any, staleness: int) -> Any:
+        chunks: Any = [
+            SimpleNamespace(slots=[], seconds=both, step=step, at=(number, n)) for n, both in enumerate(batches)
+        ]
+        how: Any = SimpleNamespace(evaluate=False, step=step, round=number)
+        version = Version(max(0, step - staleness), "current", {})
+        return self.sample(self.context, chunks, how, Clock(torch.device("cpu")), version)
+
+    def _collected(self, step: int, drawn: Any, rounds: Rounds, staleness: int) -> None:
+        for number, batches in enumerate(rounds):
+            judged = []
+            for _, chunk, _ in drawn if number == 0 else self._submitted(step, number, batches, staleness):
+                if chunk.seconds[1]:
+                    context: Any = SimpleNamespace(step=step, sent=Counter(), round=number)
+                    judged.append(self._client.submit([chunk], context))  # type: ignore[attr-defined]
+            for answer in judged:
+                answer.result()
+
     def _called_by(self, made: Any) -> None:
         self._client = made("judge")
 
     def _perform(self, context: Any, device: int, task: Task) -> Any:
+        if task.call is lending.lent:
+            task = Task(task.role, *task.arguments)
+        if task.call is lending.borrow:
+            self._lent.add(device)
+            time.sleep(self._price)
+        if task.call is lending.give_back and device in self._lent:
+            self._lent.remove(device)
+            time.sleep(self._price)
+        if task.call is device_tasks.apply:
+            time.sleep(self._training)
         if task.call is device_tasks.sample:
-            time.sleep(task.arguments[0].seconds[0])
+            self._sleep("rollout", task.arguments[0], 0)
             return task.arguments[0], []
         if task.call is device_tasks.score:
-            time.sleep(task.arguments[1][0].seconds[1])
+            self._sleep("judge", task.arguments[1][0], 1)
             return SimpleNamespace(sent=Counter())
         if task.call is device_tasks.switch_role:
             time.sleep(self._price if task.arguments[0] != "train" else 0.0)
             return False
         return 0.0 if task.call is device_tasks.cpu_seconds else None
+
+    def _sleep(self, role: str, chunk: Any, which: int) -> None:
+        began = time.perf_counter()
+        time.sleep(chunk.seconds[which])
+        self.slept[role, chunk.step, chunk.at] = time.perf_counter() - began
 
     def _listen(self) -> None:
         """Record what the scheduler hears and decides; all under the lock of the queue."""

@@ -19,6 +19,7 @@ from mmrl.checkpoint import reader
 from mmrl.checkpoint.reader import Saved
 from mmrl.checkpoint.resume import with_older_defaults
 from mmrl.config.checks import possible
+from mmrl.config.moved_files import moved
 from mmrl.config.names import resolve, resolve_drop_in
 from mmrl.config.objectives import load_objective
 from mmrl.config.schema import Recipe
@@ -211,7 +212,8 @@ def open_run(path: Path) -> tuple[Recipe, RunDir]:
     """A finished or interrupted run's recipe. Raises ``UserError`` where ``path`` is no run."""
     directory = RunDir(path)
     try:
-        settings = with_older_defaults(given_again(json.loads(directory.resolved.read_text())))
+        stored = given_again(json.loads(directory.resolved.read_text()))
+        settings = with_older_defaults(moved(stored, missing_only=True))
         return possible(Recipe.model_validate_json(json.dumps(settings))), directory
     except (OSError, ValueError) as error:
         raise UserError(

@@ -1,8 +1,11 @@
 """Without Ray: torchrun's and Slurm's variables start the same program, one controller a process."""
 
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,7 +16,7 @@ from mmrl.runtime.board import meet
 from mmrl.runtime.joined import _refuse, _told
 from mmrl.runtime.launchers import Launched, first_host, launched, own_devices
 from tests.ranks import Command
-from tests.ray_runs import ROOT, SMALL, UNHURRIED, ended, rows, wait_for
+from tests.ray_runs import ROOT, SMALL, UNHURRIED, children, ended, rows, wait_for
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "29500"}
 SLURM = {
@@ -287,3 +290,25 @@ def test_what_the_user_must_mend_in_one_process_ends_all_and_is_said_once(tmp_pa
     assert "no luck" in said
     assert "steps up to 1 are saved; fix it, then: srun --ntasks 2 mmrl train" in said
     assert silent == ""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_job_again_that_goes_on_where_it_was(tmp_path):
+    out, printed = tmp_path / "run", tmp_path / "printed.txt"
+    words = ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--master-port", free_port()]
+    words += ["--max-restarts", "1", "-m", "mmrl", "train", "sums", *SMALL, unhurried(out), "--out", out]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with printed.open("w") as said:
+        job = subprocess.Popen([sys.executable, *words], stdout=said, stderr=said, env=environ)
+    try:
+        wait_for(job, out, 2)
+        next(c for c in children(job.pid) if c.environ().get("RANK") == "1").kill()
+        assert job.wait(300) == 0
+    finally:
+        for child in (*children(job.pid), job):
+            child.kill()
+    said = " ".join(printed.read_text().split())
+    assert "error: controller 1 of 2 (process" in said
+    assert re.search(r"resuming after step [123]", said)
+    assert [row["step"] for row in rows(out)] == [1, 2, 3, 4]
+    assert "done: 4 steps" in said

@@ -6,6 +6,7 @@ import pytest
 
 from mmrl.checkpoint.resume import same_run
 from mmrl.config.loader import load_recipe
+from mmrl.config.moved_files import moved
 from mmrl.errors import UserError
 from mmrl.report.rundir import RunDir
 
@@ -41,3 +42,28 @@ def test_where_the_default_was_another_it_says_how_the_run_began(older):
 def test_another_value_is_another_recipe(older, change):
     with pytest.raises(UserError, match=rf"--resume: .*{change.split('=')[0]}.* differ"):
         same_run(older, load_recipe(["shapes-nft"], ["algorithm.guidance=sampling", change]))
+
+
+def test_a_run_of_a_shipped_model_goes_on_with_another_installation(older):
+    loaded = load_recipe(["shapes-nft"], ["algorithm.guidance=sampling"])
+    stored, path = json.loads(older.resolved.read_text()), loaded.recipe.model.path
+    resolved = loaded.resolve(path)
+    before = resolved[resolved.rindex("/pipelines/") :]
+    stored["model"]["path"] = f"/home/them/mmrl{before}"
+    older.resolved.write_text(json.dumps(stored))
+    same_run(older, loaded)
+    assert moved(stored)["model"]["path"] == moved(stored, missing_only=True)["model"]["path"] == resolved
+
+    stored["model"]["path"] = f"/home/them/mmrl{before}-of-mine"  # nothing that is shipped
+    older.resolved.write_text(json.dumps(stored))
+    assert moved(stored) == stored
+    with pytest.raises(UserError, match=r"--resume: .*model\.path.* differ"):
+        same_run(older, loaded)
+
+
+def test_a_path_that_still_exists_stays_where_it_is_asked_to(tmp_path):
+    model = tmp_path / "pipelines" / "diffusion" / "models" / "shapes-sd3"
+    model.mkdir(parents=True)
+    settings = {"rewards": [{"options": {"model": {"path": str(model)}}}]}
+    assert moved(settings, missing_only=True) == settings
+    assert moved(settings) != settings

@@ -269,6 +269,13 @@ def test_devices_that_keep_their_role_are_drawn_with_what_they_do():
     made = planning.planned("shapes-judge", *SMALL, "devices_per_controller=3", "placement=disaggregated")
     gradients = made.roles[1].bytes  # as large as what is given to the one that samples
     assert made.inside["weights"] == pytest.approx(gradients, rel=1e-4)
+    lent = "placement={type: disaggregated, trainers: 2, judges: 1, lend: true}"
+    lends = planning.planned("shapes-judge", *SMALL, "devices_per_controller=4", lent)
+    assert lends.inside["weights"] == pytest.approx(2 * gradients, rel=1e-4)  # the second trainer gets them too
+    assert rows(lends)[0] == ("0 to 1", "sample or judge while it waits", "train")
+    (sampling,), (before,) = ([p for p in one.phases if p.name == "sample"] for one in (lends, made))
+    assert sampling.parts["borrowed weights"] == pytest.approx(gradients, rel=1e-4)
+    assert "borrowed weights" not in before.parts
 
 
 # -- what is wrong, and who idles ------------------------------------------------------------------------------------

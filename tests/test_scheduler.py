@@ -59,6 +59,22 @@ def test_replayed_durations_of_a_real_run_give_the_same_decisions(placement):
         devices.close()
 
 
+@pytest.mark.parametrize("lend", [False, True])
+def test_disaggregated_decisions_replay_from_the_scheduler_s_log(lend):
+    settings = Placement(type="disaggregated", trainers=2, judges=1, staleness=1, lend=lend)
+    devices = SleepingDevices(DEVICES, settings, PRICE)
+    try:
+        devices.run_ahead([work(step) for step in range(4)], [0.02] * 4, staleness=1)
+    finally:
+        devices.close()
+    decisions = devices.log.decisions
+    assert devices.log.replayed() == decisions
+    handed = [(device, task.role) for one in decisions for device, task in one]
+    assert sum(role != "train" for _, role in handed) == 4 * 2 * 13
+    trainers = {role for device, role in handed if device < 2}
+    assert trainers == ({"train", "rollout", "judge"} if lend else {"train"})
+
+
 def nothing():
     pass
 

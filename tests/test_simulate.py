@@ -17,6 +17,7 @@ from mmrl.placement.scheduler import as_rows
 from mmrl.placement.simulated_devices import SimulatedDevices
 from mmrl.simulator.simulate import (
     Cluster,
+    _Ahead,
     adaptive,
     best_disaggregated,
     best_static,
@@ -66,6 +67,31 @@ def test_no_staleness_leaves_nothing_to_overlap_with_training():
     trace = equal(1, 8, 2.0, 1.0, train=1.0, steps=5)
     out = disaggregated(trace, Cluster(1, 4), train=1, judge=1, staleness=0)
     assert out.steps == pytest.approx([8 * 2.0 / 2 + 2 * 1.0 + 4.0] * 5)  # two samples end together, for one judge
+
+
+@pytest.mark.parametrize(("train", "price", "period"), [(2.0, 0.0, 10.0), (2.0, 1.0, 11.0), (9.0, 0.0, 18.0)])
+def test_a_lent_trainer_shares_what_is_left_of_sampling_when_it_has_trained(train, price, period):
+    trace = equal(1, 8, 2.0, 0.0, train=train, price=price, steps=12)
+    fixed = disaggregated(trace, Cluster(1, 2), train=1, judge=0, staleness=1)
+    lent = disaggregated(trace, Cluster(1, 2), train=1, judge=0, staleness=1, lend=True)
+    assert fixed.steps[6:-1] == pytest.approx([max(8 * 2.0, 2 * train)] * 5)
+    assert sum(lent.steps[4:10]) / 6 == pytest.approx(period)  # micro-batches are whole
+    assert lent.moves[4:10] == [int(2 * train < 16)] * 6
+
+
+def test_lent_trainers_do_all_work_once_and_are_never_in_two_places():
+    trace = synthetic(replace(LOADS["tailed"], again=(0.3, 0.3), ahead=False), 4, 2, 8, 48, seed=4)
+    for lend in (False, True):
+        run = _Ahead(trace, Cluster(2, 4), Split(1, 1), 1, lend=lend)
+        run.trained()
+        for share, devices in enumerate(run._controllers):
+            events, batches = devices.scheduler.events, [b for w in trace.steps for one in w.shares[share] for b in one]
+            assert devices.scheduler.seconds("rollout") == pytest.approx(sum(r for r, _ in batches))
+            assert devices.scheduler.seconds("judge") == pytest.approx(sum(j for _, j in batches))
+            assert {e.device for e in events if e.role != "wake"} == ({0, 1, 2, 3} if lend else {2, 3})
+            for device in range(4):
+                spans = sorted((e.began, e.ended) for e in events if e.device == device)
+                assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(spans))
 
 
 CASES = list(itertools.product(LOADS, (0.0, 1.0, 5.0), ("never", "worth")))
@@ -365,6 +391,7 @@ def test_the_table_of_regret_has_every_policy(capsys, monkeypatch):
     placement.main(["--regret", "--devices", "8", "--steps", "3", "--prices", "0.1"])
     out = capsys.readouterr().out
     head, _, row = [line.split(" | ") for line in out.splitlines() if line.startswith("|")]
-    assert head[2:8] == ["colocate", "partial", "disaggregated", "greedy", "static with moves", "adaptive"]
+    named = ["colocate", "partial", "disaggregated", "disaggregated, lent", "greedy", "static with moves", "adaptive"]
+    assert head[2:9] == named
     assert len(row) == len(head)
     assert "regret of adaptive: median" in out

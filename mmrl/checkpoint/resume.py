@@ -6,6 +6,7 @@ import json
 import sys
 
 from mmrl.config.loader import LoadedRecipe
+from mmrl.config.moved_files import moved
 from mmrl.config.older_keys import renamed
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
@@ -42,8 +43,8 @@ def same_run(directory: RunDir, loaded: LoadedRecipe) -> None:
     free |= set(CHANGEABLE) if diverged(directory) else set()
     if loaded.recipe.optim.schedule != "constant":
         free -= {"train.steps", "train.max_cpu_seconds"}  # the learning rate of every step depends on them
-    stored = renamed(json.loads(directory.resolved.read_text()))
-    before, now = (flatten(masked(without_budgets(recipe))) for recipe in (stored, loaded.resolved()))
+    stored = moved(renamed(json.loads(directory.resolved.read_text())))
+    before, now = (flatten(masked(without_budgets(recipe))) for recipe in (stored, moved(loaded.resolved())))
     filled = flatten(masked(without_budgets(Recipe.model_validate(stored).model_dump(mode="json")))) | _BEFORE
     new = {key: filled.get(key) for key in sorted(now.keys() - before.keys()) if not {key, key.split(".")[0]} & free}
     before |= new

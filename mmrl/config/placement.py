@@ -22,6 +22,9 @@ class Placement(Section):
     """Disaggregated: devices of a controller that train; None: half of them."""
     staleness: Count | None = None
     """Disaggregated: by how many steps the sampling weights are behind the trained ones; 1 by default."""
+    lend: bool = False
+    """Disaggregated: a device that trains and waits for samples samples or judges for that step until they are there.
+    The samples stay the same. It needs memory for a second copy of the trained weights there."""
     inside: bool = True
     """Adaptive: a device without work in its role switches to the other role within a step if that saves time."""
     sleep: bool = False

@@ -53,6 +53,11 @@ def _placement(recipe: Recipe) -> Iterator[str]:
     for key in ("trainers", "staleness"):
         if getattr(placement, key) is not None and not placement.apart:
             yield f"placement.{key}: only disaggregated devices train while others sample; remove it"
+    if placement.lend and not placement.apart:
+        yield (
+            f"placement.lend: with {placement.type} every device samples and trains, so none waits to be lent; remove "
+            "it, or set placement.type to disaggregated"
+        )
     if not placement.inside and placement.type != "adaptive":
         yield f"placement.inside: with {placement.type} no device changes its role to save time; remove it"
     if devices > 1 and recipe.rollout.engine != "transformers":
@@ -106,6 +111,8 @@ def _disaggregated(recipe: Recipe) -> Iterator[str]:
             f"{placement.judges or 0} judge, and one must sample; lower placement.trainers or placement.judges, or set "
             "devices_per_controller higher"
         )
+    if placement.lend:
+        yield from _lending(recipe)
     if placement.sleep:
         yield "placement.sleep: disaggregated devices keep their role, and their models stay awake; remove it"
     if not algorithm.takes_older_samples:
@@ -115,6 +122,22 @@ def _disaggregated(recipe: Recipe) -> Iterator[str]:
         )
     if algorithm.kind in ("pathwise", "offline"):
         yield f"placement: {algorithm.type} samples nothing ahead of its update; set placement to colocate"
+
+
+def _lending(recipe: Recipe) -> Iterator[str]:
+    """Check devices that train and are lent to sampling."""
+    if recipe.rollout.engine != "transformers":
+        yield (
+            f"placement.lend: {recipe.rollout.engine_name} runs beside the devices that sample, and there is none "
+            "beside those that train; remove it, or set rollout.engine to transformers"
+        )
+    if recipe.train.backend != "replicated" or recipe.train.width > 1:
+        yield (
+            "placement.lend: a device that trains a part of the weights cannot sample without the others; remove it, "
+            "or set train.backend to replicated"
+            + " and train.context_parallel to 1"
+            * (recipe.train.backend == "replicated")
+        )
 
 
 def _controllers(recipe: Recipe) -> Iterator[str]:

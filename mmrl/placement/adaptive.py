@@ -230,5 +230,21 @@ def worth_moving(
     return then < now
 
 
+def worth_lending(left: float, devices: int, task: float, price: float, back: float, other: float = 0.0) -> bool:
+    """Whether a device that waits to train should take a task of another role.
+
+    ``left``: device-seconds of the role that the device's step still needs; ``devices``: those that work in it;
+    ``task``: seconds of one task; ``price``: until the device has the role, ``back``: until it can train again;
+    ``other``: seconds until the third role is done with the step.
+
+    It does if the step is ready to train earlier, or if it is back before the step is ready: an idle device's time is
+    free, and the others go on to the next step sooner.
+    """
+    if left <= 0 or not devices:
+        return left > 0
+    now, then = max(left / devices, other), max((left + price) / (devices + 1), other)
+    return then + back < now or price + task + back <= then
+
+
 def _least(values: Sequence[float]) -> int:
     return min(range(len(values)), key=values.__getitem__)

@@ -21,7 +21,7 @@ from mmrl.checkpoint.reader import PartState, Saved
 from mmrl.config.placement import Placement
 from mmrl.engines.policy import Version
 from mmrl.json_types import JsonObject
-from mmrl.placement import adaptive, device_tasks, hindsight
+from mmrl.placement import adaptive, device_tasks, hindsight, lending
 from mmrl.placement.device_shares import all_of, features_of, needs, split_among
 from mmrl.placement.scheduler import as_rows, summed
 from mmrl.placement.task_queue import Task, TaskQueue
@@ -163,6 +163,9 @@ class MultiDevice:
         ]
         return all_of([self._board.put(task) for task in tasks])
 
+    def lending(self, context: StepContext, step: int) -> AbstractContextManager[None]:
+        return lending.window(self._board, step, self._trainers) if self.settings.lend else nullcontext()
+
     def version(
         self, context: StepContext, name: str
     ) -> Version:  # the same object until the weights change; copies change between updates
@@ -236,6 +239,8 @@ class MultiDevice:
         split = self.state.split
         if decides:
             self._decide(step + 1, hindsight.slowest([tried for _, _, tried in found]))
+        if self.settings.lend:
+            self._lines.append(lending.decision(step + 1, self._lines, len(self._trainers), board.scheduler))
         wall = numbers["wall"]
         busy = numbers["rollout_busy"] + numbers["judge_busy"] + numbers["train_busy"]
         return {
@@ -245,6 +250,7 @@ class MultiDevice:
             "placement/judge_busy": numbers["judge_busy"],
             "placement/wake": numbers["wake"],
             "placement/moves": numbers["moves"],
+            **({"placement/lent": numbers["lent"]} if self.settings.lend else {}),
             "placement/idle": max(0.0, 1 - busy / (self._count * len(found) * wall)),
             "placement/cpu": numbers["cpu"] / (self._count * len(found) * wall),
             **({"placement/gpu": numbers["gpu"] / numbers["gpus"]} if numbers["gpus"] else {}),
@@ -314,10 +320,11 @@ class MultiDevice:
         if device == 0 and context.recipe.threads:
             torch.set_num_threads(context.recipe.threads)  # for this thread
         awake: set[str] = set()
-        version = None
+        version, trains = None, self.settings.apart and device in self._trainers
         while (task := self._board.take(device)) is not None:
             shown = task.role if task.name in _SHOWN else None
-            role = task.arguments[0] if task.call is device_tasks.ready else shown
+            returns = task.call is lending.give_back and version is not None
+            role = task.arguments[0] if task.call is device_tasks.ready else "train" if returns else shown
             began = turned = time.perf_counter()
             priced = False
             if not task.answer.set_running_or_notify_cancel():
@@ -334,9 +341,13 @@ class MultiDevice:
                     priced = self.settings.sleep and not once and role != "train"
                     turned = time.perf_counter() if self.settings.sleep or once else turned
                 if task.version is not None and task.version is not version:
-                    self._perform(context, device, Task(task.role, device_tasks.load_version, (task.version,)))
-                    version, turned = task.version, time.perf_counter()
-                answer = self._perform(context, device, task)
+                    load = lending.borrow if trains else device_tasks.load_version
+                    self._perform(context, device, Task(task.role, load, (task.version,)))
+                    version, turned, priced = task.version, time.perf_counter(), priced or trains
+                borrowed = trains and task.version is not None
+                answer = self._perform(context, device, lending.for_lent(task) if borrowed else task)
+                if returns:
+                    version, turned, priced = None, time.perf_counter(), True
             except BaseException as error:
                 self._board.done(device, shown, began, turned, time.perf_counter(), priced=priced, to=role)
                 task.answer.set_exception(error)

@@ -6,16 +6,17 @@ threads; in the simulator ``SimulatedDevices`` drives it with simulated time. It
 the times of the events. Imports no torch.
 
 A device works in one role at a time. It keeps its role while there is work in it; without work it may switch to the
-other role, if the placement allows it.
+other role, if the placement allows it. Devices that only train may be lent: while they wait for the samples of a step,
+they do the work of the other roles for it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from mmrl.placement.adaptive import Moves, Split, worth_moving
+from mmrl.placement.adaptive import Moves, Split, worth_lending, worth_moving
 
 Role = Literal["rollout", "judge", "train"]
 
@@ -69,6 +70,8 @@ class Scheduler(Generic[T]):
         self.roles: list[Role] = ["rollout"] * devices
         self.events: list[Event] = []
         self.moves = 0
+        self.lent = 0
+        """Tasks of the other roles that devices which train got in this step."""
         self.prices: dict[Role, float] = {}
         """Seconds that recent switches to a role took."""
         self.start = clock()
@@ -88,12 +91,16 @@ class Scheduler(Generic[T]):
         self._to_come = 0
         self._moves: Moves = "after"
         self._round = -1
+        self._lent_to: int | None = None
+        self._lent_awake: list[set[Role]] = [set() for _ in range(devices)]
+        """The roles that a device which trains can take again without a switch: it keeps a judge, and the weights to
+        sample with until it is back."""
 
     # -- events --------------------------------------------------------------------------------------------------------
 
     def new_step(self) -> None:
         """Discard the events of the last step; times are measured from now on."""
-        self.events, self.moves, self.start = [], 0, self._clock()
+        self.events, self.moves, self.lent, self.start = [], 0, 0, self._clock()
         self._round = -1
 
     def apart(self, split: Split) -> None:
@@ -102,6 +109,16 @@ class Scheduler(Generic[T]):
         sampling = judging - split.rollout
         self.roles = ["judge" if d >= judging else "rollout" if d >= sampling else "train" for d in range(n)]
         self._moves = "never"
+
+    def lend(self, step: int) -> None:
+        """From now on an idle device that trains may do what ``step`` waits for, if that saves time."""
+        self._lent_to = step
+
+    def recall(self) -> None:
+        """Devices that train get no more tasks of other roles. One at work ends its task; then it is back."""
+        self._lent_to = None
+        for awake in self._lent_awake:
+            awake.discard("rollout")
 
     def begin(self, split: Split, moves: Moves, to_come: int) -> None:
         """Start a generate phase of ``to_come`` micro-batches: the first devices sample, the last ones judge."""
@@ -199,6 +216,8 @@ class Scheduler(Generic[T]):
                 task = self.next_task(device)
                 if task is not None:
                     self._hand(found, device, task)
+        if self._lent_to is not None:
+            self._lend(found, self._lent_to)
         return found
 
     def next_task(self, device: int) -> T | None:
@@ -214,6 +233,39 @@ class Scheduler(Generic[T]):
         self.roles[device] = other
         self.moves += 1
         return self._tasks[other].popleft()
+
+    def _lend(self, found: list[tuple[int, T]], step: int) -> None:
+        """Give idle devices that train the tasks of sampling, else of judging, that ``step`` waits for.
+
+        Only the step that trains next counts: a task of a later step could still be running when that one is ready.
+        """
+        idle = [device for device in self.waiting if self.roles[device] == "train"]
+        if not idle:
+            return
+        wanted: dict[Role, deque[T]] = {role: deque(t for t in self._tasks[role] if _for(t, step)) for role in LENT}
+        for role in LENT:
+            idle.sort(key=lambda device: (role not in self._lent_awake[device], device))
+            while wanted[role] and idle and self._worth_lending(idle[0], role, step, wanted):
+                device, task = idle.pop(0), wanted[role].popleft()
+                self._tasks[role].remove(task)
+                self.lent += 1
+                self.moves += role not in self._lent_awake[device]
+                self._lent_awake[device].add(role)
+                self._hand(found, device, task)
+
+    def _worth_lending(self, device: int, role: Role, step: int, wanted: Mapping[Role, Sized]) -> bool:
+        """Whether a device that trains takes a task of a role. ``wanted``: what ``step`` waits for, by role."""
+        sampling = [t for t, running in zip(self.taken, self._running, strict=True) if t and running == "rollout"]
+        sampled = len(wanted["rollout"]) + sum(_for(task, step) for task in sampling)  # these are judged too
+        left = {"rollout": len(wanted["rollout"]), "judge": len(wanted["judge"]) + sampled}
+        seconds = {name: left[name] * self._seconds.get(name, 0.0) for name in LENT}
+        lent = [running for own, running in zip(self.roles, self._running, strict=True) if own == "train"]
+        there = {name: self.roles.count(name) + lent.count(name) for name in LENT}
+        other: Role = "judge" if role == "rollout" else "rollout"
+        awake = role in self._lent_awake[device]
+        price, back = (0.0, 0.0) if awake else (self.price(role), self.price("train") * (role == "rollout"))
+        until = seconds[other] / max(there[other], 1)
+        return worth_lending(seconds[role], there[role], self._seconds.get(role, 0.0), price, back, until)
 
     def _first(self, device: int) -> tuple[bool, int]:
         """The order of idle devices: those first that need not wake for their role."""
@@ -282,6 +334,7 @@ class Scheduler(Generic[T]):
             "price": self.price("judge"),
             "price_back": self.price("rollout"),
             "moves": self.moves,
+            "lent": self.lent,
             "micro_batches": sum(event.role == "rollout" for event in self.events),
             "wake": self.seconds("wake"),
         }
@@ -296,6 +349,8 @@ class Scheduler(Generic[T]):
         return max(0.0, moment - self.start)
 
 
+LENT: tuple[Role, ...] = ("rollout", "judge")
+"""The roles that a device which trains is lent to, in the order in which it looks for work."""
 LATEST = ("rollout_done", "judge_done", "price", "price_back", "wall")
 """Numbers of which the largest of all controllers counts; the others are added."""
 
@@ -303,6 +358,11 @@ LATEST = ("rollout_done", "judge_done", "price", "price_back", "wall")
 def summed(numbers: Sequence[dict[str, float]]) -> dict[str, float]:
     """The numbers of all controllers together."""
     return {k: (max if k in LATEST else sum)(n[k] for n in numbers) for k in numbers[0]}
+
+
+def _for(task: Schedulable, step: int) -> bool:
+    """Whether ``step`` waits for the task."""
+    return task.of is None or task.of[0] <= step
 
 
 def _later(task: Schedulable, other: Schedulable) -> bool:

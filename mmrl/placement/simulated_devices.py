@@ -50,6 +50,8 @@ class SimulatedTask:
     device: int | None = None
     updates: int | None = None
     of: tuple[int, int] | None = None
+    to: Role | None = None
+    """The role that a device switches to for it, if that is not ``role``."""
     at: tuple[int, int] = (0, 0)
     """The round of the step, and the micro-batch in it (of a judge that wakes its device)."""
 
@@ -66,8 +68,9 @@ class Times(NamedTuple):
 
 
 class SimulatedDevices:
-    """``price``: seconds in which a device switches to judging, ``back``: to sampling; None: as long. A subclass may
-    know more about the times (``times``, ``waits``, ``pause``); here nothing but switches and work takes time.
+    """``price``: seconds in which a device switches to judging, ``back``: to sampling; None: as long. A device that was
+    lent is back for training after ``price``. A subclass may know more about the times (``times``, ``waits``,
+    ``pause``); here nothing but switches and work takes time.
 
     When a step begins, every device is ready to sample: what the end of training takes is part of training.
     """
@@ -79,8 +82,13 @@ class SimulatedDevices:
         self.scheduler: Scheduler[SimulatedTask] = Scheduler(devices, lambda: self.time.now)
         self.decisions: list[tuple[int, Role, tuple[int, int]]] = []
         """Of the step so far: the device, and the role and ``at`` of the task that it got."""
-        self._price: dict[Role, float] = {"judge": price, "rollout": price if back is None else back}
-        self._awake: list[Role] = ["rollout"] * devices
+        self._price: dict[Role, float] = {
+            "judge": price,
+            "rollout": price if back is None else back,
+            "train": price,
+        }
+        self._awake: list[set[Role]] = [{"rollout"} for _ in range(devices)]
+        """The roles that a device can take without a switch."""
         for device in range(devices):
             self.scheduler.idle(device)
 
@@ -98,7 +106,7 @@ class SimulatedDevices:
 
     def step(self, rounds: Rounds, split: Split, moves: Moves) -> None:
         """Simulate the generate phase of a step; ``scheduler`` has what happened."""
-        self._awake = ["rollout"] * len(self._awake)
+        self._awake = [{"rollout"} for _ in self._awake]
         self.decisions = []
         self.scheduler.new_step()
         left = deque(rounds)
@@ -109,11 +117,36 @@ class SimulatedDevices:
                 self.scheduler.begin(split, moves, len(batches))
                 self._decide()
                 for device in range(split.rollout, split.rollout + split.judge):  # judges wake while others sample
-                    self._put(SimulatedTask("train", 0.0, _nothing, device, at=(number, device)))
+                    self._put(SimulatedTask("train", 0.0, _nothing, device, to="judge", at=(number, device)))
                 self._round(batches, lambda: self._then(self.pause(number + 1), begin), number)
 
         self._then(self.pause(0), begin)
         self.time.run()
+
+    def apart(self, split: Split) -> None:
+        """As ``Scheduler.apart``."""
+        self.scheduler.apart(split)
+        self._awake = [{role} for role in self.scheduler.roles]
+
+    def lend(self, step: int) -> None:
+        """As ``Scheduler.lend``."""
+        self.scheduler.lend(step)
+        self._decide()
+
+    def recall(self, then: Callable[[], None]) -> None:
+        """As ``Scheduler.recall``; ``then`` is called when all devices that train are back."""
+        self.scheduler.recall()
+        trainers = [device for device, role in enumerate(self.scheduler.roles) if role == "train"]
+        left = len(trainers)
+
+        def back() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then()
+
+        for device in trainers:
+            self._put(SimulatedTask("train", 0.0, back, device, to="train"))
 
     def rounds_ahead(self, step: int, rounds: Rounds, then: Callable[[], None]) -> None:
         """Add the work of ``step`` for devices that have fixed roles; ``then`` is called when all is judged."""
@@ -154,19 +187,34 @@ class SimulatedDevices:
 
     def _decide(self) -> None:
         for device, task in self.scheduler.handed():
-            wanted: Role = "judge" if task.role == "train" else task.role
-            turn = 0.0 if self._awake[device] == wanted else self._price[wanted]
-            self._awake[device] = wanted
+            turn = self._turn(device, task.to or task.role)
             self.decisions.append((device, task.role, task.at))
             times = self.times(device, task, turn)
             whole = times.begins + times.turns + times.works + times.ends
             self.time.after(whole, partial(self._done, device, task, times, self.time.now))
 
+    def _turn(self, device: int, role: Role) -> float:
+        """Have the role on the device; returns the seconds of the switch.
+
+        A device that trains keeps a judge that it has, and the weights to sample with until it is back.
+        """
+        awake = self._awake[device]
+        if self.scheduler.roles[device] != "train":
+            self._awake[device] = {role}
+            return 0.0 if role in awake else self._price[role]
+        if role == "train":
+            lent = "rollout" in awake
+            awake.discard("rollout")
+            return self._price[role] if lent else 0.0
+        turn = 0.0 if role in awake else self._price[role]
+        awake.add(role)
+        return turn
+
     def _done(self, device: int, task: SimulatedTask, times: Times, handed: float) -> None:
         began = handed + times.begins
         turned = began + times.turns
         role = None if task.role == "train" else task.role
-        self.scheduler.done(device, role, began, turned, turned + times.works, to="judge")
+        self.scheduler.done(device, role, began, turned, turned + times.works, to=task.to)
         self._decide()
         self._then(times.asks, partial(self._asks, device))
         task.then()

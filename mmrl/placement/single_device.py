@@ -86,6 +86,9 @@ class SingleDevice:
         self._switch_role(context, "judge")
         return device_tasks.continue_all(context, parts, most, how)
 
+    def lending(self, context: StepContext, step: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def version(self, context: StepContext, name: str) -> Version:
         return context.policy.version(name)
 

@@ -69,6 +69,17 @@ class TaskQueue:
         with self._changed:
             self.scheduler.apart(split)
 
+    def lend(self, step: int) -> None:
+        """As ``Scheduler.lend``."""
+        with self._changed:
+            self.scheduler.lend(step)
+            self._decide()
+
+    def recall(self) -> None:
+        """As ``Scheduler.recall``."""
+        with self._changed:
+            self.scheduler.recall()
+
     def cut(self) -> None:
         """Count the unfinished work of samplers and judges so far for this step, which ends while they work."""
         with self._changed:

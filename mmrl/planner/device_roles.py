@@ -173,7 +173,7 @@ def _always(plan: Plan, split: Split, device: int, judge: str) -> tuple[str, str
     """The work of a device in a disaggregated placement in the generate phase, and in training."""
     placement, trainers = plan.recipe.placement, plan.recipe.placement.training(plan.recipe.devices_per_controller)
     if device < trainers:
-        return "wait for samples", "train"
+        return "sample or judge while it waits" if placement.lend else "wait for samples", "train"
     steps = f"{placement.staleness} step{'s' * (placement.staleness != 1)}"
     role = f"sample {steps} ahead" if device < trainers + split.rollout else judge
     return role, role
@@ -208,7 +208,9 @@ def inside(plan: Plan, objective: Objective, pictures: int) -> dict[str, int]:
         return {}
     trajectories = m.trajectory * c.samples
     passes = 1 + bool(prepared_by(objective) or c.optimizer_steps > 1)
-    given = split_of(plan).rollout if plan.recipe.placement.apart else 0
+    placement, given = plan.recipe.placement, 0
+    if placement.apart:  # the controller's own device, the first, has them
+        given = split_of(plan).rollout + (placement.training(others + 1) - 1) * placement.lend
     found = {
         "features": m.features * c.prompts * others,
         "samples": (trajectories + pictures * c.samples) if c.micro_batches else 0,

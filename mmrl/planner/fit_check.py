@@ -114,7 +114,10 @@ def edits(plan: Plan, peak: PhaseMemory) -> Iterator[str]:
     yield from _less_state(plan, peak)
     if peak.name == "train" and not recipe.model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true"
-    if peak.name in ("sample", "decode") and sampling.batch_size and sampling.batch_size > 1:
+    whole = peak.parts.get("weights gathered for the phase", 0)
+    if plan.device_memory is not None and whole > plan.device_memory:
+        yield f"a model whose whole weights ({size(whole)} here) fit a device: each device that samples gathers them"
+    elif peak.name in ("sample", "decode") and sampling.batch_size and sampling.batch_size > 1:
         yield f"sampling.batch_size={sampling.batch_size // 2}"
     elif peak.name in ("sample", "decode", "train") and rows > 1:
         yield f"train.micro_batch_size={rows // 2}"

@@ -140,6 +140,11 @@ def roles_of(
     for asked in made.asked:
         where = f"{judging}, else {asleep}" if sleeps(made.recipe) and asked.sleeps else "always"
         yield Role(f"reward {asked.label}", asked.what, asked.parameters, asked.bytes, where)
+    if made.recipe.placement.lend:
+        size = sum(sizes[id(c)].trained for c in description.components if c.role == "policy")
+        yield Role(
+            "borrowed weights", "of the version that samples, while a device is lent", 0, size, "sample and decode"
+        )
     yield Role("prompt features", f"{amount(measured.features)} a prompt", 0, features, "always")
     if measured.trajectory:
         total = measured.trajectory * counts.samples
@@ -219,7 +224,8 @@ def phases_of(
         "rewards' models": sum(one.bytes for one in made.asked) - sleeping,
         "prompt features": features,
     }
-    awake: dict[str, dict[str, int]] = dict.fromkeys(("sample", "decode"), engine)
+    lent = {"borrowed weights": copied} if made.recipe.placement.lend else {}
+    awake: dict[str, dict[str, int]] = dict.fromkeys(("sample", "decode"), engine | lent)
     if judges_beside_sampling(made.recipe):
         judges = {"rewards' models": always["rewards' models"] + sleeping}
         awake = {"encode": engine} | dict.fromkeys(awake, engine | judges)

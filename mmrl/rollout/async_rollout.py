@@ -93,6 +93,13 @@ class AsyncRollout(StepPart):
         self._versions = {n: version for n, version in self._versions.items() if n + self.staleness > step}
         self._valid = {n: self._valid[n] for n in self._versions}
         begun = self._begun.pop(step)
+        with context.compute.devices.lending(context, step):
+            return self._finished(context, begun, step, clock, metrics)
+
+    def _finished(
+        self, context: StepContext, begun: Begun, step: int, clock: Clock, metrics: StepMetrics
+    ) -> tuple[list[Round], Groups]:
+        """Wait for the samples of ``step`` and their rewards."""
         with clock("sample"):
             sampled = begun.drawn.result()
         if self.partial is not None and sampled is not None:

@@ -8,6 +8,7 @@ assumptions.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 from mmrl.config.placement import Placement
@@ -137,27 +138,32 @@ def adaptive(trace: Trace, cluster: Cluster, *, moves: bool = True) -> Outcome:
     return placed(trace, cluster, Placement(type="adaptive", inside=moves), name)
 
 
-def disaggregated(trace: Trace, cluster: Cluster, train: int, judge: int, staleness: int) -> Outcome:
+def disaggregated(
+    trace: Trace, cluster: Cluster, train: int, judge: int, staleness: int, *, lend: bool = False
+) -> Outcome:
     """Fixed roles: in every controller ``train`` devices train, ``judge`` judge and the rest sample. Sampling of a step
-    starts when the weights are at most ``staleness`` versions behind.
+    starts when the weights are at most ``staleness`` versions behind. ``lend``: devices that wait to train sample and
+    judge meanwhile.
 
     Training time is inversely proportional to its devices, and new weights arrive without delay.
     """
     split = Split(cluster.devices - train - judge, judge)
-    out = Outcome(f"disaggregated {split.rollout}+{judge}+{train}", cluster.total)
-    run = _Ahead(trace, cluster, split, cluster.devices / train, staleness)
+    name = f"disaggregated {split.rollout}+{judge}+{train}"
+    out = Outcome(f"{name}, lent" if lend else name, cluster.total)
+    run = _Ahead(trace, cluster, split, staleness, lend=lend)
     ends = [0.0, *run.trained()]
     out.steps = [after - before for before, after in pairwise(ends)]
     out.work = sum(device_seconds(work, cluster) for work in trace.steps)
-    out.moves, out.splits = [0] * len(out.steps), [split] * len(out.steps)
+    out.moves = [after - before for before, after in pairwise([0, *run.moves])]
+    out.splits = [split] * len(out.steps)
     return out
 
 
-def best_disaggregated(trace: Trace, cluster: Cluster, staleness: int = 1) -> Outcome | None:
+def best_disaggregated(trace: Trace, cluster: Cluster, staleness: int = 1, *, lend: bool = False) -> Outcome | None:
     """The fastest fixed roles, without judges if nothing is judged; None if a controller has too few devices."""
     judged = any(j for work in trace.steps for rounds in work.shares for batches in rounds for _, j in batches)
     tried = [
-        disaggregated(trace, cluster, train, judge, staleness)
+        disaggregated(trace, cluster, train, judge, staleness, lend=lend)
         for judge in (range(1, cluster.devices - 1) if judged else (0,))
         for train in range(1, cluster.devices - judge)
     ]
@@ -175,19 +181,21 @@ class Comparison:
 
 
 def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
-    """Compare colocate, the best partial split, the best disaggregated placement (with three devices or more), greedy,
-    the best split with moves within a step, and adaptive without and with such moves. Raises ``ValueError`` if a
-    controller has one device."""
+    """Compare colocate, the best partial split, the best disaggregated placement (with three devices or more) without
+    and with lending, greedy, the best split with moves within a step, and adaptive without and with such moves.
+
+    Raises ``ValueError`` if a controller has one device.
+    """
     if cluster.devices < 2:
         raise ValueError("a controller of one device leaves none beside a judge")
     colocate, *partial = [static(trace, cluster, split) for split in splits(cluster.devices)]
     fastest = min(partial, key=lambda outcome: outcome.seconds)
-    apart = best_disaggregated(trace, cluster, staleness)
+    apart = [best_disaggregated(trace, cluster, staleness, lend=lend) for lend in (False, True)]
     greedy, *others = [moving(trace, cluster, split) for split in splits(cluster.devices)]
     outcomes = [
         colocate,
         fastest,
-        *([apart] if apart else []),
+        *(one for one in apart if one),
         greedy,
         min(others, key=lambda outcome: outcome.seconds),
         adaptive(trace, cluster, moves=False),
@@ -198,44 +206,67 @@ def compare(trace: Trace, cluster: Cluster, staleness: int = 1) -> Comparison:
 
 
 class _Ahead:
-    """Final class: controllers whose devices have fixed roles and sample ahead of training, on one clock."""
+    """Final class: controllers whose devices have fixed roles and sample ahead of training, on one clock.
 
-    def __init__(self, trace: Trace, cluster: Cluster, split: Split, slower: float, staleness: int) -> None:
-        self._steps, self._staleness = trace.steps, staleness
+    ``lend``: while a controller waits for the samples of the step that trains next, its devices that train do work for
+    that step.
+    """
+
+    def __init__(self, trace: Trace, cluster: Cluster, split: Split, staleness: int, *, lend: bool) -> None:
+        self._steps, self._staleness, self._lend = trace.steps, staleness, lend
+        slower = cluster.devices / (cluster.devices - split.rollout - split.judge)
         self._seconds = [work.train * slower for work in trace.steps]
         self._time = SimulatedTime()
-        self._controllers = [SimulatedDevices(cluster.devices, 0.0, self._time) for _ in range(cluster.controllers)]
+        price = trace.price if lend else 0.0
+        self._controllers = [SimulatedDevices(cluster.devices, price, self._time) for _ in range(cluster.controllers)]
         for devices in self._controllers:
-            devices.scheduler.apart(split)
-        self._judged = [cluster.controllers] * len(trace.steps)
+            devices.apart(split)
+        self._judged: set[tuple[int, int]] = set()
+        """The steps and the controllers that have all their samples of them."""
+        self._ready = 0
+        """Controllers whose devices can train the next step."""
         self._trained: list[float] = []
-        self._training = False
+        self.moves: list[int] = []
+        """Changes of roles until the end of each step."""
 
     def trained(self) -> list[float]:
         """When each step has been trained."""
         for step in range(min(self._staleness + 1, len(self._steps))):
             self._sample(step)
+        self._wait()
         self._time.run()
         return self._trained
 
     def _sample(self, step: int) -> None:
-        for devices, rounds in zip(self._controllers, self._steps[step].shares, strict=True):
-            devices.rounds_ahead(step, rounds, lambda: self._finished(step))
+        for n, (devices, rounds) in enumerate(zip(self._controllers, self._steps[step].shares, strict=True)):
+            devices.rounds_ahead(step, rounds, partial(self._finished, step, n))
 
-    def _finished(self, step: int) -> None:
-        self._judged[step] -= 1
-        self._train()
+    def _finished(self, step: int, controller: int) -> None:
+        self._judged.add((step, controller))
+        if step == len(self._trained):  # for which the controller waits
+            if self._lend:
+                self._controllers[controller].recall(self._can_train)
+            else:
+                self._can_train()
 
-    def _train(self) -> None:
-        step = len(self._trained)
-        if not self._training and step < len(self._judged) and not self._judged[step]:
-            self._training = True
-            self._time.after(self._seconds[step], self._updated)
+    def _wait(self) -> None:
+        """For the samples of the next step to train."""
+        step, self._ready = len(self._trained), 0
+        for n, devices in enumerate(self._controllers if step < len(self._steps) else ()):
+            if (step, n) in self._judged:
+                self._can_train()
+            elif self._lend:
+                devices.lend(step)
+
+    def _can_train(self) -> None:
+        self._ready += 1
+        if self._ready == len(self._controllers):
+            self._time.after(self._seconds[len(self._trained)], self._updated)
 
     def _updated(self) -> None:
         self._trained.append(self._time.now)
-        self._training = False
+        self.moves.append(sum(devices.scheduler.moves for devices in self._controllers))
         later = len(self._trained) + self._staleness
         if later < len(self._steps):
             self._sample(later)
-        self._train()
+        self._wait()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar, TypeVarTuple
 
 import torch
+from torch import Tensor
 
 from mmrl.algorithms.objective import Objective
 from mmrl.checkpoint.reader import PartState, Saved
@@ -95,6 +96,11 @@ class Devices(Protocol):
         version: Version | None = None,
     ) -> list[Trajectory]:
         """Continue unfinished responses by at most ``most`` tokens each; ``version`` as in ``sample``."""
+        ...
+
+    def lending(self, context: StepContext, step: int) -> AbstractContextManager[None]:
+        """A context in which the caller waits for the samples of ``step``: trainers may sample and judge for it
+        (``placement.lend``). After it they have their own weights again."""
         ...
 
     def version(self, context: StepContext, name: str) -> Version:
@@ -223,6 +229,8 @@ class DeviceState:
     """The sampling phase that this device has entered (``device_tasks.enter_sampling``)."""
     held: list[str] = field(default_factory=list)
     """Keys of the features that the controller sent to this process for this step."""
+    borrowed: tuple[tuple[int, str], dict[str, Tensor]] | None = None
+    """Of a device that trains, while it is lent to sampling: the weights to sample with, and their ``Policy.tag``."""
     save: Callable[[int], None] | None = None
     """Saves this device's shards; takes the number of finished steps. All ranks call it together."""
 

@@ -1,0 +1,43 @@
+"""The recipes of examples/clusters: what `mmrl plan` says of each on the GPUs that its first lines name."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mmrl.cli import app
+from mmrl.planner.gpus import gpu_of
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples" / "clusters").glob("*.yaml"))
+
+
+def planned(path, monkeypatch):
+    """The exit code and the output of the command in the file's comment, without line breaks."""
+    command = re.search(r"^#\s+mmrl (plan .+)$", path.read_text(), re.M).group(1)
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, shlex.split(command))
+    return command, done.exit_code, " ".join((done.output + str(done.exception or "")).split())
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_plan_accepts_an_example_or_names_its_first_limit(path, monkeypatch):
+    if "vl-7b" in path.stem:
+        pytest.importorskip("torchvision")
+    command, code, said = planned(path, monkeypatch)
+    gpus, memory = int(re.search(r"--gpus (\d+)", command).group(1)), gpu_of(command.split("--gpu ")[1].split()[0]).gib
+    assert str(path.relative_to(ROOT)) in command
+    peak = float(re.search(r"peak: ([\d.]+) GiB", said).group(1))
+    if "72b" in path.stem:
+        assert code == 1
+        assert peak > memory
+        assert "weights gathered for the phase 136.99 GiB" in said
+        assert "a model whose whole weights (136.99 GiB here) fit a device" in said
+        assert "sampling.batch_size=" not in said.partition("problem:")[2]
+    else:
+        assert code == 0, said
+        assert 10 < peak < memory
+        assert f"uses 1 of {gpus}" not in said
+        assert "problem:" not in said
