@@ -7,6 +7,7 @@ memory of its own, and its module keeps the rows beside it:
     reading(group)   a context in which a loader may read rows only; ``mmrl.run`` enters it
     divide           parameters on the meta device become DTensors, into which a library reads this rank's rows
     set_aside        those DTensors become placeholders; the rows lie in their modules
+    cut, hold        the same for a loader of our own: which rows to read, and where to put them
     move             ``module.to(device)`` of a module with placeholders, which then are on the meta device
     fill             the rows become the parameters of the sharded module
 
@@ -56,23 +57,21 @@ def divide(model: nn.Module, ranks: dist.ProcessGroup, whole: Collection[str] = 
     from torch.distributed.tensor import DTensor, Shard
     from torch.nn import Parameter
 
-    mesh, rank, made = DeviceMesh.from_group(ranks, "cpu"), ranks.rank(), dict[int, Parameter]()
+    mesh, made = DeviceMesh.from_group(ranks, "cpu"), dict[int, Parameter]()
     kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in whole}
     for module, name, p in _parameters(model):
         if p.ndim == 0 or id(p) in kept:
             continue
         if id(p) not in made:
-            pieces = p.detach().chunk(ranks.size())  # as FSDP cuts
-            mine = pieces[rank] if rank < len(pieces) else p.detach().narrow(0, 0, 0)
+            mine = p.detach()[cut(len(p), ranks)]
             rows = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
             made[id(p)] = Parameter(rows, requires_grad=p.requires_grad)
         module._parameters[name] = made[id(p)]
 
 
 def set_aside(model: nn.Module) -> None:
-    """Put placeholders in place of the DTensors of ``model``, and their rows into its modules. A rank that was given a
-    view gets a copy: the rest of what is behind it, or the file, can go."""
-    import torch
+    """Put placeholders in place of the DTensors of ``model``, and their rows into its modules. Rows that are a view, of
+    a file for example, are copied, so that what is behind them can go."""
     from torch.distributed.tensor import DTensor
     from torch.nn import Parameter
 
@@ -82,11 +81,32 @@ def set_aside(model: nn.Module) -> None:
             continue
         if id(p) not in made:
             rows: Tensor = p.to_local().detach()
-            value = float("nan") if p.is_floating_point() else 0
-            shape = torch.full((), value, dtype=rows.dtype).expand(p.shape)
-            made[id(p)] = Parameter(shape, requires_grad=p.requires_grad), rows.clone()
+            whole = rows.untyped_storage().nbytes() == rows.nbytes
+            made[id(p)] = _placeholder(p, rows.dtype), rows if whole else rows.clone()
         module._parameters[name], rows_of_it = made[id(p)]
         module.__dict__.setdefault(_ROWS, {})[name] = rows_of_it
+
+
+def cut(length: int, ranks: dist.ProcessGroup) -> slice:
+    """The rows of this rank, of ``length``, as FSDP cuts."""
+    each = -(-length // ranks.size())
+    return slice(min(ranks.rank() * each, length), min((ranks.rank() + 1) * each, length))
+
+
+def hold(module: nn.Module, name: str, rows: Tensor) -> None:
+    """Put a placeholder in place of the parameter ``name`` of ``module``, which is on the meta device, and keep its
+    ``rows``."""
+    p = module._parameters[name]
+    assert p is not None
+    module._parameters[name] = _placeholder(p, rows.dtype)
+    module.__dict__.setdefault(_ROWS, {})[name] = rows
+
+
+def _placeholder(p: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    import torch
+
+    value = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+    return torch.nn.Parameter(value.expand(p.shape), requires_grad=p.requires_grad)
 
 
 def move(module: M, device: torch.device) -> M:

@@ -8,26 +8,33 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
+from rich.console import Console
 
+import mmrl
 from mmrl import local_rows
 from mmrl._torchvision import allow_cpu_only
 from mmrl.config.loader import load_recipe
 from mmrl.controller import Controller
 from mmrl.controller.peers import Group
+from mmrl.planner.plan import plan
+from mmrl.planner.render import render
 from mmrl.report.clock import Clock
 from mmrl.run import build
 from mmrl.text import row_loading
 from mmrl.text.row_loading import load_rows
 from mmrl.training.loop import train_step
+from tests import tiny_diffusion
 from tests.ranks import launched
 
 allow_cpu_only()  # before transformers imports torchvision
 
+SHAPES = Path(__file__).parents[1] / "pipelines" / "diffusion" / "models" / "shapes-sd3"
 SHIPPED = Path(__file__).parents[1] / "pipelines" / "llm" / "models" / "sums-qwen3"
 SMALL = ["train.prompts_per_step=2", "train.group_size=2", "train.micro_batch_size=2", "train.backend=fsdp"]
-SMALL += ["sampling.max_new_tokens=8", "algorithm.kl_coef=0.01", "optim.ema_decay=0.9"]
+TEXT = ["sampling.max_new_tokens=8", "algorithm.kl_coef=0.01", "optim.ema_decay=0.9"]
 LORA = ["model.lora={rank: 4}", "model.dtype=bfloat16"]
 OF_TIME = ("time/", "balance/", "memory/", "waited/", "sent/")
 
@@ -39,7 +46,7 @@ def whole(_):
 
 
 def made(recipe, words, peers, rank, size):
-    loaded = load_recipe([recipe], [*SMALL, *words])
+    loaded = load_recipe([recipe], [*SMALL, *(() if recipe.startswith("shapes") else TEXT), *words])
     return build(loaded.recipe, loaded.root, Controller(0, rank, size, peers))
 
 
@@ -50,9 +57,8 @@ def state(module):
     found = {f"p {name}": (p.to_local().detach().clone(), p.shape, p.requires_grad) for name, p in names.items()}
     found |= {f"same {name}": first[id(p)] for name, p in names.items()}
     found |= {f"b {name}": b.clone() for name, b in module.named_buffers()}
-    base = getattr(module, "base_model", module)
-    config = getattr(getattr(module, "body", base), "config", None)
-    return found | {"config": config.to_dict()} if config is not None else found
+    config = getattr(getattr(module, "body", getattr(module, "base_model", module)), "config", {})
+    return found | {"config": dict(config.to_dict() if hasattr(config, "to_dict") else config)}
 
 
 def equal(one, other):
@@ -93,18 +99,28 @@ def serve(rank, size, port, out, cases):
         divided.append([name for name, p in model.named_parameters() if type(p.detach()) is torch.Tensor])
 
     local_rows.divide = noted
+    placeholder, held = local_rows._placeholder, []
+    local_rows._placeholder = lambda p, dtype: held.append(p) or placeholder(p, dtype)
     for name, (recipe, words, steps) in json.loads(cases).items():
         divided.clear()
+        held.clear()
         mine, share = arm(recipe, words, peers, rank, size, steps)
-        by_rows = copy.deepcopy(divided)
+        by_rows, n = copy.deepcopy(divided), len(held)
         reading, local_rows.reading = local_rows.reading, whole
         try:
             theirs, _ = arm(recipe, words, peers, rank, size, steps)
         finally:
             local_rows.reading = reading
         assert len(divided) == len(by_rows), "the other arm must load whole"
+        assert len(held) == n, "the other arm must load whole"
         different = [[k for k in m if not equal(m[k], t.get(k))] for m, t in zip(mine, theirs, strict=True)]
-        answers[name] = {"rows": by_rows, "different": different, "share": share, "equal": equal(mine, theirs)}
+        answers[name] = {
+            "rows": by_rows,
+            "different": different,
+            "share": share,
+            "held": n,
+            "equal": equal(mine, theirs),
+        }
     torch.save(answers, out)
     peers.close()
 
@@ -115,11 +131,12 @@ def compared(folder, size, **cases):
     return launched(__file__, outs, lambda rank, port, out: [rank, size, port, out, json.dumps(cases)])
 
 
-def check(found, size, expected=()):
+def check(found, size, expected=(), *, by_divide=True):
     for rank in found:
         for name, answer in rank.items():
             assert answer["equal"], (name, answer["different"])
-            assert answer["rows"] == [list(expected)], (name, answer["rows"])
+            assert answer["held"] > 0, "no rows were read"
+            assert answer["rows"] == [list(expected)] * by_divide, (name, answer["rows"])
             assert answer["share"] <= 1.2 / size, name
 
 
@@ -147,14 +164,11 @@ def test_rows_of_tied_and_untied_weights_are_those_of_a_whole_load_and_train_ali
     check(compared(tmp_path, 2, tied=("sums", [], 2), untied=("sums", words, 2), lora=("sums", LORA, 2)), 2)
 
 
-class Alone:
-    """A process group of the only rank that looks."""
+class Rank:
+    """A process group, as far as reading asks it, of which one rank looks."""
 
-    def rank(self):
-        return 0
-
-    def size(self):
-        return 2
+    def __init__(self, rank, size=2):
+        self.rank, self.size = lambda: rank, lambda: size
 
 
 @pytest.mark.parametrize(
@@ -182,10 +196,73 @@ def test_what_cannot_be_read_by_rows_is_loaded_whole_and_a_notice_says_why(chang
     shutil.copytree(SHIPPED, path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {k: v for k, v in change.items() if k.endswith("_config")}))
-    recipe = load_recipe(["sums"], [*SMALL, *words]).recipe
+    recipe = load_recipe(["sums"], [*SMALL, *TEXT, *words]).recipe
     read = transformers.AutoModelForCausalLM.from_pretrained
-    assert load_rows(read, recipe, str(path), torch.float32, Alone()) is None
+    assert load_rows(read, recipe, str(path), torch.float32, Rank(0)) is None
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "says"),
+    [
+        ("sums", [], "; each process reads only its part of the checkpoint"),
+        ("shapes-full", ["device=cuda"], "; each process reads only its part of the checkpoint"),
+        ("sums-reward", [], None),
+    ],
+)
+def test_the_plan_says_what_a_process_needs_while_it_loads(recipe, change, says, capsys):
+    """A reward model in training is loaded whole."""
+    loaded = load_recipe([recipe], ["controllers=4", "train.backend=fsdp", *change])
+    made = plan(loaded)
+    assert made.load is not None
+    policy = next(role.bytes for role in made.roles if role.name == "policy, trained")
+    assert made.load.parts["policy"] == pytest.approx(policy if says else 4 * policy, rel=0.01)
+    assert max(phase.total for phase in made.phases) > made.load.total
+    render(made, Console(width=400))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("loading: "))
+    assert line.endswith(says or ")")
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux", "flux2_klein", "qwen_image", "z_image", "sana", "wan", "sd", "sdxl"])
+def test_rows_of_every_family_of_pictures_are_those_of_a_whole_load(family, tmp_path):
+    """With values of the files, buffers, dtypes and the configuration as diffusers loads them."""
+    path = SHAPES if family == "sd3" else tiny_diffusion.save(family, tmp_path / "pipe")
+    (folder,) = (path / name for name in ("transformer", "unet") if (path / name).exists())
+    load = mmrl.load("pipelines", "diffusion/row_loading").load_rows
+    kind = getattr(diffusers, json.loads((folder / "config.json").read_text())["_class_name"])
+    several = tmp_path / "several" / folder.name
+    kind.from_pretrained(folder).save_pretrained(several, max_shard_size="100KB")
+    for dtype in (torch.float32, torch.bfloat16):
+        for where, ranks in ((folder, [Rank(0, 3), Rank(2, 3)]), (several, [Rank(1)])):
+            whole = kind.from_pretrained(str(where), dtype=dtype)
+            parts = dict(whole.named_parameters())
+            for rank in ranks:
+                mine = load(kind, where, dtype, rank)
+                assert not mine.training
+                assert mine.config == whole.config
+                assert equal(dict(mine.named_buffers()), dict(whole.named_buffers()))
+                found = {f"{m}.{name}".lstrip("."): rows for m, name, rows in kept(mine)}
+                expected = {name: parts[name][local_rows.cut(len(parts[name]), rank)] for name in found}
+                assert equal(found, expected)
+                others = {name: p for name, p in mine.named_parameters() if name not in found}
+                assert equal(others, {name: parts[name] for name in others})
+                assert [name for name, _ in mine.named_parameters()] == list(parts)
+                assert all(p.shape == parts[name].shape for name, p in mine.named_parameters())
+                assert all(p.dtype == parts[name].dtype for name, p in mine.named_parameters())
+
+
+def kept(model):
+    for owner, module in model.named_modules():
+        for name, rows in vars(module).get("_mmrl_rows", {}).items():
+            yield owner, name, rows
+
+
+@pytest.mark.slow
+def test_two_ranks_with_rows_of_a_model_of_pictures_train_as_with_a_whole_load(tmp_path):
+    of_pictures = ["train.group_size=2", "sampling.steps=4", "sampling.window={size: 2}", "optim.ema_decay=0.9"]
+    cases = {"full": ("shapes-full", of_pictures, 1), "lora": ("shapes-lora", of_pictures, 1)}
+    cases["nft"] = "shapes-nft", ["train.group_size=2", "sampling.steps=4"], 1
+    check(compared(tmp_path, 2, **cases), 2, by_divide=False)
 
 
 @pytest.mark.slow

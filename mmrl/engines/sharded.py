@@ -9,9 +9,11 @@ is elementwise.
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections import Counter
 from collections.abc import Generator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,6 +22,11 @@ from torch import Tensor, nn
 
 from mmrl import local_rows
 from mmrl.engines.weights import exchange, gradients, outermost
+
+_MMAP_THRESHOLD = -3
+"""M_MMAP_THRESHOLD of glibc's malloc.h."""
+_LARGE = 1 << 20
+"""Bytes from which a tensor on the CPU has a block of its own. Smaller ones lie in the heap: a block costs time."""
 
 
 class Sharded:
@@ -41,6 +48,8 @@ class Sharded:
         # the loop writes into nothing that a model returned
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
         device = local_rows.device_of(module)
+        if device.type == "cpu":
+            give_back()
         local_rows.move(module, device)
         mesh = DeviceMesh.from_group(group, device.type)
         self._unsharded = False
@@ -129,6 +138,14 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     """The layers that transformers and diffusers say must stay together: each is gathered when its turn comes."""
     names = {name for m in module.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     return [m for m in module.modules() if type(m).__name__ in names and m is not module]
+
+
+def give_back() -> None:
+    """Have this process give what was gathered back to the system. The C library asks the system for a block of its own
+    from a size on, which it raises to that of whatever was freed, up to 32 MiB; smaller ones it keeps. A size that is
+    set stays as it is. Does nothing without glibc."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
 
 
 def _shard(whole: Any) -> Tensor:

@@ -172,17 +172,19 @@ def _held(made: Plan, one: Beside) -> int:
 
 
 def load_of(made: Plan, description: Description, sizes: dict[int, Size]) -> PhaseMemory:
-    """What an accelerator holds while a run is loaded.
+    """What a device holds while a run is loaded.
 
-    Every rank puts the whole model on its device, in the dtypes of training, before it keeps only its part. Judge
-    models and the engine beside the trainer are loaded before, unless they sleep.
+    Every rank puts the whole model on its device, in the dtypes of training, before it keeps only its part; or it reads
+    only its part (``Plan.by_rows``). Judge models and the engine beside the trainer are loaded before, unless
+    they sleep.
     """
     train, n, asleep = made.recipe.train, made.recipe.devices_per_controller, sleeps(made.recipe)
     weights: dict[str, int] = {}
     for component in description.components:
         if not offloads(made) or "train" in component.needed:
             size = sizes[id(component)]
-            weights[component.role] = weights.get(component.role, 0) + (size.gathered or size.total)
+            once = size.total if made.by_rows else size.gathered or size.total
+            weights[component.role] = weights.get(component.role, 0) + once
     parts = {
         **weights,
         "this device's part of the model": sum(s.total for s in sizes.values()) if train.backend == "megatron" else 0,

@@ -252,7 +252,8 @@ def _account(
     features = measured.features * kept
     made.roles = list(roles_of(made, description, sizes, objective, features))
     made.phases = list(phases_of(made, description, sizes, objective, features, inputs, pathwise=pathwise))
-    if made.device != "cpu":
+    made.by_rows = recipe.train.backend == "fsdp" and shards > 1 and description.by_rows
+    if made.device != "cpu" or (recipe.train.backend == "fsdp" and shards > 1):
         made.load = load_of(made, description, sizes)
     if offloads(made):
         moved = (c for c in description.components if len(c.needed) < len(PHASES))

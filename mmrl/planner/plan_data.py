@@ -57,7 +57,9 @@ class Plan:
     roles: list[Role] = field(default_factory=list)
     phases: list[PhaseMemory] = field(default_factory=list)
     load: PhaseMemory | None = None
-    """What the device holds while the run is loaded; None for a CPU, where weights are read from their files."""
+    """What the device holds while the run is loaded; None for a CPU with whole weights, which lie in their files."""
+    by_rows: bool = False
+    """Whether each rank reads only its part of the checkpoint."""
     host: int = 0
     asked: list[Asked] = field(default_factory=list)
     """The rewards that run on a device."""

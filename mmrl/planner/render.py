@@ -235,10 +235,14 @@ def _peak(plan: Plan) -> str:
 
 
 def _loading(plan: Plan) -> str:
-    """The memory of loading; each rank has the whole model on its device for a moment."""
+    """The memory of loading; without ``by_rows`` each rank has the whole model on its device for a moment."""
     assert plan.load is not None
     listed = ", ".join(f"{name} {size(n)}" for name, n in plan.load.parts.items())
-    return f"loading: {size(plan.load.total)} ({listed}); each process first has the weights in the host's memory"
+    if plan.by_rows:
+        first = "; each process reads only its part of the checkpoint"
+    else:
+        first = "" if plan.device == "cpu" else "; each process first has the weights in the host's memory"
+    return f"loading: {size(plan.load.total)} ({listed}){first}"
 
 
 def _time(plan: Plan, console: Console) -> None:

@@ -57,7 +57,8 @@ def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path 
         chat, model = parts(recipe, files.path, empty_model)
         if not files.recorded:
             check_strings(recipe.decoding.stop, chat)
-    return describe(LanguagePipeline(chat, open_weights(model, recipe), recipe, torch.device("cpu")), files)
+    pipeline = LanguagePipeline(chat, open_weights(model, recipe), recipe, torch.device("cpu"))
+    return describe(pipeline, files, by_rows=True)
 
 
 def build_scorer(of: OfScorer, recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:

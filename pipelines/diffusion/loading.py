@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, get_args
 import torch
 from torch import nn
 
+from mmrl import local_rows
 from mmrl.config.schema import Recipe
 from mmrl.errors import UserError
+from mmrl.json_types import JsonObject, as_list, as_text
 from mmrl.pipelines.description import Component, Description, Phase
 from mmrl.pipelines.lora import adapted, saved_adapter
 
@@ -18,6 +20,7 @@ from .caching import cache_of
 from .compiling import compile_for_all
 from .describe import empty_pipeline, tokenizer_of
 from .flow import FlowPipeline
+from .row_loading import load_rows
 from .sizes import Sizes
 
 if TYPE_CHECKING:  # slow to import
@@ -32,7 +35,7 @@ def build(family: type[Adapter], recipe: Recipe, path: str, device: torch.device
     """
     pipe = _load(family, recipe, path)
     pipeline = _assemble(family, pipe, recipe, device)
-    pipeline.policy.to(device)
+    local_rows.move(pipeline.policy, device)
     if not recipe.model.offload or device.type == "cpu":
         for module in (*pipeline.adapter.text_encoders, pipe.vae):
             module.to(device)
@@ -60,6 +63,7 @@ def describe(family: type[Adapter], recipe: Recipe, path: str, architecture: Pat
         ],
         source,
         pictures=int(adapter.edits),
+        by_rows=True,
     )
 
 
@@ -115,14 +119,31 @@ def _load(family: type[Adapter], recipe: Recipe, path: str) -> DiffusionPipeline
         assert isinstance(index, dict)
         optional = [*family.encoders, *map(tokenizer_of, family.encoders)]
         absent = [name for name in optional if index.get(name, [None])[0] is None]
-        lacking = dict.fromkeys([*family.unused, *absent])
-        return kind.from_pretrained(path, dtype=_dtypes(family, recipe), **family.options, **lacking)
+        given: dict[str, nn.Module | None] = dict.fromkeys([*family.unused, *absent])
+        if (model := _rows(family, recipe, path, kind, index)) is not None:
+            given[family.trains] = model
+        return kind.from_pretrained(path, dtype=_dtypes(family, recipe), **family.options, **given)
     except (OSError, ValueError, TypeError) as error:
         where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
         raise UserError(
             f"model.path: {where} cannot be loaded as a {family.family} pipeline: {error}\n"
             "  Give a directory with model_index.json as diffusers saves it, or a hub name while online."
         ) from error
+
+
+def _rows(
+    family: type[Adapter], recipe: Recipe, path: str, kind: type[DiffusionPipeline], index: JsonObject
+) -> nn.Module | None:
+    """The model that trains with this rank's rows, where it is about to be sharded; None to load it whole."""
+    import diffusers
+
+    if (ranks := local_rows.group()) is None:
+        return None
+    library, name = map(as_text, as_list(index[family.trains]))
+    if library != "diffusers":
+        return None
+    folder = Path(path) if Path(path).is_dir() else Path(kind.download(path))
+    return load_rows(getattr(diffusers, name), folder / family.trains, _dtypes(family, recipe)[family.trains], ranks)
 
 
 def _trainable(adapter: Adapter, recipe: Recipe) -> nn.Module:
