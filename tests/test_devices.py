@@ -95,6 +95,7 @@ def unhurried(tmp_path_factory):
 
 
 AHEAD = "placement={type: disaggregated, staleness: 1}"
+LENT = "placement={type: disaggregated, staleness: 1, lend: true}"
 SHARDS = "train.backend=fsdp"
 
 
@@ -108,13 +109,14 @@ SHARDS = "train.backend=fsdp"
         pytest.param(signal.SIGSTOP, [], marks=pytest.mark.long),
         pytest.param(signal.SIGSTOP, [SHARDS], marks=pytest.mark.long),
         pytest.param(signal.SIGKILL, [AHEAD], marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, [LENT], marks=pytest.mark.long),
         pytest.param(signal.SIGKILL, [AHEAD, SHARDS, "controllers=2"], marks=pytest.mark.long),
     ],
     ids=lambda what: " ".join(what) if isinstance(what, list) else what.name,
 )
 def test_a_device_that_dies_or_freezes_is_found_and_nothing_is_lost(unhurried, tmp_path, how, layout):
     whole, out = unhurried, tmp_path / "lost"
-    if AHEAD in layout:  # it learns from older samples
+    if AHEAD in layout or LENT in layout:  # it learns from older samples
         whole = tmp_path / "whole"
         assert ended(start(whole, "devices_per_controller=2", AHEAD))[0] == 0
     lose_one(out, how, "devices_per_controller=2", *layout)
