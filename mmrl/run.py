@@ -187,7 +187,7 @@ def _weight_layout(module: nn.Module, recipe: Recipe, controller: Controller) ->
         from mmrl.engines.megatron.weights import ModelParallel
 
         return ModelParallel(module, recipe.train, recipe.model, controller.peers.sent)
-    return Sharded(module, ranks, controller.peers.sent)
+    return Sharded(module, ranks, controller.peers.sent, getattr(torch, recipe.performance.gather_dtype))
 
 
 def _sharded_over(recipe: Recipe, controller: Controller) -> dist.ProcessGroup | None:

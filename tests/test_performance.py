@@ -131,6 +131,38 @@ def test_a_run_may_go_on_with_other_settings(tmp_path):
         same_run(directory, recipe("performance.optimizer=adamw_fused", "optim.lr=1"))
 
 
+# -- gathering ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["model.dtype=bfloat16"],
+            "only weights in shards are gathered, and train.backend is replicated; set it to fsdp",
+        ),
+        (
+            ["train.backend=fsdp", "model.dtype=float32"],
+            "the model computes in float32; set model.dtype to bfloat16 too",
+        ),
+    ],
+)
+def test_a_dtype_of_gathering_that_has_no_effect_or_is_not_that_of_the_model_is_refused(words, says):
+    with pytest.raises(UserError, match=says):
+        recipe("performance.gather_dtype=bfloat16", *words)
+
+
+def test_the_plan_counts_weights_in_the_dtype_that_they_are_gathered_in():
+    words = ["controllers=2", "train.backend=fsdp", "model.dtype=bfloat16"]
+    plain, half = (plan(load_recipe(["sums"], [*words, *more])) for more in ([], ["performance.gather_dtype=bfloat16"]))
+    one, other = ({phase.name: phase.parts for phase in made.phases} for made in (plain, half))
+    gathered = "weights gathered for the phase"
+    assert other["sample"][gathered] == pytest.approx(one["sample"][gathered] / 2, rel=0.01)
+    assert other["sample"]["policy"] == one["sample"]["policy"]
+    assert half.load.total == plain.load.total
+    assert half.load.parts["policy"] == one["sample"]["policy"]
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 

@@ -213,6 +213,27 @@ def test_two_ranks_with_half_the_weights_each(tmp_path):
     check("text", [2], tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["text", "critic", "full", "lora"])
+def test_weights_gathered_in_half_precision(name, tmp_path):
+    """Half the bytes of weights go to the other rank. Shards, gradients and the bytes of these stay float32, and the
+    gradient is near that of weights gathered in float32."""
+    half, folder = "model.dtype=bfloat16", tmp_path / "asked"
+    folder.mkdir()
+    plain = together(name, 2, tmp_path, "1", half)
+    asked = together(name, 2, folder, "1", half, "performance.gather_dtype=bfloat16")
+    share = asked[0]["sent"]["weights"] / plain[0]["sent"]["weights"]
+    assert share == pytest.approx(0.5, abs=0.01) if name != "lora" else 0.5 < share < 1
+    for one, other in zip(plain, asked, strict=True):
+        assert other["sent"]["gradients"] == one["sent"]["gradients"]
+        assert other["held"] == one["held"]
+        assert {t.dtype for t in (*other["gradient"], *other["weights"])} == {torch.float32}
+    one, other = (joined([rank["gradient"] for rank in ranks]) for ranks in (plain, asked))
+    if name != "full":  # its checkpoint has nothing to round yet, and autocast rounds what it computes
+        assert not torch.equal(one, other), "what is gathered must be rounded"
+    assert torch.cosine_similarity(one, other, 0) > 0.99
+
+
 def same_step(before, after):
     """Whether the third step was that of the run that went on, by every rank's part of it."""
     assert {k: v for rank in after for k, v in rank["seen"].items()} == {

@@ -313,6 +313,17 @@ def _performance(recipe: Recipe) -> Iterator[str]:
             "performance.optimizer: 8-bit moments of sharded weights cannot be saved for a different number of "
             f"devices; set it to adamw, or train.backend to replicated (it is {recipe.train.backend})"
         )
+    if asked.gather_dtype != "float32":
+        if recipe.train.backend != "fsdp":
+            yield (
+                f"performance.gather_dtype: only weights in shards are gathered, and train.backend is "
+                f"{recipe.train.backend}; set it to fsdp, or remove performance.gather_dtype"
+            )
+        if recipe.model.dtype != asked.gather_dtype:
+            yield (
+                f"performance.gather_dtype: the model computes in {recipe.model.dtype}; set model.dtype to "
+                f"{asked.gather_dtype} too, or remove performance.gather_dtype"
+            )
     if asked.offload_optimizer and recipe.train.backend == "megatron":
         yield (
             "performance.offload_optimizer: the state of Megatron-Core's layers stays on its device; remove it, and "

@@ -38,5 +38,10 @@ class Performance(Section):
     offload_reference: bool = False
     """Keep the reference's copy of the weights there, too. It is moved to the device for the slices that need it, and
     back before the update (no effect on a CPU). With LoRA the reference is the base model, which has no second copy."""
+    gather_dtype: Literal["float32", "bfloat16"] = "float32"
+    """With ``train.backend: fsdp``: the dtype in which weights that train are gathered to compute with. ``bfloat16``
+    halves the memory and the traffic of gathering, and the whole model that a device samples with; shards, optimizer
+    and the sums of gradients stay float32. Results differ: what autocast leaves in float32 (embeddings, the weights of
+    norms) is rounded too. Needs ``model.dtype: bfloat16``."""
     compile: bool = False
     """Pictures and clips: compile the repeated blocks of the denoiser (torch.compile), for sampling and training."""

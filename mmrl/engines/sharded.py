@@ -33,17 +33,25 @@ class Sharded:
     """Final class; see ``mmrl.engines.weights.Weights``. Changes ``module`` in place; frozen weights are sharded too.
 
     ``group``: the ranks; all must construct it together, from equal weights or from their own rows of them
-    (``mmrl.local_rows``). ``sent`` counts the bytes given to them.
+    (``mmrl.local_rows``). ``sent`` counts the bytes given to them. ``gathered``: the dtype in which float32 weights are
+    gathered; gradients are summed in float32.
     """
 
     in_shards = lockstep = True
     width = 1
     stages = None
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, sent: Counter[str]) -> None:
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup, sent: Counter[str], gathered: torch.dtype = torch.float32
+    ) -> None:
         from torch.distributed.device_mesh import DeviceMesh  # half a second, which a run without shards need not take
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+        half = gathered != torch.float32
+        # what a model takes stays as it is: autocast knows where rounding does harm, in time steps for example
+        policy = MixedPrecisionPolicy(gathered, torch.float32, cast_forward_inputs=False) if half else None
+        given: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
+        self._itemsize = gathered.itemsize
         self._group, self._sent = group, sent
         # the loop writes into nothing that a model returned
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -54,9 +62,9 @@ class Sharded:
         mesh = DeviceMesh.from_group(group, device.type)
         self._unsharded = False
         self._counted: set[int] = set()
-        self._kept = 0  # bytes of all parameters on this rank, about
+        self._kept = 0  # bytes of all parameters on this rank that the others get, about
         for part in (*blocks(module), module):
-            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+            fully_shard(part, mesh=mesh, reshard_after_forward=True, **given)
             self._count(part)
         local_rows.fill(module)
         self._parts: list[Any] = [m for m in module.modules() if isinstance(m, FSDPModule)]
@@ -108,7 +116,7 @@ class Sharded:
         before the backward, and behind that its gradients of the rows of others."""
         own = [p for p in part.parameters() if id(p) not in self._counted]
         self._counted.update(map(id, own))
-        kept = sum(_shard(p).nbytes for p in own)
+        kept = sum(_shard(p).numel() * min(p.element_size(), self._itemsize) for p in own)
         given = sum(p.numel() * p.element_size() - _shard(p).nbytes for p in own if p.requires_grad)
         self._kept += kept
 

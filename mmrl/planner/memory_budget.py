@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+import torch
 from torch import nn
 
 from mmrl.algorithms.objective import Objective, prepared_by
@@ -24,7 +25,7 @@ from mmrl.report.sizes import size as amount
 @dataclass(frozen=True)
 class Size:
     """Bytes that one device keeps; of trained weights its shard. In addition ``gathered`` when it computes without the
-    other ranks, and ``gathered_blocks`` in a training slice."""
+    other ranks, and ``gathered_blocks`` in a training slice. ``whole``: what is then sharded."""
 
     parameters: int
     trained_parameters: int
@@ -33,11 +34,14 @@ class Size:
     dtypes: str
     gathered: int = 0
     gathered_blocks: int = 0
+    whole: int = 0
 
 
-def sizes_of(description: Description, shards: int | Fraction, *, by_block: bool) -> dict[int, Size]:
+def sizes_of(
+    description: Description, shards: int | Fraction, *, by_block: bool, gathered: str = "float32"
+) -> dict[int, Size]:
     """The size of each component, by ``id``. Trained weights are split into ``shards``, and gathered block by block for
-    training with ``by_block``."""
+    training with ``by_block``; in the dtype ``gathered`` those that are float32."""
 
     sizes = {}
     for component in description.components:
@@ -53,23 +57,29 @@ def sizes_of(description: Description, shards: int | Fraction, *, by_block: bool
             ", ".join(dtypes),
         )
         if trained and shards > 1:
-            sizes[id(component)] = _in_shards(component.module, sizes[id(component)], shards, by_block)
+            whole, dtype = sizes[id(component)], getattr(torch, gathered)
+            sizes[id(component)] = _in_shards(component.module, whole, shards, by_block, dtype)
     return sizes
 
 
-def _in_shards(module: nn.Module, whole: Size, shards: int | Fraction, by_block: bool) -> Size:
+def _in_shards(module: nn.Module, whole: Size, shards: int | Fraction, by_block: bool, gathered: torch.dtype) -> Size:
     """By block: in a slice two blocks are on the device at once, one that computes and one that is being gathered, with
     their full gradients until these are reduced; weights outside blocks are there all the time."""
 
     groups = [list(block.parameters()) for block in blocks(module)]
     inside = {id(p) for group in groups for p in group}
     groups.append([p for p in module.parameters() if id(p) not in inside])
-    moving = [nbytes(group) + nbytes(p for p in group if p.requires_grad) for group in groups]
+    saved = [sum(p.nbytes - p.numel() * min(p.element_size(), gathered.itemsize) for p in group) for group in groups]
+    moving = [
+        nbytes(group) - less + nbytes(p for p in group if p.requires_grad)
+        for group, less in zip(groups, saved, strict=True)
+    ]
     return replace(
         whole,
         total=-(-whole.total // shards),
         trained=-(-whole.trained // shards),
-        gathered=whole.total,
+        gathered=whole.total - sum(saved),
+        whole=whole.total,
         gathered_blocks=by_block * (moving[-1] + 2 * max(moving[:-1], default=0)),
     )
 
@@ -183,7 +193,7 @@ def load_of(made: Plan, description: Description, sizes: dict[int, Size]) -> Pha
     for component in description.components:
         if not offloads(made) or "train" in component.needed:
             size = sizes[id(component)]
-            once = size.total if made.by_rows else size.gathered or size.total
+            once = size.total if made.by_rows else size.whole or size.total
             weights[component.role] = weights.get(component.role, 0) + once
     parts = {
         **weights,

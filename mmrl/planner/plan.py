@@ -222,7 +222,8 @@ def _account(
     shards = _shards(made, description, trainers)
     if shards is None:
         return
-    sizes = sizes_of(description, shards, by_block=recipe.train.backend == "fsdp")
+    by_block, gathered = recipe.train.backend == "fsdp", recipe.performance.gather_dtype
+    sizes = sizes_of(description, shards, by_block=by_block, gathered=gathered)
     media = _pair()[: 2 if objective.kind == "offline" else description.pictures]
     try:
         if unused := _unused_negative(prompts, description):
