@@ -58,7 +58,7 @@ def describe_writer(parts: Parts, recipe: Recipe, path: str, architecture: Path 
         if not files.recorded:
             check_strings(recipe.decoding.stop, chat)
     pipeline = LanguagePipeline(chat, open_weights(model, recipe), recipe, torch.device("cpu"))
-    return describe(pipeline, files, by_rows=True)
+    return describe(pipeline, files)
 
 
 def build_scorer(of: OfScorer, recipe: Recipe, path: str, device: torch.device) -> LanguagePipeline:

@@ -79,9 +79,8 @@ def empty_scorer(path: str, pad_token: int, recipe: Recipe) -> nn.Module:
     return open_scorer(model.requires_grad_(False).eval(), recipe)
 
 
-def describe(pipeline: LanguagePipeline, files: Files, *, by_rows: bool = False) -> Description:
-    """Describe a ``pipeline`` whose policy is on the meta device. ``by_rows`` as in ``Description``, unless the
-    checkpoint is quantized. Raises ``UserError`` if no response would fit."""
+def describe(pipeline: LanguagePipeline, files: Files) -> Description:
+    """Describe a ``pipeline`` whose policy is on the meta device. Raises ``UserError`` if no response would fit."""
     recipe, context = pipeline.recipe, pipeline.context
     if pipeline.pairs is None and context is not None and pipeline.settings.max_new_tokens >= context:
         raise UserError(
@@ -109,7 +108,7 @@ def describe(pipeline: LanguagePipeline, files: Files, *, by_rows: bool = False)
         _longest_of(pipeline),
         beside,
         cache_numbers=_cached(base_model(policy).config),
-        by_rows=by_rows and getattr(base_model(policy).config, "quantization_config", None) is None,
+        by_rows=getattr(base_model(policy).config, "quantization_config", None) is None,
     )
 
 

@@ -8,7 +8,7 @@ a file that a DTensor has. It asks the model's class to divide the model between
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,21 +27,28 @@ _HOOK = "maybe_distribute_model"
 
 
 def load_rows(
-    read: Callable[..., Any], recipe: Recipe, path: str, dtype: torch.dtype, ranks: dist.ProcessGroup
+    read: Callable[..., Any],
+    recipe: Recipe,
+    path: str,
+    dtype: torch.dtype,
+    ranks: dist.ProcessGroup,
+    new: Collection[str] = (),
+    **more: Any,
 ) -> PreTrainedModel | None:
-    """What ``read``, the ``from_pretrained`` of an auto class, makes of the model at ``path``, with this rank's rows of
-    its weights (``mmrl.local_rows``). None where it must be loaded whole, and a notice says why. Raises what ``read``
-    raises. All ``ranks`` call it together."""
+    """What ``read``, the ``from_pretrained`` of a class, makes of the model at ``path`` and ``more``, with this rank's
+    rows of its weights (``mmrl.local_rows``). None where it must be loaded whole, and a notice says why. ``new``: the
+    parameters that the checkpoint may lack; each rank has them whole. Raises what ``read`` raises. All ``ranks`` call
+    it together."""
     if reason := next(_obstacles(recipe, path), None):
         _tell(ranks, f"every process loads the whole model before its weights are sharded: {reason}")
         return None
     from transformers.distributed import DistributedConfig
 
     asked = DistributedConfig()  # of one device: transformers then makes no process group
-    with _divided(asked, ranks):
-        model, found = read(path, dtype=dtype, distributed_config=asked, output_loading_info=True)
+    with _divided(asked, ranks, new):
+        model, found = read(path, dtype=dtype, distributed_config=asked, output_loading_info=True, **more)
     vars(model.config).pop("distributed_config", None)  # an export would name it
-    if lacking := sorted(found["missing_keys"]):
+    if lacking := sorted({*found["missing_keys"]} - {*new}):
         _tell(ranks, f"every process loads the whole model: the checkpoint lacks {lacking[0]}, which gets new values")
         return None
     local_rows.set_aside(model)
@@ -72,8 +79,9 @@ def _tell(ranks: dist.ProcessGroup, line: str) -> None:
 
 
 @contextmanager
-def _divided(asked: Any, ranks: dist.ProcessGroup) -> Generator[None]:
-    """Divide the models that are loaded with the configuration ``asked``; other threads may load others."""
+def _divided(asked: Any, ranks: dist.ProcessGroup, whole: Collection[str]) -> Generator[None]:
+    """Divide the models that are loaded with the configuration ``asked``, all but the parameters ``whole``; other
+    threads may load others."""
     from transformers import PreTrainedModel
 
     otherwise = getattr(PreTrainedModel, _HOOK)
@@ -81,7 +89,7 @@ def _divided(asked: Any, ranks: dist.ProcessGroup) -> Generator[None]:
     def maybe_distribute_model(cls: type, model: PreTrainedModel, config: Any, *rest: Any) -> PreTrainedModel:
         if config is not asked:
             return otherwise.__func__(cls, model, config, *rest)
-        local_rows.divide(model, ranks, whole=_converted(model, ranks.size()))
+        local_rows.divide(model, ranks, whole=_converted(model, ranks.size()) | {*whole})
         return model
 
     setattr(PreTrainedModel, _HOOK, classmethod(maybe_distribute_model))

@@ -8,13 +8,14 @@ transformers' format, and the score is what that class computes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from mmrl import local_rows
 from mmrl.config.schema import Recipe
 from mmrl.errors import BadPromptError, UserError
 from mmrl.json_types import JsonObject
@@ -27,6 +28,7 @@ from mmrl.text.export import plain
 from mmrl.text.features import joined
 from mmrl.text.given import ending, response_tokens, stacked
 from mmrl.text.loading import AutoModel, open_weights, set_exported_config
+from mmrl.text.row_loading import load_rows
 from mmrl.trajectory import Prompt
 
 if TYPE_CHECKING:  # slow to import
@@ -60,10 +62,19 @@ def _class(entry: type[PreTrainedModel] | tuple[type[PreTrainedModel] | None, ..
     return found
 
 
-def load_scorer(path: str, pad_token: int, dtype: torch.dtype, seed: int, *, trained: bool = False) -> PreTrainedModel:
+def load_scorer(
+    path: str,
+    pad_token: int,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    trained: bool = False,
+    policy_of: Recipe | None = None,
+) -> PreTrainedModel:
     """Load the model at ``path``: a reward model, or one that writes text, which gets a new head drawn from ``seed``.
 
-    It is frozen and without dropout. ``trained``: it must have a head. Raises ``UserError``.
+    It is frozen and without dropout. ``trained``: it must have a head. ``policy_of``: the recipe that trains it, for a
+    model that is about to be sharded: this rank reads only its rows (``mmrl.local_rows``). Raises ``UserError``.
     """
     import transformers
     from transformers import AutoConfig
@@ -78,12 +89,16 @@ def load_scorer(path: str, pad_token: int, dtype: torch.dtype, seed: int, *, tra
         kind = score_class(config)
         scores = any(str(name).endswith("ForSequenceClassification") for name in config.architectures or ())
         if scores or kind.__module__ != __name__:
-            loaded = kind.from_pretrained(path, num_labels=1, dtype=dtype, output_loading_info=True)
-            assert isinstance(loaded, tuple)  # not as it is annotated
-            model, found = loaded
-            lacking = {*found["missing_keys"]}
+            model = _rows(kind.from_pretrained, path, dtype, policy_of, num_labels=1)
+            lacking = set[str]()
+            if model is None:
+                torch.manual_seed(seed)
+                loaded = kind.from_pretrained(path, num_labels=1, dtype=dtype, output_loading_info=True)
+                assert isinstance(loaded, tuple)  # not as it is annotated
+                model, found = loaded
+                lacking = {*found["missing_keys"]}
         else:
-            model, lacking = _with_head(kind, config, path, dtype), {f"{HEAD}.weight"}
+            model, lacking = _with_head(kind, config, path, dtype, policy_of), {f"{HEAD}.weight"}
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         where = f"the directory {path}" if Path(path).exists() else f"{path!r} (no such directory here)"
         raise UserError(
@@ -103,14 +118,26 @@ def load_scorer(path: str, pad_token: int, dtype: torch.dtype, seed: int, *, tra
     return model.requires_grad_(False).eval()
 
 
-def _with_head(kind: type[PreTrainedModel], config: PretrainedConfig, path: str, dtype: torch.dtype) -> PreTrainedModel:
+def _rows(
+    read: Callable[..., Any], path: str, dtype: torch.dtype, policy_of: Recipe | None, **more: Any
+) -> PreTrainedModel | None:
+    """The model with this rank's rows, where it is about to be sharded; None to load it whole."""
+    ranks = local_rows.group()
+    if ranks is None or policy_of is None:
+        return None
+    return load_rows(read, policy_of, path, dtype, ranks, [f"{HEAD}.weight"], **more)
+
+
+def _with_head(
+    kind: type[PreTrainedModel], config: PretrainedConfig, path: str, dtype: torch.dtype, policy_of: Recipe | None
+) -> PreTrainedModel:
     """A ``kind`` with the transformer of the model at ``path``, which writes text. That model is loaded with its own
     class, because transformers renames the weights of older checkpoints only for this class."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     auto: type[AutoModel] = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    writer = auto.from_pretrained(path, dtype=dtype)
+    writer = _rows(auto.from_pretrained, path, dtype, policy_of) or auto.from_pretrained(path, dtype=dtype)
     writer.config.num_labels = 1
     with torch.device("meta"):
         made = kind(writer.config)
@@ -125,7 +152,8 @@ def _with_head(kind: type[PreTrainedModel], config: PretrainedConfig, path: str,
 def open_policy(recipe: Recipe, path: str, pad_token: int, device: torch.device) -> nn.Module:
     """A reward model to train: the weights that the recipe names, and always the new head. Raises ``UserError``."""
     dtype = getattr(torch, recipe.model.dtype) if recipe.model.lora else torch.float32
-    return open_scorer(load_scorer(path, pad_token, dtype, recipe.seed), recipe).to(device)
+    scorer = load_scorer(path, pad_token, dtype, recipe.seed, policy_of=recipe)
+    return local_rows.move(open_scorer(scorer, recipe), device)
 
 
 def open_scorer(model: PreTrainedModel, recipe: Recipe) -> nn.Module:
