@@ -22,6 +22,7 @@ def planned(path, monkeypatch):
     return command, done.exit_code, " ".join((done.output + str(done.exception or "")).split())
 
 
+@pytest.mark.slow  # 80 layers are traced
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_plan_accepts_an_example_or_names_its_first_limit(path, monkeypatch):
     if "vl-7b" in path.stem:
