@@ -14,23 +14,41 @@ The plausibility of a triple is calibrated on triples that the embedding was not
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import mmrl
 from mmrl.errors import UserError
 from mmrl.json_types import JsonObject
+from mmrl.knowledge import folder
 from mmrl.knowledge.folder import read
-from mmrl.rewards.contract import Context, Failed, Value
+from mmrl.rewards.contract import Context, Failed, Input, Value
 from mmrl.trajectory import Sample
 
 MOST = 10_000
 """Characters of a response that are read; a pattern may need time that grows with the square of the length."""
 
 
-@mmrl.reward(inputs=("text",), paths=("path",))
+def _reads(options: Mapping[str, Any]) -> tuple[Input, ...]:
+    """What it reads. Raises ``UserError`` for a folder without knowledge, and for relations that it lacks."""
+    given = options.get("relations")
+    names = list(given.values()) if isinstance(given, Mapping) else []
+    relation = options.get("relation")
+    _refuse_unknown(read(Path(str(options.get("path")))), [*names, *((relation,) if relation else ())])
+    return ("text",)
+
+
+def _refuse_unknown(known: folder.Knowledge, names: Sequence[object]) -> None:
+    for name in names:
+        if name not in known.relations:
+            listed = ", ".join(sorted(known.relations)[:8])
+            raise UserError(f"options: the graph has no relation {name!r}; it has {listed}")
+
+
+@mmrl.reward(inputs=("text",), paths=("path",), reads=_reads)
 class Knowledge:
     """The mean plausibility of the different facts that a response states, in [0, 1]; 0 where it states none.
 
@@ -60,10 +78,7 @@ class Knowledge:
                 + ", or set options.relation" * ("relation" in lacks)
             )
         self.names = {said: str(name) for said, name in (relations or {}).items()}
-        for name in (*self.names.values(), *((relation,) if relation else ())):
-            if name not in self.known.relations:
-                listed = ", ".join(sorted(self.known.relations)[:8])
-                raise UserError(f"options: the graph has no relation {name!r}; it has {listed}")
+        _refuse_unknown(self.known, [*self.names.values(), *((relation,) if relation else ())])
         if isinstance(wanted, bool) or wanted < 1:
             raise UserError(f"options.wanted is {wanted}; give a number of facts, 1 or more")
         self.relation, self.wanted = relation, wanted

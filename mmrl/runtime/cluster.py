@@ -235,8 +235,11 @@ def _imported(recipe: Recipe) -> Any:
         if not hasattr(ray, "init"):
             raise ImportError("a folder named ray is found in place of Ray")
     except ImportError as error:
+        n, each = recipe.controllers, recipe.devices_per_controller
+        asked = f"{n} controller{'s' * (n > 1)}" + f" x {each} devices" * (each > 1)
         raise UserError(
-            f"controllers: {recipe.controllers} controllers are Ray actors: pip install 'mmrl[ray]', or controllers=1"
+            f"controllers: {asked} are processes of Ray, which is not installed: pip install 'mmrl[ray]', or set "
+            "controllers and devices_per_controller to 1"
         ) from error
     return ray
 
