@@ -171,7 +171,7 @@ def path(tmp_path):
     embedding = Embedding("transe", 3, 2, 1, 1, 6.0)
     embedding.entities.data = torch.tensor([[0.0], [1.0], [5.0]])
     embedding.relations.data = torch.tensor([[1.0], [-90.0]])
-    slope = -math.log(9) * 2 / 4  # 0.9 at the distance 0, 0.1 at 4, next to 0 far away
+    slope = math.log(9) * 2 / 4  # 0.9 at the distance 0, 0.1 at 4, next to 0 far away
     graph = Graph(("ann", "rome", "oslo"), ("born_in", "lives_in"), torch.tensor([[0, 0, 1]]))
     settings = Settings("transe", size=1, group=1)
     folder.write(tmp_path / "it", Trained(embedding, slope, math.log(9), {}), settings, graph)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from scipy.optimize import minimize
 from torch import Tensor
-from torch.nn import functional as F
 
+from mmrl.distill.formulas import calibrated, platt
 from mmrl.errors import UserError
+from mmrl.judge.calibration import calibration
+from mmrl.judge.statistics import auc
 from mmrl.knowledge import formulas
 from mmrl.knowledge.embeddings import Embedding, Kind, Side
 from mmrl.knowledge.graph import Graph, kept_back
@@ -43,7 +44,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Trained:
-    """An embedding with its calibration: a triple's plausibility is ``sigma(slope d + offset)``, ``d`` its distance.
+    """An embedding with its calibration: a triple's plausibility is ``sigma(offset - slope d)``, ``d`` its distance.
 
     ``figures``: what was measured on the triples that nothing was fitted to.
     """
@@ -56,7 +57,7 @@ class Trained:
     @torch.no_grad()
     def plausibility(self, triples: Tensor) -> Tensor:
         """``[B]`` in [0, 1]; ``triples``: ``[B, 3]``."""
-        return torch.sigmoid(self.slope * self.embedding.distance(triples).double() + self.offset)
+        return calibrated(-self.embedding.distance(triples).double(), self.slope, self.offset)
 
 
 def train(graph: Graph, settings: Settings, told: Callable[[int], None] = lambda step: None) -> Trained:
@@ -79,7 +80,8 @@ def train(graph: Graph, settings: Settings, told: Callable[[int], None] = lambda
         ranks = {share: _smooth(embedding, own, seen, share, graph, chosen) for share in SMOOTHING}
         best = max(SMOOTHING, key=lambda share: ranks[share])
         _smooth(embedding, own, seen, best, graph, chosen)
-        slope, offset = _calibrated(embedding, *_judged(graph, chosen))
+        rows, truth = _judged(graph, chosen)
+        slope, offset = platt(-embedding.distance(rows), truth)
         trained = Trained(embedding, slope, offset, {})
         figures = measure(trained, graph, measured) | {"smoothing": best, "kept_back": float(len(measured))}
     return Trained(embedding, slope, offset, figures)
@@ -154,36 +156,16 @@ def _judged(graph: Graph, triples: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((triples, wrong)), torch.cat((torch.ones(len(triples)), torch.zeros(len(wrong)))).double()
 
 
-def _calibrated(embedding: Embedding, triples: Tensor, truth: Tensor) -> tuple[float, float]:
-    """Slope and offset of Platt's sigmoid, of least cross-entropy with a little weight decay."""
-    distances = embedding.distance(triples).double()
-    centre, spread = distances.mean(), distances.std().clamp(min=1e-6)
-    x = (distances - centre) / spread
-
-    def loss(of: Sequence[float]) -> tuple[float, list[float]]:
-        a, b = of
-        off = torch.sigmoid(a * x + b) - truth
-        value = F.binary_cross_entropy_with_logits(a * x + b, truth) + 1e-3 * a * a
-        return float(value), [float((off * x).mean()) + 2e-3 * a, float(off.mean())]
-
-    a, b = minimize(loss, [-1.0, 0.0], jac=True).x
-    return float(a / spread), float(b - a * centre / spread)
-
-
 def measure(trained: Trained, graph: Graph, triples: Tensor) -> dict[str, float]:
-    """Filtered mean reciprocal rank and share of ranks up to 10, and of plausibility AUC, Brier score and calibration
-    error (ten equal bins), on ``triples`` and as many false ones."""
+    """Filtered mean reciprocal rank and share of ranks up to 10, and of the plausibility AUC, Brier score and
+    calibration error, on ``triples`` and as many false ones."""
     found = ranks(trained.embedding, graph, triples)
     rows, truth = _judged(graph, triples)
     said = trained.plausibility(rows)
-    right, wrong = said[truth == 1], said[truth == 0]
-    pairs = (right.unsqueeze(1) > wrong).double() + 0.5 * (right.unsqueeze(1) == wrong).double()
-    bins = (said * 10).long().clamp(max=9)
-    off = [(said[bins == n].mean() - truth[bins == n].mean()).abs() * (bins == n).sum() for n in bins.unique().tolist()]
     return {
         "mrr": float((1 / found).mean()),
         "hits@10": float((found <= 10).double().mean()),
-        "auc": float(pairs.mean()) if len(wrong) else float("nan"),
+        "auc": auc(said.tolist(), truth.bool().tolist()),
         "brier": float(((said - truth) ** 2).mean()),
-        "calibration_error": float(sum(off) / len(said)),
+        "calibration_error": calibration(said.tolist(), truth.tolist()).error[0],
     }
