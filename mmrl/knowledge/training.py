@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ SMOOTHING = (1.0, 0.95, 0.9, 0.8)
 TEMPERATURE = 1.0
 """Of the weights of negatives: RotatE's alpha."""
 _SIDES: tuple[Side, ...] = ("tail", "head")
+_COLUMN: dict[Side, int] = {"head": 0, "tail": 2}
+"""Where a triple has them."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,17 @@ def train(graph: Graph, settings: Settings, told: Callable[[int], None] = lambda
         torch.manual_seed(settings.seed)
         embedding = _fitted(graph, seen, settings, told)
         own = embedding.entities.detach().clone()
-        ranks = {share: _smooth(embedding, own, seen, share, graph, chosen) for share in SMOOTHING}
-        best = max(SMOOTHING, key=lambda share: ranks[share])
+        found = {share: _smooth(embedding, own, seen, share, graph, chosen) for share in SMOOTHING}
+        best = max(SMOOTHING, key=lambda share: found[share])
         _smooth(embedding, own, seen, best, graph, chosen)
         rows, truth = _judged(graph, chosen)
         slope, offset = platt(-embedding.distance(rows), truth)
         trained = Trained(embedding, slope, offset, {})
         figures = measure(trained, graph, measured) | {"smoothing": best, "kept_back": float(len(measured))}
-    return Trained(embedding, slope, offset, figures)
+    return replace(trained, figures=figures)
 
 
-def _fitted(graph: Graph, seen: Tensor, settings: Settings, told: Callable[[int], None]) -> Embedding:
-    of = settings
+def _fitted(graph: Graph, seen: Tensor, of: Settings, told: Callable[[int], None]) -> Embedding:
     embedding = Embedding(of.kind, len(graph.entities), len(graph.relations), of.size, of.group, of.margin)
     known = Graph(graph.entities, graph.relations, seen)
     optimizer = torch.optim.Adam(embedding.parameters(), lr=of.lr)
@@ -97,9 +98,8 @@ def _fitted(graph: Graph, seen: Tensor, settings: Settings, told: Callable[[int]
         rows = seen[torch.randint(len(seen), (of.batch,))]
         side = _SIDES[step % 2]
         others = torch.randint(len(graph.entities), (of.batch, of.negatives))
-        place = 0 if side == "head" else 2
         false = embedding(rows, others, side).masked_fill(known.holds(_with(rows, others, side)), torch.inf)
-        true = embedding(rows, rows[:, place : place + 1], side).squeeze(1)
+        true = embedding(rows, rows[:, _COLUMN[side]].unsqueeze(1), side).squeeze(1)
         loss = formulas.adversarial_loss(true, false, of.margin, TEMPERATURE)
         optimizer.zero_grad()
         loss.backward()
@@ -112,7 +112,7 @@ def _fitted(graph: Graph, seen: Tensor, settings: Settings, told: Callable[[int]
 def _with(triples: Tensor, others: Tensor, side: Side) -> Tensor:
     """``[B, N, 3]``: each triple with each of its ``others`` ``[B, N]`` in place of the head or the tail."""
     rows = triples.unsqueeze(1).repeat(1, others.shape[1], 1)
-    rows[..., 0 if side == "head" else 2] = others
+    rows[..., _COLUMN[side]] = others
     return rows
 
 
@@ -125,7 +125,7 @@ def ranks(embedding: Embedding, graph: Graph, triples: Tensor) -> Tensor:
     found: list[Tensor] = []
     every = torch.arange(len(graph.entities))
     for side in _SIDES:
-        place = 0 if side == "head" else 2
+        place = _COLUMN[side]
         for rows in triples.split(64):
             candidates = every.expand(len(rows), -1)
             right = graph.holds(_with(rows, candidates, side))

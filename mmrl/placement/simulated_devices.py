@@ -137,14 +137,7 @@ class SimulatedDevices:
         """As ``Scheduler.recall``; ``then`` is called when all devices that train are back."""
         self.scheduler.recall()
         trainers = [device for device, role in enumerate(self.scheduler.roles) if role == "train"]
-        left = len(trainers)
-
-        def back() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                then()
-
+        back = _last_of(len(trainers), then)
         for device in trainers:
             self._put(SimulatedTask("train", 0.0, back, device, to="train"))
 
@@ -164,14 +157,7 @@ class SimulatedDevices:
         self, batches: list[MicroBatch], then: Callable[[], None], number: int, *, ahead: int | None = None
     ) -> None:
         """Add a round's micro-batches, ``ahead``: of this step; ``then`` is called when all are judged."""
-        left = len(batches)
-
-        def judged() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                then()
-
+        judged = _last_of(len(batches), then)
         of = None if ahead is None else (ahead, number)
         for n, (sampling, judging) in enumerate(batches):
             judge = SimulatedTask("judge", judging, judged, of=of, at=(number, n))
@@ -233,3 +219,16 @@ class SimulatedDevices:
 
 def _nothing() -> None:
     pass
+
+
+def _last_of(count: int, then: Callable[[], None]) -> Callable[[], None]:
+    """What each of ``count`` tasks calls when it ends; the last call is passed on to ``then``."""
+    left = count
+
+    def ended() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            then()
+
+    return ended
