@@ -33,12 +33,13 @@ SECOND_ORDER = ("sampling.steps=5", "sampling.solver=dpmsolver++")
 DGPO = ("algorithm={type: dgpo, noise_levels: 2}", "sampling.window=null", "sampling.same_initial_noise=false")
 TEMPFLOW = "algorithm.step_weight=tempflow"
 _ENDLESS = ("optim.schedule=constant", "checkpoint.every=400", "train.steps=400", "train.max_cpu_seconds=null")
+_EVALUATION = ("eval.grid=4", "eval.steps=8", "eval.solver=euler")  # whatever the arm trains with
 JOBS = {
     "pictures": Job(
         "shapes-full",
         "reward/shapes/success",
         (7.5e-5, 1.5e-4, 3e-4, 6e-4),
-        (*_ENDLESS, "model.dtype=float32", "optim.ema_decay=0.9", "eval.grid=4"),
+        (*_ENDLESS, "model.dtype=float32", "optim.ema_decay=0.9", *_EVALUATION),
         {
             "flow_grpo's settings": (),
             "5 steps": ("sampling.steps=5",),

@@ -144,6 +144,32 @@ def test_samples_that_share_steps_are_those_that_share_nothing(run, most):
         run.pipeline.prefix.used = True
 
 
+def test_evaluations_may_take_another_solver_than_training(run):
+    slots, ids = rows(run)
+    whole = run.pipeline.recipe
+
+    def drawn(training, evaluation, *, evaluate):
+        sampling = whole.denoising.model_copy(update={"solver": training})
+        eval_ = whole.eval.model_copy(update={"solver": evaluation})
+        run.pipeline.recipe = whole.model_copy(update={"sampling": sampling, "eval": eval_})
+        run.pipeline.prefix.forget()
+        return run.pipeline.sample(slots, ids, [], seed=0, evaluate=evaluate).clean
+
+    try:
+        euler, second = (drawn(solver, None, evaluate=True) for solver in ("euler", "dpmsolver++"))
+        assert not torch.equal(euler, second)
+        assert torch.equal(drawn("euler", "dpmsolver++", evaluate=True), second)
+        assert torch.equal(drawn("dpmsolver++", "euler", evaluate=True), euler)
+        assert torch.equal(drawn("euler", "dpmsolver++", evaluate=False), drawn("euler", None, evaluate=False))
+    finally:
+        run.pipeline.recipe = whole
+
+
+def test_text_has_no_solver():
+    with pytest.raises(RecipeError, match=r"eval\.solver: text has no denoising steps; remove it"):
+        load_recipe(["sums"], ["eval.solver=euler"])
+
+
 def test_what_follows_eulers_gradients_refuses_it():
     words = ["algorithm={type: draft}", "sampling.solver=dpmsolver++", "sampling.window=null"]
     words += ["train.group_size=1", "rewards=[{name: jpeg:compressibility}]"]

@@ -56,6 +56,8 @@ def _no_distance(recipe: Recipe) -> str | None:
 def of_evaluation(recipe: Recipe) -> Iterator[str]:
     """The impossible settings of the section ``eval``, as ``key: why; the edit``."""
     evaluation, stopping = recipe.eval, recipe.eval.early_stopping
+    if recipe.sampling.type == "text" and (key := next((k for k in ("steps", "solver") if getattr(evaluation, k)), "")):
+        yield f"eval.{key}: text has no denoising steps; remove it"
     if evaluation.tuned_fraction < 1 and recipe.sampling.type == "text":
         yield "eval.tuned_fraction: text has no denoising steps; remove it"
     elif evaluation.tuned_fraction < 1 and recipe.model.lora is None:

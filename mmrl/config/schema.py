@@ -242,6 +242,8 @@ class Eval(Section):
     a response (``answer:*``; ``answer_of`` of a class)."""
     steps: Count | None = None
     """Denoising steps of evaluation; None takes sampling.steps. Always without noise."""
+    solver: Literal["euler", "dpmsolver++"] | None = None
+    """What takes the steps of evaluation; None takes sampling.solver."""
     temperature: NonNegative | None = None
     """Text: temperature of evaluation; 0 is greedy, None takes sampling.temperature."""
     grid: Many = 24

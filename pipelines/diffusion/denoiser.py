@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmrl import finite
 from mmrl.algorithms import sde
-from mmrl.algorithms.solver import NoiselessSteps
+from mmrl.algorithms.solver import NoiselessSteps, Solver
 from mmrl.config.schema import Recipe
 from mmrl.trajectory import Prompt, SampleId, Slot, Trajectory
 
@@ -75,6 +75,7 @@ class _Rows(NamedTuple):
     steps: int
     tuned: int
     """The first step that the model without its adapter takes."""
+    solver: Solver
 
 
 class _State:
@@ -155,11 +156,13 @@ class Denoiser:
         evaluate: bool = False,
     ) -> _Rows:
         of = self._pipeline
-        steps = (of.recipe.eval.steps if evaluate else None) or of.steps
+        recipe = of.recipe
+        steps = (recipe.eval.steps if evaluate else None) or of.steps
+        solver = (recipe.eval.solver if evaluate else None) or recipe.denoising.solver
         schedule, shape = of.sizes.adapted(slots).schedule(steps), of.sizes.shape(slots)
         features, c = of.batch_features(slots), of.coefficients(schedule, actions)
-        tuned = round(of.recipe.eval.tuned_fraction * steps) if evaluate else steps
-        return _Rows(slots, ids, actions, seed, schedule, shape, features, c, steps, tuned)
+        tuned = round(recipe.eval.tuned_fraction * steps) if evaluate else steps
+        return _Rows(slots, ids, actions, seed, schedule, shape, features, c, steps, tuned, solver)
 
     def _started(self, rows: _Rows, version: tuple[int, str] | None) -> tuple[_State, int]:
         """The initial noise, or the latents after the steps that the samples of a group share; and the next step."""
@@ -201,7 +204,7 @@ class Denoiser:
         finite.check_steps(state.finite, rows.ids)
 
     def _noiseless(self, rows: _Rows) -> NoiselessSteps:
-        return NoiselessSteps(rows.c, self._pipeline.recipe.denoising.solver)
+        return NoiselessSteps(rows.c, rows.solver)
 
     def _velocity(self, rows: _Rows, x: Tensor, i: int, features: Features) -> Tensor:
         with nullcontext() if i < rows.tuned else self._pipeline.policy.disable_adapter():  # type: ignore[operator]

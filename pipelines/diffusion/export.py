@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mmrl.config.sampling import Sampling
 from mmrl.config.schema import Recipe
 from mmrl.engines.merging import merged_weights
 from mmrl.errors import UserError
@@ -116,9 +115,9 @@ def write_lora_file(adapter: Adapter, policy: PeftModel, out: Path) -> None:
     save_file({key: value.contiguous() for key, value in named.items()}, out / FILE, about)
 
 
-def _steps(sampling: Sampling) -> str:
+def _steps(recipe: Recipe) -> str:
     """What the code that draws does not do as the recipe's evaluation."""
-    if sampling.solver == "euler":
+    if (recipe.eval.solver or recipe.denoising.solver) == "euler":
         return ""
     return "# Evaluated with DPM-Solver++ (2M) over these noise levels. Euler's steps, as below, need more of them.\n"
 
@@ -146,9 +145,7 @@ def usage(adapter: Adapter, recipe: Recipe, what: What, folder: str, prompt: str
         + f"    generator=torch.Generator().manual_seed(0),\n).{shown}[0]\n"
     )
     source = folder if what == "merged" else public(recipe.model.path)
-    start = (
-        f"pipe = DiffusionPipeline.from_pretrained({_quoted(source)}, {options})\n{adapter.prepare}{_steps(sampling)}"
-    )
+    start = f"pipe = DiffusionPipeline.from_pretrained({_quoted(source)}, {options})\n{adapter.prepare}{_steps(recipe)}"
     if what == "merged":
         code = {"With diffusers": f"{head}\n{start}{draw}"}
     elif what == "lora-file":
