@@ -1,4 +1,4 @@
-"""200 labels of 5,000 pictures: the graph transformer beside label propagation, nearest neighbours and a supervised head.
+"""200 labels of 5,000 pictures: the graph transformer beside label propagation, nearest neighbours, a supervised head.
 
     python benchmarks/labels.py --cache /tmp/labels --seeds 0 1 2
 

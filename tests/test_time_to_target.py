@@ -73,9 +73,10 @@ def test_the_search_leaves_the_best_rate_and_censored_runs_are_shown(benchmark, 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--peer", "flow_factory=/nowhere"], "--peer flow_factory: only flow_grpo can train on pictures here"),
+        (["--peer", "ddpo=/nowhere"], "--peer ddpo: only flow_grpo, flow_factory can train on pictures here"),
         (["--job", "text", "--peer", "flow_grpo=/nowhere"], "--peer flow_grpo: only trl can train on text here"),
         (["--peer", "flow_grpo"], "--peer flow_grpo: name its checkout"),
+        (["--peer", "flow_factory"], "--peer flow_factory: name its checkout"),
         (["--job", "text", "--arms", "dgpo"], "--arms 'dgpo': the job text has 'grpo', "),
     ],
 )
@@ -100,3 +101,13 @@ def test_a_run_is_trained_until_its_budget_is_spent(benchmark, arm, job):
     assert began == 0
     assert spent > 1
     assert 0 <= success <= 1
+
+
+def test_a_peers_evaluation_is_of_the_weights_that_it_trains(benchmark, tmp_path):
+    jobs = importlib.import_module("time_jobs")
+    spec = benchmark.Spec("peer:flow_grpo", 1e-4, 1, 1.0, 2.0, 1, 16, "pictures")
+    context, success = jobs.opened(jobs.JOBS["pictures"], spec.overrides, tmp_path)
+    assert success(16) > 0
+    for parameter in context.policy.trainable.values():
+        parameter.data.zero_()
+    assert success(16) == 0

@@ -30,6 +30,7 @@ from mmrl.cli import (
     sample,
     simulate,
     soup,
+    sweep,
 )
 from mmrl.errors import UserError
 from mmrl.quiet import be_quiet, warn_plainly
@@ -61,6 +62,7 @@ for _command in (
     judge.judge,
     distill.distill,
     labels.spread,
+    sweep.sweep,
     recipes.ls,
     recipes.cp,
     init.init,
