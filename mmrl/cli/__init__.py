@@ -61,6 +61,7 @@ for _command in (
     rewards.serve,
     judge.judge,
     distill.distill,
+    labels.label,
     labels.spread,
     sweep.sweep,
     recipes.ls,

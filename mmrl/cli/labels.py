@@ -1,4 +1,4 @@
-"""``spread``: spread the labels of a few samples over many, and write the scores as a reward."""
+"""``label spread``: give labels on a local page, and spread those of a few samples over many, as a reward."""
 
 from __future__ import annotations
 
@@ -24,6 +24,42 @@ LabelsOption = Annotated[
     Path | None,
     typer.Option(metavar="CSV", help="A table with the columns file and label.", show_default="labels.csv in DIR"),
 ]
+
+
+def label(
+    folder: FolderArgument,
+    labels: LabelsOption = None,
+    order: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR|CSV", help="Show these first: what mmrl spread wrote, or a table with a column file."
+        ),
+    ] = None,
+    stars: Annotated[bool, typer.Option("--stars", help="Keys 1 to 5 in place of 0 and 1.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+) -> None:
+    """Show the samples of a folder or of a run on a local page, and keep a label for each key that you press.
+
+    Keys: 0 bad, 1 good (--stars: 1 to 5), arrows to move, Backspace to take a label away. An answer is on the disk at
+    once; a later start goes on where you stopped. Prints the address; Ctrl-C ends it.
+    """
+    from mmrl.labels import table
+    from mmrl.labels.items import items_of, root_of
+    from mmrl.labels.server import STARS, YES_NO, LabelServer, in_order
+
+    root, items = root_of(folder), items_of(folder)
+    if order is not None:
+        items = in_order(items, table.files(order / "next.csv" if order.is_dir() else order))
+    path = labels or root / table.NAME
+    with LabelServer(items, root, path, STARS if stars else YES_NO, port) as server:
+        print(
+            f"{len(items)} samples, {len(server.labels)} of them labelled in {path}; open in a browser of this machine:"
+        )
+        print(server.url, flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print(f"{len(server.labels)} labels in {path}; next: mmrl spread {folder} --out spread")
 
 
 def spread(

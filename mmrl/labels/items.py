@@ -17,12 +17,13 @@ from PIL import Image, ImageSequence
 
 from mmrl.errors import UserError
 from mmrl.json_types import Json, JsonObject, as_list, as_object
-from mmrl.labels.pixels import FRAMES
 from mmrl.media import KINDS, BadMediaError, Media, open_clip, open_image
 
 Kind = Literal["image", "video", "text"]
 _MOST_TEXT = 1 << 20
 LIST = "samples.jsonl"
+FRAMES = 8
+"""The most that are read of a clip."""
 
 
 @dataclass(frozen=True)

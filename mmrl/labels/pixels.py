@@ -18,9 +18,10 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from mmrl.labels.items import FRAMES
+
 SIDE, FIELDS, EDGE_FIELDS, DIRECTIONS, SHADES = 32, 8, 4, 8, 4
 WORDS = 256
-FRAMES = 8
 _WORD = re.compile(r"\d|[^\W\d_]+|[^\w\s]", re.UNICODE)
 
 

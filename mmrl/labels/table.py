@@ -25,9 +25,10 @@ LEAST = 10
 
 @dataclass(frozen=True)
 class Labels:
-    """Labels in [0, 1] by the sample's name. ``binary``: all are 0 or 1."""
+    """Labels in [0, 1] by the sample's name. ``binary``: all are 0 or 1. ``words``: they are written as words."""
 
     of: Mapping[str, float]
+    words: bool = False
 
     @property
     def binary(self) -> bool:
@@ -54,7 +55,7 @@ def read(path: Path, names: Sequence[str]) -> Labels:
             f"{path} has labels of two kinds: words (line {kinds['words']}) and numbers (line {kinds['numbers']}); "
             "write all as numbers from 0 to 1, or all as yes and no"
         )
-    return Labels(found)
+    return Labels(found, "words" in kinds)
 
 
 def check(path: Path, labels: Labels) -> None:
@@ -95,21 +96,27 @@ def append(path: Path, file: str, label: str) -> None:
         os.fsync(out.fileno())
 
 
-def _rows(path: Path) -> list[tuple[int, str, str]]:
+def files(path: Path) -> list[str]:
+    """The column ``file`` of a table. Raises ``UserError``."""
+    return [file for _, file, _ in _rows(path, COLUMNS[:1])]
+
+
+def _rows(path: Path, columns: Sequence[str] = COLUMNS) -> list[tuple[int, str, str]]:
     """Number, file and label of each line."""
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             reader = csv.DictReader(file)
-            lacks = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            lacks = [name for name in columns if name not in (reader.fieldnames or ())]
             if lacks:
-                raise UserError(f"{path} has no column {lacks[0]!r}; its first line must be: {','.join(COLUMNS)}")
+                raise UserError(f"{path} has no column {lacks[0]!r}; its first line must be: {','.join(columns)}")
             return [
-                (reader.line_num, (row["file"] or "").strip(), (row["label"] or "").strip())
+                (reader.line_num, (row["file"] or "").strip(), (row.get("label") or "").strip())
                 for row in reader
                 if (row["file"] or "").strip()
             ]
     except FileNotFoundError:
-        raise UserError(f"there is no {path}; give labels with: mmrl label {path.parent}") from None
+        how = f"give labels with: mmrl label {path.parent}" if "label" in columns else "make it with mmrl spread"
+        raise UserError(f"there is no {path}; {how}") from None
     except (OSError, csv.Error) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 
